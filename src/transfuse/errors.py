@@ -1,0 +1,137 @@
+"""Every error this library raises, as one tree. Branches follow what a caller does next.
+
+    TransfuseError
+    ├── StateError            the state itself: change it or the target, then try again
+    │   ├── UnsupportedLeaf       a leaf that cannot be carried exactly
+    │   ├── TargetMismatch        source and target do not fit
+    │   ├── StepMismatch          the two ends speak of different steps
+    │   └── LimitExceeded         larger than a configured limit allows
+    ├── PeerError             the other end or the way to it: repair the group, choose another source
+    │   ├── PeerTimeout           no progress within the timeout (also a TimeoutError)
+    │   ├── PeerLost              the connection broke (also a ConnectionError)
+    │   ├── PeerRefused           the peer declined, and said why
+    │   ├── ProtocolError         bytes that no honest peer of this version sends
+    │   └── CorruptData           digests stayed wrong after every repair
+    └── SendFailed            a send to several receivers: a map from rank to cause
+
+An error raised by an in-place receive lists the leaves whose memory may already hold new bytes in ``torn``.
+This module imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "CorruptData",
+    "LimitExceeded",
+    "PeerError",
+    "PeerLost",
+    "PeerRefused",
+    "PeerTimeout",
+    "ProtocolError",
+    "SendFailed",
+    "StateError",
+    "StepMismatch",
+    "TargetMismatch",
+    "TransfuseError",
+    "UnsupportedLeaf",
+]
+
+
+class TransfuseError(Exception):
+    """Root of the tree."""
+
+    #: Paths of the target leaves that a failed in-place receive touched. Empty: no target was touched.
+    torn: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if not self.torn:
+            return text
+        shown = ", ".join(self.torn[:10]) + (", …" if len(self.torn) > 10 else "")
+        return f"{text}\ntorn: {len(self.torn)} target leaves may hold a mix of old and new values: {shown}"
+
+
+class StateError(TransfuseError):
+    """The state, or the target it should land in, cannot be used as it is."""
+
+
+class UnsupportedLeaf(StateError):
+    """A leaf that cannot be carried exactly. ``path`` names it, the message holds the remedy."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"leaf {path or '<root>'}: {reason}")
+
+
+class TargetMismatch(StateError):
+    """What the source offers does not fit the target. Nothing has been written."""
+
+    def __init__(self, mismatches: Sequence[str], *, intro: str = "source and target do not fit") -> None:
+        self.mismatches = tuple(mismatches)
+        lines = "".join(f"\n  {line}" for line in self.mismatches[:100])
+        more = f"\n  … and {len(self.mismatches) - 100} more" if len(self.mismatches) > 100 else ""
+        super().__init__(f"{intro} ({len(self.mismatches)} found, nothing was written):{lines}{more}")
+
+
+class StepMismatch(StateError):
+    """Source and receiver were called for different steps."""
+
+
+class LimitExceeded(StateError):
+    """A configured limit would be exceeded. The message names the setting."""
+
+
+class PeerError(TransfuseError):
+    """Something about the peer with this rank within the process group."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
+class PeerTimeout(PeerError, TimeoutError):
+    """The peer made no progress within the timeout."""
+
+    def __init__(self, rank: int, phase: str, seconds: float) -> None:
+        self.phase = phase
+        self.seconds = seconds
+        super().__init__(rank, f"rank {rank} timed out: no progress for {seconds:.1f} s while {phase}")
+
+
+class PeerLost(PeerError, ConnectionError):
+    """The connection to the peer broke."""
+
+
+class PeerRefused(PeerError):
+    """The peer declined or cancelled the transfer. ``cause`` holds its own words, ``kind`` its error's class name."""
+
+    def __init__(self, rank: int, kind: str, cause: str) -> None:
+        self.kind = kind
+        self.cause = cause
+        super().__init__(rank, f"rank {rank} refused: {kind}: {cause}")
+
+
+class ProtocolError(PeerError):
+    """The peer sent bytes that make no sense."""
+
+
+class CorruptData(PeerError):
+    """Bytes arrived wrong and stayed wrong after every repair. ``leaves`` names them."""
+
+    def __init__(self, rank: int, leaves: Sequence[str], message: str) -> None:
+        self.leaves = tuple(leaves)
+        super().__init__(rank, message)
+
+
+class SendFailed(TransfuseError):
+    """A send failed for some receivers; all others have everything. ``causes`` maps rank to error."""
+
+    def __init__(self, causes: Mapping[int, BaseException], completed: Sequence[int]) -> None:
+        self.causes = dict(causes)
+        self.completed = tuple(completed)
+        lines = "".join(f"\n  rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(self.causes.items()))
+        done = f"; complete for {list(self.completed)}" if self.completed else ""
+        super().__init__(f"send failed for {len(self.causes)} receiver(s){done}:{lines}")
