@@ -1,0 +1,56 @@
+"""Transfuse moves a running PyTorch job's live state from healthy workers into others, exactly, from memory to memory.
+
+Modules, each importing only from those before it:
+
+    errors, limits, classes            what can go wrong, every default number, naming classes
+    leaves                             one codec for each kind of leaf
+    boxes, trees, manifest             a state as plain data
+    plan, parcels, digest, messages    what travels, in what pieces, and the messages around it
+    places, target                     the memory it is read from and lands in
+    report, progress, talks            what a caller sees
+    routes                             how bytes move
+    source, receiver, transport        the two ends of the conversation, and PGTransport
+"""
+
+from transfuse.errors import (
+    CorruptData,
+    LimitExceeded,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    PeerTimeout,
+    ProtocolError,
+    SendFailed,
+    StateError,
+    StepMismatch,
+    TargetMismatch,
+    TransfuseError,
+    UnsupportedLeaf,
+)
+from transfuse.leaves.codec import MeshDescription
+from transfuse.progress import Progress
+from transfuse.report import Report
+from transfuse.transport import PGTransport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CorruptData",
+    "LimitExceeded",
+    "MeshDescription",
+    "PGTransport",
+    "PeerError",
+    "PeerLost",
+    "PeerRefused",
+    "PeerTimeout",
+    "Progress",
+    "ProtocolError",
+    "Report",
+    "SendFailed",
+    "StateError",
+    "StepMismatch",
+    "TargetMismatch",
+    "TransfuseError",
+    "UnsupportedLeaf",
+    "__version__",
+]

@@ -1,0 +1,169 @@
+"""Boxes: strided regions of a storage. Pure arithmetic, no tensors.
+
+Every piece of data that moves is a box, read and written in its *linear order*: row-major over its dimensions,
+which :func:`canonical` sorts from the largest stride to the smallest. A part of a box is a range in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Box", "Form", "blocks", "canonical", "cover"]
+
+#: A group of overlapping boxes is untangled into exact byte ranges up to this many runs; beyond, boxes are sent whole.
+MAX_RUNS = 1 << 16
+
+
+class Box(NamedTuple):
+    """A region that starts at byte ``start`` of its storage; sizes and strides count items of ``item`` bytes."""
+
+    start: int
+    item: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.item * prod(self.sizes)
+
+    @property
+    def end(self) -> int:
+        """One past the last byte that the box reaches."""
+        if 0 in self.sizes:
+            return self.start
+        return self.start + self.item * (1 + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)))
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether linear order is memory order without gaps."""
+        return not self.sizes or (len(self.sizes) == 1 and self.strides[0] == 1)
+
+
+class Form(NamedTuple):
+    """How a tensor's dimensions map to a box: ``order`` lists those that count, ``repeated`` those of stride 0."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    order: tuple[int, ...]
+    repeated: tuple[int, ...]
+    overlapping: bool
+
+
+def canonical(sizes: Sequence[int], strides: Sequence[int]) -> Form:
+    """Sort dimensions by stride, drop those of size 1 or stride 0, and merge those that are one run in memory."""
+    if 0 in sizes:
+        return Form((0,), (1,), tuple(range(len(sizes))), (), False)
+    counted = [d for d in range(len(sizes)) if sizes[d] != 1 and strides[d] != 0]
+    order = tuple(sorted(counted, key=lambda d: (-strides[d], d)))
+    repeated = tuple(d for d in range(len(sizes)) if sizes[d] != 1 and strides[d] == 0)
+    merged: list[tuple[int, int]] = []
+    for d in order:
+        if merged and merged[-1][1] == sizes[d] * strides[d]:
+            merged[-1] = (merged[-1][0] * sizes[d], strides[d])
+        else:
+            merged.append((sizes[d], strides[d]))
+    overlapping, reach = False, 1
+    for size, stride in reversed(merged):
+        overlapping = overlapping or stride < reach
+        reach += (size - 1) * stride
+    return Form(tuple(n for n, _ in merged), tuple(s for _, s in merged), order, repeated, overlapping)
+
+
+def blocks(sizes: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut the range ``[low, high)`` of linear order into rectangular blocks: (first index, sizes) of each, in order."""
+    if high <= low:
+        return
+    if len(sizes) <= 1:
+        yield ((low,), (high - low,)) if sizes else ((), ())
+        return
+    row = prod(sizes[1:])
+    first, skipped = divmod(low, row)
+    if skipped:
+        stop = min(high, (first + 1) * row)
+        for index, shape in blocks(sizes[1:], skipped, stop - first * row):
+            yield (first, *index), (1, *shape)
+        first, low = first + 1, stop
+    last, rest = divmod(high, row)
+    if last > first:
+        yield (first, *[0] * (len(sizes) - 1)), (last - first, *sizes[1:])
+    if rest and high > low:
+        for index, shape in blocks(sizes[1:], 0, rest):
+            yield (last, *index), (1, *shape)
+
+
+def cover(parts: Sequence[tuple[int, Box, bool]]) -> list[tuple[Box, tuple[int, ...]]]:
+    """Boxes that hold every element of the parts of one storage, each element once.
+
+    ``parts`` are (number, box, overlapping itself). A box that stands for parts one to one comes with their
+    numbers, linear order being the same; a box that was untangled from overlapping parts comes with none.
+    """
+    members: dict[Box, list[int]] = {}
+    tangled_alone = set()
+    for number, box, overlapping in parts:
+        if box.nbytes:
+            members.setdefault(box, []).append(number)
+            if overlapping:
+                tangled_alone.add(box)
+    result: list[tuple[Box, tuple[int, ...]]] = []
+    group: list[Box] = []
+    reach = -1
+    for box in sorted(members):
+        if group and box.start >= reach:
+            result += _settle(group, members, tangled_alone)
+            group = []
+        group.append(box)
+        reach = max(reach, box.end)
+    if group:
+        result += _settle(group, members, tangled_alone)
+    return result
+
+
+def _settle(
+    group: list[Box], members: dict[Box, list[int]], tangled_alone: set[Box]
+) -> list[tuple[Box, tuple[int, ...]]]:
+    """Cover one group of boxes whose reaches overlap."""
+    if len(group) == 1 and group[0] not in tangled_alone:
+        return [(group[0], tuple(members[group[0]]))]
+    ranges = _merge([(box.start, box.end) for box in group if box.contiguous])
+    loose = [b for b in group if not b.contiguous and not any(lo <= b.start and b.end <= hi for lo, hi in ranges)]
+    if sum(prod(box.sizes[:-1]) if box.strides[-1] == 1 else prod(box.sizes) for box in loose) > MAX_RUNS:
+        # Too fine to untangle: bytes that several of these boxes show travel once with each. Still exact.
+        return [(box, tuple(members[box])) for box in group]
+    for box in loose:
+        ranges += _runs(box)
+    return [(box, ()) for box in _regular(_merge(ranges))]
+
+
+def _runs(box: Box) -> list[tuple[int, int]]:
+    """The byte ranges of a box, one for each run of memory."""
+    sizes, strides, run = list(box.sizes), list(box.strides), box.item
+    if strides[-1] == 1:
+        run *= sizes.pop()
+        strides.pop()
+    starts = np.array([box.start], dtype=np.int64)
+    for size, stride in zip(sizes, strides, strict=True):
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * (stride * box.item)).ravel()
+    return [(int(start), int(start) + run) for start in starts]
+
+
+def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def _regular(ranges: list[tuple[int, int]]) -> list[Box]:
+    """Byte ranges as boxes; equal ranges at equal distances become one box."""
+    if len(ranges) > 2:
+        step, width = ranges[1][0] - ranges[0][0], ranges[0][1] - ranges[0][0]
+        if all(lo == ranges[0][0] + i * step and hi - lo == width for i, (lo, hi) in enumerate(ranges)):
+            return [Box(ranges[0][0], 1, (len(ranges), width), (step, 1))]
+    return [Box(low, 1, (high - low,), (1,)) for low, high in ranges]

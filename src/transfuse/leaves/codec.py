@@ -1,0 +1,88 @@
+"""What every codec of a composite leaf is: how to open it into parts, close it again, and check a target.
+
+A *part* is a plain strided tensor. A leaf that is one is carried as it is; every other leaf is opened by the codec
+of its kind into plain data and children, each child a part or a leaf to be opened in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["CannotCarry", "Codec", "MeshDescription", "Opened", "Room", "Shared"]
+
+
+class CannotCarry(Exception):
+    """Why a leaf cannot be carried exactly, and the remedy. Callers add the leaf's path."""
+
+
+class MeshDescription(NamedTuple):
+    """A DeviceMesh as plain data: what a ``mesh=`` callable is given. ``ranks`` are global, in row-major order."""
+
+    device_type: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    dim_names: tuple[str, ...] | None
+
+
+@dataclass
+class Shared:
+    """Descriptions that many leaves have in common (a mesh of a thousand ranks), kept once."""
+
+    items: list[Any] = field(default_factory=list)
+    numbers: dict[Any, int] = field(default_factory=dict)
+
+    def number(self, item: Any) -> int:
+        if item not in self.numbers:
+            self.numbers[item] = len(self.items)
+            self.items.append(item)
+        return self.numbers[item]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a receiver gives codecs to build leaves with."""
+
+    shared: Sequence[Any] = ()
+    mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None
+    weights_only_objects: bool = False
+
+
+class Opened(NamedTuple):
+    """An opened leaf: plain data that msgpack can carry, and its children."""
+
+    meta: Any
+    children: list[Any]
+
+
+class Codec(Protocol):
+    """One kind of composite leaf. ``ValueError`` from any method on received data means that the data is malformed."""
+
+    name: str
+
+    def takes(self, leaf: object) -> bool:
+        """Whether this codec is the one for ``leaf``."""
+
+    def open(self, leaf: Any, shared: Shared) -> Opened:
+        """Take ``leaf`` apart; :class:`CannotCarry` if that would lose something."""
+
+    def promise(self, meta: Any, children: int, room: Room) -> None:
+        """Called before a byte moves: :class:`CannotCarry` if :meth:`close` would not be able to build the leaf."""
+
+    def close(self, meta: Any, children: list[Any], room: Room) -> Any:
+        """Build the leaf from data that has arrived."""
+
+    def differences(self, source: Any, target: Any, room: Room, target_shared: Shared) -> list[str]:
+        """Why data opened as ``source`` must not be written into a leaf opened as ``target``."""
+
+    def settle(self, meta: Any, target: Any) -> None:
+        """Called after all bytes have landed in ``target``: check and finish what depends on them."""
+
+
+def tensor_type(tensor: torch.Tensor) -> str:
+    cls = type(tensor)
+    return cls.__name__ if cls.__module__.startswith("torch") else f"{cls.__module__}.{cls.__qualname__}"

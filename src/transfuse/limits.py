@@ -1,0 +1,79 @@
+"""Every default number in one place, each with the environment variable that overrides it.
+
+``Limits()`` holds the defaults, ``Limits.from_environment()`` applies ``TRANSFUSE_<NAME>`` (upper case) to each
+field. This module imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+__all__ = ["KIB", "MIB", "Limits"]
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+def _physical_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Sizes in bytes unless the name says otherwise."""
+
+    #: Largest parcel. Small enough that four in flight overlap packing with the wire, large enough to fill it.
+    parcel_bytes: int = 4 * MIB
+    #: Smallest parcel a peer may announce: bounds the number of parcels that a hostile offer can cause.
+    min_parcel_bytes: int = 64 * KIB
+    #: Bytes between two chances to cancel.
+    burst_bytes: int = 32 * MIB
+    #: Memory beyond the tensors themselves that one end may use, however many peers it has.
+    staging_bytes: int = 64 * MIB
+    #: Parcels in flight per peer.
+    window_parcels: int = 4
+    #: Longest control message that is accepted (a description takes well under 1 KiB a leaf).
+    max_message_bytes: int = 256 * MIB
+    #: Control messages travel in chunks of this size, so that an announced length alone allocates nothing.
+    chunk_bytes: int = 1 * MIB
+    #: Most bytes that one receive may allocate for fresh tensors.
+    max_receive_bytes: int = field(default_factory=_physical_memory_bytes)
+    #: Bytes and numpy values above this travel as storages rather than in the description.
+    inline_bytes: int = 4 * KIB
+    #: Largest pickled object that is sent to a receiver that may have opted in to ``weights_only_objects``.
+    max_object_bytes: int = 16 * MIB
+    #: Deepest nesting of a state.
+    max_depth: int = 128
+    #: How often a parcel with a wrong digest is asked for again.
+    max_repairs: int = 3
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) <= 0:
+                raise ValueError(f"limit {item.name} must be positive, got {getattr(self, item.name)}")
+        if self.min_parcel_bytes > self.parcel_bytes:
+            raise ValueError(f"min_parcel_bytes {self.min_parcel_bytes} exceeds parcel_bytes {self.parcel_bytes}")
+        if self.parcel_bytes % 16 or self.min_parcel_bytes % 16:
+            raise ValueError("parcel sizes must be multiples of 16, the largest item")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Limits:
+        """The defaults, overridden by ``TRANSFUSE_…`` variables."""
+        values = {}
+        for item in fields(cls):
+            text = environ.get(f"TRANSFUSE_{item.name.upper()}")
+            if text is not None:
+                try:
+                    values[item.name] = int(text)
+                except ValueError:
+                    raise ValueError(f"TRANSFUSE_{item.name.upper()} must be a whole number, got {text!r}") from None
+        return cls(**values)
+
+    def parcel_bytes_for(self, peers: int) -> int:
+        """The parcel size with which staging for this many peers stays within ``staging_bytes``."""
+        share = self.staging_bytes // (max(peers, 1) * (self.window_parcels + 1))
+        return max(
+            self.min_parcel_bytes, min(self.parcel_bytes, share // self.min_parcel_bytes * self.min_parcel_bytes)
+        )

@@ -1,0 +1,137 @@
+"""Places: the memory that boxes are read from and written to, and how parcels are packed from it and unpacked into it.
+
+A place is a view of memory whose row-major order is its box's linear order. A source has one place for each box; a
+receiver has one or more (tied weights that are not tied in its target).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from transfuse.boxes import Box, Form, blocks
+from transfuse.leaves import dense
+from transfuse.parcels import Parcels, Piece
+
+__all__ = ["Place", "Places", "Staging", "as_bytes", "pack", "place_in_storage", "place_in_tensor", "unpack"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """``view`` has ``lead`` dimensions over which the box is repeated, then the box's own.
+
+    ``conjugate`` and ``negative`` say that the memory holds the other sign than the box does.
+    """
+
+    view: torch.Tensor
+    lead: int = 0
+    conjugate: bool = False
+    negative: bool = False
+
+    def flip(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.conjugate:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self.negative else tensor
+
+    def run(self, low: int, high: int) -> torch.Tensor | None:
+        """Bytes ``[low, high)`` of the box as they lie in memory, or None if they are not one run of it."""
+        view = self.view
+        if self.lead or self.conjugate or self.negative or not view.is_contiguous():
+            return None
+        start = dense.offset_of(view) * view.element_size()
+        return dense.over(view.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
+
+
+class Places(Protocol):
+    """Where boxes are."""
+
+    def places(self, box: int) -> Sequence[Place]: ...
+
+
+def place_in_storage(storage: torch.UntypedStorage, window: int, box: Box) -> Place:
+    """The place of a box in a storage whose window begins at byte ``window``."""
+    offset = (window + box.start) // box.item
+    return Place(dense.over(storage, dense.ITEM_TYPES[box.item], offset, box.sizes, box.strides))
+
+
+def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> Place:
+    """The place in ``target`` of a box that was taken from a tensor of this form: other strides, same order."""
+    order = (*form.repeated, *form.order)
+    flips = (dense.flags_of(target) ^ source_flags) & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
+    dtype = target.dtype if flips else dense.ITEM_TYPES[target.element_size()]
+    view = dense.over(
+        target.untyped_storage(),
+        dtype,
+        dense.offset_of(target),
+        [target.size(d) for d in order],
+        [target.stride(d) for d in order],
+    )
+    return Place(view, len(form.repeated), bool(flips & dense.Flags.CONJUGATE), bool(flips & dense.Flags.NEGATIVE))
+
+
+def as_bytes(places: Places, parcels: Parcels, parcel: int, device: torch.device) -> torch.Tensor | None:
+    """A parcel's bytes where they lie, if they are one run of memory on ``device``: no staging needed."""
+    if int(parcels.count[parcel]) != 1:
+        return None
+    (piece,) = parcels.pieces(parcel)
+    found = places.places(piece.box)
+    if len(found) != 1 or found[0].view.device != device:
+        return None
+    return found[0].run(piece.low, piece.high)
+
+
+def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> torch.Tensor:
+    """Copy a parcel's bytes from their places into ``buffer``; returns the filled part of it."""
+    used = 0
+    for piece in parcels.pieces(parcel):
+        if piece.position > used:
+            buffer[used : piece.position].zero_()
+        used = piece.position + piece.high - piece.low
+        _copy(places.places(piece.box)[0], piece, buffer, out=True)
+    return buffer[:used]
+
+
+def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> None:
+    """Copy a parcel's bytes from ``buffer`` to all their places."""
+    for piece in parcels.pieces(parcel):
+        for place in places.places(piece.box):
+            _copy(place, piece, buffer, out=False)
+
+
+def _copy(place: Place, piece: Piece, buffer: torch.Tensor, *, out: bool) -> None:
+    view, item = place.view, place.view.element_size()
+    staged = buffer[piece.position : piece.position + piece.high - piece.low].view(view.dtype)
+    at = 0
+    for first, shape in blocks(view.shape[place.lead :], piece.low // item, piece.high // item):
+        part = view
+        for dim, (start, length) in enumerate(zip(first, shape, strict=True), place.lead):
+            part = part.narrow(dim, start, length)
+        count = 1
+        for length in shape:
+            count *= length
+        mirror = staged[at : at + count].view(shape)
+        if out:
+            mirror.copy_(place.flip(part[(0,) * place.lead]))
+        else:
+            part.copy_(place.flip(mirror))
+        at += count
+
+
+class Staging:
+    """The buffers of one conversation, made when first used. With ``window`` of them lent out, the oldest is due."""
+
+    def __init__(self, parcel_bytes: int, device: torch.device) -> None:
+        self._parcel_bytes = parcel_bytes
+        self._device = device
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        if self._free:
+            return self._free.pop()
+        return torch.empty(self._parcel_bytes, dtype=torch.uint8, device=self._device)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._free.append(buffer)

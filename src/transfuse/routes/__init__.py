@@ -1,0 +1,1 @@
+"""Routes: how bytes move between two ranks."""

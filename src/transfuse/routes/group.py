@@ -1,0 +1,342 @@
+"""The group route: messages and parcels over ``send`` and ``recv`` of a process group.
+
+Facts about backends that this module is built around:
+
+- gloo: a work handle completes only in ``wait()``, cannot be cancelled, and an expired wait closes the pair. A
+  message longer than the receive posted for it ends the process, a shorter one completes silently: hence lengths
+  are always derived or announced first, never guessed.
+- NCCL: tags are ignored and operations between two ranks run in the order in which they were posted, on both
+  sides: hence conversations take strict turns, and without tags only one runs between two ranks at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from transfuse import messages
+from transfuse.errors import PeerError, PeerLost, PeerRefused, PeerTimeout, ProtocolError, StepMismatch, TransfuseError
+from transfuse.limits import Limits
+from transfuse.messages import HEADER_BYTES, Header, Intent, Message
+
+__all__ = ["Group", "Line", "Posted", "ProcessGroupLike", "WorkLike"]
+
+#: All offers travel on this tag, matched in call order; everything after on a tag of the transfer's own.
+OFFER_TAG = 0x5446_0000
+FIRST_TAG = 0x5500_0000
+TAGS = 1 << 22
+
+_transfers = itertools.count()
+
+Body = TypeVar("Body", messages.Offer, messages.Want, messages.Refusal, messages.Verdict)
+
+
+class WorkLike(Protocol):
+    def wait(self, timeout: timedelta) -> Any: ...
+
+
+class ProcessGroupLike(Protocol):
+    """What is asked of a process group. Ranks are ranks within the group."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike: ...
+
+
+class Group:
+    """A process group, and what is known about it."""
+
+    def __init__(self, pg: ProcessGroupLike, device: torch.device) -> None:
+        self.pg = pg
+        self.device = device
+        self.tagged = any(name in _backend_name(pg, device) for name in ("gloo", "mpi"))
+
+    def rank(self) -> int | None:
+        return _call(self.pg, "rank")
+
+    def size(self) -> int | None:
+        return _call(self.pg, "size")
+
+    @contextmanager
+    def turn(self, peer: int, source: int, timeout: float) -> Iterator[None]:
+        """Hold the way to ``peer``. With tags transfers do not disturb each other and nobody waits."""
+        if self.tagged:
+            yield
+            return
+        with _lanes.hold((id(self.pg), peer), source, timeout):
+            yield
+
+    def new_tag(self, peer: int) -> int:
+        """A tag for a transfer to ``peer``: unique in this process, and apart from those that ``peer`` gives out."""
+        upward = (self.rank() or 0) < peer
+        return FIRST_TAG + 2 * (next(_transfers) % TAGS) + upward
+
+
+def valid_tag(tag: int) -> bool:
+    return FIRST_TAG <= tag < FIRST_TAG + 2 * TAGS
+
+
+def _call(pg: object, name: str) -> int | None:
+    method = getattr(pg, name, None)
+    if not callable(method):
+        return None
+    value = method()
+    return value if isinstance(value, int) else None
+
+
+def _backend_name(pg: Any, device: torch.device) -> str:
+    """What the group calls its backend. Every kind of group says it in its own way, and some not at all."""
+    with suppress(Exception):
+        return str(pg._get_backend(device).name()).lower()
+    with suppress(Exception):
+        return str(pg.getBackendName()).lower()
+    with suppress(Exception):
+        return str(pg.name()).lower()
+    return "unknown"
+
+
+class _Lanes:
+    """Without tags: one transfer at a time between two ranks, the lower source rank first among those waiting."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._busy: set[tuple[int, int]] = set()
+        self._waiting: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._arrivals = itertools.count()
+
+    @contextmanager
+    def hold(self, lane: tuple[int, int], source: int, timeout: float) -> Iterator[None]:
+        me = (source, next(self._arrivals))
+        with self._changed:
+            queue = self._waiting.setdefault(lane, [])
+            queue.append(me)
+            free = self._changed.wait_for(lambda: lane not in self._busy and min(queue) == me, timeout)
+            queue.remove(me)
+            if not free:
+                raise PeerTimeout(lane[1], "waiting for another transfer with this rank to end", timeout)
+            self._busy.add(lane)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy.discard(lane)
+                if not self._waiting.get(lane):
+                    self._waiting.pop(lane, None)
+                self._changed.notify_all()
+
+
+_lanes = _Lanes()
+
+
+class Posted:
+    """A send or receive under way. The tensor's memory belongs to the backend until :meth:`wait` has returned."""
+
+    def __init__(self, line: Line, work: WorkLike, tensor: torch.Tensor) -> None:
+        self._line = line
+        self._work = work
+        self.tensor = tensor
+
+    def wait(self, timeout: float | None = None) -> torch.Tensor:
+        line = self._line
+        seconds = line.timeout if timeout is None else timeout
+        started = time.monotonic()
+        try:
+            done = self._work.wait(timedelta(seconds=seconds))
+        except Exception as error:
+            raise line.translate(error, time.monotonic() - started, seconds) from error
+        finally:
+            with suppress(ValueError):
+                line.outstanding.remove(self)
+        if done is False:
+            raise PeerLost(line.peer, f"rank {line.peer}: the backend reported failure while {line.phase}")
+        return self.tensor
+
+
+class Line:
+    """One conversation with one peer: posts sends and receives, waits for them, and knows what failed when.
+
+    Used by one thread at a time. ``phase`` says what the conversation is doing, for error messages.
+    """
+
+    def __init__(self, group: Group, peer: int, timeout: float, limits: Limits) -> None:
+        self.group = group
+        self.peer = peer
+        self.timeout = timeout
+        self.limits = limits
+        self.phase = "starting"
+        self.transfer = 0
+        self.tag = OFFER_TAG
+        self.outstanding: deque[Posted] = deque()
+
+    # ------------------------------------------------------------------------------------------------- raw tensors
+
+    def post_send(self, tensor: torch.Tensor, tag: int | None = None) -> Posted:
+        return self._post(self.group.pg.send, tensor, tag)
+
+    def post_recv(self, tensor: torch.Tensor, tag: int | None = None) -> Posted:
+        return self._post(self.group.pg.recv, tensor, tag)
+
+    def _post(self, operation: Any, tensor: torch.Tensor, tag: int | None) -> Posted:
+        try:
+            work = operation([tensor], self.peer, self.tag if tag is None else tag)
+        except Exception as error:
+            raise self.translate(error, 0.0, self.timeout) from error
+        posted = Posted(self, work, tensor)
+        self.outstanding.append(posted)
+        return posted
+
+    def translate(self, error: Exception, elapsed: float, seconds: float) -> PeerError:
+        """A backend's exception as one of ours."""
+        text = str(error).split("\n")[0]
+        if elapsed >= 0.9 * seconds or "timed out" in text.lower():
+            return PeerTimeout(self.peer, self.phase, elapsed)
+        return PeerLost(self.peer, f"rank {self.peer}: connection lost while {self.phase}: {text}")
+
+    def drain(self) -> None:
+        """Wait until no memory is in the backend's hands any more, whatever becomes of it."""
+        deadline = time.monotonic() + self.timeout
+        while self.outstanding:
+            posted = self.outstanding[0]
+            with suppress(TransfuseError):
+                posted.wait(max(deadline - time.monotonic(), 0.05))
+
+    # --------------------------------------------------------------------------------------------------- messages
+
+    def send(self, kind: Message, body: bytes | bytearray = b"", *, note: int = 0, tag: int | None = None) -> None:
+        """Send a message and wait until it is gone. ``tag`` is the header's, for offers."""
+        waiting = [self.post_send(self._wire(messages.seal(kind, self.transfer, note, body)), tag)]
+        window = memoryview(body)
+        for at in range(0, len(body), self.limits.chunk_bytes):
+            waiting.append(self.post_send(self._wire(window[at : at + self.limits.chunk_bytes])))
+            if len(waiting) > self.limits.window_parcels:
+                waiting.pop(0).wait()
+        for posted in waiting:
+            posted.wait()
+
+    def expect(self, *kinds: Message, tag: int | None = None) -> tuple[Header, bytearray]:
+        """Receive the next message, which is one of ``kinds``, or raise what the peer's refusal says."""
+        while True:
+            data = self._recv_bytes(HEADER_BYTES, tag)
+            header = self._open(data)
+            if header.kind is Message.WORKING:
+                self._verify(data, b"")
+                continue
+            break
+        if tag is not None:
+            # The first message of a transfer brings its name and its own tag.
+            if not valid_tag(header.note):
+                raise ProtocolError(self.peer, f"rank {self.peer} sent an offer with an impossible tag {header.note}")
+            self.transfer, self.tag = header.transfer, header.note
+        if header.kind not in (*kinds, Message.REFUSAL):
+            wanted = " or ".join(kind.name for kind in kinds)
+            raise ProtocolError(self.peer, f"rank {self.peer} sent {header.kind.name} where {wanted} was due")
+        if header.length > self.limits.max_message_bytes:
+            raise ProtocolError(
+                self.peer,
+                f"rank {self.peer} announced a message of {header.length} bytes, more than "
+                f"TRANSFUSE_MAX_MESSAGE_BYTES={self.limits.max_message_bytes}",
+            )
+        body = bytearray()
+        while len(body) < header.length:
+            body += self._recv_bytes(min(self.limits.chunk_bytes, header.length - len(body)))
+        self._verify(data, body)
+        if header.kind is Message.REFUSAL:
+            raise self.refused(self.decode(body, messages.Refusal))
+        return header, body
+
+    def decode(self, body: bytes | bytearray, cls: type[Body]) -> Body:
+        try:
+            return messages.decode(body, cls)
+        except ValueError as error:
+            raise ProtocolError(self.peer, f"rank {self.peer}: {error}") from error
+
+    def refuse(self, error: BaseException, *, tag: int | None = None) -> None:
+        """Tell the peer why this end stops. Best effort: the peer may be gone."""
+        kind, cause = type(error).__name__, str(error)[:4000]
+        if isinstance(error, PeerRefused):
+            kind, cause = error.kind, f"(from rank {error.rank}) {error.cause}"
+        with suppress(TransfuseError):
+            body = messages.encode(messages.Refusal(kind, cause))
+            self.send(Message.REFUSAL, body, note=self.tag, tag=tag)
+
+    def refused(self, refusal: messages.Refusal) -> TransfuseError:
+        if refusal.kind == StepMismatch.__name__:
+            return StepMismatch(f"rank {self.peer} refused: {refusal.cause}")
+        return PeerRefused(self.peer, refusal.kind[:200], refusal.cause)
+
+    # ----------------------------------------------------------------------------------------------------- records
+
+    def post_message(self, kind: Message, note: int) -> Posted:
+        """Post a message without a body."""
+        return self.post_send(self._wire(messages.seal(kind, self.transfer, note, b"")))
+
+    def post_sent(self, intent: Intent, digests: list[int]) -> Posted:
+        """Post the source's record after a burst: its length follows from the plan, so the peer can post ahead."""
+        body = struct.pack(f"<{len(digests)}Q", *digests)
+        return self.post_send(self._wire(messages.seal(Message.SENT, self.transfer, intent, body) + body))
+
+    def post_recv_sent(self, digests: int) -> Posted:
+        return self.post_recv(torch.empty(HEADER_BYTES + 8 * digests, dtype=torch.uint8, device=self.group.device))
+
+    def read_sent(self, tensor: torch.Tensor) -> tuple[Intent, tuple[int, ...]]:
+        data = bytes(tensor.cpu().numpy())
+        head, body = data[:HEADER_BYTES], data[HEADER_BYTES:]
+        header = self._open(head)
+        self._verify(head, body)
+        if header.kind is not Message.SENT or header.length != len(body) or header.note not in (0, 1):
+            raise ProtocolError(self.peer, f"rank {self.peer} sent {header.kind.name} where a record was due")
+        return Intent(header.note), struct.unpack(f"<{len(body) // 8}Q", body)
+
+    @contextmanager
+    def holding_turn(self) -> Iterator[None]:
+        """While this end works and the peer waits for its next message: show signs of life."""
+        done = threading.Event()
+
+        def pulse() -> None:
+            while not done.wait(self.timeout / 4):
+                with suppress(TransfuseError):
+                    self.send(Message.WORKING)
+
+        thread = threading.Thread(target=pulse, name=f"transfuse-pulse-{self.peer}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    # ----------------------------------------------------------------------------------------------------- helpers
+
+    def _wire(self, data: bytes | bytearray | memoryview) -> torch.Tensor:
+        # frombuffer wants writable memory, and gloo holds on to it until the send is done: a copy settles both.
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.group.device)
+
+    def _recv_bytes(self, count: int, tag: int | None = None) -> bytes:
+        tensor = torch.empty(count, dtype=torch.uint8, device=self.group.device)
+        return bytes(self.post_recv(tensor, tag).wait().cpu().numpy())
+
+    def _open(self, data: bytes) -> Header:
+        try:
+            header = messages.open_header(data)
+        except ValueError as error:
+            raise ProtocolError(self.peer, f"rank {self.peer}, while {self.phase}: {error}") from error
+        if self.tag != OFFER_TAG and header.transfer != self.transfer:
+            raise ProtocolError(
+                self.peer, f"rank {self.peer} sent a message of transfer {header.transfer:x}, this is {self.transfer:x}"
+            )
+        return header
+
+    def _verify(self, head: bytes, body: bytes | bytearray) -> None:
+        try:
+            messages.verify(head, body)
+        except ValueError as error:
+            raise ProtocolError(self.peer, f"rank {self.peer}, while {self.phase}: {error}") from error

@@ -1,0 +1,80 @@
+"""Conversations run in threads of their own, one for each peer; the calling thread waits in short slices.
+
+A backend's wait holds Ctrl-C until it returns, and one peer's wait must not delay another's: so no conversation
+runs in the calling thread, and none waits for another.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+__all__ = ["Cancel", "run"]
+
+SLICE_SECONDS = 0.1
+#: After an interrupt, how long a conversation that holds no tensors may take to say goodbye.
+GOODBYE_SECONDS = 1.0
+
+
+class Cancel:
+    """A wish to stop, with its cause. Conversations look at it between bursts."""
+
+    def __init__(self) -> None:
+        self.cause: BaseException | None = None
+        #: Conversations that have lent tensors to the backend, which must not be returned from under it.
+        self.holding: set[int] = set()
+
+
+def run(talks: Mapping[int, Callable[[], None]], cancel: Cancel, show: Callable[[], None]) -> dict[int, BaseException]:
+    """Run one conversation for each rank; the errors of those that failed. ``show`` is called between waits."""
+    ended: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+    stream = _current_stream()
+
+    def work(rank: int, talk: Callable[[], None]) -> None:
+        error: BaseException | None = None
+        try:
+            with stream(), torch.no_grad(), torch.inference_mode(False):
+                talk()
+        except BaseException as caught:
+            error = caught
+        ended.put((rank, error))
+
+    for rank, talk in talks.items():
+        threading.Thread(target=work, args=(rank, talk), name=f"transfuse-peer-{rank}", daemon=True).start()
+    waiting, failed = set(talks), {}
+    give_up = float("inf")
+    while waiting:
+        try:
+            rank, error = ended.get(timeout=SLICE_SECONDS)
+            waiting.discard(rank)
+            if error is not None:
+                failed[rank] = error
+        except queue.Empty:
+            pass
+        except BaseException as interrupt:
+            if cancel.cause is not None:
+                raise
+            cancel.cause, give_up = interrupt, time.monotonic() + GOODBYE_SECONDS
+        if cancel.cause is None:
+            try:
+                show()
+            except BaseException as interrupt:
+                cancel.cause, give_up = interrupt, time.monotonic() + GOODBYE_SECONDS
+        elif time.monotonic() > give_up and not cancel.holding & waiting:
+            break
+    if cancel.cause is not None:
+        raise cancel.cause
+    return failed
+
+
+def _current_stream() -> Callable[[], AbstractContextManager[object]]:
+    """Make a thread's work run on the caller's current stream, so that it is ordered after what the caller did."""
+    if not torch.accelerator.is_available():
+        return nullcontext
+    stream = torch.accelerator.current_stream()
+    return lambda: stream

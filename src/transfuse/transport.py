@@ -1,0 +1,235 @@
+"""PGTransport: the two calls, and the options that go with them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from transfuse import messages, receiver, source, talks
+from transfuse.errors import SendFailed, TransfuseError
+from transfuse.leaves.codec import MeshDescription
+from transfuse.limits import Limits
+from transfuse.manifest import describe
+from transfuse.progress import Progress, Show, show_with
+from transfuse.report import Report
+from transfuse.routes.group import Group, Line, ProcessGroupLike
+
+__all__ = ["PGTransport"]
+
+logger = logging.getLogger("transfuse")
+
+
+class PGTransport:
+    """Moves a state between ranks of a process group, from memory to memory.
+
+    One rank calls :meth:`send_checkpoint`, the others :meth:`recv_checkpoint`, as often as they like. Everything
+    that arrives equals what was sent, or an error says why not, at both ends.
+
+    Args:
+        pg: a process group, or anything with its ``send(tensors, rank, tag)`` and ``recv(tensors, rank, tag)``.
+            All ranks below are ranks within it.
+        timeout: how long a transfer may go without progress before it fails.
+        device: where the backend wants its tensors (``cpu`` for gloo, an accelerator for NCCL).
+        state_dict: called at the start of a receive; the bytes then land in the tensors of the tree it returns.
+            Without it, tensors arrive fresh.
+        verify: compare a digest of every parcel where it has landed. None: on the CPU. True: always, False: never.
+        atomic: touch no target unless all has arrived and been verified; needs memory for a second copy.
+        strict: leaves that only the source or only the target has are an error.
+        mesh: the DeviceMesh for DTensors that arrive fresh, or a callable that makes one from a
+            :class:`MeshDescription`. Receiving never creates process groups by itself.
+        weights_only_objects: accept Python objects that ``torch.load(weights_only=True)`` accepts.
+        max_receive_bytes: the most that one receive may allocate for fresh tensors. None: this machine's memory.
+        progress: True for a bar, or a callable that gets a dict from rank to :class:`Progress`.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroupLike,
+        timeout: timedelta,
+        device: torch.device,
+        state_dict: Callable[[], object] | None = None,
+        *,
+        verify: bool | None = None,
+        atomic: bool = False,
+        strict: bool = False,
+        mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None,
+        weights_only_objects: bool = False,
+        max_receive_bytes: int | None = None,
+        progress: bool | Show = False,
+    ) -> None:
+        self._seconds = timeout.total_seconds()
+        if self._seconds <= 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        self._limits = Limits.from_environment()
+        if max_receive_bytes is not None:
+            self._limits = replace(self._limits, max_receive_bytes=max_receive_bytes)
+        self._group = Group(pg, torch.device(device))
+        self._state_dict = state_dict
+        self._verify = verify
+        self._atomic = atomic
+        self._strict = strict
+        self._mesh = mesh
+        self._weights_only_objects = weights_only_objects
+        self._progress = progress
+        self._report: Report | None = None
+
+    @property
+    def report(self) -> Report | None:
+        """What happened in the last transfer of this transport, also if it failed. None before the first."""
+        return self._report
+
+    def send_checkpoint(self, dst_ranks: Sequence[int], state_dict: object, *, step: int | None = None) -> None:
+        """Send a state to these ranks, each of which calls :meth:`recv_checkpoint`.
+
+        Returns when every receiver has everything. A receiver that fails does not disturb the others; once they
+        are done, :class:`SendFailed` maps each failed rank to its cause. The tensors may be changed as soon as
+        this returns or raises, and not before.
+        """
+        ranks = self._check_ranks(dst_ranks)
+        self._report = report = Report("send", ranks, step)
+        if not ranks:
+            return
+        started = time.perf_counter()
+        cargo, failure = None, None
+        with report.phase("describe"):
+            try:
+                cargo = self._load(state_dict, step, len(ranks))
+                report.leaves = len(cargo.described.manifest)
+            except Exception as error:
+                failure = error
+        cancel = talks.Cancel()
+        progress = {rank: Progress() for rank in ranks}
+        reports = {rank: Report("send", (rank,)) for rank in ranks}
+
+        def talk(rank: int) -> None:
+            line = Line(self._group, rank, self._seconds, self._limits)
+            transfer, tag = secrets.randbits(63), self._group.new_tag(rank)
+            with self._group.turn(rank, self._group.rank() or 0, self._seconds):
+                if cargo is None:
+                    assert failure is not None
+                    source.refuse(line, transfer, tag, failure)
+                else:
+                    source.serve(line, transfer, tag, cargo, cancel, progress[rank], reports[rank])
+
+        try:
+            failed = self._run({rank: partial(talk, rank) for rank in ranks}, cancel, progress, "send")
+        finally:
+            report.seconds = time.perf_counter() - started
+            _sum_up(report, list(reports.values()))
+        if failure is not None:
+            raise failure
+        if failed:
+            raise SendFailed(failed, [rank for rank in ranks if rank not in failed])
+        logger.info(
+            "sent %d bytes in %d leaves to %s in %.3f s", report.bytes, report.leaves, list(ranks), report.seconds
+        )
+
+    def recv_checkpoint(self, src_rank: int, *, step: int | None = None) -> Any:
+        """Receive the state that ``src_rank`` sends.
+
+        With a ``state_dict`` callback the result holds the receiver's own tensors with the source's values; what
+        only the source has arrives fresh. On failure the error's ``torn`` lists the targets that may hold new bytes.
+        """
+        (rank,) = self._check_ranks([src_rank])
+        self._report = report = Report("receive", (rank,), step)
+        started = time.perf_counter()
+        target, failure = None, None
+        if self._state_dict is not None:
+            with report.phase("state_dict callback"):
+                try:
+                    target = self._state_dict()
+                except Exception as error:
+                    failure = error
+        wishes = receiver.Wishes(
+            step,
+            target,
+            failure,
+            self._verify,
+            self._strict,
+            self._atomic and self._state_dict is not None,
+            self._mesh,
+            self._weights_only_objects,
+        )
+        cancel = talks.Cancel()
+        progress = {rank: Progress()}
+        result: list[Any] = []
+
+        def talk() -> None:
+            line = Line(self._group, rank, self._seconds, self._limits)
+            with self._group.turn(rank, rank, self._seconds):
+                receiver.receive(line, wishes, cancel, progress[rank], report, result)
+
+        try:
+            failed = self._run({rank: talk}, cancel, progress, "receive")
+        finally:
+            report.seconds = time.perf_counter() - started
+        if failed:
+            raise failed[rank]
+        logger.info(
+            "received %d bytes in %d leaves from rank %d in %.3f s", report.bytes, report.leaves, rank, report.seconds
+        )
+        return result[0]
+
+    # ----------------------------------------------------------------------------------------------------- helpers
+
+    def _load(self, state_dict: object, step: int | None, receivers: int) -> source.Cargo:
+        described = describe(state_dict, self._limits)
+        offer = messages.Offer(
+            step,
+            self._limits.parcel_bytes_for(receivers),
+            self._limits.burst_bytes,
+            self._verify is not False,
+            described.manifest.encode(),
+        )
+        body = messages.encode(offer)
+        if len(body) > self._limits.max_message_bytes:
+            raise TransfuseError(
+                f"the state's description takes {len(body)} bytes, more than "
+                f"TRANSFUSE_MAX_MESSAGE_BYTES={self._limits.max_message_bytes}"
+            )
+        return source.Cargo(described, offer, body)
+
+    def _run(
+        self,
+        conversations: dict[int, Callable[[], None]],
+        cancel: talks.Cancel,
+        progress: dict[int, Progress],
+        label: str,
+    ) -> dict[int, BaseException]:
+        with show_with(self._progress, label) as show:
+            failed = talks.run(conversations, cancel, lambda: show(progress))
+            show(progress)
+        return failed
+
+    def _check_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        own, size = self._group.rank(), self._group.size()
+        for rank in ranks:
+            if not isinstance(rank, int) or isinstance(rank, bool):
+                raise TypeError(f"ranks are ints, got {rank!r}")
+            if rank == own:
+                raise ValueError(f"rank {rank} is this rank: a transfer needs two")
+            if rank < 0 or (size is not None and rank >= size):
+                raise ValueError(f"rank {rank} is not in the group of {size} (ranks are ranks within the group)")
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"ranks appear twice in {list(ranks)}")
+        return tuple(ranks)
+
+
+def _sum_up(report: Report, single: list[Report]) -> None:
+    """Fold the reports of single receivers into one."""
+    for one in single:
+        report.bytes += one.bytes
+        report.parcels += one.parcels
+        report.repaired += one.repaired
+        report.verified = report.verified or one.verified
+        for name, seconds in one.phases.items():
+            report.phases[name] = max(report.phases.get(name, 0.0), seconds)

@@ -1,0 +1,808 @@
+"""The oracle, tested by mutation: an equal pair gives no line, each single change gives one that names its place."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import datetime
+import decimal
+import enum
+import functools
+import pathlib
+import uuid
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.utils import _pytree
+
+from transfuse.testing.exact import assert_exact, differences
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
+]
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Twin(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@dataclasses.dataclass
+class Config:
+    x: Any
+    y: Any = None
+
+
+_pytree.register_dataclass(Config)
+
+
+class Registered:
+    """A pytree node with a context, and == that must not be trusted."""
+
+    def __init__(self, children: list[Any], context: Any) -> None:
+        self.children, self.context = children, context
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_pytree.register_pytree_node(
+    Registered, lambda r: (r.children, r.context), lambda children, context: Registered(list(children), context)
+)
+
+
+class Money:
+    """Not a pytree node, but with == of its own."""
+
+    def __init__(self, amount: int) -> None:
+        self.amount, self.looked_at = amount, object()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Money) and self.amount == other.amount
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Plain:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Opaque:
+    __slots__ = ()
+
+
+class Marked(Tensor):
+    """A subclass with memory of its own and a python attribute."""
+
+    mark: int = 0
+
+
+class Wrapped(Tensor):
+    """The least traceable wrapper subclass: two inner tensors and a context."""
+
+    a: Tensor
+    b: Tensor
+    context: Any
+
+    @staticmethod
+    def __new__(cls, a: Tensor, b: Tensor, context: Any, requires_grad: bool = False, stride: Any = None) -> Wrapped:
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, a.shape, strides=stride or a.stride(), dtype=a.dtype, requires_grad=requires_grad
+        )
+        made.a, made.b, made.context = a, b, context
+        return made  # type: ignore[no-any-return]
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["a", "b"], self.context
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Wrapped:
+        return Wrapped(inner["a"], inner["b"], context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(func)
+
+
+def nan32(payload: int) -> Tensor:
+    return torch.tensor([payload], dtype=torch.int32).view(torch.float32)
+
+
+def metadata(state: dict[str, Any], value: Any) -> OrderedDict[str, Any]:
+    made = OrderedDict(state)
+    made._metadata = value  # type: ignore[attr-defined]
+    return made
+
+
+def marked(mark: int) -> Tensor:
+    made = torch.ones(2).as_subclass(Marked)
+    made.mark = mark
+    return made
+
+
+NAN_B = float(np.array([0x7FF8000000000001], np.uint64).view(np.float64)[0])
+UTC, PLUS_ONE = datetime.UTC, datetime.timezone(datetime.timedelta(hours=1))
+
+# expected, got, and what the line must name.
+UNEQUAL_TREES: list[tuple[str, Any, Any, str]] = [
+    ("dict-ordered", {"a": 1}, OrderedDict(a=1), "(root): type"),
+    ("list-tuple", [1], (1,), "(root): type"),
+    ("tuple-namedtuple", (1, 2), Point(1, 2), "(root): type"),
+    ("two-namedtuples", {"p": Point(1, 2)}, {"p": Twin(1, 2)}, "['p']: type"),
+    ("namedtuple-field", {"p": Point(1, 2)}, {"p": Point(1, 3)}, "['p'].y: value"),
+    ("list-deque", [1], deque([1]), "(root): type"),
+    ("deque-maxlen", deque([1], 3), deque([1], 4), "(root): maxlen"),
+    ("deque-no-maxlen", deque([1], 3), deque([1]), "(root): maxlen"),
+    ("deque-item", deque([1, 2]), deque([1, 3]), "[1]: value"),
+    ("size-tuple", torch.Size([1]), (1,), "(root): type"),
+    ("size", torch.Size([1, 2]), torch.Size([1, 3]), "[1]: value"),
+    ("set-frozenset", {1}, frozenset({1}), "(root): type"),
+    ("set-element", {1, 2}, {1, 3}, "(root): element missing: expected 2"),
+    ("set-extra", {1}, {1, 2}, "(root): element unexpected: expected nothing, got 2"),
+    ("set-bool", {1}, {True}, "(root): element missing"),
+    ("set-zero", {0.0}, {-0.0}, "(root): element missing"),
+    ("set-tuple", {(1, 2.0)}, {(1, 2)}, "(root): element missing"),
+    ("nested-frozenset", {frozenset({1})}, {frozenset({1.0})}, "(root): element missing"),
+    ("default-factory", defaultdict(list, a=1), defaultdict(dict, a=1), "(root): default_factory"),
+    ("no-default-factory", defaultdict(list, a=1), defaultdict(None, a=1), "(root): default_factory"),
+    ("defaultdict-dict", defaultdict(list, a=1), {"a": 1}, "(root): type"),
+    ("counter", collections.Counter(a=1), collections.Counter(a=2), "['a']: value"),
+    ("missing-key", {"a": 1, "b": 2}, {"a": 1}, "['b']: key missing: expected 2"),
+    ("extra-key", {"a": 1}, {"a": 1, "b": 2}, "['b']: key unexpected: expected nothing, got 2"),
+    ("key-order", {"a": 1, "b": 2}, {"b": 2, "a": 1}, "(root): key order"),
+    ("key-int-bool", {1: 0}, {True: 0}, "[1]: key missing"),
+    ("key-int-float", {1: 0}, {1.0: 0}, "[1]: key missing"),
+    ("key-int-str", {1: 0}, {"1": 0}, "[1]: key missing"),
+    ("key-in-tuple", {(1, "a"): 0}, {(True, "a"): 0}, "[(1, 'a')]: key missing"),
+    ("key-namedtuple", {(1, 2): 0}, {Point(1, 2): 0}, "[(1, 2)]: key missing"),
+    ("key-enum", {1: 0}, {Level.LOW: 0}, "[1]: key missing"),
+    ("key-str-bytes", {"a": 0}, {b"a": 0}, "['a']: key missing"),
+    ("nesting", {"model": {"w": [0, 1]}}, {"model": {"w": [0, 2]}}, "['model']['w'][1]: value: expected 1, got 2"),
+    ("shorter", [1, 2], [1], "(root): length: expected 2, got 1"),
+    ("longer", [1], [1, 2], "(root): length"),
+    ("emptied", {"a": {}}, {"a": []}, "['a']: type"),
+    ("metadata", metadata({"a": 1}, {"": {"version": 1}}), metadata({"a": 1}, {"": {"version": 2}}), "['version']"),
+    ("metadata-lost", metadata({"a": 1}, {"": {"version": 1}}), OrderedDict(a=1), "._metadata: attribute missing"),
+    ("metadata-extra", OrderedDict(a=1), metadata({"a": 1}, {}), "._metadata: attribute unexpected"),
+    ("dataclass-field", {"c": Config(1, 2)}, {"c": Config(1, 3)}, "['c'].y: value"),
+    ("dataclass-none", Config(1, None), Config(1, 0), ".y: type"),
+    ("dataclass-dict", Config(1, 2), {"x": 1, "y": 2}, "(root): type"),
+    ("pytree-child", Registered([1], "c"), Registered([2], "c"), "[0]: value"),
+    ("pytree-context", Registered([1], "c"), Registered([1], "d"), ".<context>: value"),
+    ("pytree-children", Registered([1], "c"), Registered([1, 2], "c"), "(root): number of children"),
+    ("object-equality", Money(1), Money(2), "(root): value"),
+    ("object-attribute", Plain(1), Plain(2), ".x: value"),
+    ("object-attribute-lost", Plain(1), Plain.__new__(Plain), ".x: attribute missing"),
+    ("slots", Slotted(1), Slotted(2), ".x: value"),
+    ("opaque", Opaque(), Opaque(), "(root): cannot be compared"),
+    ("tensor-value", torch.tensor(1), 1, "(root): type"),
+    ("tensor-array", torch.ones(1), np.ones(1, np.float32), "(root): type"),
+    ("tensor-none", {"a": None}, {"a": torch.ones(1)}, "['a']: type"),
+]
+
+UNEQUAL_VALUES: list[tuple[str, Any, Any]] = [
+    ("none-false", None, False),
+    ("int", 1, 2),
+    ("huge", 10**50, 10**50 + 1),
+    ("beyond-digits", 1 << 20000, (1 << 20000) + 1),
+    ("int-bool", 1, True),
+    ("int-float", 1, 1.0),
+    ("float", 1.0, 1.0000000000000002),
+    ("zero-sign", 0.0, -0.0),
+    ("nan-inf", float("nan"), float("inf")),
+    ("nan-payload", float("nan"), NAN_B),
+    ("nan-sign", float("nan"), -float("nan")),
+    ("complex", 1j, 2j),
+    ("complex-zero", complex(0.0, 0.0), complex(0.0, -0.0)),
+    ("str", "a", "b"),
+    ("str-forms", "\u00e9", "e\u0301"),
+    ("str-bytes", "a", b"a"),
+    ("bytes", b"a", b"b"),
+    ("bytes-array", b"a", bytearray(b"a")),
+    ("bytearray", bytearray(b"a"), bytearray(b"b")),
+    ("enum", Color.RED, Color.BLUE),
+    ("enum-value", Level.LOW, 1),
+    ("dtype", torch.float32, torch.float64),
+    ("device", torch.device("cpu"), torch.device("cpu", 0)),
+    ("layout", torch.strided, torch.sparse_coo),
+    ("path", pathlib.Path("a"), pathlib.Path("b")),
+    ("path-kind", pathlib.PurePosixPath("a"), pathlib.PureWindowsPath("a")),
+    ("path-str", pathlib.Path("a"), "a"),
+    ("date", datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)),
+    ("date-datetime", datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1)),
+    ("instant", datetime.datetime(2020, 1, 1, 1, tzinfo=UTC), datetime.datetime(2020, 1, 1, 2, tzinfo=PLUS_ONE)),
+    ("fold", datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 1, fold=1)),
+    ("timedelta", datetime.timedelta(1), datetime.timedelta(2)),
+    ("decimal", decimal.Decimal("1.0"), decimal.Decimal("1.00")),
+    ("uuid", uuid.UUID(int=1), uuid.UUID(int=2)),
+    ("range", range(0), range(1, 1)),
+    ("slice", slice(1), slice(2)),
+    ("class", int, str),
+    ("function", len, max),
+    ("np-scalar", np.float32(1), np.float32(2)),
+    ("np-scalar-dtype", np.float32(1), np.float64(1)),
+    ("np-scalar-float", np.float64(1), 1.0),
+    ("np-zero", np.float32(0.0), np.float32(-0.0)),
+    ("np-datetime-unit", np.datetime64("2020-01-01", "D"), np.datetime64("2020-01-01", "s")),
+    ("np-value", np.array([1, 2]), np.array([1, 3])),
+    ("np-dtype", np.zeros(2, np.int32), np.zeros(2, np.uint32)),
+    ("np-byte-order", np.zeros(2, "<i4"), np.zeros(2, ">i4")),
+    ("np-shape", np.zeros((2, 1)), np.zeros((1, 2))),
+    ("np-0d", np.array(1.0), np.array(2.0)),
+    ("np-0d-scalar", np.array(1.0), np.float64(1.0)),
+    ("np-nan", np.array([float("nan")]), np.array([NAN_B])),
+    ("np-minus-zero", np.array([0.0]), np.array([-0.0])),
+    ("np-fields", np.zeros(1, [("a", "i4")]), np.zeros(1, [("b", "i4")])),
+    ("np-object", np.array([1, "a"], object), np.array([1, "b"], object)),
+    ("np-object-type", np.array([1], object), np.array([True], object)),
+    ("np-subclass", np.zeros(1), np.zeros(1).view(np.recarray)),
+    ("np-mask", np.ma.array([1, 2], mask=[False, True]), np.ma.array([1, 2], mask=[False, False])),
+]
+
+
+def csr(layout: torch.layout, plain: list[int], value: float = 1.0, dtype: torch.dtype = torch.int64) -> Tensor:
+    values = torch.full((2,), value) if layout in (torch.sparse_csr, torch.sparse_csc) else torch.full((2, 1, 1), value)
+    compressed = torch.tensor([0, 1, 2], dtype=dtype)
+    return torch.sparse_compressed_tensor(
+        compressed, torch.tensor(plain, dtype=dtype), values, (2, 2), layout=layout, check_invariants=False
+    )
+
+
+def coo(
+    indices: list[list[int]], values: list[float], coalesced: bool = False, size: tuple[int, ...] = (3, 3)
+) -> Tensor:
+    made = torch.sparse_coo_tensor(torch.tensor(indices), torch.tensor(values), size, check_invariants=False)
+    return made._coalesced_(coalesced)
+
+
+def jagged(
+    values: Tensor, offsets: list[int] | Tensor, lengths: list[int] | None = None, ragged: int = 1, grad: bool = False
+) -> Tensor:
+    made = torch.nested.nested_tensor_from_jagged(
+        values,
+        offsets if isinstance(offsets, Tensor) else torch.tensor(offsets),
+        None if lengths is None else torch.tensor(lengths),
+        jagged_dim=ragged,
+    )
+    return made.detach().requires_grad_(grad) if grad else made
+
+
+def quantized(scale: float) -> Tensor:
+    return torch._empty_affine_quantized([2], scale=scale, zero_point=0, dtype=torch.qint8).fill_(0)
+
+
+def moved(t: Tensor, offset: int, stride: tuple[int, ...] | None = None) -> Tensor:
+    """The same elements elsewhere in a larger storage."""
+    stride = stride or t.stride()
+    base = torch.zeros(offset + 4 * max(t.numel(), 1) * 4, dtype=t.dtype)
+    return base.as_strided(t.shape, stride, offset).copy_(t)
+
+
+Z = torch.tensor([1 + 2j, 3 - 4j])
+INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009 - not in the stubs
+ZEROS = torch.zeros(5)
+BITS = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+
+# expected, got, what the line must name, and whether it is a difference in place as well.
+UNEQUAL_TENSORS: list[tuple[str, Callable[[], Any], Callable[[], Any], str, bool]] = [
+    ("value", lambda: torch.zeros(2, 2), lambda: torch.eye(2), "values, 2 of 4 elements, first at [0][0]", True),
+    ("scalar", lambda: torch.tensor(1.0), lambda: torch.tensor(2.0), "values", True),
+    ("last-bit", lambda: torch.tensor([1.0]), lambda: torch.tensor([1.0]).nextafter(torch.tensor(2.0)), "values", True),
+    ("minus-zero", lambda: torch.tensor([0.0]), lambda: torch.tensor([-0.0]), "values", True),
+    ("nan-payload", lambda: nan32(0x7FC00000), lambda: nan32(0x7FC00001), "expected 0x0000c07f, got 0x0100c07f", True),
+    ("dtype", lambda: torch.zeros(2), lambda: torch.zeros(2, dtype=torch.int32), "dtype", True),
+    ("float8", lambda: BITS.view(torch.float8_e4m3fn), lambda: BITS.view(torch.float8_e5m2), "dtype", True),
+    ("float4", lambda: BITS.view(torch.float4_e2m1fn_x2), lambda: (BITS + 1).view(torch.float4_e2m1fn_x2), "val", True),
+    ("int4", lambda: BITS.view(INT4), lambda: (BITS + 1).view(INT4), "values", True),
+    ("shape", lambda: torch.zeros(2, 1), lambda: torch.zeros(1, 2), "shape", True),
+    ("dimensions", lambda: torch.zeros(1), lambda: torch.tensor(0.0), "dimensions", True),
+    ("empty-shape", lambda: torch.zeros(0, 2), lambda: torch.zeros(0, 3), "shape", True),
+    ("stride", lambda: torch.zeros(2, 2), lambda: torch.zeros(2, 2).t(), "stride", False),
+    ("stride-of-one", lambda: torch.zeros(1, 2), lambda: torch.zeros(2).as_strided((1, 2), (7, 1)), "stride", False),
+    ("stride-of-none", lambda: torch.zeros(0, 2), lambda: torch.zeros(0).as_strided((0, 2), (9, 1)), "stride", False),
+    ("expanded", lambda: torch.zeros(1).expand(3), lambda: torch.zeros(3), "stride", False),
+    (
+        "channels-last",
+        lambda: torch.zeros(2, 2, 2, 2),
+        lambda: torch.zeros(2, 2, 2, 2).permute(0, 2, 3, 1),
+        "str",
+        False,
+    ),
+    ("requires-grad", lambda: torch.zeros(2), lambda: torch.zeros(2, requires_grad=True), "requires_grad", False),
+    ("parameter", lambda: torch.zeros(2), lambda: nn.Parameter(torch.zeros(2), False), "type", False),
+    ("parameter-lost", lambda: nn.Parameter(torch.zeros(2)), lambda: torch.zeros(2).requires_grad_(), "type", False),
+    ("buffer", lambda: torch.zeros(2), lambda: nn.Buffer(torch.zeros(2)), "is a Buffer", False),
+    ("persistent", lambda: nn.Buffer(torch.ones(2)), lambda: nn.Buffer(torch.ones(2), persistent=False), "pers", False),
+    ("conj", lambda: Z.clone().conj(), lambda: Z.clone().conj().resolve_conj(), "is_conj", False),
+    ("conj-value", lambda: Z.clone().conj(), lambda: Z.clone(), "values", True),
+    ("conj-and-conj", lambda: Z.clone().conj(), lambda: (Z + 1j).conj(), "values", True),
+    (
+        "neg",
+        lambda: Z.clone().conj().imag,
+        lambda: moved(Z.clone().conj().imag.resolve_neg(), 0, (2,)),
+        "is_neg",
+        False,
+    ),
+    ("neg-value", lambda: torch._neg_view(Z.clone()), lambda: Z.clone(), "values", True),
+    ("neg-int", lambda: torch._neg_view(torch.tensor([1])), lambda: torch.tensor([1]), "values", True),
+    ("half-conj", lambda: Z.to(torch.complex32).conj(), lambda: Z.to(torch.complex32), "values", True),
+    ("subclass", lambda: torch.ones(2), lambda: marked(0), "type", True),
+    ("subclass-attribute", lambda: marked(1), lambda: marked(2), ".mark: value", True),
+    ("meta", lambda: torch.zeros(2), lambda: torch.zeros(2, device="meta"), "is_meta", True),
+    ("quantizer", lambda: quantized(0.5), lambda: quantized(0.25), "quantizer", True),
+    ("sparse-layout", lambda: coo([[0], [0]], [1.0]).to_dense(), lambda: coo([[0], [0]], [1.0]), "layout", True),
+    ("coo-indices", lambda: coo([[0], [1]], [1.0]), lambda: coo([[0], [2]], [1.0]), ".indices: values", True),
+    ("coo-values", lambda: coo([[0], [1]], [1.0]), lambda: coo([[0], [1]], [2.0]), ".values: values", True),
+    ("coo-size", lambda: coo([[0], [1]], [1.0]), lambda: coo([[0], [1]], [1.0], size=(3, 4)), "shape", True),
+    ("coo-nnz", lambda: coo([[0], [1]], [2.0]), lambda: coo([[0, 0], [1, 1]], [1.0, 1.0]), ".indices: shape", True),
+    ("coalesced", lambda: coo([[0], [1]], [1.0]), lambda: coo([[0], [1]], [1.0], True), "is_coalesced", True),
+    (
+        "coo-dense-dim",
+        lambda: torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), (1, 1)),
+        lambda: torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.int64), torch.ones(1), (1, 1)),
+        "sparse_dim",
+        True,
+    ),
+    (
+        "coo-requires-grad",
+        lambda: coo([[0], [1]], [1.0]),
+        lambda: coo([[0], [1]], [1.0]).requires_grad_(),
+        "requires_grad",
+        False,
+    ),
+    *(
+        case
+        for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+        for case in (
+            (
+                f"{layout}-plain",
+                lambda layout=layout: csr(layout, [0, 1]),
+                lambda layout=layout: csr(layout, [1, 0]),
+                "_indices: values",
+                True,
+            ),
+            (
+                f"{layout}-values",
+                lambda layout=layout: csr(layout, [0, 1]),
+                lambda layout=layout: csr(layout, [0, 1], 2.0),
+                ".values: values",
+                True,
+            ),
+            (
+                f"{layout}-index-type",
+                lambda layout=layout: csr(layout, [0, 1]),
+                lambda layout=layout: csr(layout, [0, 1], 1.0, torch.int32),
+                "_indices: dtype",
+                True,
+            ),
+        )
+    ),
+    ("csr-csc", lambda: csr(torch.sparse_csr, [0, 1]), lambda: csr(torch.sparse_csc, [0, 1]), "layout", True),
+    (
+        "jag-values",
+        lambda: jagged(torch.zeros(5), [0, 2, 5]),
+        lambda: jagged(torch.ones(5), [0, 2, 5]),
+        ".values",
+        True,
+    ),
+    ("jag-off", lambda: jagged(torch.zeros(5), [0, 2, 5]), lambda: jagged(torch.zeros(5), [0, 3, 5]), ".offsets", True),
+    (
+        "jagged-lengths",
+        lambda: jagged(torch.zeros(5), [0, 2, 5], [1, 2]),
+        lambda: jagged(torch.zeros(5), [0, 2, 5], [2, 2]),
+        ".lengths: values",
+        True,
+    ),
+    (
+        "jagged-no-lengths",
+        lambda: jagged(torch.zeros(5), [0, 2, 5], [2, 3]),
+        lambda: jagged(torch.zeros(5), [0, 2, 5]),
+        ".lengths: type",
+        True,
+    ),
+    (
+        "jagged-dimension",
+        lambda: jagged(torch.zeros(5, 5), [0, 2, 5]),
+        lambda: jagged(torch.zeros(5, 5), [0, 2, 5], ragged=2),
+        "ragged dimension",
+        True,
+    ),
+    (
+        "jagged-inner",
+        lambda: jagged(torch.zeros(5, 2), [0, 2, 5]),
+        lambda: jagged(torch.zeros(5, 3), [0, 2, 5]),
+        "shape",
+        True,
+    ),
+    (
+        "jagged-requires-grad",
+        lambda: jagged(torch.zeros(5), [0, 2, 5]),
+        lambda: jagged(torch.zeros(5), [0, 2, 5], grad=True),
+        "requires_grad",
+        False,
+    ),
+    (
+        "nested-sizes",
+        lambda: torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]),
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)]),
+        "sizes",
+        True,
+    ),
+    (
+        "nested-values",
+        lambda: torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]),
+        lambda: torch.nested.nested_tensor([torch.zeros(1), torch.ones(2)]),
+        "[1]: values",
+        True,
+    ),
+    ("nested-dense", lambda: torch.nested.nested_tensor([ZEROS]), lambda: ZEROS[None], "is_nested", True),
+    ("mkldnn", lambda: torch.ones(2).to_mkldnn(), lambda: torch.ones(2).to_mkldnn(), "cannot be compared", True),
+    ("inner", lambda: wrapped(), lambda: wrapped(b=torch.zeros(1)), ".b: values", True),
+    ("inner-dtype", lambda: wrapped(), lambda: wrapped(b=torch.ones(1, dtype=torch.int8)), ".b: dtype", True),
+    ("inner-type", lambda: wrapped(), lambda: wrapped(b=nn.Parameter(torch.ones(1), False)), ".b: type", False),
+    ("inner-grad", lambda: wrapped(), lambda: wrapped(b=torch.ones(1).requires_grad_()), ".b: requires_grad", False),
+    ("context", lambda: wrapped(), lambda: wrapped(context=("block", 5)), ".<context>[1]: value", True),
+    ("context-type", lambda: wrapped(), lambda: wrapped(context=["block", 4]), ".<context>: type", True),
+    ("outer-grad", lambda: wrapped(), lambda: wrapped(requires_grad=True), "requires_grad", False),
+    ("outer-stride", lambda: wrapped(), lambda: wrapped(stride=(1, 2)), "stride", False),
+    (
+        "nested-inner",
+        lambda: wrapped(b=wrapped()),
+        lambda: wrapped(b=wrapped(a=torch.zeros(2, 2))),
+        ".b.a: values",
+        True,
+    ),
+    ("unwrapped", lambda: wrapped(), lambda: torch.ones(2, 2), "type", True),
+    ("freed", freed := lambda: _freed(), freed, "cannot be compared", True),
+]
+
+
+def wrapped(**kw: Any) -> Tensor:
+    parts: dict[str, Any] = {"a": torch.ones(2, 2), "b": torch.ones(1), "context": ("block", 4)}
+    return Wrapped(**(parts | kw))
+
+
+def _freed() -> Tensor:
+    t = torch.ones(2)
+    t.untyped_storage().resize_(0)
+    return t
+
+
+@pytest.mark.parametrize(("expected", "got", "line"), [pytest.param(*c[1:], id=c[0]) for c in UNEQUAL_TREES])
+def test_tree_difference_is_found(expected: Any, got: Any, line: str) -> None:
+    for in_place in (False, True):
+        found = differences(expected, got, in_place=in_place)
+        assert any(line in text for text in found), found
+    assert differences({"deep": [expected]}, {"deep": [got]})
+    assert differences(expected, expected) == []
+
+
+@pytest.mark.parametrize(("expected", "got"), [pytest.param(*c[1:], id=c[0]) for c in UNEQUAL_VALUES])
+def test_value_difference_is_found(expected: Any, got: Any) -> None:
+    for a, b in ((expected, got), (got, expected)):
+        for in_place in (False, True):
+            found = differences({"v": [a]}, {"v": [b]}, in_place=in_place)
+            assert found, "no difference found"
+            assert all(text.startswith("['v'][0]") for text in found), found
+            assert all("\n" not in text for text in found)
+        assert differences(a, copy.deepcopy(a)) == []
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "line", "matters_in_place"), [pytest.param(*c[1:], id=c[0]) for c in UNEQUAL_TENSORS]
+)
+def test_tensor_difference_is_found(
+    expected: Callable[[], Any], got: Callable[[], Any], line: str, matters_in_place: bool
+) -> None:
+    for a, b in ((expected, got), (got, expected)):
+        found = differences({"t": a()}, {"t": b()})
+        assert any(text.startswith("['t']") for text in found), found
+        assert bool(differences({"t": a()}, {"t": b()}, in_place=True)) == matters_in_place
+    found = differences({"t": expected()}, {"t": got()})
+    assert any(line in text for text in found), found
+    if "cannot" not in line:
+        for make in (expected, got):
+            assert differences(make(), make()) == []
+            assert differences(make(), make(), in_place=True) == []
+
+
+@functools.cache
+def dtypes() -> list[torch.dtype]:
+    found = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    return sorted((d for d in found if not str(d).startswith(("torch.q", "torch.quint"))), key=str)
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_every_bit_of_every_dtype_counts(dtype: torch.dtype) -> None:
+    raw = torch.arange(32, dtype=torch.uint8) % (2 if dtype is torch.bool else 255)
+    sent = raw.view(dtype)
+    assert differences(sent, raw.clone().view(dtype)) == []
+    for bit in (0, 7):
+        for byte in (0, 17, 31):
+            damaged = raw.clone()
+            damaged[byte] ^= 1 << bit
+            assert len(differences(sent, damaged.view(dtype))) == 1
+            assert len(differences(sent, damaged.view(dtype), in_place=True)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
+def test_lazy_bits_are_resolved_for_values_in_place(dtype: torch.dtype) -> None:
+    z = torch.tensor([1 + 2j, -3 - 0j, complex("nan")], dtype=torch.complex128).to(dtype)
+    # torch cannot resolve a complex32 that is both.
+    both = [] if dtype is torch.complex32 else [torch._neg_view(z).conj()]
+    for lazy in (z.conj(), torch._neg_view(z), z.conj().imag, *both):
+        resolved = lazy.resolve_conj().resolve_neg()
+        assert differences(lazy, resolved, in_place=True) == []
+        assert differences(resolved, lazy, in_place=True) == []
+        assert differences(lazy, resolved)
+
+
+def test_values_of_lazy_negation_outside_ieee() -> None:
+    assert differences(torch._neg_view(torch.tensor([1, -2])), torch.tensor([-1, 2]), in_place=True) == []
+
+
+# Aliasing and offsets
+
+
+def pair() -> list[Tensor]:
+    base = torch.arange(8.0)
+    return [base[:4], base[2:6]]
+
+
+def test_aliasing_lost() -> None:
+    a, b = pair()
+    found = differences({"a": a, "b": b}, {"a": a.clone(), "b": b.clone()})
+    assert found == ["['b']: storage: expected shared with ['a'], got of its own", *found[1:]]
+    assert differences({"a": a, "b": b}, {"a": a.clone(), "b": b.clone()}, in_place=True) == []
+
+
+def test_aliasing_invented() -> None:
+    a, b = pair()
+    assert "['b']: storage: expected of its own, got shared with ['a']" in differences(
+        {"a": a.clone(), "b": b.clone()}, {"a": a, "b": b}
+    )
+
+
+def test_aliasing_with_another() -> None:
+    x, y = torch.zeros(2), torch.zeros(2)
+    found = differences([x, y, x], [x, y, y])
+    assert found == ["[2]: storage: expected shared with [0], got shared with [1]"]
+
+
+def test_aliasing_through_parts_of_composites() -> None:
+    values = torch.ones(1)
+    shared = [torch.sparse_coo_tensor(torch.tensor([[0]]), values, (2,)), wrapped(b=values)]
+    assert differences(shared, shared) == []
+    apart = [shared[0], wrapped(b=values.clone())]
+    assert any("[1].b: storage" in line for line in differences(shared, apart))
+    assert any("[1].b: storage" in line for line in differences(apart, shared))
+
+
+def test_aliasing_of_tensors_without_elements() -> None:
+    base = torch.zeros(4)
+    assert differences([base, base[:0]], [base.clone(), torch.zeros(0)])
+    # Where in the window they lie is not a fact that could be kept: the window may start after them.
+    assert differences([base[2:], base[:0]], [base[2:], base[1:1]]) == []
+
+
+def test_offsets_within_a_shared_storage() -> None:
+    base, other = torch.zeros(8), torch.zeros(8)
+    found = differences([base[:4], base[2:6]], [other[:4], other[3:7]])
+    assert found == ["[1]: bytes from the start of what its storage's leaves show: expected 8, got 12"]
+    # What moves is the window: what lies before it or after it is nobody's.
+    assert differences([base[2:4], base[3:6]], [other[:2], other[1:4]]) == []
+    assert differences([base[2:4]], [torch.zeros(2)]) == []
+
+
+def test_offsets_are_bytes_across_dtypes() -> None:
+    raw = torch.zeros(16, dtype=torch.uint8)
+    assert differences([raw[3:5], raw[8:16].view(torch.int64)], [raw[3:5], raw[8:16].view(torch.int64)]) == []
+    moved_ = torch.zeros(24, dtype=torch.uint8)
+    assert differences(
+        [raw[3:5], raw[8:16].view(torch.int64)], [moved_[11:13], moved_[16:24].view(torch.int64)]
+    ) == []  # fmt: skip
+    assert differences([raw[3:5], raw[8:16].view(torch.int64)], [moved_[2:4], moved_[8:16].view(torch.int64)])
+
+
+def test_jagged_tensors_that_fit_each_other_still_do() -> None:
+    offsets, again = torch.tensor([0, 2, 5]), torch.tensor([0, 2, 5])
+    together = [jagged(torch.zeros(5), offsets), jagged(torch.ones(5), offsets)]
+    assert differences(together, [jagged(torch.zeros(5), again), jagged(torch.ones(5), again)]) == []
+    # Shares the storage, but not the tensor that stands for the ragged size: they can no longer be added.
+    apart = [jagged(torch.zeros(5), again), jagged(torch.ones(5), again.view(3))]
+    assert [line for line in differences(together, apart) if "ragged size" in line]
+    assert [line for line in differences(apart, together) if "ragged size" in line]
+    assert differences(together, apart, in_place=True) == []
+
+
+# Trees that are equal
+
+
+def state() -> dict[Any, Any]:
+    base = torch.arange(12.0)
+    ordered = OrderedDict(z=base[2:8].view(2, 3).t(), a=base)
+    ordered._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    return {
+        "model": ordered,
+        0: [nn.Parameter(torch.randn(2)), nn.Buffer(torch.zeros(1)), (None, True, 1, 1.5, float("nan"), 1j)],
+        (1, "k"): deque([Point(torch.tensor(1), Config(torch.ones(0, 3), "ü"))], maxlen=4),
+        "values": {1, 2.0, "x"},
+        "more": [
+            frozenset({1}),
+            b"b",
+            torch.float8_e5m2,
+            torch.device("cpu"),
+            torch.Size([1]),
+            np.float32(1),
+            Color.RED,
+        ],
+        "numpy": [np.arange(6).reshape(2, 3).T, np.array([1, None], object), np.datetime64("2020")],
+        "times": [datetime.datetime(2020, 1, 1, tzinfo=UTC), pathlib.Path("a/b"), decimal.Decimal("NaN")],
+        "factory": defaultdict(list, a=[1]),
+        "registered": Registered([torch.ones(1)], {"a": 1}),
+        "objects": [Plain(torch.ones(2)), Money(1)],
+        "sparse": coo([[0, 1], [1, 1]], [1.0, 2.0]),
+        "strided": [base.expand(2, 12), torch.zeros(2, 2, 2, 2).to(memory_format=torch.channels_last)],
+    }
+
+
+def test_equal_states() -> None:
+    torch.manual_seed(0)
+    sent = state()
+    for got in (sent, copy.deepcopy(sent)):
+        assert differences(sent, got) == []
+        assert differences(sent, got, in_place=True) == []
+        assert_exact(sent, got)
+
+
+def test_identical_composites() -> None:
+    nested, compressed = jagged(torch.zeros(5), [0, 2, 5]), csr(torch.sparse_bsc, [0, 1])
+    for leaf in (wrapped(), nested, compressed, Z.conj().imag, torch._neg_view(Z)):
+        assert differences([leaf, leaf], [leaf, leaf]) == []
+
+
+def test_deepcopy_loses_lazy_bits_and_is_caught() -> None:
+    assert differences(Z.conj(), copy.deepcopy(Z.conj()))
+
+
+def test_assert_exact_lists_all() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)2 difference\(s\).*\['a'\]: value.*\['b'\]: type"):
+        assert_exact({"a": 1, "b": 2}, {"a": 2, "b": "2"})
+    with pytest.raises(AssertionError):
+        assert_exact(torch.zeros(2), torch.zeros(2, 1), in_place=True)
+
+
+def test_cycles_and_depth() -> None:
+    loop: list[Any] = [1]
+    loop.append(loop)
+    assert differences(loop, loop) == []
+    deep_a: list[Any] = [1]
+    deep_b: list[Any] = [2]
+    for _ in range(3000):
+        deep_a, deep_b = [deep_a], [deep_b]
+    assert len(differences(deep_a, deep_b)) == 1
+
+
+def test_nothing_is_changed_by_comparing() -> None:
+    short = torch.zeros(4)
+    short.untyped_storage().resize_(8)
+    before = short.untyped_storage().nbytes()
+    assert differences(short, short)
+    assert short.untyped_storage().nbytes() == before
+    lazy = Z.conj()
+    differences(lazy, Z.clone(), in_place=True)
+    assert torch.equal(lazy, Z.conj())
+
+
+# Distributed tensors, on a group of one
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD  # type: ignore[misc]
+    dist.destroy_process_group()
+
+
+def test_dtensors(group: dist.ProcessGroup) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+    line, square = DeviceMesh("cpu", [0], mesh_dim_names=("x",)), DeviceMesh("cpu", [[0]], mesh_dim_names=("x", "y"))
+
+    def make(t: Tensor, mesh: DeviceMesh = line, placements: tuple[Placement, ...] = (Shard(0),), **kw: Any) -> Tensor:
+        return DTensor.from_local(t, mesh, placements, run_check=False, **kw)
+
+    zeros = torch.zeros(2, 2)
+    assert differences(make(zeros), make(zeros.clone())) == []
+    for got, line_, in_place in (
+        (make(torch.ones(2, 2)), "._local_tensor: values", True),
+        (make(zeros.double()), "dtype", True),
+        (make(zeros, placements=(Shard(1),)), "placements", True),
+        (make(zeros, placements=(Replicate(),)), "placements", True),
+        (make(zeros, square, (Shard(0), Replicate())), "mesh shape", True),
+        (make(zeros, shape=torch.Size([3, 2]), stride=(2, 1)), "shape", True),
+        (make(zeros.t()), "stride", False),
+        (make(zeros).requires_grad_(), "requires_grad", False),
+        (nn.Parameter(make(zeros), requires_grad=False), "is a Parameter", False),
+        (zeros, "type", True),
+    ):
+        found = differences([make(zeros)], [got])
+        assert any(line_ in text for text in found), (line_, found)
+        assert bool(differences([make(zeros)], [got], in_place=True)) == in_place, line_
+    # The mesh is the receiver's own in place.
+    replicated = make(zeros, square, (Shard(0), Shard(0))), make(zeros, DeviceMesh("cpu", [[0]]), (Shard(0), Shard(0)))
+    assert differences(*replicated) == []
+    # Local tensors take part in aliasing.
+    assert any("storage" in text for text in differences([zeros, make(zeros)], [zeros, make(zeros.clone())]))
+
+
+def test_sharded_tensors(group: dist.ProcessGroup) -> None:
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    def make(t: Tensor, *sizes: int, offset: int = 0) -> Tensor:
+        halves = [
+            Shard.from_tensor_and_offsets(piece, [row, 0], 0)
+            for piece, row in ((t[:1], offset), (t[1:], 1 - offset if len(t) == 2 else 1))
+        ]
+        made: Tensor = init_from_local_shards(halves, *sizes)
+        return made
+
+    sent = make(torch.zeros(2, 2), 2, 2)
+    assert differences(sent, make(torch.zeros(2, 2), 2, 2)) == []
+    for got, line in (
+        (make(torch.ones(2, 2), 2, 2), ".local_shards()[0].tensor: values"),
+        (make(torch.zeros(2, 2).double(), 2, 2), "dtype"),
+        (make(torch.zeros(2, 3), 2, 3), "shape"),
+        (make(torch.zeros(2, 2), 2, 2, offset=1), ".local_shards()[0]: offsets"),
+        (
+            init_from_local_shards([Shard.from_tensor_and_offsets(torch.zeros(2, 2), [0, 0], 0)], 2, 2),
+            "number of local",
+        ),
+        (torch.zeros(2, 2), "type"),
+    ):
+        for in_place in (False, True):
+            found = differences([sent], [got], in_place=in_place)
+            assert any(line in text for text in found), (line, found)
+    uneven = make(torch.zeros(3, 2), 3, 2)
+    even = init_from_local_shards(
+        [Shard.from_tensor_and_offsets(torch.zeros(n, 2), [row, 0], 0) for n, row in ((2, 0), (1, 2))], 3, 2
+    )
+    assert any("sizes" in line for line in differences([uneven], [even]))
