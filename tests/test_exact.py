@@ -447,7 +447,7 @@ UNEQUAL_TENSORS: list[tuple[str, Callable[[], Any], Callable[[], Any], str, bool
         "jagged-inner",
         lambda: jagged(torch.zeros(5, 2), [0, 2, 5]),
         lambda: jagged(torch.zeros(5, 3), [0, 2, 5]),
-        "shape",
+        "sizes beside",
         True,
     ),
     (
@@ -758,7 +758,7 @@ def test_dtensors(group: dist.ProcessGroup) -> None:
         (make(zeros, placements=(Replicate(),)), "placements", True),
         (make(zeros, square, (Shard(0), Replicate())), "mesh shape", True),
         (make(zeros, shape=torch.Size([3, 2]), stride=(2, 1)), "shape", True),
-        (make(zeros.t()), "stride", False),
+        (make(zeros.t()), "[0]: global stride", False),
         (make(zeros).requires_grad_(), "requires_grad", False),
         (nn.Parameter(make(zeros), requires_grad=False), "is a Parameter", False),
         (zeros, "type", True),
@@ -789,8 +789,8 @@ def test_sharded_tensors(group: dist.ProcessGroup) -> None:
     assert differences(sent, make(torch.zeros(2, 2), 2, 2)) == []
     for got, line in (
         (make(torch.ones(2, 2), 2, 2), ".local_shards()[0].tensor: values"),
-        (make(torch.zeros(2, 2).double(), 2, 2), "dtype"),
-        (make(torch.zeros(2, 3), 2, 3), "shape"),
+        (make(torch.zeros(2, 2).double(), 2, 2), "[0]: dtype"),
+        (make(torch.zeros(2, 3), 2, 3), "[0]: shape"),
         (make(torch.zeros(2, 2), 2, 2, offset=1), ".local_shards()[0]: offsets"),
         (
             init_from_local_shards([Shard.from_tensor_and_offsets(torch.zeros(2, 2), [0, 0], 0)], 2, 2),
@@ -801,6 +801,9 @@ def test_sharded_tensors(group: dist.ProcessGroup) -> None:
         for in_place in (False, True):
             found = differences([sent], [got], in_place=in_place)
             assert any(line in text for text in found), (line, found)
+    with_grad = make(torch.zeros(2, 2).requires_grad_(), 2, 2)
+    assert any(line.startswith("[0]: requires_grad") for line in differences([sent], [with_grad]))
+    assert differences([sent], [with_grad], in_place=True) == []
     uneven = make(torch.zeros(3, 2), 3, 2)
     even = init_from_local_shards(
         [Shard.from_tensor_and_offsets(torch.zeros(n, 2), [row, 0], 0) for n, row in ((2, 0), (1, 2))], 3, 2

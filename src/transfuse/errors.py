@@ -52,6 +52,17 @@ class TransfuseError(Exception):
         shown = ", ".join(self.torn[:10]) + (", …" if len(self.torn) > 10 else "")
         return f"{text}\ntorn: {len(self.torn)} target leaves may hold a mix of old and new values: {shown}"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors travel between processes (launchers, pools), though constructors take more than the message.
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(cls: type[TransfuseError], args: tuple[object, ...], attributes: dict[str, object]) -> TransfuseError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
 
 class StateError(TransfuseError):
     """The state, or the target it should land in, cannot be used as it is."""

@@ -134,17 +134,25 @@ def receive(line: Line, wishes: Wishes, cancel: Cancel, progress: Progress, repo
 
 def _finish(line: Line, accepted: Accepted) -> Any:
     try:
-        state = accepted.landing.finish(accepted.room, accepted.kinds)
-    except BaseException as error:
-        if not isinstance(error, TransfuseError):
-            error = ProtocolError(line.peer, f"rank {line.peer} sent data that cannot be built: {error}")
+        state = _build(line.peer, accepted)
+    except TransfuseError as error:
         line.refuse(error)
-        raise error from None
+        raise
     line.phase = "sending the verdict"
     with suppress(PeerError):
         # Everything is here and verified: whether the source still lives no longer matters.
         line.send(Message.VERDICT, messages.encode(messages.Verdict([])))
     return state
+
+
+def _build(peer: int, accepted: Accepted) -> Any:
+    """Build the state from what has landed, which may still be nonsense: indices of a sparse tensor are data."""
+    try:
+        return accepted.landing.finish(accepted.room, accepted.kinds)
+    except TransfuseError:
+        raise
+    except Exception as error:
+        raise ProtocolError(peer, f"rank {peer} sent data that cannot be built: {error}") from error
 
 
 #: Receives under way: the parcel's number, its receive, and the staging buffer if it has one.

@@ -189,8 +189,11 @@ def _tie(manifest: Manifest, found: Match) -> list[str]:
     users = np.bincount(parts.storage[shown], minlength=len(manifest.storages))
     has_target = np.zeros(len(manifest.storages), dtype=bool)
     has_target[parts.storage[placed]] = True
+    shared = users[parts.storage] > 1
+    for part in np.flatnonzero(shown & ~shared & ~parts.contiguous).tolist():
+        shared[part] = parts.form(part).overlapping  # It shares memory with itself.
     by_storage: dict[int, list[int]] = {}
-    for part in np.flatnonzero(shown & (users[parts.storage] > 1) & has_target[parts.storage]).tolist():
+    for part in np.flatnonzero(shown & shared & has_target[parts.storage]).tolist():
         by_storage.setdefault(int(parts.storage[part]), []).append(part)
     problems = []
     for storage, numbers in by_storage.items():

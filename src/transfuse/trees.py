@@ -123,7 +123,7 @@ def _kind_of(cls: type) -> Kind | None:
     if simple is not None:
         return simple
     # Classes that are both a value and registered (enum constants, torch.Size) travel as values.
-    if cls in pytree.SUPPORTED_NODES and not issubclass(cls, (enum.Enum, torch.Tensor)):
+    if cls in pytree.SUPPORTED_NODES and not issubclass(cls, (enum.Enum, torch.Tensor, torch.Size)):
         return Kind.REGISTERED
     if issubclass(cls, tuple) and hasattr(cls, "_fields") and hasattr(cls, "_make"):
         return Kind.NAMED_TUPLE
@@ -142,11 +142,13 @@ _SIMPLE: dict[type, Kind] = {
 
 def _open_registered(item: Any) -> tuple[list[Any], list[str], Any]:
     definition = pytree.SUPPORTED_NODES[type(item)]
-    if definition.flatten_with_keys_fn is not None:
-        pairs, context = definition.flatten_with_keys_fn(item)
-        return [child for _, child in pairs], [str(key) for key, _ in pairs], context
     children, context = definition.flatten_fn(item)
-    return list(children), [f"[{i}]" for i in range(len(children))], context
+    children = list(children)
+    labels = [f"[{i}]" for i in range(len(children))]
+    if definition.flatten_with_keys_fn is not None:
+        # For labels only: the context that torch's own dataclass nodes return here does not unflatten.
+        labels = [str(key) for key, _ in definition.flatten_with_keys_fn(item)[0]]
+    return children, labels, context
 
 
 def unflatten(root: Node | None, leaves: list[Any]) -> Any:

@@ -7,8 +7,8 @@ here so that one end of a job can be upgraded before the other. Where both ends 
 What is on the wire, all of it PyTorch's choice: tag 1 the length of a pickle as one int64, tag 2 the pickle of a
 ``_StateDictMeta``, then from tag 3 on the whole storage of every tensor, in the order of the leaves. Nothing flows
 back. So a receiver that refuses, always before it writes a byte, cannot tell the sender, who learns of it by its own
-timeout; gloo then closes the connection between the two, as it does after every timeout. And progress is seen message
-by message: ``timeout`` must allow for the largest single tensor.
+timeout. After a timeout a gloo group is of no more use: it closes all connections of the rank that gave up. And progress
+is seen message by message: ``timeout`` must allow for the largest single tensor.
 
 What differs from PyTorch's module:
 
@@ -30,11 +30,12 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -81,6 +82,12 @@ _LENGTH_TAG, _META_TAG, _FIRST_TENSOR_TAG = 1, 2, 3
 
 #: Bytes of temporary copies that may be under way before the oldest is waited for.
 _WINDOW = 256 << 20
+
+#: Backends count whole milliseconds, and take none for "use the group's own timeout".
+_LEAST_TIMEOUT = timedelta(milliseconds=1)
+
+#: For waits whose end is decided elsewhere.
+_PATIENCE = timedelta(days=1)
 
 #: A longer pickle is taken for a garbled length. Metadata is some hundred bytes per leaf.
 _MAX_META = 1 << 32
@@ -240,62 +247,137 @@ def _wait(work: Work, timeout: timedelta, rank: int, phase: str) -> None:
         raise PeerLost(rank, f"rank {rank}: the operation was aborted while {phase}")
 
 
-@dataclass(slots=True)
-class _Sending:
-    """One message on its way to several ranks."""
+class _Lane:
+    """What is under way to one receiver."""
 
-    works: list[tuple[int, Work]]
-    data: torch.Tensor  # gloo reads the memory until the receiver has it
-    phase: str
-    cost: int
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        #: Posted and not yet taken, oldest first. The tensor is kept because the backend reads its memory.
+        self.queue: deque[tuple[Work, torch.Tensor, str]] = deque()
+        self.taken = 0
+        self.since = 0.0  # when the oldest began to be the oldest
+        self.waiting = False
+        self.error: Exception | None = None
+        self.thread: threading.Thread | None = None
 
 
 class _Outbox:
-    """Posts messages without waiting, and collects what became of them.
+    """Posts messages to several receivers and follows each of them on its own.
 
-    Waiting for every receiver after each tensor would let one silent receiver starve the rest. Posted messages cost
-    nothing while they are the caller's own memory; only temporary copies are limited, by ``_WINDOW``.
+    Waiting for all receivers after each message would let a silent one starve the rest. Nor can a wait be left to run
+    into its timeout: gloo has no other way to ask whether a message was taken, and then closes the connections to *all*
+    ranks. So a thread per receiver waits for as long as it takes, this object watches the clock, and connections are
+    closed in the end, when every receiver has either everything or an error.
+
+    Posted messages cost nothing while they are the caller's own memory. Temporary copies are limited by ``_WINDOW``.
     """
 
     def __init__(self, pg: ProcessGroup, timeout: timedelta, ranks: Sequence[int]) -> None:
         self._pg = pg
         self._timeout = timeout
-        self._ranks = tuple(ranks)
-        self._queue: deque[_Sending] = deque()
+        self._lanes = [_Lane(rank) for rank in ranks]
+        self._changed = threading.Condition()
+        self._closed = False
+        self._posted = 0
+        self._copies: deque[tuple[int, int]] = deque()  # (which message, bytes)
         self._held = 0
-        self.causes: dict[int, PeerError] = {}
+
+    def __enter__(self) -> _Outbox:
+        for lane in self._lanes:
+            lane.thread = threading.Thread(
+                target=self._follow, args=(lane,), name=f"sending to {lane.rank}", daemon=True
+            )
+            lane.thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            stuck = [lane.queue[0][0] for lane in self._lanes if lane.waiting]
+        for work in stuck:
+            # This closes the connection, so that nothing half sent is taken later, and thereby ends the thread's wait.
+            with suppress(RuntimeError, OSError):
+                work.wait(_LEAST_TIMEOUT)
+        for lane in self._lanes:
+            if lane.thread:
+                lane.thread.join(timeout=1)
+
+    def causes(self) -> dict[int, Exception]:
+        return {lane.rank: lane.error for lane in self._lanes if lane.error}
 
     def completed(self) -> list[int]:
         """The ranks for which nothing has failed so far."""
-        return [rank for rank in self._ranks if rank not in self.causes]
+        return [lane.rank for lane in self._live()]
 
     def post(self, data: torch.Tensor, tag: int, phase: str, cost: int = 0) -> None:
-        works = []
-        for rank in self.completed():
+        for lane in self._live():
             start = time.monotonic()
             try:
-                works.append((rank, self._pg.send([data], rank, tag=tag)))
+                work = self._pg.send([data], lane.rank, tag=tag)
             except (RuntimeError, OSError) as error:
-                self.causes[rank] = _peer_error(error, rank, phase, time.monotonic() - start, self._timeout)
-        self._queue.append(_Sending(works, data, phase, cost))
-        self._held += cost
-        while self._held > _WINDOW:
-            self._settle()
+                lane.error = _peer_error(error, lane.rank, phase, time.monotonic() - start, self._timeout)
+                continue
+            with self._changed:
+                if not lane.queue:
+                    lane.since = time.monotonic()
+                lane.queue.append((work, data, phase))
+                self._changed.notify_all()
+        if cost:
+            self._copies.append((self._posted, cost))
+            self._held += cost
+        self._posted += 1
+        if self._held > _WINDOW:
+            self._watch_until(lambda: self._still_held() <= _WINDOW)
 
     def drain(self) -> None:
-        while self._queue:
-            self._settle()
+        self._watch_until(lambda: not any(lane.queue for lane in self._live()))
 
-    def _settle(self) -> None:
-        oldest = self._queue.popleft()
-        self._held -= oldest.cost
-        for rank, work in oldest.works:
-            if rank in self.causes:
-                continue
+    def _live(self) -> list[_Lane]:
+        return [lane for lane in self._lanes if not lane.error]
+
+    def _still_held(self) -> int:
+        taken = min((lane.taken for lane in self._live()), default=self._posted)
+        while self._copies and self._copies[0][0] < taken:
+            self._held -= self._copies.popleft()[1]
+        return self._held
+
+    def _watch_until(self, ready: Callable[[], bool]) -> None:
+        seconds = self._timeout.total_seconds()
+        with self._changed:
+            while not ready():
+                now = time.monotonic()
+                soonest = seconds
+                for lane in self._live():
+                    if not lane.queue:
+                        continue
+                    if now - lane.since >= seconds:
+                        lane.error = PeerTimeout(lane.rank, lane.queue[0][2], now - lane.since)
+                    soonest = min(soonest, lane.since + seconds - now)
+                if soonest > 0:
+                    self._changed.wait(soonest)
+
+    def _follow(self, lane: _Lane) -> None:
+        """Wait for one receiver's messages in order, until an error or the end."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: lane.queue or lane.error or self._closed)
+                if lane.error or not lane.queue:
+                    return
+                work, _, phase = lane.queue[0]
+                lane.waiting = True
+            error: Exception | None = None
             try:
-                _wait(work, self._timeout, rank, oldest.phase)
-            except PeerError as error:
-                self.causes[rank] = error
+                _wait(work, _PATIENCE, lane.rank, phase)
+            except Exception as caught:  # nobody else would see it
+                error = caught
+            with self._changed:
+                lane.waiting = False
+                lane.queue.popleft()
+                lane.taken += 1
+                lane.since = time.monotonic()
+                lane.error = lane.error or error
+                self._changed.notify_all()
 
 
 # ------------------------------------------------------------------------------------------ receiving
@@ -566,8 +648,7 @@ class PGTransport:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, not {timeout}")
         self._pg = pg
-        # Backends count whole milliseconds, and take none for "use the group's own timeout".
-        self._timeout = max(timeout, timedelta(milliseconds=1))
+        self._timeout = max(timeout, _LEAST_TIMEOUT)
         self._device = device
         self._state_dict = state_dict
 
@@ -583,21 +664,22 @@ class PGTransport:
             meta, named = _prepare(state_dict)
             head = bytearray(_dump(meta))
 
-        outbox = _Outbox(self._pg, self._timeout, dst_ranks)
-        with _timeit("send meta"):
-            length = torch.tensor([len(head)], dtype=torch.int64, device=self._device)
-            outbox.post(length, _LENGTH_TAG, "sending the metadata's length")
-            outbox.post(torch.frombuffer(head, dtype=torch.uint8).to(self._device), _META_TAG, "sending the metadata")
-
-        with _timeit("send tensors"):
-            for tag, (name, data) in enumerate(named, _FIRST_TENSOR_TAG):
-                if not outbox.completed():
-                    break
-                there = data.to(self._device)
-                outbox.post(there, tag, f"sending {name}", cost=0 if there is data else there.nbytes)
-            outbox.drain()
-        if outbox.causes:
-            raise SendFailed(outbox.causes, outbox.completed()) from next(iter(outbox.causes.values()))
+        with _Outbox(self._pg, self._timeout, dst_ranks) as outbox:
+            with _timeit("send meta"):
+                length = torch.tensor([len(head)], dtype=torch.int64, device=self._device)
+                outbox.post(length, _LENGTH_TAG, "sending the metadata's length")
+                data = torch.frombuffer(head, dtype=torch.uint8).to(self._device)
+                outbox.post(data, _META_TAG, "sending the metadata")
+            with _timeit("send tensors"):
+                for tag, (name, data) in enumerate(named, _FIRST_TENSOR_TAG):
+                    if not outbox.completed():
+                        break
+                    there = data.to(self._device)
+                    outbox.post(there, tag, f"sending {name}", cost=0 if there is data else there.nbytes)
+                outbox.drain()
+            causes, completed = outbox.causes(), outbox.completed()
+        if causes:
+            raise SendFailed(causes, completed) from next(iter(causes.values()))
 
     def recv_checkpoint(self, src_rank: int) -> object:
         """Receive a state, in place where the transport has a ``state_dict`` with a tensor at a leaf's path.

@@ -334,7 +334,7 @@ class _Comparison:
         ragged = a._ragged_idx
         # The ragged size is a symbol of this process; the others are plain numbers.
         sizes = ([size for dim, size in enumerate(t.shape) if dim != ragged] for t in (a, b))
-        self.check(path, "shape without its ragged dimension", *map(tuple, sizes))
+        self.check(path, "sizes beside the ragged one", *map(tuple, sizes))
         # Two jagged tensors fit each other (can be added) only if their ragged sizes are the same symbol.
         self.ragged.append((path, *(t.shape[ragged].node.nested_int() for t in (a, b))))
         yield _Pair(path + ".values", a._values, b._values, False)
