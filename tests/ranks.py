@@ -44,7 +44,7 @@ Method = Literal["spawn", "forkserver"]
 _HOST = "127.0.0.1"
 
 
-class Died(Exception):  # noqa: N818 - what became of it, not what it did wrong
+class Died(Exception):
     """A worker process ended before its function did. `signal` is the number that ended it, or None."""
 
     def __init__(self, rank: int, exitcode: int | None) -> None:

@@ -330,14 +330,13 @@ def test_parameters_are_received_into_and_stay_parameters() -> None:
 @pytest.mark.parametrize("source_layout", ["contiguous", "transposed", "view", "expanded"])
 def test_lands_in_any_layout_and_beside_nothing(source_layout: str, target_layout: str) -> None:
     def make(layout: str, fill: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        base = fill(8, 8)
         views = {
-            "contiguous": lambda: base,
-            "transposed": base.t,
-            "view": lambda: fill(10, 20)[1:9, 2:18:2],
-            "expanded": lambda: fill(8, 1).expand(8, 8),
+            "contiguous": fill(8, 8),
+            "transposed": fill(8, 8).t(),
+            "view": fill(10, 20)[1:9, 2:18:2],
+            "expanded": fill(8, 1).expand(8, 8),
         }
-        view = views[layout]()
+        view = views[layout]
         return view, torch.empty(0).set_(view.untyped_storage())
 
     source, _ = make(source_layout, torch.randn)
@@ -357,8 +356,10 @@ def test_views_of_one_layout_leave_their_neighbours_alone() -> None:
 def test_receives_into_flagged_views() -> None:
     value = torch.randn(4, dtype=torch.complex64)
     held = torch.zeros(4, dtype=torch.complex64)
-    play(on_tape({"c": value, "n": value.real.clone()}), {"c": held.conj(), "n": torch.zeros(4)._neg_view()})
+    plain = torch.zeros(4)
+    play(on_tape({"c": value, "n": value.real.clone()}), {"c": held.conj(), "n": plain._neg_view()})
     assert torch.equal(held, value.conj().resolve_conj())
+    assert torch.equal(plain, -value.real)
 
 
 @pytest.mark.parametrize("name", ["uint4", "int2", "bool", "float8_e4m3fn", "uint16"])
@@ -668,12 +669,12 @@ def test_ranks_outside_the_group_are_refused(rank: int) -> None:
     del second
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.05], ids=["quick", "slow"])
+@pytest.mark.parametrize("pause", [0.0, 0.08], ids=["quick", "slow"])
 def test_a_silent_receiver_does_not_hold_up_the_others(pause: float) -> None:
     """Neither one that never answers nor one that stops halfway, also when the others take longer than the timeout."""
     first, _silent, halfway, third = groups(4)
     state = {f"t{i}": torch.full((1000,), float(i)) for i in range(20)}
-    timeout = timedelta(seconds=0.7)
+    timeout = timedelta(seconds=1)
 
     def take_a_little() -> None:
         halfway.recv([torch.zeros(1, dtype=torch.int64)], 0, 1).wait()
@@ -696,14 +697,14 @@ def test_a_silent_receiver_does_not_hold_up_the_others(pause: float) -> None:
         lambda: ours.PGTransport(first, timeout, CPU).send_checkpoint([1, 2, 3], state), receive, take_a_little
     )
     assert got == list(range(20))
-    assert took < 0.5 if pause == 0 else took > 0.9
+    assert took < 0.9 if pause == 0 else took > 1.5
     assert isinstance(failed, SendFailed)
     assert failed.completed == (3,)
     assert "sending the metadata's length" in str(failed.causes[1])
     assert "sending the metadata" in str(failed.causes[2])
     assert all(isinstance(cause, PeerTimeout) for cause in failed.causes.values())
-    assert time.monotonic() - start < max(took, 0.7) + 0.5  # silent receivers are waited for all at once
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sending to")]
+    assert time.monotonic() - start < max(took, 1) + 0.8  # silent receivers are waited for all at once
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sending to rank")]
 
 
 def test_an_interrupted_send_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -714,7 +715,7 @@ def test_an_interrupted_send_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = groups()
     with pytest.raises(KeyboardInterrupt):
         ours.PGTransport(first, LONG, CPU).send_checkpoint([1], {"x": torch.zeros(2)})
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sending to")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sending to rank")]
     with pytest.raises(PeerLost):
         ours.PGTransport(second, LONG, CPU).recv_checkpoint(0)
 

@@ -114,26 +114,28 @@ class Marked(Tensor):
 
 
 class Wrapped(Tensor):
-    """The least traceable wrapper subclass: two inner tensors and a context."""
+    """The least traceable wrapper subclass: inner tensors and a context."""
 
-    a: Tensor
-    b: Tensor
+    names_: list[str]
     context: Any
 
     @staticmethod
-    def __new__(cls, a: Tensor, b: Tensor, context: Any, requires_grad: bool = False, stride: Any = None) -> Wrapped:
+    def __new__(
+        cls, context: Any, requires_grad: bool = False, stride: Any = (2, 1), offset: int = 0, **inner: Tensor
+    ) -> Wrapped:
         made: Any = Tensor._make_wrapper_subclass(
-            cls, a.shape, strides=stride or a.stride(), dtype=a.dtype, requires_grad=requires_grad
+            cls, (2, 2), strides=stride, storage_offset=offset, dtype=torch.float32, requires_grad=requires_grad
         )
-        made.a, made.b, made.context = a, b, context
+        made.names_, made.context = list(inner), context
+        vars(made).update(inner)
         return made  # type: ignore[no-any-return]
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["a", "b"], self.context
+        return self.names_, self.context
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Wrapped:
-        return Wrapped(inner["a"], inner["b"], context)
+        return Wrapped(context, False, (2, 1), 0, **inner)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -480,6 +482,8 @@ UNEQUAL_TENSORS: list[tuple[str, Callable[[], Any], Callable[[], Any], str, bool
     ("context", lambda: wrapped(), lambda: wrapped(context=("block", 5)), ".<context>[1]: value", True),
     ("context-type", lambda: wrapped(), lambda: wrapped(context=["block", 4]), ".<context>: type", True),
     ("outer-grad", lambda: wrapped(), lambda: wrapped(requires_grad=True), "requires_grad", False),
+    ("outer-offset", lambda: wrapped(), lambda: wrapped(offset=1), "storage_offset", False),
+    ("inner-names", lambda: wrapped(), lambda: wrapped(c=torch.ones(1)), "inner tensors", True),
     ("outer-stride", lambda: wrapped(), lambda: wrapped(stride=(1, 2)), "stride", False),
     (
         "nested-inner",
@@ -571,6 +575,11 @@ def test_lazy_bits_are_resolved_for_values_in_place(dtype: torch.dtype) -> None:
         assert differences(lazy, resolved, in_place=True) == []
         assert differences(resolved, lazy, in_place=True) == []
         assert differences(lazy, resolved)
+
+
+def test_lazy_bits_of_nothing() -> None:
+    assert differences(torch.zeros(2, 0, 3), torch._neg_view(torch.zeros(2, 0, 3)), in_place=True) == []
+    assert differences(Z[:0].conj(), Z[:0], in_place=True) == []
 
 
 def test_values_of_lazy_negation_outside_ieee() -> None:

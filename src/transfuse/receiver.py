@@ -24,7 +24,7 @@ from transfuse.places import Staging
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.routes.group import OFFER_TAG, Line, Posted
-from transfuse.talks import Cancel
+from transfuse.talks import Caller
 from transfuse.target import Landing, match
 
 __all__ = ["Accepted", "Wishes", "accept", "receive"]
@@ -92,16 +92,23 @@ def _digests(offer: messages.Offer, wishes: Wishes, device: torch.device) -> boo
     return offer.digests and (device.type == "cpu" if wishes.verify is None else wishes.verify)
 
 
-def receive(line: Line, wishes: Wishes, cancel: Cancel, progress: Progress, report: Report, result: list[Any]) -> None:
+def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, report: Report, result: list[Any]) -> None:
     """Hear an offer, say what is wanted, receive it, verify it, and put the state into ``result``."""
     with report.phase("wait for offer"):
         line.phase = progress.phase = "waiting for the offer"
-        _, body = line.expect(Message.OFFER, tag=OFFER_TAG)
+        try:
+            _, body = line.expect(Message.OFFER, tag=OFFER_TAG)
+        except ProtocolError as error:
+            if line.tag != OFFER_TAG:
+                line.refuse(error)  # The header was sound: the source can be told.
+            raise
     with report.phase("plan"):
         line.phase = progress.phase = "planning"
         try:
             if wishes.failure is not None:
                 raise wishes.failure
+            if caller.cause is not None:
+                raise caller.cause
             with line.holding_turn():
                 accepted = accept(body, wishes, line.limits, line.peer, line.group.device)
         except BaseException as error:
@@ -115,10 +122,10 @@ def receive(line: Line, wishes: Wishes, cancel: Cancel, progress: Progress, repo
         line.phase = progress.phase = "sending the want"
         line.send(Message.WANT, messages.encode(accepted.want))
     landing = accepted.landing
-    cancel.holding.add(line.peer)
+    caller.holding.add(line.peer)
     try:
         with report.phase("receive"):
-            _Taker(line, accepted, cancel, progress).take(report)
+            _Taker(line, accepted, caller, progress).take(report)
         with report.phase("finish"):
             result.append(_finish(line, accepted))
     except BaseException as error:
@@ -129,7 +136,7 @@ def receive(line: Line, wishes: Wishes, cancel: Cancel, progress: Progress, repo
         raise
     finally:
         landing.bump_versions()
-        cancel.holding.discard(line.peer)
+        caller.holding.discard(line.peer)
 
 
 def _finish(line: Line, accepted: Accepted) -> Any:
@@ -162,14 +169,14 @@ _Flying = deque[tuple[int, Posted, torch.Tensor | None]]
 class _Taker:
     """Receives parcels in bursts, a window of receives posted ahead, and exchanges a record after each burst."""
 
-    def __init__(self, line: Line, accepted: Accepted, cancel: Cancel, progress: Progress) -> None:
+    def __init__(self, line: Line, accepted: Accepted, caller: Caller, progress: Progress) -> None:
         self._line = line
         self._cut = accepted.cut
         self._landing = accepted.landing
         self._burst_bytes = accepted.offer.burst_bytes
         self._digests = accepted.want.digests
         self._staging = Staging(accepted.offer.parcel_bytes, line.group.device)
-        self._cancel = cancel
+        self._caller = caller
         self._progress = progress
         self._failure: BaseException | None = None
 
@@ -218,10 +225,12 @@ class _Taker:
         for i, burst in enumerate(rounds):
             computed: list[int] = []
             record: Posted | None = None
+            all_posted = False
             while len(computed) < len(burst):
                 self._post_ahead(flying, due)
-                if not due and record is None:
+                if not due and not all_posted:
                     # All of this burst is posted: now the answer to the record before it, then its own record.
+                    all_posted = True
                     if i:
                         answer = line.post_message(Message.GOT, Intent.CANCEL if cause else Intent.GO_ON)
                     if not source_stops:
@@ -239,7 +248,8 @@ class _Taker:
                 break
             if self._digests:
                 wrong += [n for n, mine, theirs in zip(burst, computed, digests, strict=True) if mine != theirs]
-            source_stops, cause = intent is Intent.CANCEL, self._cancel.cause or self._failure
+            self._caller.tick()
+            source_stops, cause = intent is Intent.CANCEL, self._caller.cause or self._failure
         else:
             if rounds:
                 line.post_message(Message.GOT, Intent.CANCEL if cause else Intent.GO_ON).wait()

@@ -19,7 +19,7 @@ from transfuse.plan import Boxes
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.routes.group import OFFER_TAG, Line, Posted
-from transfuse.talks import Cancel
+from transfuse.talks import Caller
 
 __all__ = ["Cargo", "refuse", "serve"]
 
@@ -54,7 +54,7 @@ def refuse(line: Line, transfer: int, tag: int, cause: BaseException) -> None:
 
 
 def serve(
-    line: Line, transfer: int, tag: int, cargo: Cargo, cancel: Cancel, progress: Progress, report: Report
+    line: Line, transfer: int, tag: int, cargo: Cargo, caller: Caller, progress: Progress, report: Report
 ) -> None:
     """Offer, hear what is wanted, send it, and hear that it arrived."""
     line.transfer, line.tag = transfer, tag
@@ -71,10 +71,10 @@ def serve(
         line.refuse(error)
         raise
     progress.total_bytes = cut.total_bytes
-    sender = _Sender(line, cargo, want, cut, cancel, progress)
+    sender = _Sender(line, cargo, want, cut, caller, progress)
     numbers: Sequence[int] = range(len(cut))
     report.verified = want.digests
-    cancel.holding.add(line.peer)
+    caller.holding.add(line.peer)
     try:
         for attempt in range(line.limits.max_repairs + 1):
             line.phase = progress.phase = "sending parcels"
@@ -93,7 +93,7 @@ def serve(
     finally:
         # The caller may change its tensors once this returns or raises: nothing of them may still be under way.
         line.drain()
-        cancel.holding.discard(line.peer)
+        caller.holding.discard(line.peer)
 
 
 def _check_missing(line: Line, numbers: list[int], count: int, attempt: int) -> None:
@@ -123,7 +123,7 @@ class _Sender:
     """Sends parcels in bursts, with a window of them in flight, and exchanges a record after each burst."""
 
     def __init__(
-        self, line: Line, cargo: Cargo, want: messages.Want, cut: Parcels, cancel: Cancel, progress: Progress
+        self, line: Line, cargo: Cargo, want: messages.Want, cut: Parcels, caller: Caller, progress: Progress
     ) -> None:
         self._line = line
         self._cut = cut
@@ -131,7 +131,7 @@ class _Sender:
         self._staging = Staging(cargo.offer.parcel_bytes, line.group.device)
         self._burst_bytes = cargo.offer.burst_bytes
         self._digests = want.digests
-        self._cancel = cancel
+        self._caller = caller
         self._progress = progress
         self._flying: deque[tuple[Posted, torch.Tensor | None, int]] = deque()
         self._failure: BaseException | None = None
@@ -142,12 +142,13 @@ class _Sender:
             return
         digests = self._burst(rounds[0])
         for i, _ in enumerate(rounds):
-            cause = self._cancel.cause or self._failure
+            cause = self._caller.cause or self._failure
             self._flying.append((self._line.post_sent(Intent.CANCEL if cause else Intent.GO_ON, digests), None, 0))
             last = i + 1 == len(rounds)
             if not last:
                 # The receiver may have posted receives for this burst already: it comes whatever happens.
                 digests = self._burst(rounds[i + 1])
+            self._caller.tick()
             header, _ = self._line.expect(Message.GOT)
             if cause is not None:
                 self._land()

@@ -14,25 +14,30 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-__all__ = ["Cancel", "run"]
+__all__ = ["Caller", "run"]
 
 SLICE_SECONDS = 0.1
 #: After an interrupt, how long a conversation that holds no tensors may take to say goodbye.
 GOODBYE_SECONDS = 1.0
 
 
-class Cancel:
-    """A wish to stop, with its cause. Conversations look at it between bursts."""
+class Caller:
+    """What conversations know of the calling thread: whether it wants to stop, and how to wake it."""
 
     def __init__(self) -> None:
+        #: Why the caller wants to stop. Conversations look at it between bursts.
         self.cause: BaseException | None = None
         #: Conversations that have lent tensors to the backend, which must not be returned from under it.
         self.holding: set[int] = set()
+        self.events: queue.SimpleQueue[tuple[int, BaseException | None] | None] = queue.SimpleQueue()
+
+    def tick(self) -> None:
+        """There is progress to show."""
+        self.events.put(None)
 
 
-def run(talks: Mapping[int, Callable[[], None]], cancel: Cancel, show: Callable[[], None]) -> dict[int, BaseException]:
+def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[[], None]) -> dict[int, BaseException]:
     """Run one conversation for each rank; the errors of those that failed. ``show`` is called between waits."""
-    ended: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
     stream = _current_stream()
 
     def work(rank: int, talk: Callable[[], None]) -> None:
@@ -42,7 +47,7 @@ def run(talks: Mapping[int, Callable[[], None]], cancel: Cancel, show: Callable[
                 talk()
         except BaseException as caught:
             error = caught
-        ended.put((rank, error))
+        caller.events.put((rank, error))
 
     for rank, talk in talks.items():
         threading.Thread(target=work, args=(rank, talk), name=f"transfuse-peer-{rank}", daemon=True).start()
@@ -50,26 +55,32 @@ def run(talks: Mapping[int, Callable[[], None]], cancel: Cancel, show: Callable[
     give_up = float("inf")
     while waiting:
         try:
-            rank, error = ended.get(timeout=SLICE_SECONDS)
-            waiting.discard(rank)
-            if error is not None:
-                failed[rank] = error
-        except queue.Empty:
-            pass
-        except BaseException as interrupt:
-            if cancel.cause is not None:
-                raise
-            cancel.cause, give_up = interrupt, time.monotonic() + GOODBYE_SECONDS
-        if cancel.cause is None:
-            try:
+            event = _next(caller.events)
+            if event is not None:
+                rank, error = event
+                waiting.discard(rank)
+                if error is not None:
+                    failed[rank] = error
+            if caller.cause is None:
                 show()
-            except BaseException as interrupt:
-                cancel.cause, give_up = interrupt, time.monotonic() + GOODBYE_SECONDS
-        elif time.monotonic() > give_up and not cancel.holding & waiting:
+        except BaseException as interrupt:
+            if caller.cause is not None:
+                raise  # Asked twice to stop: at once, then.
+            caller.cause, give_up = interrupt, time.monotonic() + GOODBYE_SECONDS
+        if time.monotonic() > give_up and not caller.holding & waiting:
             break
-    if cancel.cause is not None:
-        raise cancel.cause
+    if caller.cause is not None:
+        raise caller.cause
     return failed
+
+
+def _next(
+    events: queue.SimpleQueue[tuple[int, BaseException | None] | None],
+) -> tuple[int, BaseException | None] | None:
+    try:
+        return events.get(timeout=SLICE_SECONDS)
+    except queue.Empty:
+        return None
 
 
 def _current_stream() -> Callable[[], AbstractContextManager[object]]:

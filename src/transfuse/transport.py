@@ -106,7 +106,7 @@ class PGTransport:
                 report.leaves = len(cargo.described.manifest)
             except Exception as error:
                 failure = error
-        cancel = talks.Cancel()
+        caller = talks.Caller()
         progress = {rank: Progress() for rank in ranks}
         reports = {rank: Report("send", (rank,)) for rank in ranks}
 
@@ -118,10 +118,10 @@ class PGTransport:
                     assert failure is not None
                     source.refuse(line, transfer, tag, failure)
                 else:
-                    source.serve(line, transfer, tag, cargo, cancel, progress[rank], reports[rank])
+                    source.serve(line, transfer, tag, cargo, caller, progress[rank], reports[rank])
 
         try:
-            failed = self._run({rank: partial(talk, rank) for rank in ranks}, cancel, progress, "send")
+            failed = self._run({rank: partial(talk, rank) for rank in ranks}, caller, progress, "send")
         finally:
             report.seconds = time.perf_counter() - started
             _sum_up(report, list(reports.values()))
@@ -159,17 +159,17 @@ class PGTransport:
             self._mesh,
             self._weights_only_objects,
         )
-        cancel = talks.Cancel()
+        caller = talks.Caller()
         progress = {rank: Progress()}
         result: list[Any] = []
 
         def talk() -> None:
             line = Line(self._group, rank, self._seconds, self._limits)
             with self._group.turn(rank, rank, self._seconds):
-                receiver.receive(line, wishes, cancel, progress[rank], report, result)
+                receiver.receive(line, wishes, caller, progress[rank], report, result)
 
         try:
-            failed = self._run({rank: talk}, cancel, progress, "receive")
+            failed = self._run({rank: talk}, caller, progress, "receive")
         finally:
             report.seconds = time.perf_counter() - started
         if failed:
@@ -201,12 +201,12 @@ class PGTransport:
     def _run(
         self,
         conversations: dict[int, Callable[[], None]],
-        cancel: talks.Cancel,
+        caller: talks.Caller,
         progress: dict[int, Progress],
         label: str,
     ) -> dict[int, BaseException]:
         with show_with(self._progress, label) as show:
-            failed = talks.run(conversations, cancel, lambda: show(progress))
+            failed = talks.run(conversations, caller, lambda: show(progress))
             show(progress)
         return failed
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,12 +106,15 @@ def _move(name: str, state: object, target: object, warm_up: bool, show: Show | 
             if isinstance(leaf, torch.Tensor):
                 leaf.zero_()
     got: object = None
-    dist.barrier()
-    started = time.perf_counter()
-    if receiving:
-        got = transport.recv_checkpoint(SOURCE)
-    else:
-        transport.send_checkpoint([RECEIVER], state)
+    with warnings.catch_warnings():
+        # PyTorch's transport warns of its own ways.
+        warnings.filterwarnings("ignore", module=re.escape(_pg_transport.__name__))
+        dist.barrier()
+        started = time.perf_counter()
+        if receiving:
+            got = transport.recv_checkpoint(SOURCE)
+        else:
+            transport.send_checkpoint([RECEIVER], state)
     seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     wrong = [f"{name}: {line}" for line in _wrong(state, got, target)] if receiving else []

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["TIMEOUT", "Workers", "WorkersFailed"]
 
@@ -45,18 +46,14 @@ class Workers:
     def __init__(self, count: int, function: Callable[..., None], *args: object) -> None:
         self._count = count
         self._task = function, args
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._processes: list[SpawnProcess] = []
         self._connections: list[Connection[Any, Any]] = []
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process.pid is not None]
 
     def __enter__(self) -> Self:
         context = multiprocessing.get_context("spawn")
         # In this process, so that it outlives every rank.
-        self._store = dist.TCPStore(HOST, 0, None, True, TIMEOUT, wait_for_workers=False)
+        self._store = TCPStore(HOST, 0, None, True, TIMEOUT, wait_for_workers=False)
         try:
             with _deaf_to_interrupts():
                 for rank in range(self._count):
@@ -149,10 +146,10 @@ def _work(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         # Never a name lookup, never an interface of the outside world.
-        os.environ.update({"GLOO_SOCKET_IFNAME": name for name in loopback})
-        store = dist.TCPStore(HOST, port, None, False, TIMEOUT)
+        if loopback := {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
+            os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
+        store = TCPStore(HOST, port, None, False, TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=TIMEOUT)
         function(lambda body: connection.send(("said", body)), *args)
         dist.destroy_process_group()

@@ -7,8 +7,8 @@ here so that one end of a job can be upgraded before the other. Where both ends 
 What is on the wire, all of it PyTorch's choice: tag 1 the length of a pickle as one int64, tag 2 the pickle of a
 ``_StateDictMeta``, then from tag 3 on the whole storage of every tensor, in the order of the leaves. Nothing flows
 back. So a receiver that refuses, always before it writes a byte, cannot tell the sender, who learns of it by its own
-timeout. After a timeout a gloo group is of no more use: it closes all connections of the rank that gave up. And progress
-is seen message by message: ``timeout`` must allow for the largest single tensor.
+timeout. After a timeout a gloo group is of no more use: it closes all connections of the rank that gave up. And
+progress is seen message by message: ``timeout`` must allow for the largest single tensor.
 
 What differs from PyTorch's module:
 
@@ -269,7 +269,8 @@ class _Outbox:
     ranks. So a thread per receiver waits for as long as it takes, this object watches the clock, and connections are
     closed in the end, when every receiver has either everything or an error.
 
-    Posted messages cost nothing while they are the caller's own memory. Temporary copies are limited by ``_WINDOW``.
+    Posted messages cost nothing while they are the caller's own memory. Temporary copies are limited by ``_WINDOW``, so
+    where tensors have to be brought to another device first, a silent receiver holds up the others for one timeout.
     """
 
     def __init__(self, pg: ProcessGroup, timeout: timedelta, ranks: Sequence[int]) -> None:
@@ -284,9 +285,8 @@ class _Outbox:
 
     def __enter__(self) -> _Outbox:
         for lane in self._lanes:
-            lane.thread = threading.Thread(
-                target=self._follow, args=(lane,), name=f"sending to {lane.rank}", daemon=True
-            )
+            name = f"sending to rank {lane.rank}"
+            lane.thread = threading.Thread(target=self._follow, args=(lane,), name=name, daemon=True)
             lane.thread.start()
         return self
 
@@ -294,7 +294,8 @@ class _Outbox:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            stuck = [lane.queue[0][0] for lane in self._lanes if lane.waiting]
+            # Receivers that timed out, and after an interruption all that were not done.
+            stuck = [lane.queue[0][0] for lane in self._lanes if lane.queue and (lane.waiting or not lane.error)]
         for work in stuck:
             # This closes the connection, so that nothing half sent is taken later, and thereby ends the thread's wait.
             with suppress(RuntimeError, OSError):
@@ -362,7 +363,7 @@ class _Outbox:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: lane.queue or lane.error or self._closed)
-                if lane.error or not lane.queue:
+                if lane.error or self._closed:
                     return
                 work, _, phase = lane.queue[0]
                 lane.waiting = True

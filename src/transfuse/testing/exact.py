@@ -443,7 +443,8 @@ def _logical(t: Tensor) -> Tensor:
     if t.is_neg() and t.dtype not in _IEEE:
         t = t.resolve_neg()
     raw = _raw(t).clone(memory_format=torch.contiguous_format)
-    parts = raw.view(*t.shape, 2, -1) if t.is_complex() else raw.view(*t.shape, 1, -1)
+    count = 2 if t.is_complex() else 1
+    parts = raw.view(*t.shape, count, t.element_size() // count)
     if t.is_neg():
         parts[..., _SIGN_BYTE] ^= 0x80
     if t.is_conj():

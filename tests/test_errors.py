@@ -1,0 +1,478 @@
+"""Errors reach both ends, in time, with names; and one receiver's failure is its own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from moves import CPU, TIMEOUT, Pair, pair
+from ranks import Fleet, Ranks, announce
+
+import transfuse
+from transfuse.testing.exact import assert_exact
+
+SHORT = timedelta(seconds=1.5)
+
+
+@pytest.fixture
+def two() -> Iterator[Pair]:
+    with pair() as ranks:
+        yield ranks
+
+
+def test_steps_that_differ_are_an_error_at_both_ends_before_data(two: Pair) -> None:
+    own = torch.zeros(2)
+    sent, received = two.errors({"w": torch.ones(2)}, {"w": own}, source_step=3, step=4)
+    assert isinstance(received, transfuse.StepMismatch)
+    assert isinstance(sent, transfuse.SendFailed)
+    assert isinstance(sent.causes[1], transfuse.StepMismatch)
+    assert "step 3" in str(received)
+    assert "step 4" in str(sent)
+    assert not own.any()
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(None, 3), (3, None), (3, 3), (None, None)])
+def test_a_step_of_none_matches_any(two: Pair, mine: int | None, theirs: int | None) -> None:
+    assert two.move({"n": 1}, source_step=mine, step=theirs) == {"n": 1}
+
+
+def test_a_receiver_without_a_source_times_out() -> None:
+    with Ranks(2) as ranks:
+        started = time.monotonic()
+        outcomes = ranks.outcomes(
+            lambda rank, pg: transfuse.PGTransport(pg, SHORT, CPU).recv_checkpoint(0) if rank == 1 else None
+        )
+    error = outcomes[1].error
+    assert isinstance(error, transfuse.PeerTimeout)
+    assert isinstance(error, TimeoutError)
+    assert "timed out" in str(error)
+    assert "rank 0" in str(error)
+    assert "waiting for the offer" in str(error)
+    assert 1.4 < error.seconds < 3.0
+    assert time.monotonic() - started < 6.0
+
+
+def test_a_source_without_a_receiver_times_out() -> None:
+    with Ranks(2) as ranks:
+        outcomes = ranks.outcomes(
+            lambda rank, pg: transfuse.PGTransport(pg, SHORT, CPU).send_checkpoint([1], {"a": 1}) if rank == 0 else None
+        )
+    error = outcomes[0].error
+    assert isinstance(error, transfuse.SendFailed)
+    cause = error.causes[1]
+    assert isinstance(cause, transfuse.PeerTimeout)
+    assert cause.rank == 1
+    assert "sending the offer" in str(cause)
+
+
+def test_wrong_arguments_are_refused_at_once() -> None:
+    with Ranks(2) as ranks:
+        transport = transfuse.PGTransport(ranks.pgs[0], TIMEOUT, CPU)
+        with pytest.raises(ValueError, match="this rank"):
+            transport.send_checkpoint([0], {})
+        with pytest.raises(ValueError, match="twice"):
+            transport.send_checkpoint([1, 1], {})
+        with pytest.raises(ValueError, match="not in the group of 2"):
+            transport.recv_checkpoint(2)
+        with pytest.raises(TypeError, match="ranks are ints"):
+            transport.recv_checkpoint("1")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="positive"):
+            transfuse.PGTransport(ranks.pgs[0], timedelta(0), CPU)
+        with pytest.raises(TypeError, match="delta"):
+            transfuse.PGTransport(ranks.pgs[0], TIMEOUT, CPU, delta=True)  # type: ignore[call-arg]
+        transport.send_checkpoint([], {"a": 1})
+        assert transport.report is not None
+        assert transport.report.bytes == 0
+
+
+def big_state() -> dict[str, torch.Tensor]:
+    return {f"w{i:02}": torch.full((1 << 20,), float(i)) for i in range(80)}
+
+
+def test_a_receivers_failure_midway_reaches_the_source_within_a_burst(two: Pair) -> None:
+    """The receiver's progress callback raises: its error at its own end, its cause at the other."""
+    calls = []
+
+    def interrupt(progress: dict[int, transfuse.Progress]) -> None:
+        calls.append(progress[0].bytes)
+        if progress[0].bytes > 0:
+            raise RuntimeError("stop here")
+
+    started = time.monotonic()
+    sent, received = two.errors(big_state(), {k: torch.zeros(1 << 20) for k in big_state()}, progress=interrupt)
+    assert time.monotonic() - started < TIMEOUT.total_seconds()
+    assert isinstance(received, RuntimeError)
+    assert "stop here" in str(sent)
+    assert isinstance(sent, transfuse.SendFailed)
+    assert isinstance(sent.causes[1], transfuse.PeerRefused)
+    assert two.move({"still": "usable"}) == {"still": "usable"}
+
+
+def test_a_sources_failure_midway_reaches_the_receiver_within_a_burst(two: Pair) -> None:
+    def interrupt(progress: dict[int, transfuse.Progress]) -> None:
+        if progress[1].bytes > 0:
+            raise RuntimeError("stop here")
+
+    target = {name: torch.full((1 << 20,), -1.0) for name in big_state()}
+    sent, received = two.errors(big_state(), target, source={"progress": interrupt})
+    assert isinstance(sent, RuntimeError)
+    assert isinstance(received, transfuse.PeerRefused)
+    assert "stop here" in str(received)
+    touched = {f"['{name}']" for name, t in target.items() if not (t == -1.0).all()}
+    assert touched <= set(received.torn)
+    assert len(received.torn) < 80
+    assert two.move({"still": "usable"}) == {"still": "usable"}
+
+
+class Tampering:
+    """A group whose ``send`` lets a function change the bytes that leave."""
+
+    def __init__(self, pg: Any, tamper: Any) -> None:
+        self._pg, self._tamper, self.works = pg, tamper, 0
+
+    def rank(self) -> int:
+        return int(self._pg.rank())
+
+    def size(self) -> int:
+        return int(self._pg.size())
+
+    def name(self) -> str:
+        return "gloo"
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        self.works += 1
+        return self._pg.send([self._tamper(tensors[0].clone())], rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._pg.recv(tensors, rank, tag)
+
+
+def tampered(
+    tamper: Any, state: object, target: object | None = None, timeout: timedelta = TIMEOUT
+) -> tuple[Any, Any, Any]:
+    """Send through a tampering group; outcomes and the receiver's report."""
+    with Ranks(2) as ranks:
+        reports = {}
+
+        def work(rank: int, pg: Any) -> Any:
+            if rank == 0:
+                return transfuse.PGTransport(Tampering(pg, tamper), timeout, CPU).send_checkpoint([1], state)
+            transport = transfuse.PGTransport(pg, TIMEOUT, CPU, None if target is None else lambda: target)
+            try:
+                return transport.recv_checkpoint(0)
+            finally:
+                reports[1] = transport.report
+
+        sent, received = ranks.outcomes(work)
+        return sent, received, reports[1]
+
+
+@pytest.mark.parametrize("where", ["large", "packed", "strided"])
+def test_a_damaged_parcel_is_asked_for_again(where: str) -> None:
+    state = {
+        "large": torch.randn(1 << 20),
+        "packed": [torch.randn(10), torch.randn(20)],
+        "strided": torch.randn(2, 1 << 20)[:, ::2],
+    }
+    mine = {where: state[where]}
+    size = 4 * (1 << 20) if where != "packed" else 120
+    damaged = []
+
+    def tamper(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == size and not damaged:
+            damaged.append(1)
+            tensor[7] ^= 1
+        return tensor
+
+    sent, received, report = tampered(tamper, mine)
+    sent.get()
+    assert_exact(mine, received.get())
+    assert damaged
+    assert report.repaired == 1
+
+
+def test_damage_that_stays_is_an_error_that_names_the_leaf() -> None:
+    state = {"fine": torch.randn(1 << 20), "bad": torch.full((1 << 20,), 2.0)}
+
+    def tamper(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 4 << 20 and tensor[3] == 64 and tensor[7] == 64:
+            tensor[9] ^= 1
+        return tensor
+
+    own = {"fine": torch.zeros(1 << 20), "bad": torch.zeros(1 << 20)}
+    sent, received, report = tampered(tamper, state, own)
+    assert isinstance(received.error, transfuse.CorruptData)
+    assert received.error.leaves == ("['bad']",)
+    assert "['bad']" in str(received.error)
+    assert "['fine']" not in str(received.error).split("torn")[0]
+    assert set(received.error.torn) == {"['fine']", "['bad']"}
+    assert "['bad']" in str(sent.error)
+    assert report.repaired == 3
+
+
+def test_a_damaged_control_message_is_an_error_never_data() -> None:
+    def tamper(tensor: torch.Tensor) -> torch.Tensor:
+        if 100 < tensor.numel() < 1000:
+            tensor[50] ^= 4
+        return tensor
+
+    sent, received, _ = tampered(tamper, {f"w{i}": torch.ones(3) for i in range(5)})
+    assert isinstance(received.error, transfuse.ProtocolError)
+    assert "digest" in str(received.error)
+    assert "digest" in str(sent.error)
+
+
+def test_a_foreign_message_is_an_error_never_data() -> None:
+    def tamper(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 40:
+            tensor[:4] = torch.frombuffer(bytearray(b"HTTP"), dtype=torch.uint8)
+        return tensor
+
+    _, received, _ = tampered(tamper, {"w": torch.ones(3)}, timeout=SHORT)
+    assert isinstance(received.error, transfuse.ProtocolError)
+    assert "not a transfuse message" in str(received.error)
+
+
+def test_another_wire_version_is_named() -> None:
+    def tamper(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 40:
+            tensor[4:6] = torch.frombuffer(bytearray(struct.pack("<H", 9)), dtype=torch.uint8)
+        return tensor
+
+    _, received, _ = tampered(tamper, {"w": torch.ones(3)}, timeout=SHORT)
+    assert "wire version 9" in str(received.error)
+
+
+def test_verify_can_be_turned_off_and_insisted_upon(two: Pair) -> None:
+    assert two.move({"w": torch.ones(2)}, verify=False)["w"].sum() == 2
+    assert two.move({"w": torch.ones(2)}, source={"verify": False})["w"].sum() == 2
+    _, received = two.errors({"w": torch.ones(2)}, source={"verify": False}, verify=True)
+    assert isinstance(received, transfuse.StateError)
+
+
+def test_a_fresh_receive_beyond_the_cap_is_refused_before_it_allocates(two: Pair) -> None:
+    sent, received = two.errors({"w": torch.ones(1000)}, max_receive_bytes=3999)
+    assert isinstance(received, transfuse.LimitExceeded)
+    assert "4000" in str(received)
+    assert "3999" in str(sent)
+    own = torch.zeros(1000)
+    two.move({"w": torch.ones(1000)}, {"w": own}, max_receive_bytes=3999)
+    assert own.all()
+
+
+# ------------------------------------------------------------------------------------------------- several receivers
+
+
+def test_several_receivers_one_refusing_one_absent() -> None:
+    state = {"w": torch.randn(2_000_000), "n": 3}
+
+    def work(rank: int, pg: Any) -> Any:
+        if rank == 0:
+            return transfuse.PGTransport(pg, SHORT, CPU).send_checkpoint([1, 2, 3, 4], state)
+        if rank == 2:
+            return None  # Absent.
+        target = {"w": torch.zeros(3)} if rank == 3 else {"w": torch.zeros(2_000_000)}
+        return transfuse.PGTransport(pg, SHORT, CPU, lambda: target).recv_checkpoint(0)
+
+    with Ranks(5) as ranks:
+        outcomes = ranks.outcomes(work)
+    for healthy in (1, 4):
+        assert_exact(state, outcomes[healthy].get(), in_place=True)
+    error = outcomes[0].error
+    assert isinstance(error, transfuse.SendFailed)
+    assert set(error.causes) == {2, 3}
+    assert error.completed == (1, 4)
+    assert isinstance(error.causes[2], transfuse.PeerTimeout)
+    assert isinstance(error.causes[3], transfuse.PeerRefused)
+    assert "['w']" in str(error)
+
+
+def test_a_failure_to_encode_reaches_every_receiver() -> None:
+    def work(rank: int, pg: Any) -> Any:
+        transport = transfuse.PGTransport(pg, TIMEOUT, CPU)
+        return transport.send_checkpoint([1, 2], {"f": lambda: 1}) if rank == 0 else transport.recv_checkpoint(0)
+
+    with Ranks(3) as ranks:
+        started = time.monotonic()
+        outcomes = ranks.outcomes(work)
+    assert time.monotonic() - started < 5.0
+    assert isinstance(outcomes[0].error, transfuse.UnsupportedLeaf)
+    for rank in (1, 2):
+        assert "['f']" in str(outcomes[rank].error)
+
+
+def test_many_receivers() -> None:
+    state = {"w": torch.randn(300_000), "l": [torch.randn(10) for _ in range(20)]}
+
+    def work(rank: int, pg: Any) -> Any:
+        transport = transfuse.PGTransport(pg, TIMEOUT, CPU)
+        return transport.send_checkpoint(range(1, 9), state) if rank == 0 else transport.recv_checkpoint(0)
+
+    with Ranks(9) as ranks:
+        for arrived in ranks.run(work)[1:]:
+            assert_exact(state, arrived)
+
+
+def test_concurrent_transfers_between_the_same_ranks_do_not_mix() -> None:
+    """Both directions at once, and two transfers the same way, each from a thread of its own."""
+    states = {i: {"w": torch.full((500_000,), float(i)), "i": i} for i in range(4)}
+
+    def work(rank: int, pg: Any) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+
+        def send(i: int) -> None:
+            transfuse.PGTransport(pg, TIMEOUT, CPU).send_checkpoint([1 - rank], states[i])
+
+        def receive(i: int) -> None:
+            found[i] = transfuse.PGTransport(pg, TIMEOUT, CPU).recv_checkpoint(1 - rank)
+
+        jobs = [(send, rank * 2), (send, rank * 2 + 1), (receive, 0), (receive, 1)]
+        threads = [threading.Thread(target=job, args=(i,)) for job, i in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    with Ranks(2) as ranks:
+        for rank, found in enumerate(ranks.run(work)):
+            numbers = sorted(state["i"] for state in found.values())
+            assert numbers == [2 - rank * 2, 3 - rank * 2]
+            for state in found.values():
+                assert_exact(states[state["i"]], state)
+
+
+class Untagged:
+    """A group that, like NCCL, ignores tags and runs what was posted for a pair in order."""
+
+    def __init__(self, pg: Any) -> None:
+        self._pg = pg
+
+    def rank(self) -> int:
+        return int(self._pg.rank())
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._pg.send(tensors, rank, 0)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._pg.recv(tensors, rank, 0)
+
+
+def test_a_group_without_tags_takes_transfers_in_turn() -> None:
+    states = {i: {"w": torch.full((12_000_000,), float(i)), "i": i, "s": [torch.ones(5)] * 3} for i in range(2)}
+
+    def work(rank: int, pg: Any) -> Any:
+        group = Untagged(pg)
+        result = {}
+
+        def send() -> None:
+            transfuse.PGTransport(group, TIMEOUT, CPU).send_checkpoint([1 - rank], states[rank])
+
+        def receive() -> None:
+            result["state"] = transfuse.PGTransport(group, TIMEOUT, CPU).recv_checkpoint(1 - rank)
+
+        threads = [threading.Thread(target=job) for job in ((send, receive) if rank == 0 else (receive, send))]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join()
+        return result["state"]
+
+    with Ranks(2) as ranks:
+        for rank, arrived in enumerate(ranks.run(work)):
+            assert_exact(states[1 - rank], arrived)
+
+
+def test_errors_survive_pickling_and_copying() -> None:
+    samples: list[transfuse.TransfuseError] = [
+        transfuse.PeerTimeout(3, "waiting", 1.5),
+        transfuse.PeerRefused(1, "X", "because"),
+        transfuse.UnsupportedLeaf("['a']", "no"),
+        transfuse.TargetMismatch(["a", "b"]),
+        transfuse.CorruptData(2, ["['w']"], "bad"),
+        transfuse.SendFailed({1: transfuse.PeerLost(1, "gone")}, [2]),
+    ]
+    for error in samples:
+        error.torn = ("['x']",)
+        for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            assert type(again) is type(error)
+            assert str(again) == str(error)
+            assert again.torn == error.torn
+
+
+# ---------------------------------------------------------------------------------------------- processes that die
+
+
+def move_slowly(rank: int, count: int) -> Any:
+    """Rank 0 sends ``count`` tensors of 4 MiB, the others receive in place; both announce when bytes move."""
+    announced = []
+
+    def show(progress: dict[int, transfuse.Progress]) -> None:
+        if any(p.bytes for p in progress.values()) and not announced:
+            announced.append(1)
+            announce("moving")
+
+    tensors = {f"w{i:03}": torch.full((1 << 20,), float(i + 1 if rank == 0 else 0)) for i in range(count)}
+    world = cast(Any, dist.group.WORLD)
+    transport = transfuse.PGTransport(world, timedelta(seconds=6), CPU, lambda: tensors, progress=show)
+    dist.barrier()
+    if rank == 0:
+        transport.send_checkpoint(list(range(1, dist.get_world_size())), tensors)
+        return None
+    try:
+        transport.recv_checkpoint(0)
+    except transfuse.TransfuseError as error:
+        touched = {f"['{name}']" for name, tensor in tensors.items() if tensor.any()}
+        return type(error).__name__, str(error), touched, set(error.torn)
+    return all(bool((tensor == i + 1).all()) for i, tensor in enumerate(tensors.values()))
+
+
+def test_a_source_that_dies_midway_leaves_an_error_that_lists_the_torn_leaves() -> None:
+    with Fleet(2) as fleet:
+        fleet.start(move_slowly, 250)
+        fleet.wait_for(1, "moving")
+        fleet.kill(0)
+        died, received = fleet.outcomes(deadline=30)
+    assert died.error is not None
+    name, text, touched, torn = received.get()
+    assert name in ("PeerLost", "PeerTimeout")
+    assert "rank 0" in text
+    assert touched <= torn
+    assert 0 < len(torn) < 250
+    assert len(torn - touched) <= 8, "beyond what was touched, only what was posted ahead"
+
+
+def test_a_source_that_freezes_is_given_up_within_the_timeout() -> None:
+    with Fleet(2) as fleet:
+        fleet.start(move_slowly, 250)
+        fleet.wait_for(1, "moving")
+        fleet.freeze(0)
+        started = time.monotonic()
+        (received,) = fleet.outcomes(deadline=30, ranks=[1])
+        assert time.monotonic() - started < 12
+    name, text, touched, torn = received.get()
+    assert name == "PeerTimeout"
+    assert "timed out" in text
+    assert touched <= torn
+
+
+def test_a_receiver_that_dies_does_not_disturb_the_others() -> None:
+    with Fleet(4) as fleet:
+        fleet.start(move_slowly, 60)
+        fleet.wait_for(2, "moving")
+        fleet.kill(2)
+        outcomes = fleet.outcomes(deadline=60)
+    assert isinstance(outcomes[0].error, transfuse.SendFailed)
+    assert set(outcomes[0].error.causes) == {2}
+    assert outcomes[1].get() is True
+    assert outcomes[3].get() is True
