@@ -287,6 +287,10 @@ def warm_up(corpus: list[Member]) -> None:
             finally:
                 member.target.restore()
             hostile.touch(result)
+    rng = random.Random(0)
+    for case in (serve_want, serve_verdict, hear_refusal, hear_stream, read_record):
+        for _ in range(20):
+            case(rng, corpus)
 
 
 def test_20_000_hostile_messages(corpus: list[Member]) -> None:

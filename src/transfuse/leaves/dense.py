@@ -10,7 +10,19 @@ from torch import nn
 
 from transfuse.leaves.codec import CannotCarry, tensor_type
 
-__all__ = ["ITEM_TYPES", "Flags", "check", "dress", "flags_of", "is_plain", "offset_of", "over", "raw", "start_of"]
+__all__ = [
+    "ITEM_TYPES",
+    "Flags",
+    "check",
+    "dress",
+    "flags_of",
+    "is_plain",
+    "offset_of",
+    "over",
+    "raw",
+    "role_of",
+    "start_of",
+]
 
 #: For each item size, the dtype in which raw memory is read and written: copies of these never change bits.
 ITEM_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -52,8 +64,8 @@ def check(tensor: torch.Tensor) -> None:
         raise CannotCarry("a tensor inside a torch.func transform; send it from outside")
 
 
-def flags_of(tensor: torch.Tensor) -> int:
-    """The flags of any tensor, subclasses included."""
+def role_of(tensor: torch.Tensor) -> int:
+    """The flags that any tensor has, composites included."""
     flags = 0
     if tensor.requires_grad:
         flags |= Flags.REQUIRES_GRAD
@@ -63,11 +75,16 @@ def flags_of(tensor: torch.Tensor) -> int:
         flags |= Flags.BUFFER
         if not getattr(tensor, "persistent", True):
             flags |= Flags.NOT_PERSISTENT
-    if tensor.layout is torch.strided:
-        if tensor.is_conj():
-            flags |= Flags.CONJUGATE
-        if tensor.is_neg():
-            flags |= Flags.NEGATIVE
+    return int(flags)
+
+
+def flags_of(tensor: torch.Tensor) -> int:
+    """The flags of a plain tensor."""
+    flags = role_of(tensor)
+    if tensor.is_conj():
+        flags |= Flags.CONJUGATE
+    if tensor.is_neg():
+        flags |= Flags.NEGATIVE
     return int(flags)
 
 

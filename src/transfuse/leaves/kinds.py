@@ -58,7 +58,7 @@ class Kinds:
         for codec in self._codecs:
             if codec.takes(leaf):
                 opened = codec.open(leaf, shared)
-                flags = dense.flags_of(leaf) if isinstance(leaf, torch.Tensor) else 0
+                flags = dense.role_of(leaf) if isinstance(leaf, torch.Tensor) else 0
                 return [codec.name, flags, opened.meta, [self.open(child, parts, shared) for child in opened.children]]
         if isinstance(leaf, torch.Tensor):
             raise dense.refuse_subclass(leaf)
@@ -74,7 +74,7 @@ class Kinds:
         if type(spec) is int and spec == 0:
             return 1
         codec, flags, meta, children = self._read(spec)
-        if depth >= MAX_NESTING or not 0 <= flags < 64:
+        if depth >= MAX_NESTING or not 0 <= flags < dense.Flags.CONJUGATE:
             raise ValueError("malformed leaf")
         codec.promise(meta, len(children), room)
         return sum(self.promise(child, room, depth + 1) for child in children)
@@ -100,8 +100,7 @@ class Kinds:
             return next(parts)
         codec, flags, meta, children = self._read(spec)
         leaf = codec.close(meta, [self.close(child, parts, room) for child in children], room)
-        bits = dense.Flags.CONJUGATE | dense.Flags.NEGATIVE
-        return dense.dress(leaf, flags & ~bits) if isinstance(leaf, torch.Tensor) else leaf
+        return dense.dress(leaf, flags) if isinstance(leaf, torch.Tensor) else leaf
 
     def fit(self, spec: Any, target: Any, room: Room, shared: Shared) -> tuple[list[torch.Tensor | None], list[str]]:
         """Lay a received spec over a target leaf: the target's parts in the spec's order, or why it does not fit.
