@@ -35,6 +35,8 @@ def main() -> None:
             print(f"rank {rank}: received everything: {torch.equal(target, weights)}")
         except TargetMismatch as mismatch:
             print(f"rank {rank}: refused, target untouched: {not target.any()}: {mismatch.mismatches[0]}")
+    # Nobody leaves while others still talk.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -5,8 +5,8 @@ Nothing here needs a process group: :class:`Wire` stands for one, and says and h
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import decimal
@@ -19,6 +19,7 @@ import struct
 import sys
 import tokenize
 import uuid
+import warnings
 import zoneinfo
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -93,6 +94,34 @@ class Config:
 class Moments:
     mean: Any
     variance: Any
+
+
+class _Trapped(type):
+    """Answers every question about its classes with code."""
+
+    def __getattr__(cls, name: str) -> Any:
+        sprung.append(name)
+        raise AttributeError(name)
+
+    def __hash__(cls) -> int:
+        sprung.append("__hash__")
+        return 1
+
+    def __eq__(cls, other: object) -> bool:
+        sprung.append("__eq__")
+        return cls is other
+
+
+#: What has been asked of the classes below.
+sprung: list[str] = []
+
+
+class TrappedTuple(tuple[Any, ...], metaclass=_Trapped):
+    pass
+
+
+class TrappedTensor(Tensor, metaclass=type("_TrappedTensorMeta", (_Trapped, type(Tensor)), {})):  # type: ignore[misc]
+    pass
 
 
 class Plain:
@@ -320,7 +349,8 @@ class Guarded:
 
     def __init__(self, state: object) -> None:
         described = manifest.describe(state, Limits())
-        m = described.manifest
+        wire = msgspec.msgpack.encode(described.manifest.encode())
+        m = Manifest.decode(msgspec.msgpack.decode(wire, type=manifest.Wire), Limits())
         self._storages: list[tuple[int, int]] = []  # where each begins and ends, guards included
         size = 0
         for nbytes in m.storages.nbytes.tolist():
@@ -799,15 +829,15 @@ def mutate_offer(rng: random.Random, member: Member, others: list[Member]) -> by
         wire = plain[MANIFEST] if isinstance(plain, list) and len(plain) == 5 else None
         well_formed = isinstance(wire, list) and len(wire) == 15 and all(isinstance(wire[at], bytes) for at in CODES)
         lie = rng.random()
-        if not well_formed or lie < 0.25:
+        if not well_formed or lie < 0.18:
             plain = mutate_plain(rng, plain, member.paths)
-        elif lie < 0.30:
+        elif lie < 0.22:
             other = rng.choice(others).plain[MANIFEST]
             at = rng.randrange(15)
             plain = put(plain, (MANIFEST, at), other[at])
         else:
             forge = rng.choices(
-                [forge_column, forge_parts, forge_alias, forge_detail, forge_tree], [15, 30, 10, 15, 15]
+                [forge_column, forge_parts, forge_alias, forge_detail, forge_tree], [10, 30, 10, 15, 12]
             )[0]
             with contextlib.suppress(ValueError, TypeError):  # an earlier lie has left nothing to forge
                 plain = put(plain, (MANIFEST,), forge(rng, wire))  # type: ignore[arg-type]
@@ -865,7 +895,7 @@ class Wire(Line):
     def __init__(self, rng: random.Random, member: Member, answers: list[bytes]) -> None:
         super().__init__(Group(Nowhere(), CPU), PEER, 1.0, LIMITS)
         self._rng, self._member, self._answers = rng, member, answers
-        self._filling = rng.choice(["random", "honest", "honest", "zero", "small", "full"])
+        self._filling = rng.choice(["random", "honest", "honest", "zero", "small", "full", "edges"])
         self._digests: list[int] = []
         self._due: deque[int] | None = None
         self.accepted: Accepted | None = None
@@ -916,7 +946,8 @@ class Wire(Line):
             return self._honest(piece)[piece.low : piece.high].ljust(size, b"\0")
         pattern = {"zero": b"\0", "full": b"\xff"}.get(self._filling)
         if pattern is None:
-            pattern = struct.pack("<9q", *(self._rng.randrange(4) for _ in range(9)))
+            ints = range(4) if self._filling == "small" else INTS
+            pattern = struct.pack("<9Q", *(self._rng.choice(ints) & (1 << 64) - 1 for _ in range(9)))
         return (pattern * (size // len(pattern) + 1))[:size]
 
     def _honest(self, piece: Piece) -> bytes:
@@ -1017,4 +1048,93 @@ def _touch_tensor(leaf: Tensor) -> None:
                 leaf.detach().clone().resolve_conj().resolve_neg()
 
 
-_ = collections
+# ------------------------------------------------------------------------------------------------- at the edge of memory
+
+
+class Edge:
+    """Memory that ends where the process may not read: one element too far is the end of the process."""
+
+    _PAGE = 4096
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mmap.restype = ctypes.c_void_p
+        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self._libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._pages: list[int] = []
+        self._used = 0
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A copy of a small tensor that ends at the edge. It lives until the next :meth:`clear`."""
+        size = tensor.numel() * tensor.element_size()
+        assert size <= self._PAGE
+        if self._used == len(self._pages):
+            base = self._libc.mmap(None, 2 * self._PAGE, 3, 0x22, -1, 0)
+            assert self._libc.mprotect(base + self._PAGE, self._PAGE, 0) == 0
+            self._pages.append(base)
+        base = self._pages[self._used]
+        self._used += 1
+        if not size:
+            return tensor.clone()
+        window = (ctypes.c_ubyte * size).from_address(base + self._PAGE - size)
+        return torch.frombuffer(window, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def clear(self) -> None:
+        self._used = 0
+
+
+def close_at_the_edge(seed: int, count: int) -> None:
+    """Builds sparse and jagged tensors from forged indices that end at the edge, and uses those that can be built."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    edge, kinds, built = Edge(), Kinds(Limits()), 0
+    for number in range(count):
+        rng = random.Random(f"{seed}/{number}")
+        print(number, end="\r", file=sys.stderr, flush=True)
+        edge.clear()
+        torch.manual_seed(number)
+        name, meta, children = _index_leaf(rng)
+        parts = [edge.put(child) for child in children]
+        with contextlib.suppress(ValueError, TypeError, RuntimeError, TransfuseError):
+            leaf = kinds.close([name, 0, meta, [0] * len(parts)], iter(parts), Room())
+            built += 1
+            touch([leaf])
+    print(built)
+
+
+def _index_leaf(rng: random.Random) -> tuple[str, Any, list[Tensor]]:
+    """A composite leaf with index tensors, honest but for a few numbers."""
+    rows, columns_ = rng.randrange(1, 5), rng.randrange(1, 6)
+    layout = rng.choice(["coo", "torch.sparse_csr", "torch.sparse_csc", "torch.sparse_bsr", "torch.sparse_bsc", "jagged"])
+    block = (rng.randrange(1, 3), rng.randrange(1, 3)) if "bs" in layout else (1, 1)
+    shape = [rows * block[0], columns_ * block[1]]
+    kind = rng.choice([torch.int64, torch.int64, torch.int32])
+    cells = torch.ones(shape) * (torch.rand(shape) < 0.6)
+    meta: Any
+    if layout == "coo":
+        made = cells.to_sparse_coo()
+        meta, children = [shape, rng.random() < 0.7], [made._indices(), made._values()]
+    elif layout == "jagged":
+        lengths = [rng.randrange(4) for _ in range(rows)]
+        offsets = torch.tensor([0, *lengths]).cumsum(0).to(kind)
+        meta, children = [1, False, None, None], [torch.randn(sum(lengths), 2), offsets]
+        if rng.random() < 0.3:
+            meta, children = [1, True, None, None], [*children, torch.tensor(lengths, dtype=kind)]
+    else:
+        by_block = {"torch.sparse_bsr": cells.to_sparse_bsr, "torch.sparse_bsc": cells.to_sparse_bsc}
+        plain = {"torch.sparse_csr": cells.to_sparse_csr, "torch.sparse_csc": cells.to_sparse_csc}
+        made = by_block[layout](block) if layout in by_block else plain[layout]()
+        row_wise = layout.endswith("r")
+        indices = [made.crow_indices(), made.col_indices()] if row_wise else [made.ccol_indices(), made.row_indices()]
+        meta, children = [layout, shape], [*(i.to(kind) for i in indices), made.values()]
+    for _ in range(rng.choice([0, 1, 1, 2, 3])):
+        child = rng.choice([c for c in children if not c.is_floating_point()])
+        if child.numel():
+            low, high = torch.iinfo(child.dtype).min, torch.iinfo(child.dtype).max
+            at = rng.randrange(child.numel())
+            child.view(-1)[at] = min(max(rng.choice([*INTS, int(child.view(-1)[at]) + 1]), low), high)
+    if rng.random() < 0.4:  # room for large indices
+        sizes = meta[1] if layout.startswith("torch") else meta[0] if layout == "coo" else []
+        if sizes:
+            sizes[rng.randrange(len(sizes))] = rng.choice([1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1])
+    return ("compressed" if layout.startswith("torch") else layout), meta, children

@@ -16,6 +16,7 @@ import dataclasses
 import faulthandler
 import itertools
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pathlib
 import pickle
@@ -42,6 +43,7 @@ T = TypeVar("T")
 Method = Literal["spawn", "forkserver"]
 
 _HOST = "127.0.0.1"
+_START = timedelta(seconds=60)
 
 
 class Died(Exception):
@@ -183,8 +185,12 @@ def _work(
     rank: int, n: int, port: int, timeout: float, connection: Connection, stacks: str, environ: dict[str, str]
 ) -> None:
     global _channel
-    # Ends with the thread that started it, even while frozen.
+    # Ends with the thread that started it, even while frozen: PR_SET_PDEATHSIG. A fork server ends with its parent only
+    # when no child holds on to it.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    alive = getattr(multiprocessing.forkserver, "_forkserver")._forkserver_alive_fd  # noqa: B009 - hidden from mypy
+    if alive is not None:
+        os.close(alive)
     # A fork server has the environment of the day it was started.
     os.environ.clear()
     os.environ.update(environ, GLOO_SOCKET_IFNAME="lo")
@@ -196,8 +202,11 @@ def _work(
         nonlocal store
         if dist.is_initialized():
             dist.destroy_process_group()
-        store = store or TCPStore(_HOST, port, None, False, timedelta(seconds=timeout))
+        store = store or TCPStore(_HOST, port, None, False, _START)
         prefix = PrefixStore(f"generation{generation}", store)
+        # All are here before the group is made, because its timeout may be shorter than a slow start.
+        prefix.set(f"rank{rank}", "here")
+        prefix.wait([f"rank{other}" for other in range(n)], _START)
         dist.init_process_group("gloo", store=prefix, rank=rank, world_size=n, timeout=timedelta(seconds=timeout))
 
     torch.set_num_threads(1)
@@ -275,7 +284,7 @@ class _Processes:
         if self.method == "forkserver":
             context.set_forkserver_preload(["torch", "torch.distributed"])
         # In this process, so that it outlives any rank.
-        self._store = TCPStore(_HOST, 0, None, True, timedelta(seconds=self.timeout), wait_for_workers=False)
+        self._store = TCPStore(_HOST, 0, None, True, _START, wait_for_workers=False)
         self._directory = tempfile.TemporaryDirectory(prefix="ranks")
         self._events, self.generation = queue.SimpleQueue(), 0
         try:

@@ -24,8 +24,6 @@ from transfuse.testing.exact import differences
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
-
 
 def transport(target: object | None = None, pg: Any = None, **options: Any) -> transfuse.PGTransport:
     give = None if target is None else (lambda: target)

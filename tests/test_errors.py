@@ -71,7 +71,7 @@ def test_a_source_without_a_receiver_times_out() -> None:
     cause = error.causes[1]
     assert isinstance(cause, transfuse.PeerTimeout)
     assert cause.rank == 1
-    assert "sending the offer" in str(cause)
+    assert "waiting for the want" in str(cause)
 
 
 def test_wrong_arguments_are_refused_at_once() -> None:
@@ -294,6 +294,51 @@ def test_several_receivers_one_refusing_one_absent() -> None:
     assert isinstance(error.causes[2], transfuse.PeerTimeout)
     assert isinstance(error.causes[3], transfuse.PeerRefused)
     assert "['w']" in str(error)
+
+
+class Slow:
+    """A group whose receives of parcels take their time."""
+
+    def __init__(self, pg: Any, seconds: float) -> None:
+        self._pg, self._seconds = pg, seconds
+
+    def name(self) -> str:
+        return "gloo"
+
+    def rank(self) -> int:
+        return int(self._pg.rank())
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._pg.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        if tensors[0].numel() > 1 << 20:
+            time.sleep(self._seconds)
+        return self._pg.recv(tensors, rank, tag)
+
+
+def test_giving_up_an_absent_receiver_does_not_cut_off_a_slow_one() -> None:
+    """On gloo an expired wait closes every connection of the rank: it must not expire while others need theirs."""
+    state = {"w": torch.randn(24 << 20)}
+
+    def work(rank: int, pg: Any) -> Any:
+        timeout = timedelta(seconds=1)
+        if rank == 0:
+            return transfuse.PGTransport(pg, timeout, CPU).send_checkpoint([1, 2], state)
+        if rank == 2:
+            return None
+        started = time.monotonic()
+        arrived = transfuse.PGTransport(Slow(pg, 0.12), timeout, CPU).recv_checkpoint(0)
+        assert time.monotonic() - started > 2.0, "the case is meant to outlast the timeout"
+        return arrived
+
+    with Ranks(3) as ranks:
+        outcomes = ranks.outcomes(work)
+    assert_exact(state, outcomes[1].get())
+    error = outcomes[0].error
+    assert isinstance(error, transfuse.SendFailed)
+    assert isinstance(error.causes[2], transfuse.PeerTimeout)
+    assert error.completed == (1,)
 
 
 def test_a_failure_to_encode_reaches_every_receiver() -> None:

@@ -25,8 +25,6 @@ from torch import nn
 import transfuse
 from transfuse.testing.exact import assert_exact
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
-
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Pair]:
@@ -144,7 +142,6 @@ def test_12_quantized_is_refused_not_broken(two: Pair) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "nested", "strided nested", "unpicklable", "meta"])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_13_the_receiver_is_not_left_waiting(two: Pair, kind: str) -> None:
     """What can be carried arrives; what cannot is refused at both ends at once."""
     state: Any = {

@@ -8,24 +8,36 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import gc
 import os
 import pathlib
 import random
 import resource
+import subprocess
+import sys
 import time
 import tracemalloc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
 import hostile
 from hostile import CAP, CPU, LIMITS, PEER, Audit, Member, Wire
 from transfuse import messages, parcels, plan, receiver, source
-from transfuse.errors import TransfuseError
+from transfuse.errors import CorruptData, TransfuseError
+from transfuse.leaves import values
+from transfuse.leaves.blobs import ArrayCodec
+from transfuse.leaves.codec import CannotCarry, Room
+from transfuse.leaves.sparse import JaggedCodec
+from transfuse.leaves.wrapped import WrapperCodec
 from transfuse.limits import MIB
+from transfuse.manifest import Leaf, describe
 from transfuse.messages import Message
 from transfuse.progress import Progress
 from transfuse.receiver import Accepted, Wishes
@@ -49,10 +61,14 @@ OFFERS, WANTS, VERDICTS, REFUSALS, STREAMS, RECORDS = 17_000, 1500, 700, 300, 10
 
 
 @pytest.fixture(scope="module")
-def corpus() -> list[Member]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.warns() if False else contextlib.nullcontext())
-        return hostile.corpus()
+def corpus() -> Iterator[list[Member]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # The tensors are tiny.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sparse and nested tensors say that they are young
+        members = hostile.corpus()
+    yield members
+    torch.set_num_threads(threads)
 
 
 # --------------------------------------------------------------------------------------------------------- one case
@@ -128,26 +144,29 @@ def serve_want(rng: random.Random, corpus: list[Member]) -> str:
     parts = [p for p in range(len(m.parts)) if int(m.parts.storage[p]) in apart and rng.random() < 0.8]
     cut = parcels.cut(plan.lay_out(m, apart, parts), member.offer.parcel_bytes)
     honest = [parcels.fingerprint(cut), True, apart, parts]
-    body = _lie(rng, honest) if rng.random() < 0.8 else hostile.msgspec.msgpack.encode(honest)
-    return _serve(rng, member, [body, hostile.msgspec.msgpack.encode([[]])])
+    body = _lie(rng, honest) if rng.random() < 0.8 else msgspec.msgpack.encode(honest)
+    return _serve(rng, member, [body, msgspec.msgpack.encode([[]])])
 
 
 def serve_verdict(rng: random.Random, corpus: list[Member]) -> str:
     member = rng.choice(corpus)
     cut = parcels.cut(plan.lay_out(member.described.manifest), member.offer.parcel_bytes)
-    want = hostile.msgspec.msgpack.encode([parcels.fingerprint(cut), False, [], []])
+    want = msgspec.msgpack.encode([parcels.fingerprint(cut), False, [], []])
     verdicts = [_lie(rng, [sorted(rng.sample(range(len(cut)), rng.randrange(len(cut) + 1)))]) for _ in range(3)]
     return _serve(rng, member, [want, *verdicts])
 
 
 def _lie(rng: random.Random, honest: Any) -> bytes:
     if rng.random() < 0.3:
-        body = hostile.msgspec.msgpack.encode(honest)
+        body = msgspec.msgpack.encode(honest)
         return hostile.mutate_bytes(rng, body, [body])
     plain = honest
     for _ in range(rng.choice([1, 1, 2])):
         plain = hostile.mutate_plain(rng, plain, hostile._paths(honest))
-    return hostile.msgspec.msgpack.encode(plain)
+    try:
+        return msgspec.msgpack.encode(plain)
+    except (OverflowError, RecursionError):
+        return b""
 
 
 def _serve(rng: random.Random, member: Member, answers: list[bytes]) -> str:
@@ -281,16 +300,57 @@ def warm_up(corpus: list[Member]) -> None:
             wire._filling = "honest"
             result: list[Any] = []
             wishes = Wishes(target=target, weights_only_objects=True)
-            try:
-                with patched_accept(wire), torch.no_grad():
-                    receiver.receive(wire, wishes, Caller(), Progress(), Report("receive", (PEER,)), result)
-            finally:
-                member.target.restore()
+            with patched_accept(wire), torch.no_grad(), contextlib.suppress(Exception):
+                receiver.receive(wire, wishes, Caller(), Progress(), Report("receive", (PEER,)), result)
             hostile.touch(result)
+            member.target.restore()
     rng = random.Random(0)
     for case in (serve_want, serve_verdict, hear_refusal, hear_stream, read_record):
         for _ in range(20):
             case(rng, corpus)
+
+
+@pytest.mark.parametrize("mode", ["fresh", "in place", "atomic", "strict"])
+def test_honest_messages_arrive(mode: str, corpus: list[Member]) -> None:
+    """The other tests mutate these: they must be worth mutating."""
+    for member in corpus:
+        if mode == "strict" and not member.described.parts:
+            continue
+        wire = Wire(random.Random(0), member, [member.body])
+        wire._filling = "honest"
+        result: list[Any] = []
+        wishes = Wishes(
+            target=None if mode == "fresh" else member.target.state,
+            strict=mode == "strict",
+            atomic=mode == "atomic",
+            weights_only_objects=True,
+        )
+        try:
+            with patched_accept(wire), torch.no_grad():
+                receiver.receive(wire, wishes, Caller(), Progress(), Report("receive", (PEER,)), result)
+            hostile.touch(result)
+            assert member.target.unchanged(), member.name
+        except Exception as error:
+            error.add_note(f"in member {member.name}")
+            raise
+        finally:
+            member.target.restore()
+
+
+def test_every_tag_is_in_the_corpus(corpus: list[Member]) -> None:
+    found: set[int] = set()
+
+    def walk(node: Any) -> None:
+        if isinstance(node, list):
+            if node and type(node[0]) is int:
+                found.add(node[0])
+            for child in node:
+                walk(child)
+
+    for member in corpus:
+        walk(member.plain[hostile.MANIFEST][hostile.TREE : hostile.SHARED])
+    missing = set(hostile.TAGS) - found
+    assert missing <= {33}, f"tags {missing} (a WindowsPath exists only on Windows)"
 
 
 def test_20_000_hostile_messages(corpus: list[Member]) -> None:
@@ -321,3 +381,222 @@ def test_hostile_messages_for_long(corpus: list[Member]) -> None:
             run.one(number, watch_memory=number % 50 == 0)
             number += 1
     assert number > 0
+
+
+def test_index_checks_stay_within_memory() -> None:
+    """In a process of its own, where index tensors end at memory that may not be read."""
+    script = f"import hostile; hostile.close_at_the_edge({SEED}, 4000)"
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, f"seed {SEED}: {done.stderr[-3000:]}"
+    assert int(done.stdout) > 100
+
+
+# ------------------------------------------------------------------------------------- small messages, large demands
+
+
+def one_tensor(nbytes: int, sizes: list[int], strides: list[int], *, copies: int = 1) -> list[Any]:
+    """An offer of uint8 tensors of this geometry, each in a storage of its own, in plain lists."""
+    state = [torch.zeros(1, dtype=torch.uint8) for _ in range(copies)]
+    offer = messages.Offer(None, 65536, 65536, True, describe(state, LIMITS).manifest.encode())
+    plain: list[Any] = msgspec.msgpack.decode(messages.encode(offer))
+    found = hostile.columns(plain[hostile.MANIFEST])
+    found[hostile.STORAGE_NBYTES] = [nbytes] * copies
+    found[hostile.NDIM] = [len(sizes)] * copies
+    found[hostile.SIZES], found[hostile.STRIDES] = sizes * copies, strides * copies
+    plain[hostile.MANIFEST] = hostile.with_columns(plain[hostile.MANIFEST], found)
+    return plain
+
+
+def with_leaf(name: str, meta: Any, parts: list[tuple[str, list[int], list[int]]]) -> list[Any]:
+    """An offer of one composite leaf with parts of these dtypes, sizes and strides, each in 64 bytes of its own."""
+    plain = one_tensor(64, [1], [1])
+    wire = plain[hostile.MANIFEST]
+    wire[hostile.KINDS] = bytes([Leaf.COMPOSITE])
+    wire[hostile.DETAILS] = [[name, 0, meta, [0] * len(parts)]]
+    wire[hostile.DTYPES_AT] = [dtype for dtype, _, _ in parts]
+    count = len(parts)
+    plain[hostile.MANIFEST] = hostile.with_columns(
+        wire,
+        {
+            hostile.STORAGE_NBYTES: [64] * count,
+            hostile.STORAGE_DEVICE: [0] * count,
+            hostile.STORAGE: list(range(count)),
+            hostile.DTYPE: list(range(count)),
+            hostile.FLAGS: [0] * count,
+            hostile.NDIM: [len(sizes) for _, sizes, _ in parts],
+            hostile.OFFSET: [0] * count,
+            hostile.SIZES: [n for _, sizes, _ in parts for n in sizes],
+            hostile.STRIDES: [n for _, _, strides in parts for n in strides],
+        },
+    )
+    return plain
+
+
+def with_tree(tree: Any, kinds: bytes, details: list[Any]) -> list[Any]:
+    plain = one_tensor(64, [1], [1])
+    plain[hostile.MANIFEST][hostile.TREE : hostile.SHARED] = [tree, kinds, details]
+    return plain
+
+
+def deep(levels: int) -> Any:
+    node: Any = 0
+    for _ in range(levels):
+        node = [4, None, [], [node]]
+    return node
+
+
+BOMBS: dict[str, Callable[[], Any]] = {
+    "elements that overlap": lambda: one_tensor(CAP, [1 << 19, 1 << 18], [1, 1]),
+    "elements that overlap, more than there is memory": lambda: one_tensor(CAP, [1 << 19, 1 << 14, 1 << 14], [1, 1, 1]),
+    "many runs of memory": lambda: one_tensor(CAP // 4, [256, 250], [1009, 7], copies=4),
+    "many storages": lambda: one_tensor(1 << 40, [1], [1], copies=50),
+    "a storage of all addresses": lambda: one_tensor((1 << 63) - 1, [1], [1]),
+    "a repeated element": lambda: one_tensor(64, [1 << 50], [0]),
+    "repeated offsets": lambda: with_leaf(
+        "jagged", [1, False, None, None], [("float32", [8, 2], [2, 1]), ("int64", [1 << 33], [0])]
+    ),
+    "repeated lengths": lambda: with_leaf(
+        "jagged", [1, True, None, None], [("float32", [8, 2], [2, 1]), ("int64", [2], [1]), ("int64", [1 << 33], [0])]
+    ),
+    "repeated indices": lambda: with_leaf(
+        "coo", [[4, 4], False], [("int64", [2, 1 << 30], [0, 0]), ("float32", [1 << 30], [0])]
+    ),
+    "repeated compressed indices": lambda: with_leaf(
+        "compressed",
+        ["torch.sparse_csr", [1 << 30, 4]],
+        [("int64", [(1 << 30) + 1], [0]), ("int64", [0], [1]), ("float32", [0], [1])],
+    ),
+    "a sparse tensor of all addresses": lambda: with_leaf(
+        "coo", [[1 << 62, 1], True], [("int64", [2, 1], [1, 1]), ("float32", [1], [1])]
+    ),
+    "a large array of nothing": lambda: with_leaf("array", ["<f8", [0, 1 << 40], "C"], [("uint8", [0], [1])]),
+    "a large element of nothing": lambda: with_leaf("array", ["|V2147483647", [0], "C"], [("uint8", [0], [1])]),
+    "an array of subarrays": lambda: with_leaf(
+        "array", [[["a", "<i4", [1 << 30]]], [0], "C"], [("uint8", [0], [1])]
+    ),
+    "long paths to many leaves": lambda: with_tree(
+        [1, None, ["k" * 100_000], [[4, None, [], [0] * 5001]]],
+        bytes([Leaf.VALUE] * 5000 + [Leaf.COMPOSITE]),
+        [None] * 5000 + [["object", 0, "a:b", [0]]],
+    ),
+    "deep nesting": lambda: with_tree(deep(5000), bytes([Leaf.TENSOR]), []),
+    "deep values": lambda: with_tree(0, bytes([Leaf.VALUE]), [functools.reduce(lambda v, _: [6, v], range(900), 0)]),
+    "many dimensions of a mesh": lambda: with_leaf(
+        "dtensor", [[3], [1], [["R"]] * 60_000, 0, [0], [3]], [("float32", [3], [1])]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_small_messages_demand_little(name: str, corpus: list[Member]) -> None:
+    warm_up(corpus)
+    plain = BOMBS[name]()
+    if name == "many dimensions of a mesh":
+        plain[hostile.MANIFEST][hostile.SHARED] = [["cpu", [1] * 60_000, [0], None]]
+    try:
+        body = msgspec.msgpack.encode(plain)
+    except RecursionError:
+        body = b"\x94\x04\xc0\x90\x91" * 5000 + b"\x00"
+    for trace in (False, True):  # Tracing takes time of its own.
+        wire = Wire(random.Random(0), corpus[0], [body])
+        wire._filling = "zero"
+        gc.collect()
+        with little_memory(), patched_accept(wire):
+            began = time.monotonic()
+            if trace:
+                tracemalloc.start()
+            try:
+                receiver.receive(wire, Wishes(), Caller(), Progress(), Report("receive", (PEER,)), [])
+            except TransfuseError as error:
+                refuse_out_of_memory(error)
+                assert len(str(error)) < 20_000
+            finally:
+                seconds, peak = time.monotonic() - began, tracemalloc.get_traced_memory()[1]
+                tracemalloc.stop()
+        assert peak < 64 * len(body) + 16 * MIB, f"{len(body)} bytes of message, {peak} bytes of memory"
+        assert trace or seconds < 2, f"{seconds:.1f} s"
+
+
+def test_offsets_that_wrap_are_refused() -> None:
+    """Each of these steps is positive in 64 bits, and none is where the values are."""
+    offsets = torch.tensor([0, (1 << 63) - 1, 20 - (1 << 63), 5])
+    with pytest.raises(ValueError, match="nested tensor"):
+        JaggedCodec().close([1, False, None, None], [torch.zeros(8, 1), offsets], Room())
+
+
+@pytest.mark.parametrize("cls", ["torch.nested._internal.nested_tensor:NestedTensor", "torch.distributed.tensor:DTensor"])
+def test_tensors_with_a_codec_do_not_pass_as_wrappers(cls: str) -> None:
+    """torch allows these classes by itself; the wrapper codec would build them without their own codec's checks."""
+    context = values.encode({"requires_grad": False, "ragged_idx": 1})
+    meta = [cls, ["_values", "_offsets"], context, [2, 4, 1], [4, 1, 1]]
+    inner = [torch.zeros(8, 1), torch.tensor([0, 1 << 40, 8])]
+    with pytest.raises((ValueError, CannotCarry)):
+        WrapperCodec().promise(meta, 2, Room())
+    with pytest.raises((ValueError, CannotCarry)):
+        WrapperCodec().close(meta, inner, Room())
+
+
+def test_text_that_does_not_exist_is_refused() -> None:
+    """Python makes strings of whatever a numpy array of text holds."""
+    data = torch.full((16,), 0xFF, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="text"):
+        ArrayCodec().close(["<U4", [1], "C"], [data], Room())
+
+
+@pytest.mark.parametrize("descr", ["(3,4)f4", "i4,f8", "9999999999f8", "float64", "T", [["a", "(2,)i4"]]])
+def test_numpy_parses_no_language_of_a_peer(descr: Any) -> None:
+    with pytest.raises(ValueError, match="numpy"):
+        ArrayCodec().promise([descr, [0], "C"], 1, Room())
+
+
+def test_names_of_classes_ask_them_nothing(corpus: list[Member]) -> None:
+    """A class that answers with code is found, and refused, without being asked."""
+    sprung = hostile.sprung
+    for cls in ("TrappedTuple", "TrappedTensor"):
+        name = f"hostile:{cls}"
+        offers = [
+            with_tree([6, name, [], [0]], bytes([Leaf.TENSOR]), []),
+            with_tree([8, [name, None], [".x"], [0]], bytes([Leaf.TENSOR]), []),
+            with_tree([2, [60, name, "x"], [], [0]], bytes([Leaf.TENSOR]), []),
+            with_tree([2, [61, name, [9]], [], [0]], bytes([Leaf.TENSOR]), []),
+            with_tree([2, [62, name], [], [0]], bytes([Leaf.TENSOR]), []),
+            with_leaf("wrapper", [name, ["a"], None, [1], [1]], [("uint8", [1], [1])]),
+        ]
+        for plain in offers:
+            sprung.clear()
+            with pytest.raises(TransfuseError):
+                receiver.accept(msgspec.msgpack.encode(plain), Wishes(), LIMITS, PEER, CPU)
+            assert not sprung, f"{plain[hostile.MANIFEST][:3]} asked for {sprung}"
+
+
+@pytest.mark.parametrize("key", [[1, b"\x01" * 4000], [2, b"\xed\xa0\x80"]], ids=["digits", "surrogate"])
+def test_odd_keys_do_not_hide_the_error(key: Any, corpus: list[Member]) -> None:
+    """Keys that cannot be printed or sent as they are, on the path of a leaf that fails after it was written."""
+    source_, target = {"a": torch.arange(4.0)}, {values.decode(key): torch.zeros(4)}
+    described = describe(source_, LIMITS)
+    offer = messages.Offer(None, 65536, 65536, True, described.manifest.encode())
+    plain = msgspec.msgpack.decode(messages.encode(offer))
+    plain[hostile.MANIFEST][hostile.TREE][2] = [key]
+
+    class Liar(Wire):
+        def post_recv_sent(self, digests: int) -> Any:
+            self._digests = [0] * digests
+            return super().post_recv_sent(digests)
+
+    wire = Liar(random.Random(0), corpus[0], [msgspec.msgpack.encode(plain)])
+    with patched_accept(wire), pytest.raises(CorruptData) as caught:
+        receiver.receive(wire, Wishes(target=target), Caller(), Progress(), Report("receive", (PEER,)), [])
+    assert len(caught.value.torn) == 1
+    str(caught.value)
+
+
+def test_a_refusal_may_quote_anything(corpus: list[Member]) -> None:
+    line = Line(Group(hostile.Nowhere(), CPU), PEER, 1.0, LIMITS)
+    line.refuse(ValueError("a lone \ud800"))

@@ -165,7 +165,7 @@ def test_small_pool_recovers_from_timeout_death_and_hang() -> None:
 
         began = time.monotonic()
         died = pool.run(fail_on, 1, "exit")[1].error
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         assert isinstance(died, Died)
         assert (died.exitcode, died.signal) == (3, None)
         pids = [o.get()[1] for o in pool.run(total, 0)]
@@ -188,7 +188,7 @@ def test_fleet_kill_is_noticed_at_once() -> None:
         began = time.monotonic()
         fleet.kill(1)
         outcomes = fleet.outcomes(20)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 10
         died = outcomes[1].error
         assert isinstance(died, Died)
         assert died.signal == signal.SIGKILL

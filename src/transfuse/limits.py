@@ -28,12 +28,12 @@ class Limits:
     parcel_bytes: int = 4 * MIB
     #: Smallest parcel a peer may announce: bounds the number of parcels that a hostile offer can cause.
     min_parcel_bytes: int = 64 * KIB
-    #: Bytes between two chances to cancel.
-    burst_bytes: int = 32 * MIB
+    #: Bytes between two records, and so the grain in which progress is seen.
+    burst_bytes: int = 8 * MIB
+    #: Bursts under way per peer. What they hold at most counts as staging, and comes even after a cancel.
+    bursts_ahead: int = 3
     #: Memory beyond the tensors themselves that one end may use, however many peers it has.
     staging_bytes: int = 64 * MIB
-    #: Parcels in flight per peer.
-    window_parcels: int = 4
     #: Longest control message that is accepted (a description takes well under 1 KiB a leaf).
     max_message_bytes: int = 256 * MIB
     #: Control messages travel in chunks of this size, so that an announced length alone allocates nothing.
@@ -71,9 +71,8 @@ class Limits:
                     raise ValueError(f"TRANSFUSE_{item.name.upper()} must be a whole number, got {text!r}") from None
         return cls(**values)
 
-    def parcel_bytes_for(self, peers: int) -> int:
-        """The parcel size with which staging for this many peers stays within ``staging_bytes``."""
-        share = self.staging_bytes // (max(peers, 1) * (self.window_parcels + 1))
-        return max(
-            self.min_parcel_bytes, min(self.parcel_bytes, share // self.min_parcel_bytes * self.min_parcel_bytes)
-        )
+    def sizes_for(self, peers: int) -> tuple[int, int]:
+        """Parcel and burst sizes with which staging for this many peers stays within half of ``staging_bytes``."""
+        share = self.staging_bytes // (2 * max(peers, 1) * self.bursts_ahead)
+        burst = max(self.min_parcel_bytes, min(self.burst_bytes, share))
+        return max(self.min_parcel_bytes, min(self.parcel_bytes, burst // 16 * 16)), burst

@@ -54,7 +54,7 @@ class Message(enum.IntEnum):
 
 
 class Intent(enum.IntEnum):
-    """What a record after a burst says: the burst after the next will come, or will not."""
+    """What a record after a burst says: more bursts than those already under way will come, or will not."""
 
     GO_ON = 0
     CANCEL = 1
@@ -74,6 +74,7 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     step: int | None
     parcel_bytes: int
     burst_bytes: int
+    bursts_ahead: int
     digests: bool
     manifest: manifest.Wire
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,10 +64,13 @@ def accept(body: bytes | bytearray, wishes: Wishes, limits: Limits, peer: int, d
         offer = messages.decode(body, messages.Offer)
         if wishes.step is not None and offer.step is not None and wishes.step != offer.step:
             raise StepMismatch(f"the source sends step {offer.step}, the receiver expects step {wishes.step}")
-        if not limits.min_parcel_bytes <= offer.parcel_bytes <= limits.staging_bytes // (limits.window_parcels + 1):
-            raise ValueError(f"parcels of {offer.parcel_bytes} bytes, outside what this end's staging allows")
-        if offer.parcel_bytes % 16 or not 0 < offer.burst_bytes <= 1 << 30:
+        if offer.parcel_bytes < limits.min_parcel_bytes or offer.parcel_bytes % 16 or offer.bursts_ahead < 1:
             raise ValueError("impossible sizes of parcels or bursts")
+        if max(offer.burst_bytes, offer.parcel_bytes) * offer.bursts_ahead > limits.staging_bytes:
+            raise ValueError(
+                f"{offer.bursts_ahead} bursts of {offer.burst_bytes} bytes do not fit into "
+                f"TRANSFUSE_STAGING_BYTES={limits.staging_bytes}"
+            )
         manifest = Manifest.decode(offer.manifest, limits)
         room = Room(manifest.shared, wishes.mesh, wishes.weights_only_objects)
         kinds = Kinds(limits)
@@ -128,15 +131,11 @@ def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, repo
             _Taker(line, accepted, caller, progress).take(report)
         with report.phase("finish"):
             result.append(_finish(line, accepted))
-    except BaseException as error:
-        # Memory under an outstanding receive is not ours to return.
-        line.drain()
-        if isinstance(error, TransfuseError):
-            error.torn = landing.torn()
+    except TransfuseError as error:
+        error.torn = landing.torn()
         raise
     finally:
         landing.bump_versions()
-        caller.holding.discard(line.peer)
 
 
 def _finish(line: Line, accepted: Accepted) -> Any:
@@ -149,6 +148,7 @@ def _finish(line: Line, accepted: Accepted) -> Any:
     with suppress(PeerError):
         # Everything is here and verified: whether the source still lives no longer matters.
         line.send(Message.VERDICT, messages.encode(messages.Verdict([])))
+        line.settle()
     return state
 
 
@@ -162,18 +162,22 @@ def _build(peer: int, accepted: Accepted) -> Any:
         raise ProtocolError(peer, f"rank {peer} sent data that cannot be built: {error}") from error
 
 
-#: Receives under way: the parcel's number, its receive, and the staging buffer if it has one.
-_Flying = deque[tuple[int, Posted, torch.Tensor | None]]
+class _Burst(NamedTuple):
+    """A burst under way: for each parcel its number, its receive, and the staging buffer if it has one."""
+
+    parcels: list[tuple[int, Posted, torch.Tensor | None]]
+    record: Posted
 
 
 class _Taker:
-    """Receives parcels in bursts, a window of receives posted ahead, and exchanges a record after each burst."""
+    """Receives parcels in bursts, several of them posted ahead, and answers the record after each."""
 
     def __init__(self, line: Line, accepted: Accepted, caller: Caller, progress: Progress) -> None:
         self._line = line
         self._cut = accepted.cut
         self._landing = accepted.landing
         self._burst_bytes = accepted.offer.burst_bytes
+        self._ahead = accepted.offer.bursts_ahead
         self._digests = accepted.want.digests
         self._staging = Staging(accepted.offer.parcel_bytes, line.group.device)
         self._caller = caller
@@ -210,49 +214,32 @@ class _Taker:
         raise error
 
     def _bursts(self, numbers: Sequence[int]) -> list[int]:
-        """Receive the bursts of these parcels; the numbers of those with a wrong digest.
-
-        Both ends post in one order, for backends that know no other: burst 0, sent 0, burst 1, got 0, sent 1,
-        burst 2, got 1, … So a record speaks of the burst after the next: when it is read, the next is under way.
-        """
+        """Receive the bursts of these parcels; the numbers of those with a wrong digest."""
         line = self._line
-        rounds = parcels.bursts(self._cut, numbers, self._burst_bytes)
+        rounds = deque(parcels.bursts(self._cut, numbers, self._burst_bytes))
         wrong: list[int] = []
-        flying: _Flying = deque()
-        due: deque[int] = deque(rounds[0] if rounds else ())
-        answer: Posted | None = None
-        source_stops, cause = False, None
-        for i, burst in enumerate(rounds):
-            computed: list[int] = []
-            record: Posted | None = None
-            all_posted = False
-            while len(computed) < len(burst):
-                self._post_ahead(flying, due)
-                if not due and not all_posted:
-                    # All of this burst is posted: now the answer to the record before it, then its own record.
-                    all_posted = True
-                    if i:
-                        answer = line.post_message(Message.GOT, Intent.CANCEL if cause else Intent.GO_ON)
-                    if not source_stops:
-                        record = line.post_recv_sent(len(burst) if self._digests else 0)
-                        if not cause and i + 1 < len(rounds):
-                            due.extend(rounds[i + 1])
-                computed.append(self._land(*flying.popleft()))
-            if answer is not None:
-                answer.wait()
-            if source_stops:
-                break
-            assert record is not None
-            intent, digests = line.read_sent(record.wait())
-            if cause is not None:
-                break
+        flying: deque[_Burst] = deque()
+        while rounds and len(flying) < self._ahead:
+            flying.append(self._post(rounds.popleft()))
+        cause: BaseException | None = None
+        source_stops = False
+        while flying:
+            burst = flying.popleft()
+            intent, digests = line.read_sent(burst.record.wait())
+            computed = [self._land(*parcel) for parcel in burst.parcels]
             if self._digests:
-                wrong += [n for n, mine, theirs in zip(burst, computed, digests, strict=True) if mine != theirs]
+                pairs = zip(burst.parcels, computed, digests, strict=True)
+                wrong += [number for (number, _, _), mine, theirs in pairs if mine != theirs]
+            if cause is not None or source_stops:
+                continue  # What was posted ahead is completed, and no longer answered.
+            if intent is Intent.CANCEL:
+                source_stops = True
+                continue
+            cause = self._caller.cause or self._failure
+            line.send(Message.GOT, note=Intent.CANCEL if cause else Intent.GO_ON)
+            if rounds and cause is None:
+                flying.append(self._post(rounds.popleft()))
             self._caller.tick()
-            source_stops, cause = intent is Intent.CANCEL, self._caller.cause or self._failure
-        else:
-            if rounds:
-                line.post_message(Message.GOT, Intent.CANCEL if cause else Intent.GO_ON).wait()
         if source_stops:
             line.expect()
             raise ProtocolError(line.peer, f"rank {line.peer} cancelled without saying why")
@@ -261,20 +248,21 @@ class _Taker:
             raise cause
         return wrong
 
-    def _post_ahead(self, flying: _Flying, due: deque[int]) -> None:
-        while due and len(flying) < self._line.limits.window_parcels:
-            number = due.popleft()
-            size = int(self._cut.nbytes[number])
+    def _post(self, numbers: Sequence[int]) -> _Burst:
+        """Post the receives of a burst and of the record that follows it."""
+        posted: list[tuple[int, Posted, torch.Tensor | None]] = []
+        for number in numbers:
             self._landing.touch([piece.box for piece in self._cut.pieces(number)])
             data = places.as_bytes(self._landing, self._cut, number, self._line.group.device)
             buffer = None
             if data is None:
                 buffer = self._staging.take()
-                data = buffer[:size]
-            flying.append((number, self._line.post_recv(data), buffer))
+                data = buffer[: int(self._cut.nbytes[number])]
+            posted.append((number, self._line.post_recv(data), buffer))
+        return _Burst(posted, self._line.post_recv_sent(len(numbers) if self._digests else 0))
 
     def _land(self, number: int, posted: Posted, buffer: torch.Tensor | None) -> int:
-        """Complete one parcel: to its places, and the digest of what lies there then."""
+        """Take one parcel, which is here, to its places; the digest of what lies there then."""
         data = posted.wait()
         self._progress.bytes += data.numel()
         try:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from transfuse import messages, parcels, places, plan
 from transfuse.digest import digest_of
-from transfuse.errors import PeerError, ProtocolError, TransfuseError
+from transfuse.errors import ProtocolError, TransfuseError
 from transfuse.manifest import Described
 from transfuse.messages import Intent, Message
 from transfuse.parcels import Parcels
@@ -30,7 +31,7 @@ class Cargo:
 
     described: Described
     offer: messages.Offer
-    body: bytes
+    body: torch.Tensor
 
 
 class _Memory:
@@ -75,25 +76,20 @@ def serve(
     numbers: Sequence[int] = range(len(cut))
     report.verified = want.digests
     caller.holding.add(line.peer)
-    try:
-        for attempt in range(line.limits.max_repairs + 1):
-            line.phase = progress.phase = "sending parcels"
-            with report.phase("send"):
-                sender.send(numbers)
-            report.bytes += sum(int(cut.nbytes[n]) for n in numbers)
-            report.parcels += len(numbers)
-            line.phase = progress.phase = "waiting for the verdict"
-            with report.phase("verdict"):
-                _, body = line.expect(Message.VERDICT)
-            numbers = line.decode(body, messages.Verdict).missing
-            if not numbers:
-                return
-            _check_missing(line, numbers, len(cut), attempt)
-            report.repaired += len(numbers)
-    finally:
-        # The caller may change its tensors once this returns or raises: nothing of them may still be under way.
-        line.drain()
-        caller.holding.discard(line.peer)
+    for attempt in range(line.limits.max_repairs + 1):
+        line.phase = progress.phase = "sending parcels"
+        with report.phase("send"):
+            sender.send(numbers)
+        report.bytes += sum(int(cut.nbytes[n]) for n in numbers)
+        report.parcels += len(numbers)
+        line.phase = progress.phase = "waiting for the verdict"
+        with report.phase("verdict"):
+            _, body = line.expect(Message.VERDICT)
+        numbers = line.decode(body, messages.Verdict).missing
+        if not numbers:
+            return
+        _check_missing(line, numbers, len(cut), attempt)
+        report.repaired += len(numbers)
 
 
 def _check_missing(line: Line, numbers: list[int], count: int, attempt: int) -> None:
@@ -119,8 +115,21 @@ def _plan(line: Line, cargo: Cargo, want: messages.Want) -> Parcels:
     return cut
 
 
+class _Burst(NamedTuple):
+    """A burst under way: its sends and its record's, the staging buffers they use, and how many bytes it carries."""
+
+    posted: list[Posted]
+    buffers: list[torch.Tensor]
+    nbytes: int
+
+
 class _Sender:
-    """Sends parcels in bursts, with a window of them in flight, and exchanges a record after each burst."""
+    """Sends parcels in bursts, several of them under way, each followed by a record and answered by one.
+
+    Both ends post in one order, for backends that know no other. With ``ahead`` bursts under way: burst 0, sent 0,
+    … burst ahead - 1, sent ahead - 1, got 0, burst ahead, sent ahead, got 1, … So whoever cancels still completes
+    what the other end may have posted already.
+    """
 
     def __init__(
         self, line: Line, cargo: Cargo, want: messages.Want, cut: Parcels, caller: Caller, progress: Progress
@@ -130,75 +139,71 @@ class _Sender:
         self._memory = _Memory(cargo.described, cut.boxes)
         self._staging = Staging(cargo.offer.parcel_bytes, line.group.device)
         self._burst_bytes = cargo.offer.burst_bytes
+        self._ahead = cargo.offer.bursts_ahead
         self._digests = want.digests
         self._caller = caller
         self._progress = progress
-        self._flying: deque[tuple[Posted, torch.Tensor | None, int]] = deque()
+        self._flying: deque[_Burst] = deque()
         self._failure: BaseException | None = None
 
     def send(self, numbers: Sequence[int]) -> None:
         rounds = parcels.bursts(self._cut, numbers, self._burst_bytes)
-        if not rounds:
-            return
-        digests = self._burst(rounds[0])
-        for i, _ in enumerate(rounds):
-            cause = self._caller.cause or self._failure
-            self._flying.append((self._line.post_sent(Intent.CANCEL if cause else Intent.GO_ON, digests), None, 0))
-            last = i + 1 == len(rounds)
-            if not last:
-                # The receiver may have posted receives for this burst already: it comes whatever happens.
-                digests = self._burst(rounds[i + 1])
-            self._caller.tick()
-            header, _ = self._line.expect(Message.GOT)
-            if cause is not None:
-                self._land()
-                self._line.refuse(cause)
-                raise cause
-            if header.note == Intent.CANCEL:
-                if not last:
-                    self._flying.append((self._line.post_sent(Intent.GO_ON, digests), None, 0))
-                self._land()
-                self._line.expect()
-                raise ProtocolError(self._line.peer, f"rank {self._line.peer} cancelled without saying why")
-        self._land()
+        cause: BaseException | None = None
+        sent, end = 0, len(rounds)
+        while sent < end or self._flying:
+            if sent < end and len(self._flying) < self._ahead:
+                if cause is None:
+                    cause = self._caller.cause or self._failure
+                    if cause is not None:
+                        end = min(end, sent + self._ahead)
+                self._post(rounds[sent], Intent.CANCEL if cause else Intent.GO_ON)
+                sent += 1
+            elif cause is not None and sent == end:
+                break  # The receiver reads the cancel among these, and answers no more.
+            else:
+                self._hear_answer()
+        if cause is not None:
+            self._line.refuse(cause)
+            raise cause
 
-    def _burst(self, numbers: Sequence[int]) -> list[int]:
-        """Post one burst; the digests of its parcels."""
+    def _hear_answer(self) -> None:
+        """The receiver's record about the oldest burst: it has arrived, and more may come or not."""
+        header, _ = self._line.expect(Message.GOT)
+        burst = self._flying.popleft()
+        for posted in burst.posted:
+            posted.wait()
+        for buffer in burst.buffers:
+            self._staging.give_back(buffer)
+        self._progress.bytes += burst.nbytes
+        self._caller.tick()
+        if header.note == Intent.CANCEL:
+            self._line.expect()
+            raise ProtocolError(self._line.peer, f"rank {self._line.peer} cancelled without saying why")
+
+    def _post(self, numbers: Sequence[int], intent: Intent) -> None:
+        burst = _Burst([], [], sum(int(self._cut.nbytes[n]) for n in numbers))
         digests: list[int] = []
         for number in numbers:
             data, buffer = self._fetch(number)
-            self._flying.append((self._line.post_send(data), buffer, data.numel()))
+            if buffer is not None:
+                burst.buffers.append(buffer)
+            burst.posted.append(self._line.post_send(data))
             if self._digests:
                 digests.append(digest_of(data))
-            while len(self._flying) > self._line.limits.window_parcels:
-                self._retire()
-        return digests
+        burst.posted.append(self._line.post_sent(intent, digests))
+        self._flying.append(burst)
 
     def _fetch(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A parcel's bytes on the wire's device, and the staging buffer that holds them, if any."""
-        size, buffer = int(self._cut.nbytes[number]), None
+        buffer = None
         try:
             direct = places.as_bytes(self._memory, self._cut, number, self._line.group.device)
             if direct is not None:
                 return direct, None
             buffer = self._staging.take()
             return places.pack(self._memory, self._cut, number, buffer), buffer
-        except PeerError:
-            raise
-        except BaseException as error:
-            # The burst has been promised: complete it, and cancel in the record after it.
+        except Exception as error:
+            # The burst has been promised: complete it, and cancel with the next record.
             self._failure = self._failure or error
-            if buffer is None:
-                buffer = torch.empty(size, dtype=torch.uint8, device=self._line.group.device)
-            return buffer[:size], buffer
-
-    def _retire(self) -> None:
-        posted, buffer, size = self._flying.popleft()
-        posted.wait()
-        if buffer is not None:
-            self._staging.give_back(buffer)
-        self._progress.bytes += size
-
-    def _land(self) -> None:
-        while self._flying:
-            self._retire()
+            buffer = self._staging.take() if buffer is None else buffer
+            return buffer[: int(self._cut.nbytes[number])], buffer

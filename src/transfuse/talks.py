@@ -47,6 +47,7 @@ def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[
                 talk()
         except BaseException as caught:
             error = caught
+        caller.holding.discard(rank)
         caller.events.put((rank, error))
 
     for rank, talk in talks.items():

@@ -113,7 +113,7 @@ class PGTransport:
         def talk(rank: int) -> None:
             line = Line(self._group, rank, self._seconds, self._limits)
             transfer, tag = secrets.randbits(63), self._group.new_tag(rank)
-            with self._group.turn(rank, self._group.rank() or 0, self._seconds):
+            with self._group.turn(rank, self._group.rank() or 0, self._seconds), line:
                 if cargo is None:
                     assert failure is not None
                     source.refuse(line, transfer, tag, failure)
@@ -165,7 +165,7 @@ class PGTransport:
 
         def talk() -> None:
             line = Line(self._group, rank, self._seconds, self._limits)
-            with self._group.turn(rank, rank, self._seconds):
+            with self._group.turn(rank, rank, self._seconds), line:
                 receiver.receive(line, wishes, caller, progress[rank], report, result)
 
         try:
@@ -183,10 +183,12 @@ class PGTransport:
 
     def _load(self, state_dict: object, step: int | None, receivers: int) -> source.Cargo:
         described = describe(state_dict, self._limits)
+        parcel_bytes, burst_bytes = self._limits.sizes_for(receivers)
         offer = messages.Offer(
             step,
-            self._limits.parcel_bytes_for(receivers),
-            self._limits.burst_bytes,
+            parcel_bytes,
+            burst_bytes,
+            self._limits.bursts_ahead,
             self._verify is not False,
             described.manifest.encode(),
         )
@@ -196,7 +198,9 @@ class PGTransport:
                 f"the state's description takes {len(body)} bytes, more than "
                 f"TRANSFUSE_MAX_MESSAGE_BYTES={self._limits.max_message_bytes}"
             )
-        return source.Cargo(described, offer, body)
+        # One copy, on the wire's device, for all receivers.
+        wire = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.device)
+        return source.Cargo(described, offer, wire)
 
     def _run(
         self,

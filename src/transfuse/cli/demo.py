@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import torch
@@ -161,7 +161,7 @@ class Screen:
     def bar(self, label: str, *columns: Any) -> Iterator[Callable[[int, int | None], None]]:
         with Progress(
             TextColumn("{task.description}"),
-            BarColumn(40),
+            BarColumn(30),
             TaskProgressColumn(),
             *columns,
             console=self.console,
@@ -178,14 +178,13 @@ class Screen:
                 column.justify = "right"
             for row in rows:
                 table.add_row(*row)
-            self.console.print(table)
+            self.console.print("", table, sep="\n")
             return
         lines = [head, *rows] if any(head) else rows
         widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-        self.say(f"\n{title}")
+        self.say(f"{title}:")
         for line in lines:
             self.say("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-        self.say()
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -252,7 +251,7 @@ def demo(
         fail("\n  ".join([f"verification failed, {len(wrong)} difference(s):", *wrong[:10]]))
 
 
-def fail(text: str, code: int = 1) -> None:
+def fail(text: str, code: int = 1) -> NoReturn:
     print(f"transfuse demo: {text}", file=sys.stderr)
     raise typer.Exit(code)
 
@@ -279,10 +278,10 @@ def run(parameters: int, runs: int, screen: Screen) -> Outcome:
         with screen.console.status("Starting two processes and filling tensors with random numbers …"):
             facts = next(said)
         screen.say(
-            f"Two processes on this machine, one gloo group. Rank 0 holds a transformer of "
+            "Two processes on this machine, one gloo group. Rank 0 holds a transformer of "
             f"{facts.parameters / 1e6:.1f} million parameters with AdamW's moments, scheduler and RNG state: "
             f"{human_bytes(facts.bytes)} in {facts.leaves:,} leaves. Rank 1 holds the same tensors full of zeros and "
-            "receives in place.\n"
+            "receives in place."
         )
         moves: list[compare.Move] = []
         with screen.bar("transfuse moves it", DownloadColumn(binary_units=True)) as advance:
@@ -298,12 +297,12 @@ def run(parameters: int, runs: int, screen: Screen) -> Outcome:
             screen.say(f"[red]✗[/red] rank 1 found {len(first.wrong)} differences")
         else:
             screen.say(
-                f"[green]✓[/green] rank 1 compared all {facts.leaves:,} leaves in its own memory with the originals: "
-                "equal bit for bit\n"
+                f"[green]✓[/green] rank 1 compared all {facts.leaves:,} leaves with the originals: equal bit for bit, "
+                "and every tensor is its own"
             )
         screen.table("Rank 1's report of this move", ("", ""), first.report.rows())
         total = len(compare.NAMES) * (runs + 1)
-        with screen.bar("the same again, in turns with PyTorch's", MofNCompleteColumn()) as advance:
+        with screen.bar("now in turns with PyTorch's", MofNCompleteColumn()) as advance:
             advance(len(moves), total)
             for move in said:
                 moves.append(move)
@@ -318,27 +317,31 @@ def conclude(outcome: Outcome, screen: Screen) -> None:
         (
             result.name,
             human_bytes(result.wire_bytes),
-            f"{result.median:.3f} s",
-            f"{min(result.seconds):.3f}-{max(result.seconds):.3f} s",
+            f"{result.median * 1e3:,.0f} ms",
+            f"{min(result.seconds) * 1e3:,.0f}-{max(result.seconds) * 1e3:,.0f} ms",
             f"{torchs.median / result.median:.2f}x",
-            "bit for bit" if result.verified else "DIFFERS",
+            "exact" if result.verified else "DIFFERS",
         )
         for result in outcome.results.values()
     ]
-    counted = f"medians of {outcome.runs} runs in turns" if outcome.runs > 1 else "one run of each"
+    counted = f"Medians of {outcome.runs} runs in turns" if outcome.runs > 1 else "One run of each"
     screen.table(
-        f"The same state, the same two processes, the same group: {counted}, after a warm-up",
-        ("", "received", "median", "range", "speed", "checked"),
+        f"{counted}, after a warm-up; same state, processes and group",
+        ("", "received", "median", "range", "speed", "bits"),
         rows,
     )
     if not outcome.verified:
         return
-    faster, ratio = ("as fast", outcome.ratio) if outcome.ratio >= 1 else ("as long", 1 / outcome.ratio)
+    verdict = (
+        f"was {outcome.ratio:.2f} times as fast"
+        if outcome.ratio >= 1
+        else f"took {1 / outcome.ratio:.2f} times as long"
+    )
     text = (
-        f"transfuse, comparing digests, took {ours.median:.3f} s and PyTorch's PGTransport {torchs.median:.3f} s: "
-        f"{ratio:.2f} times {faster}"
+        f"Comparing digests, transfuse {verdict} as PyTorch's PGTransport: {ours.median * 1e3:,.0f} ms against "
+        f"{torchs.median * 1e3:,.0f} ms"
     )
     more, tied = torchs.wire_bytes - ours.wire_bytes, outcome.facts.tied_bytes
     if abs(more - tied) < 0.1 * tied:
-        text += f"; PGTransport moved the {human_bytes(tied)} of tied weights twice"
+        text += f". PGTransport moved the {human_bytes(tied)} of tied weights twice"
     screen.say(f"{text}.")

@@ -23,7 +23,8 @@ from torch._C._distributed_c10d import TCPStore
 __all__ = ["TIMEOUT", "Workers", "WorkersFailed"]
 
 HOST = "127.0.0.1"
-TIMEOUT = timedelta(seconds=60)
+#: Long, since a worker may wait for another that fills gigabytes with random numbers.
+TIMEOUT = timedelta(minutes=5)
 #: The first failure is often the consequence of another: so long the parent listens for more before it reports.
 GRACE_SECONDS = 1.0
 

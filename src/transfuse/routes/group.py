@@ -2,9 +2,14 @@
 
 Facts about backends that this module is built around:
 
-- gloo: a work handle completes only in ``wait()``, cannot be cancelled, and an expired wait closes the pair. A
-  message longer than the receive posted for it ends the process, a shorter one completes silently: hence lengths
-  are always derived or announced first, never guessed.
+- gloo: a work handle completes only in ``wait()`` and cannot be cancelled, and a wait that expires closes *all* of
+  this rank's connections in the group: hence waits do not expire by themselves, and :class:`_Watch` ends them only
+  when no conversation of the group has any hope left.
+- gloo: when a connection breaks, operations that have begun to move bytes are forgotten and their waits never end;
+  only those that have not begun learn of it: hence nothing bulky is ever waited for. A short *mark* follows it, and
+  receiving the mark proves that it is there; a peer's answer proves that what was sent before it has arrived.
+- gloo: a message longer than the receive posted for it ends the process, a shorter one completes silently: hence
+  lengths are always derived or announced first, never guessed.
 - NCCL: tags are ignored and operations between two ranks run in the order in which they were posted, on both
   sides: hence conversations take strict turns, and without tags only one runs between two ranks at a time.
 """
@@ -12,6 +17,7 @@ Facts about backends that this module is built around:
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 import threading
 import time
@@ -19,7 +25,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -34,6 +40,11 @@ __all__ = ["Group", "Line", "Posted", "ProcessGroupLike", "WorkLike"]
 OFFER_TAG = 0x5446_0000
 FIRST_TAG = 0x5500_0000
 TAGS = 1 << 22
+
+FOREVER = timedelta(days=30)
+
+#: What follows a chunk of a message.
+MARK = b"\x01"
 
 _transfers = itertools.count()
 
@@ -58,7 +69,10 @@ class Group:
     def __init__(self, pg: ProcessGroupLike, device: torch.device) -> None:
         self.pg = pg
         self.device = device
-        self.tagged = any(name in _backend_name(pg, device) for name in ("gloo", "mpi"))
+        backend = _backend_name(pg, device)
+        self.tagged = "gloo" in backend or "mpi" in backend
+        #: Whether a wait that expires breaks the connections to all ranks, not only to one.
+        self.shares_fate = "gloo" in backend
 
     def rank(self) -> int | None:
         return _call(self.pg, "rank")
@@ -137,6 +151,53 @@ class _Lanes:
 _lanes = _Lanes()
 
 
+class _Watch:
+    """Ends waits of a group whose connections share their fate, once every conversation of it is overdue.
+
+    Until then a peer that is late costs the others nothing, and may still catch up.
+    """
+
+    _by_group: ClassVar[dict[int, _Watch]] = {}
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._lines: set[Line] = set()
+        self._changed = threading.Event()
+
+    @classmethod
+    def add(cls, line: Line) -> None:
+        with cls._lock:
+            watch = cls._by_group.get(id(line.group.pg))
+            if watch is None:
+                watch = cls._by_group[id(line.group.pg)] = cls()
+                threading.Thread(
+                    target=watch._run, args=(id(line.group.pg),), name="transfuse-watch", daemon=True
+                ).start()
+            watch._lines.add(line)
+
+    @classmethod
+    def remove(cls, line: Line) -> None:
+        with cls._lock:
+            watch = cls._by_group[id(line.group.pg)]
+            watch._lines.discard(line)
+            watch._changed.set()
+
+    def _run(self, key: int) -> None:
+        while True:
+            with self._lock:
+                lines = list(self._lines)
+                if not lines:
+                    del self._by_group[key]
+                    return
+            if all(line.overdue() for line in lines):
+                for line in lines:
+                    line.given_up = True
+                for line in lines:
+                    line.break_off()
+            self._changed.wait(min(0.1, min(line.timeout for line in lines) / 10))
+            self._changed.clear()
+
+
 class Posted:
     """A send or receive under way. The tensor's memory belongs to the backend until :meth:`wait` has returned."""
 
@@ -145,26 +206,33 @@ class Posted:
         self._work = work
         self.tensor = tensor
 
-    def wait(self, timeout: float | None = None) -> torch.Tensor:
+    def wait(self) -> torch.Tensor:
         line = self._line
-        seconds = line.timeout if timeout is None else timeout
-        started = time.monotonic()
+        started = line.waiting_since = time.monotonic()
         try:
-            done = self._work.wait(timedelta(seconds=seconds))
+            done = self._work.wait(FOREVER if line.group.shares_fate else timedelta(seconds=line.timeout))
         except Exception as error:
-            raise line.translate(error, time.monotonic() - started, seconds) from error
+            line.broken = True
+            raise line.translate(error, time.monotonic() - started) from error
         finally:
+            line.waiting_since = None
             with suppress(ValueError):
                 line.outstanding.remove(self)
         if done is False:
+            line.broken = True
             raise PeerLost(line.peer, f"rank {line.peer}: the backend reported failure while {line.phase}")
         return self.tensor
+
+    def expire(self) -> None:
+        """End a wait that another thread is in, at the cost of the connection."""
+        with suppress(Exception):
+            self._work.wait(timedelta(milliseconds=2))  # Below 1 ms gloo takes its own default.
 
 
 class Line:
     """One conversation with one peer: posts sends and receives, waits for them, and knows what failed when.
 
-    Used by one thread at a time. ``phase`` says what the conversation is doing, for error messages.
+    Used by one thread at a time, within ``with line:``. ``phase`` says what the conversation is doing, for messages.
     """
 
     def __init__(self, group: Group, peer: int, timeout: float, limits: Limits) -> None:
@@ -176,6 +244,37 @@ class Line:
         self.transfer = 0
         self.tag = OFFER_TAG
         self.outstanding: deque[Posted] = deque()
+        self.waiting_since: float | None = None
+        self.given_up = False
+        self.broken = False
+        self._unanswered: list[Posted] = []
+
+    def __enter__(self) -> Line:
+        if self.group.shares_fate:
+            _Watch.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave only when no memory is in the backend's hands any more, whatever becomes of it."""
+        try:
+            # Once the connection is closed nobody writes, and not every wait on it would end.
+            while self.outstanding and not self.broken:
+                with suppress(TransfuseError):
+                    self.outstanding[0].wait()
+        finally:
+            self.outstanding.clear()
+            if self.group.shares_fate:
+                _Watch.remove(self)
+
+    def overdue(self) -> bool:
+        """Whether the conversation has waited for longer than its timeout."""
+        since = self.waiting_since
+        return since is not None and time.monotonic() - since > self.timeout
+
+    def break_off(self) -> None:
+        """Close the connection under waits that would not end. Called by the watch."""
+        for posted in list(self.outstanding):
+            posted.expire()
 
     # ------------------------------------------------------------------------------------------------- raw tensors
 
@@ -189,48 +288,45 @@ class Line:
         try:
             work = operation([tensor], self.peer, self.tag if tag is None else tag)
         except Exception as error:
-            raise self.translate(error, 0.0, self.timeout) from error
+            self.broken = True
+            raise self.translate(error, 0.0) from error
         posted = Posted(self, work, tensor)
         self.outstanding.append(posted)
         return posted
 
-    def translate(self, error: Exception, elapsed: float, seconds: float) -> PeerError:
+    def translate(self, error: Exception, elapsed: float) -> PeerError:
         """A backend's exception as one of ours."""
-        text = str(error).split("\n")[0]
-        if elapsed >= 0.9 * seconds or "timed out" in text.lower():
+        # gloo's texts begin with a path of its build machine and end with advice.
+        text = re.sub(r"^\[\S+\] ", "", str(error).split("\n")[0]).split(". This is typically")[0]
+        if self.given_up or elapsed >= 0.9 * self.timeout or "timed out" in text.lower():
             return PeerTimeout(self.peer, self.phase, elapsed)
         return PeerLost(self.peer, f"rank {self.peer}: connection lost while {self.phase}: {text}")
 
-    def drain(self) -> None:
-        """Wait until no memory is in the backend's hands any more, whatever becomes of it."""
-        deadline = time.monotonic() + self.timeout
-        while self.outstanding:
-            posted = self.outstanding[0]
-            with suppress(TransfuseError):
-                posted.wait(max(deadline - time.monotonic(), 0.05))
-
     # --------------------------------------------------------------------------------------------------- messages
 
-    def send(self, kind: Message, body: bytes | bytearray = b"", *, note: int = 0, tag: int | None = None) -> None:
-        """Send a message and wait until it is gone. ``tag`` is the header's, for offers."""
-        waiting = [self.post_send(self._wire(messages.seal(kind, self.transfer, note, body)), tag)]
-        window = memoryview(body)
-        for at in range(0, len(body), self.limits.chunk_bytes):
-            waiting.append(self.post_send(self._wire(window[at : at + self.limits.chunk_bytes])))
-            if len(waiting) > self.limits.window_parcels:
-                waiting.pop(0).wait()
-        for posted in waiting:
+    def send(self, kind: Message, body: bytes | torch.Tensor = b"", *, note: int = 0, tag: int | None = None) -> None:
+        """Send a message; the peer's answer will prove that it arrived. ``tag`` is the header's, for offers."""
+        data = self.wire(body) if isinstance(body, bytes) else body
+        head = messages.seal(kind, self.transfer, note, data.cpu().numpy().data)
+        self._unanswered.append(self.post_send(self.wire(head), tag))
+        for at in range(0, data.numel(), self.limits.chunk_bytes):
+            self._unanswered.append(self.post_send(data[at : at + self.limits.chunk_bytes]))
+            self._unanswered.append(self.post_send(self.wire(MARK)))
+
+    def settle(self) -> None:
+        """Wait until everything that was sent is gone: after an answer at once, otherwise when the peer takes it."""
+        for posted in self._unanswered:
             posted.wait()
+        self._unanswered.clear()
 
     def expect(self, *kinds: Message, tag: int | None = None) -> tuple[Header, bytearray]:
         """Receive the next message, which is one of ``kinds``, or raise what the peer's refusal says."""
         while True:
             data = self._recv_bytes(HEADER_BYTES, tag)
             header = self._open(data)
-            if header.kind is Message.WORKING:
-                self._verify(data, b"")
-                continue
-            break
+            if header.kind is not Message.WORKING:
+                break
+            self._verify(data, b"")
         if tag is not None:
             # The first message of a transfer brings its name and its own tag.
             if not valid_tag(header.note):
@@ -247,10 +343,14 @@ class Line:
             )
         body = bytearray()
         while len(body) < header.length:
-            body += self._recv_bytes(min(self.limits.chunk_bytes, header.length - len(body)))
+            # A chunk at a time: an announced length alone allocates nothing.
+            chunk = self.post_recv(self._empty(min(self.limits.chunk_bytes, header.length - len(body))))
+            self._recv_bytes(len(MARK))
+            body += chunk.wait().cpu().numpy().data
         self._verify(data, body)
         if header.kind is Message.REFUSAL:
             raise self.refused(self.decode(body, messages.Refusal))
+        self.settle()
         return header, body
 
     def decode(self, body: bytes | bytearray, cls: type[Body]) -> Body:
@@ -265,8 +365,8 @@ class Line:
         if isinstance(error, PeerRefused):
             kind, cause = error.kind, f"(from rank {error.rank}) {error.cause}"
         with suppress(TransfuseError):
-            body = messages.encode(messages.Refusal(kind, cause))
-            self.send(Message.REFUSAL, body, note=self.tag, tag=tag)
+            self.send(Message.REFUSAL, messages.encode(messages.Refusal(kind, cause)), note=self.tag, tag=tag)
+            self.settle()
 
     def refused(self, refusal: messages.Refusal) -> TransfuseError:
         if refusal.kind == StepMismatch.__name__:
@@ -275,17 +375,13 @@ class Line:
 
     # ----------------------------------------------------------------------------------------------------- records
 
-    def post_message(self, kind: Message, note: int) -> Posted:
-        """Post a message without a body."""
-        return self.post_send(self._wire(messages.seal(kind, self.transfer, note, b"")))
-
     def post_sent(self, intent: Intent, digests: list[int]) -> Posted:
         """Post the source's record after a burst: its length follows from the plan, so the peer can post ahead."""
         body = struct.pack(f"<{len(digests)}Q", *digests)
-        return self.post_send(self._wire(messages.seal(Message.SENT, self.transfer, intent, body) + body))
+        return self.post_send(self.wire(messages.seal(Message.SENT, self.transfer, intent, body) + body))
 
     def post_recv_sent(self, digests: int) -> Posted:
-        return self.post_recv(torch.empty(HEADER_BYTES + 8 * digests, dtype=torch.uint8, device=self.group.device))
+        return self.post_recv(self._empty(HEADER_BYTES + 8 * digests))
 
     def read_sent(self, tensor: torch.Tensor) -> tuple[Intent, tuple[int, ...]]:
         data = bytes(tensor.cpu().numpy())
@@ -316,13 +412,15 @@ class Line:
 
     # ----------------------------------------------------------------------------------------------------- helpers
 
-    def _wire(self, data: bytes | bytearray | memoryview) -> torch.Tensor:
-        # frombuffer wants writable memory, and gloo holds on to it until the send is done: a copy settles both.
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.group.device)
+    def wire(self, data: bytes) -> torch.Tensor:
+        """Bytes as the backend takes them: writable memory on its device."""
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.group.device) if data else self._empty(0)
+
+    def _empty(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self.group.device)
 
     def _recv_bytes(self, count: int, tag: int | None = None) -> bytes:
-        tensor = torch.empty(count, dtype=torch.uint8, device=self.group.device)
-        return bytes(self.post_recv(tensor, tag).wait().cpu().numpy())
+        return bytes(self.post_recv(self._empty(count), tag).wait().cpu().numpy())
 
     def _open(self, data: bytes) -> Header:
         try:

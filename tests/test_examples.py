@@ -1,0 +1,33 @@
+"""The examples run as their docstrings say."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+
+
+def torchrun(processes: int, name: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    # Quiet about threads, and never a name lookup.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, EXAMPLES / name], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_heal() -> None:
+    assert torchrun(2, "heal.py").splitlines() == ["healed: ranks agree bit for bit"]
+
+
+def test_fanout() -> None:
+    lines = torchrun(3, "fanout.py").splitlines()
+    assert "rank 1: received everything: True" in lines
+    assert "source: complete for ranks [1]" in lines
+    assert any(line.startswith("rank 2: refused, target untouched: True") for line in lines)
+    assert any(line.startswith("source: rank 2 has nothing: PeerRefused") for line in lines)
