@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree
 
-from transfuse import manifest, messages, trees
+from transfuse import manifest, messages, source, trees
 from transfuse.digest import digest_of
 from transfuse.errors import PeerLost, TransfuseError
 from transfuse.leaves import dense, values
@@ -46,6 +46,7 @@ from transfuse.messages import Header, Intent, Message
 from transfuse.parcels import Piece
 from transfuse.receiver import Accepted
 from transfuse.routes.group import FIRST_TAG, Group, Line, Posted
+from transfuse.transport import PGTransport
 
 __all__ = ["CAP", "Audit", "Guarded", "Member", "Wire", "corpus", "mutate_bytes", "mutate_offer", "mutate_plain", "touch"]
 
@@ -407,14 +408,23 @@ class Member:
     """An honest offer, in bytes and taken apart, with the memory behind it."""
 
     name: str
-    state: Any
-    described: manifest.Described
-    offer: messages.Offer
+    cargo: source.Cargo
     body: bytes
     plain: Any
     paths: list[tuple[int, ...]]
     windows: list[bytes]
     target: Guarded
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.cargo.described.manifest
+
+
+def load(state: object) -> source.Cargo:
+    """What a source offers of a state, in small parcels and bursts."""
+    transport = PGTransport(Nowhere(), datetime.timedelta(seconds=1), CPU)
+    transport._limits = Limits(parcel_bytes=64 * KIB, burst_bytes=96 * KIB)
+    return transport._load(state, 4, 1)
 
 
 def corpus() -> list[Member]:
@@ -422,18 +432,13 @@ def corpus() -> list[Member]:
     result = []
     for name, make in _STATES.items():
         state = make()
-        described = manifest.describe(state, Limits())
-        offer = messages.Offer(4, 64 * KIB, 96 * KIB, True, described.manifest.encode())
-        body = messages.encode(offer)
-        plain = msgspec.msgpack.decode(body)
-        windows = []
-        for number, window in enumerate(described.windows.tolist()):
-            nbytes = int(described.manifest.storages.nbytes[number])
-            real = described.storages[number]
+        cargo = load(state)
+        body = messages.encode(cargo.offer)
+        plain, windows = msgspec.msgpack.decode(body), []
+        for number, window in enumerate(cargo.described.windows.tolist()):
+            nbytes, real = int(cargo.described.manifest.storages.nbytes[number]), cargo.described.storages[number]
             windows.append(bytes(dense.over(real, torch.uint8, window, (nbytes,), (1,)).numpy()) if nbytes else b"")
-        result.append(
-            Member(name, state, described, offer, body, plain, _paths(plain), windows, Guarded(state))
-        )
+        result.append(Member(name, cargo, body, plain, _paths(plain), windows, Guarded(state)))
     return result
 
 
@@ -637,10 +642,14 @@ def mutate_plain(rng: random.Random, plain: Any, paths: list[tuple[int, ...]]) -
         return plain
 
 
-#: Where a manifest's columns are in its list, and their item.
-MANIFEST = 4
-TREE, KINDS, DETAILS, SHARED, DTYPES_AT, DEVICES = range(6)
-STORAGE_NBYTES, STORAGE_DEVICE, STORAGE, DTYPE, FLAGS, NDIM, OFFSET, SIZES, STRIDES = range(6, 15)
+#: Where the manifest is in an offer, and where its columns are in it, with their items.
+MANIFEST = messages.Offer.__struct_fields__.index("manifest")
+FIELDS = manifest.Wire.__struct_fields__
+TREE, KINDS, DETAILS, SHARED = (FIELDS.index(name) for name in ("tree", "kinds", "details", "shared"))
+DTYPES_AT, STORAGE_NBYTES = FIELDS.index("dtypes"), FIELDS.index("storage_nbytes")
+STORAGE_DEVICE, STORAGE, DTYPE = (FIELDS.index(name) for name in ("storage_device", "part_storage", "part_dtype"))
+FLAGS, NDIM, OFFSET = (FIELDS.index(name) for name in ("part_flags", "part_ndim", "part_offset"))
+SIZES, STRIDES = (FIELDS.index(name) for name in ("part_sizes", "part_strides"))
 CODES = {STORAGE_NBYTES: "<i8", STORAGE_DEVICE: "<u1", STORAGE: "<i4", DTYPE: "<u1", FLAGS: "<u1", NDIM: "<u1",
          OFFSET: "<i8", SIZES: "<i8", STRIDES: "<i8"}  # fmt: skip
 
@@ -826,14 +835,15 @@ def mutate_offer(rng: random.Random, member: Member, others: list[Member]) -> by
         return mutate_bytes(rng, member.body, [other.body for other in others])
     plain = member.plain
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        wire = plain[MANIFEST] if isinstance(plain, list) and len(plain) == 5 else None
-        well_formed = isinstance(wire, list) and len(wire) == 15 and all(isinstance(wire[at], bytes) for at in CODES)
+        wire = plain[MANIFEST] if isinstance(plain, list) and len(plain) == len(member.plain) else None
+        well_formed = isinstance(wire, list) and len(wire) == len(FIELDS)
+        well_formed = well_formed and all(isinstance(wire[at], bytes) for at in CODES)  # type: ignore[index]
         lie = rng.random()
         if not well_formed or lie < 0.18:
             plain = mutate_plain(rng, plain, member.paths)
         elif lie < 0.22:
             other = rng.choice(others).plain[MANIFEST]
-            at = rng.randrange(15)
+            at = rng.randrange(len(FIELDS))
             plain = put(plain, (MANIFEST, at), other[at])
         else:
             forge = rng.choices(
@@ -862,14 +872,30 @@ class _Done:
 class Nowhere:
     """A process group without peers: what is sent is dropped, what is received was made up before."""
 
-    def name(self) -> str:
-        return "gloo"
-
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Done:
         return _Done()
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> _Done:
         return _Done()
+
+
+class Recorder(Nowhere):
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.said = bytearray()
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Done:
+        self.said += tensors[0].numpy().tobytes()
+        return _Done()
+
+
+def spoken(kind: Message, body: bytes, transfer: int, note: int) -> bytes:
+    """A message as it goes over the wire."""
+    line = Line(Group(group := Recorder(), CPU), PEER, 1.0, LIMITS)
+    line.transfer, line.tag = transfer, FIRST_TAG
+    line.send(kind, body, note=note)
+    return bytes(group.said)
 
 
 class Stream(Nowhere):
@@ -909,8 +935,9 @@ class Wire(Line):
         body = bytearray(self._answers.pop(0))
         return Header(kinds[0], 1, FIRST_TAG, len(body), 0), body
 
-    def send(self, kind: Message, body: bytes | bytearray = b"", *, note: int = 0, tag: int | None = None) -> None:
+    def send(self, kind: Message, body: bytes | Tensor = b"", *, note: int = 0, tag: int | None = None) -> None:
         if kind is Message.VERDICT:
+            assert isinstance(body, bytes)
             self._due = deque(messages.decode(body, messages.Verdict).missing)
         super().send(kind, body, note=note, tag=tag)
 

@@ -166,7 +166,7 @@ def tampered(
         def work(rank: int, pg: Any) -> Any:
             if rank == 0:
                 return transfuse.PGTransport(Tampering(pg, tamper), timeout, CPU).send_checkpoint([1], state)
-            transport = transfuse.PGTransport(pg, TIMEOUT, CPU, None if target is None else lambda: target)
+            transport = transfuse.PGTransport(pg, timeout, CPU, None if target is None else lambda: target)
             try:
                 return transport.recv_checkpoint(0)
             finally:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import datetime
 import functools
 import gc
 import os
 import pathlib
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -26,24 +29,35 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
 import hostile
 from hostile import CAP, CPU, LIMITS, PEER, Audit, Member, Wire
+from ranks import Fleet, Ranks
 from transfuse import messages, parcels, plan, receiver, source
-from transfuse.errors import CorruptData, TransfuseError
+from transfuse.errors import (
+    CorruptData,
+    PeerError,
+    PeerRefused,
+    PeerTimeout,
+    ProtocolError,
+    SendFailed,
+    TransfuseError,
+)
 from transfuse.leaves import values
 from transfuse.leaves.blobs import ArrayCodec
 from transfuse.leaves.codec import CannotCarry, Room
 from transfuse.leaves.sparse import JaggedCodec
 from transfuse.leaves.wrapped import WrapperCodec
-from transfuse.limits import MIB
-from transfuse.manifest import Leaf, describe
-from transfuse.messages import Message
+from transfuse.limits import MIB, Limits
+from transfuse.manifest import Leaf
+from transfuse.messages import Intent, Message
 from transfuse.progress import Progress
 from transfuse.receiver import Accepted, Wishes
 from transfuse.report import Report
-from transfuse.routes.group import FIRST_TAG, Group, Line
+from transfuse.routes.group import FIRST_TAG, Group, Line, Posted
 from transfuse.talks import Caller
+from transfuse.transport import PGTransport
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
@@ -139,10 +153,10 @@ def refuse_out_of_memory(error: BaseException | None) -> None:
 def serve_want(rng: random.Random, corpus: list[Member]) -> str:
     """One forged want, or an honest one and forged verdicts, through the whole of a send."""
     member = rng.choice(corpus)
-    m = member.described.manifest
+    m = member.manifest
     apart = sorted(rng.sample(range(len(m.storages)), rng.randrange(min(len(m.storages), 3) + 1)))
     parts = [p for p in range(len(m.parts)) if int(m.parts.storage[p]) in apart and rng.random() < 0.8]
-    cut = parcels.cut(plan.lay_out(m, apart, parts), member.offer.parcel_bytes)
+    cut = parcels.cut(plan.lay_out(m, apart, parts), member.cargo.offer.parcel_bytes)
     honest = [parcels.fingerprint(cut), True, apart, parts]
     body = _lie(rng, honest) if rng.random() < 0.8 else msgspec.msgpack.encode(honest)
     return _serve(rng, member, [body, msgspec.msgpack.encode([[]])])
@@ -150,7 +164,7 @@ def serve_want(rng: random.Random, corpus: list[Member]) -> str:
 
 def serve_verdict(rng: random.Random, corpus: list[Member]) -> str:
     member = rng.choice(corpus)
-    cut = parcels.cut(plan.lay_out(member.described.manifest), member.offer.parcel_bytes)
+    cut = parcels.cut(plan.lay_out(member.manifest), member.cargo.offer.parcel_bytes)
     want = msgspec.msgpack.encode([parcels.fingerprint(cut), False, [], []])
     verdicts = [_lie(rng, [sorted(rng.sample(range(len(cut)), rng.randrange(len(cut) + 1)))]) for _ in range(3)]
     return _serve(rng, member, [want, *verdicts])
@@ -171,9 +185,8 @@ def _lie(rng: random.Random, honest: Any) -> bytes:
 
 def _serve(rng: random.Random, member: Member, answers: list[bytes]) -> str:
     wire = Wire(rng, member, answers)
-    cargo = source.Cargo(member.described, member.offer, member.body)
     try:
-        source.serve(wire, 1, FIRST_TAG, cargo, Caller(), Progress(), Report("send", (PEER,)))
+        source.serve(wire, 1, FIRST_TAG, member.cargo, Caller(), Progress(), Report("send", (PEER,)))
     except TransfuseError as error:
         str(error)
         refuse_out_of_memory(error)
@@ -183,25 +196,25 @@ def _serve(rng: random.Random, member: Member, answers: list[bytes]) -> str:
 
 def hear_refusal(rng: random.Random, corpus: list[Member]) -> str:
     body = _lie(rng, [rng.choice(["StepMismatch", "X" * 9999, ""]), "because"])
-    stream = messages.seal(Message.REFUSAL, 1, FIRST_TAG, body) + body
-    return _hear(Line(Group(hostile.Stream(stream), CPU), PEER, 1.0, LIMITS), Message.OFFER)
+    said = hostile.spoken(Message.REFUSAL, body, 1, FIRST_TAG)
+    return _hear(Line(Group(hostile.Stream(said), CPU), PEER, 1.0, LIMITS), Message.OFFER)
 
 
 def hear_stream(rng: random.Random, corpus: list[Member]) -> str:
     """Headers and bodies, honest and not, as they come off the wire."""
     body = rng.choice([b"", b"x" * 50, rng.choice(corpus).body])
-    kind = rng.choice(list(Message))
-    head = bytearray(messages.seal(kind, rng.choice([1, 2]), FIRST_TAG, body))
+    said = hostile.spoken(rng.choice(list(Message)), body, rng.choice([1, 2]), FIRST_TAG)
+    head, rest = said[: messages.HEADER_BYTES], said[messages.HEADER_BYTES :]
     if rng.random() < 0.5:
-        head = bytearray(hostile.mutate_bytes(rng, bytes(head), [bytes(head)])[: messages.HEADER_BYTES])
-    if rng.random() < 0.3 and len(head) == messages.HEADER_BYTES:
+        head = hostile.mutate_bytes(rng, head, [head])
+    elif rng.random() < 0.5:
         # A forger knows the digest too.
-        fields = [messages.MAGIC, rng.choice([1, 1, 1, 0, 2, 65535]), rng.choice([*range(9), 65535])]
+        fields: list[Any] = [messages.MAGIC, rng.choice([1, 1, 1, 0, 2, 65535]), rng.choice([*range(9), 65535])]
         fields += [rng.choice([0, 1, 1 << 63]), rng.choice([0, 1, FIRST_TAG, (1 << 64) - 1])]
         fields += [rng.choice([len(body), 1 << 20, 1 << 28, (1 << 28) + 1, 1 << 40, (1 << 64) - 1])]
         bare = messages._HEADER.pack(*fields, 0)[:-8]
-        head = bytearray(bare + messages._digest(bare, body).to_bytes(8, "little"))
-    line = Line(Group(hostile.Stream(bytes(head) + body), CPU), PEER, 1.0, LIMITS)
+        head = bare + messages._digest(bare, body).to_bytes(8, "little")
+    line = Line(Group(hostile.Stream(head + rest), CPU), PEER, 1.0, LIMITS)
     if rng.random() < 0.5:
         line.transfer, line.tag = 1, FIRST_TAG
         return _hear(line, Message.WANT)
@@ -314,7 +327,7 @@ def warm_up(corpus: list[Member]) -> None:
 def test_honest_messages_arrive(mode: str, corpus: list[Member]) -> None:
     """The other tests mutate these: they must be worth mutating."""
     for member in corpus:
-        if mode == "strict" and not member.described.parts:
+        if mode == "strict" and not len(member.manifest.parts):
             continue
         wire = Wire(random.Random(0), member, [member.body])
         wire._filling = "honest"
@@ -404,8 +417,7 @@ def test_index_checks_stay_within_memory() -> None:
 def one_tensor(nbytes: int, sizes: list[int], strides: list[int], *, copies: int = 1) -> list[Any]:
     """An offer of uint8 tensors of this geometry, each in a storage of its own, in plain lists."""
     state = [torch.zeros(1, dtype=torch.uint8) for _ in range(copies)]
-    offer = messages.Offer(None, 65536, 65536, True, describe(state, LIMITS).manifest.encode())
-    plain: list[Any] = msgspec.msgpack.decode(messages.encode(offer))
+    plain: list[Any] = msgspec.msgpack.decode(messages.encode(hostile.load(state).offer))
     found = hostile.columns(plain[hostile.MANIFEST])
     found[hostile.STORAGE_NBYTES] = [nbytes] * copies
     found[hostile.NDIM] = [len(sizes)] * copies
@@ -580,9 +592,7 @@ def test_names_of_classes_ask_them_nothing(corpus: list[Member]) -> None:
 def test_odd_keys_do_not_hide_the_error(key: Any, corpus: list[Member]) -> None:
     """Keys that cannot be printed or sent as they are, on the path of a leaf that fails after it was written."""
     source_, target = {"a": torch.arange(4.0)}, {values.decode(key): torch.zeros(4)}
-    described = describe(source_, LIMITS)
-    offer = messages.Offer(None, 65536, 65536, True, described.manifest.encode())
-    plain = msgspec.msgpack.decode(messages.encode(offer))
+    plain = msgspec.msgpack.decode(messages.encode(hostile.load(source_).offer))
     plain[hostile.MANIFEST][hostile.TREE][2] = [key]
 
     class Liar(Wire):
@@ -600,3 +610,230 @@ def test_odd_keys_do_not_hide_the_error(key: Any, corpus: list[Member]) -> None:
 def test_a_refusal_may_quote_anything(corpus: list[Member]) -> None:
     line = Line(Group(hostile.Nowhere(), CPU), PEER, 1.0, LIMITS)
     line.refuse(ValueError("a lone \ud800"))
+
+
+# ---------------------------------------------------------------------------------------------- whole conversations
+
+HONEST_SECONDS, HOSTILE_SECONDS = 3.0, 0.5
+
+Bytes = Callable[[bytes], bytes]
+
+
+class Liar(Line):
+    """A line that says something else than its owner thinks: in messages, in headers, in records."""
+
+    def __init__(
+        self,
+        pg: Any,
+        peer: int,
+        *,
+        message: Callable[[Message, bytes], tuple[Message, bytes]] = lambda kind, body: (kind, body),
+        head: Bytes = bytes,
+        record: Bytes = bytes,
+        heard: Callable[[int], int] = lambda digest: digest,
+        said: Callable[[int], int] = lambda digest: digest,
+        last: Message | None = None,
+    ) -> None:
+        limits = dataclasses.replace(Limits(), max_repairs=10)
+        super().__init__(Group(pg, CPU), peer, HOSTILE_SECONDS, limits)
+        self._message, self._head, self._record, self._heard, self._said = message, head, record, heard, said
+        self._last = last
+
+    def send(self, kind: Message, body: bytes | torch.Tensor = b"", *, note: int = 0, tag: int | None = None) -> None:
+        plain = body if isinstance(body, bytes) else body.numpy().tobytes()
+        super().send(*self._message(kind, plain), note=note, tag=tag)
+        if kind is self._last:
+            self.expect()  # Whatever the answer is, it ends this end's part.
+
+    def post_send(self, tensor: torch.Tensor, tag: int | None = None) -> Posted:
+        data = tensor.numpy().tobytes() if tensor.numel() < 1000 else b""
+        if data[:4] == messages.MAGIC:
+            change = self._head if data[6] != Message.SENT else self._record
+            tensor = torch.frombuffer(bytearray(change(data)), dtype=torch.uint8)
+        return super().post_send(tensor, tag)
+
+    def post_sent(self, intent: Intent, digests: list[int]) -> Posted:
+        return super().post_sent(intent, [self._said(digest) for digest in digests])
+
+    def read_sent(self, tensor: torch.Tensor) -> tuple[Intent, tuple[int, ...]]:
+        intent, digests = super().read_sent(tensor)
+        return intent, tuple(self._heard(digest) for digest in digests)
+
+
+def instead(of: Message, body: Any, kind: Message | None = None) -> Callable[[Message, bytes], tuple[Message, bytes]]:
+    """Another body, or another kind of message, where one of this kind is due."""
+    data = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+    return lambda k, b: (kind or k, data) if k is of else (k, b)
+
+
+def resealed(**changes: Any) -> Bytes:
+    """A header with other fields and the right digest for them, if there is no more to the message."""
+
+    def change(data: bytes) -> bytes:
+        names = ("magic", "version", "kind", "transfer", "note", "length")
+        fields = dict(zip(names, messages._HEADER.unpack(data[: messages.HEADER_BYTES]), strict=False)) | changes
+        bare, body = messages._HEADER.pack(*fields.values(), 0)[:-8], data[messages.HEADER_BYTES :]
+        return bare + messages._digest(bare, body).to_bytes(8, "little") + body
+
+    return change
+
+
+def damaged(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def only(kind: Message, change: Bytes) -> Bytes:
+    return lambda data: change(data) if data[6] == kind else data
+
+
+STATE = {"w": torch.arange(1000.0), "step": 5}
+
+SOURCE_LIES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "magic": ({"head": lambda d: b"HTTP" + d[4:]}, ProtocolError, "rank 0, while waiting for the offer: not a transfuse"),
+    "version": ({"head": resealed(version=9)}, ProtocolError, "rank 0.*wire version 9"),
+    "kind": ({"head": resealed(kind=99)}, ProtocolError, "rank 0.*unknown kind of message 99"),
+    "length": ({"head": resealed(length=1 << 40)}, ProtocolError, "rank 0 announced a message of 1099511627776 bytes"),
+    "tag": ({"head": resealed(note=5)}, ProtocolError, "rank 0 sent an offer with an impossible tag 5"),
+    "digest": ({"head": damaged}, ProtocolError, "rank 0, while waiting for the offer: .*damaged"),
+    "another message": (
+        {"message": instead(Message.OFFER, [[]], Message.VERDICT)}, ProtocolError, "rank 0 sent VERDICT where OFFER was due"
+    ),
+    "garbage": ({"message": instead(Message.OFFER, b"\xc1" * 99)}, ProtocolError, "rank 0 sent a malformed offer"),
+    "a garbled refusal": (
+        {"message": instead(Message.OFFER, b"\xc1", Message.REFUSAL)}, ProtocolError, "rank 0: malformed refusal"
+    ),
+    "a refusal": (
+        {"message": instead(Message.OFFER, ["Spite", "no reason"], Message.REFUSAL)}, PeerRefused, "rank 0.*Spite: no reason"
+    ),
+    "a record of another transfer": ({"record": resealed(transfer=7)}, ProtocolError, "rank 0 sent a message of transfer 7"),
+    "a damaged record": ({"record": damaged}, ProtocolError, "rank 0, while receiving parcels: .*damaged"),
+    "another message for a record": ({"record": resealed(kind=Message.GOT)}, ProtocolError, "rank 0 sent GOT where a record"),
+    "a record of neither intent": ({"record": resealed(note=2)}, ProtocolError, "rank 0 sent .* where a record was due"),
+    "cancelled for no reason": ({"record": resealed(note=Intent.CANCEL)}, PeerError, "rank 0"),
+    "wrong digests for ever": ({"said": lambda d: d ^ 1}, CorruptData, r"rank 0: 1 parcels .* 3 repairs; leaves: \['w'\]"),
+}  # fmt: skip
+
+RECEIVER_LIES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "magic": ({"head": lambda d: b"HTTP" + d[4:]}, ProtocolError, "rank 1, while waiting for the want: not a transfuse"),
+    "transfer": ({"head": resealed(transfer=7)}, ProtocolError, "rank 1 sent a message of transfer 7"),
+    "garbage": ({"message": instead(Message.WANT, b"\xc1" * 9)}, ProtocolError, "rank 1: malformed want"),
+    "another message": (
+        {"message": instead(Message.WANT, [[]], Message.VERDICT)}, ProtocolError, "rank 1 sent VERDICT where WANT was due"
+    ),
+    "fingerprint": (
+        {"message": instead(Message.WANT, [1, True, [], []]), "last": Message.WANT}, ProtocolError, "rank 1 derived other"
+    ),
+    "absent storages": (
+        {"message": instead(Message.WANT, [1, True, [9], []]), "last": Message.WANT}, ProtocolError, "rank 1 wants tensors"
+    ),
+    "negative parts": (
+        {"message": instead(Message.WANT, [1, True, [0], [-1]]), "last": Message.WANT}, ProtocolError, "rank 1 wants tensors"
+    ),
+    "a refusal": (
+        {"message": instead(Message.WANT, ["Spite", "no reason"], Message.REFUSAL)}, PeerRefused, "rank 1.*Spite: no reason"
+    ),
+    "answers of another transfer": (
+        {"head": only(Message.GOT, resealed(transfer=7))}, ProtocolError, "rank 1 sent a message of transfer 7"
+    ),
+    "cancelled for no reason": ({"head": only(Message.GOT, resealed(note=Intent.CANCEL))}, PeerError, "rank 1"),
+    "a garbled verdict": ({"message": instead(Message.VERDICT, b"\xc1")}, ProtocolError, "rank 1: malformed verdict"),
+    "absent parcels": ({"message": instead(Message.VERDICT, [[1]])}, ProtocolError, "rank 1 asked .* that do not exist"),
+    "parcels for ever": ({"heard": lambda d: d ^ 1}, ProtocolError, "rank 1 asked .* more than 3 times"),
+}  # fmt: skip
+
+
+def converse(honest: Callable[[Any], Any], lie: Callable[[Any], Any], honest_rank: int) -> BaseException | None:
+    """Both ends at once; the honest one's error, which must come within its timeout."""
+
+    def one(rank: int, pg: Any) -> float:
+        began = time.monotonic()
+        try:
+            if rank == honest_rank:
+                honest(pg)
+            else:
+                with contextlib.suppress(TransfuseError):
+                    lie(pg)
+        finally:
+            took = time.monotonic() - began
+            if rank == honest_rank:
+                assert took < 2 * HONEST_SECONDS + 1, f"{took:.1f} s"
+        return took
+
+    with Ranks(2) as ranks:
+        return ranks.outcomes(one)[honest_rank].error
+
+
+def new_transport(pg: Any, target: object = None) -> PGTransport:
+    return PGTransport(
+        pg, datetime.timedelta(seconds=HONEST_SECONDS), CPU, None if target is None else lambda: target
+    )
+
+
+@pytest.mark.parametrize("name", SOURCE_LIES)
+def test_hostile_source(name: str) -> None:
+    lies, kind, text = SOURCE_LIES[name]
+    target = {"w": torch.zeros(1000), "step": 0}
+
+    def lie(pg: Any) -> None:
+        cargo = PGTransport(pg, datetime.timedelta(seconds=1), CPU)._load(STATE, None, 1)
+        with (liar := Liar(pg, 1, **lies)):
+            source.serve(liar, 9, liar.group.new_tag(1), cargo, Caller(), Progress(), Report("send", (1,)))
+
+    error = converse(lambda pg: new_transport(pg, target).recv_checkpoint(0), lie, 1)
+    assert isinstance(error, kind), repr(error)
+    assert isinstance(error, PeerError)
+    assert error.rank == 0
+    assert re.search(text, str(error)), str(error)
+    # What is torn is told; what is not torn is as it was.
+    assert error.torn == ("['w']",) or not target["w"].any()
+
+
+@pytest.mark.parametrize("name", RECEIVER_LIES)
+def test_hostile_receiver(name: str) -> None:
+    lies, kind, text = RECEIVER_LIES[name]
+
+    def lie(pg: Any) -> None:
+        with Liar(pg, 0, **lies) as liar:
+            receiver.receive(liar, Wishes(), Caller(), Progress(), Report("receive", (0,)), [])
+
+    error = converse(lambda pg: new_transport(pg).send_checkpoint([1], STATE), lie, 0)
+    assert isinstance(error, SendFailed), repr(error)
+    cause = error.causes[1]
+    assert isinstance(cause, kind), repr(cause)
+    assert isinstance(cause, PeerError)
+    assert cause.rank == 1
+    assert re.search(text, str(cause)), str(cause)
+
+
+@pytest.mark.parametrize("honest_rank", [0, 1])
+def test_silent_peer(honest_rank: int) -> None:
+    """It connects, and says nothing."""
+
+    def honest(pg: Any) -> None:
+        transport = new_transport(pg)
+        transport.send_checkpoint([1], STATE) if honest_rank == 0 else transport.recv_checkpoint(0)
+
+    error = converse(honest, lambda pg: time.sleep(HONEST_SECONDS + 1), honest_rank)
+    cause = error.causes[1] if isinstance(error, SendFailed) else error
+    assert isinstance(cause, PeerTimeout), repr(cause)
+    assert f"rank {1 - honest_rank} timed out" in str(cause)
+
+
+def disagree(rank: int) -> Any:
+    """Two honest ends of versions that cut a state into different parcels."""
+    transport = new_transport(dist.group.WORLD)
+    if rank == 0:
+        return transport.send_checkpoint([1], STATE)
+    with mock.patch.object(parcels, "fingerprint", lambda cut: 1):
+        return transport.recv_checkpoint(0)
+
+
+def test_disagreement_over_parcels_ends_in_words() -> None:
+    """In processes of their own: gloo ends a process that gets a longer message than it has posted a receive for."""
+    with Fleet(2) as fleet:
+        fleet.start(disagree)
+        sent, received = fleet.outcomes()
+    assert isinstance(sent.error, SendFailed), sent
+    assert "rank 1 derived other parcels" in str(sent.error.causes[1])
+    assert isinstance(received.error, PeerRefused), received
+    assert "derived other parcels" in str(received.error)

@@ -396,7 +396,7 @@ def _describe_parts(
         item=item[ints(dtype_of)] if parts else ints([]),
     )
     real = ints([storage.nbytes() for storage in storages])
-    beyond = np.flatnonzero(columns.end > real[columns.storage]) if parts else ints([])
+    beyond = np.flatnonzero((columns.end > real[columns.storage]) & (columns.numel > 0)) if parts else ints([])
     windows, ends = _windows(columns, len(storages))
     nbytes = np.maximum(ends - windows, 0)
     if parts:

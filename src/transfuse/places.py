@@ -16,30 +16,45 @@ from transfuse.boxes import Box, Form, blocks
 from transfuse.leaves import dense
 from transfuse.parcels import Parcels, Piece
 
-__all__ = ["Place", "Places", "Staging", "as_bytes", "pack", "place_in_storage", "place_in_tensor", "unpack"]
+__all__ = ["Place", "Places", "Signs", "Staging", "as_bytes", "pack", "place_in_storage", "place_in_tensor", "unpack"]
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Bits that a box and a place of it do not have in common: the place's memory holds the other sign."""
+
+    dtype: torch.dtype
+    conjugate: bool
+    negative: bool
+
+    def flip(self, items: torch.Tensor) -> None:
+        """Turn raw items into those of the other sign, in place and bit for bit (torch's own would quiet NaNs)."""
+        if not self.dtype.is_complex and not self.dtype.is_floating_point:
+            items.view(_SIGNED[items.element_size()]).neg_()
+            return
+        width = items.element_size() // (2 if self.dtype.is_complex else 1)
+        numbers = items.view(_SIGNED[width])
+        if self.negative:
+            numbers.bitwise_xor_(torch.iinfo(numbers.dtype).min)
+        if self.conjugate:
+            numbers[..., 1::2].bitwise_xor_(torch.iinfo(numbers.dtype).min)
+
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Place:
-    """``view`` has ``lead`` dimensions over which the box is repeated, then the box's own.
-
-    ``conjugate`` and ``negative`` say that the memory holds the other sign than the box does.
-    """
+    """``view`` has ``lead`` dimensions over which the box is repeated, then the box's own."""
 
     view: torch.Tensor
     lead: int = 0
-    conjugate: bool = False
-    negative: bool = False
-
-    def flip(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.conjugate:
-            tensor = tensor.conj()
-        return torch._neg_view(tensor) if self.negative else tensor
+    signs: Signs | None = None
 
     def run(self, low: int, high: int) -> torch.Tensor | None:
         """Bytes ``[low, high)`` of the box as they lie in memory, or None if they are not one run of it."""
         view = self.view
-        if self.lead or self.conjugate or self.negative or not view.is_contiguous():
+        if self.lead or self.signs is not None or not view.is_contiguous():
             return None
         start = dense.offset_of(view) * view.element_size()
         return dense.over(view.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
@@ -60,16 +75,17 @@ def place_in_storage(storage: torch.UntypedStorage, window: int, box: Box) -> Pl
 def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> Place:
     """The place in ``target`` of a box that was taken from a tensor of this form: other strides, same order."""
     order = (*form.repeated, *form.order)
-    flips = (dense.flags_of(target) ^ source_flags) & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
-    dtype = target.dtype if flips else dense.ITEM_TYPES[target.element_size()]
     view = dense.over(
         target.untyped_storage(),
-        dtype,
+        dense.ITEM_TYPES[target.element_size()],
         dense.offset_of(target),
         [target.size(d) for d in order],
         [target.stride(d) for d in order],
     )
-    return Place(view, len(form.repeated), bool(flips & dense.Flags.CONJUGATE), bool(flips & dense.Flags.NEGATIVE))
+    differ = dense.flags_of(target) ^ source_flags
+    conjugate, negative = bool(differ & dense.Flags.CONJUGATE), bool(differ & dense.Flags.NEGATIVE)
+    signs = Signs(target.dtype, conjugate, negative) if conjugate or negative else None
+    return Place(view, len(form.repeated), signs)
 
 
 def as_bytes(places: Places, parcels: Parcels, parcel: int, device: torch.device) -> torch.Tensor | None:
@@ -114,9 +130,15 @@ def _copy(place: Place, piece: Piece, buffer: torch.Tensor, *, out: bool) -> Non
             count *= length
         mirror = staged[at : at + count].view(shape)
         if out:
-            mirror.copy_(place.flip(part[(0,) * place.lead]))
+            mirror.copy_(part[(0,) * place.lead])
+            if place.signs is not None:
+                place.signs.flip(staged[at : at + count])
+        elif place.signs is not None:
+            flipped = staged[at : at + count].clone()
+            place.signs.flip(flipped)
+            part.copy_(flipped.view(shape))
         else:
-            part.copy_(place.flip(mirror))
+            part.copy_(mirror)
         at += count
 
 

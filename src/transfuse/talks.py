@@ -43,7 +43,8 @@ def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[
     def work(rank: int, talk: Callable[[], None]) -> None:
         error: BaseException | None = None
         try:
-            with stream(), torch.no_grad(), torch.inference_mode(False):
+            # In this order: inference_mode(False) turns gradients on.
+            with stream(), torch.inference_mode(False), torch.no_grad():
                 talk()
         except BaseException as caught:
             error = caught

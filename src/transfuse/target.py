@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -487,6 +488,9 @@ class Landing:
     def _part(self, part: int) -> torch.Tensor:
         """A part that has arrived fresh, with its flags."""
         p = self._manifest.parts
+        known = self._inner.get(part)
+        if known is not None:
+            return known
         anchor = self._found.tied.get(part) if not self._atomic else None
         if anchor is not None:
             target = self._destinations[anchor]
@@ -496,6 +500,27 @@ class Landing:
             storage, offset = self._storages[int(p.storage[part])], int(p.offset[part])
         tensor = dense.over(storage, self._manifest.dtype_of(part), offset, p.shape(part), p.stride(part))
         return dense.dress(tensor, int(p.flags[part]))
+
+    @cached_property
+    def _inner(self) -> dict[int, torch.Tensor]:
+        """Parts that several composites have in common, each as one object.
+
+        Jagged tensors are of the same ragged size only if they hold the very same offsets object.
+        """
+        p = self._manifest.parts
+        same: dict[tuple[Any, ...], list[int]] = {}
+        for leaf, kind in enumerate(self._manifest.kinds):
+            if kind == Leaf.COMPOSITE:
+                for i in range(*self._manifest.first_parts[leaf : leaf + 2].tolist()):
+                    if self._is_fresh(i):
+                        key = (p.storage[i], p.dtype[i], p.flags[i], p.offset[i], p.shape(i), p.stride(i))
+                        same.setdefault(key, []).append(i)
+        result: dict[int, torch.Tensor] = {}
+        self.__dict__["_inner"] = result  # While these are built, none is known.
+        for numbers in same.values():
+            if len(numbers) > 1:
+                result.update(dict.fromkeys(numbers, self._part(numbers[0])))
+        return result
 
     def _check_closable(self, built: list[torch.Tensor], room: Room, kinds: Kinds) -> None:
         """Atomic: whatever could still fail must fail before the first target is written."""
@@ -509,11 +534,13 @@ class Landing:
     def _apply(self, built: list[torch.Tensor]) -> None:
         self._applied = True
         for part, target in enumerate(self._found.destinations):
-            if target is not None:
-                form, flags = self._manifest.parts.form(part), int(self._manifest.parts.flags[part])
-                if target.numel():
-                    place, source = place_in_tensor(target, form, flags), place_in_tensor(built[part], form, flags)
-                    place.view.copy_(place.flip(source.view.view(place.view.dtype)))
+            if target is not None and target.numel():
+                mine, theirs = dense.raw(target), dense.raw(built[part])
+                place = place_in_tensor(target, self._manifest.parts.form(part), int(self._manifest.parts.flags[part]))
+                if place.signs is not None:
+                    theirs = theirs.clone(memory_format=torch.contiguous_format)
+                    place.signs.flip(theirs.view(-1))
+                mine.copy_(theirs)
 
 
 def _same_place(one: Place, other: Place) -> bool:
@@ -523,5 +550,5 @@ def _same_place(one: Place, other: Place) -> bool:
         and a.storage_offset() == b.storage_offset()
         and a.shape == b.shape
         and a.stride() == b.stride()
-        and (one.conjugate, one.negative) == (other.conjugate, other.negative)
+        and one.signs == other.signs
     )
