@@ -51,19 +51,15 @@ class Place:
     lead: int = 0
     signs: Signs | None = None
 
-    def run(self, low: int, high: int) -> torch.Tensor | None:
-        """Bytes ``[low, high)`` of the box as they lie in memory, or None if they are not one run of it."""
-        view = self.view
-        if self.lead or self.signs is not None or not view.is_contiguous():
-            return None
-        start = dense.offset_of(view) * view.element_size()
-        return dense.over(view.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
-
 
 class Places(Protocol):
     """Where boxes are."""
 
-    def places(self, box: int) -> Sequence[Place]: ...
+    def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
+        """Bytes ``[low, high)`` of a box as they lie in memory, if the box has one place and that is one run."""
+
+    def places(self, box: int) -> Sequence[Place]:
+        """All places of a box, whatever their layout."""
 
 
 def place_in_storage(storage: torch.UntypedStorage, window: int, box: Box) -> Place:
@@ -93,28 +89,42 @@ def as_bytes(places: Places, parcels: Parcels, parcel: int, device: torch.device
     if int(parcels.count[parcel]) != 1:
         return None
     (piece,) = parcels.pieces(parcel)
-    found = places.places(piece.box)
-    if len(found) != 1 or found[0].view.device != device:
-        return None
-    return found[0].run(piece.low, piece.high)
+    run = places.run(piece.box, piece.low, piece.high)
+    return run if run is not None and run.device == device else None
 
 
 def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> torch.Tensor:
     """Copy a parcel's bytes from their places into ``buffer``; returns the filled part of it."""
     used = 0
+    runs, slots = [], []
     for piece in parcels.pieces(parcel):
         if piece.position > used:
             buffer[used : piece.position].zero_()
         used = piece.position + piece.high - piece.low
-        _copy(places.places(piece.box)[0], piece, buffer, out=True)
+        run = places.run(piece.box, piece.low, piece.high)
+        if run is None:
+            _copy(places.places(piece.box)[0], piece, buffer, out=True)
+        else:
+            runs.append(run)
+            slots.append(buffer[piece.position : used])
+    if runs:
+        torch._foreach_copy_(slots, runs)
     return buffer[:used]
 
 
 def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> None:
     """Copy a parcel's bytes from ``buffer`` to all their places."""
+    runs, slots = [], []
     for piece in parcels.pieces(parcel):
-        for place in places.places(piece.box):
-            _copy(place, piece, buffer, out=False)
+        run = places.run(piece.box, piece.low, piece.high)
+        if run is None:
+            for place in places.places(piece.box):
+                _copy(place, piece, buffer, out=False)
+        else:
+            runs.append(run)
+            slots.append(buffer[piece.position : piece.position + piece.high - piece.low])
+    if runs:
+        torch._foreach_copy_(runs, slots)
 
 
 def _copy(place: Place, piece: Piece, buffer: torch.Tensor, *, out: bool) -> None:

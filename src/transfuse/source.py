@@ -12,6 +12,7 @@ import torch
 from transfuse import messages, parcels, places, plan
 from transfuse.digest import digest_of
 from transfuse.errors import ProtocolError, TransfuseError
+from transfuse.leaves import dense
 from transfuse.manifest import Described
 from transfuse.messages import Intent, Message
 from transfuse.parcels import Parcels
@@ -40,6 +41,13 @@ class _Memory:
     def __init__(self, described: Described, boxes: Boxes) -> None:
         self._described = described
         self._boxes = boxes
+
+    def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
+        if box in self._boxes.strided:
+            return None
+        storage = int(self._boxes.storage[box])
+        start = int(self._described.windows[storage]) + int(self._boxes.start[box])
+        return dense.over(self._described.storages[storage], torch.uint8, start + low, (high - low,), (1,))
 
     def places(self, box: int) -> Sequence[Place]:
         storage = int(self._boxes.storage[box])

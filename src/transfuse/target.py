@@ -357,6 +357,9 @@ class Landing:
         self._atomic = atomic
         self._destinations = [None] * len(manifest.parts) if atomic else found.destinations
         self._touched: set[int] = set()
+        #: Parts whose bytes a contiguous target without sign bits holds in the same order.
+        bits = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
+        self._as_lies: list[bool] = (manifest.parts.contiguous & (manifest.parts.flags & bits == 0)).tolist()
         self._storages = self._allocate(device, limits)
 
     def _allocate(self, device: torch.device, limits: Limits) -> dict[int, torch.UntypedStorage]:
@@ -382,6 +385,19 @@ class Landing:
         return result
 
     # -- Places
+
+    def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
+        if box in self._boxes.strided or box in self._boxes.also:
+            return None
+        part = int(self._boxes.part[box])
+        target = None if part < 0 else self._destinations[part]
+        if target is None:
+            storage, start = self._storages[int(self._boxes.storage[box])], int(self._boxes.start[box])
+        elif self._as_lies[part] and target.is_contiguous() and not target.is_conj() and not target.is_neg():
+            storage, start = target.untyped_storage(), dense.offset_of(target) * target.element_size()
+        else:
+            return None
+        return dense.over(storage, torch.uint8, start + low, (high - low,), (1,))
 
     def places(self, box: int) -> list[Place]:
         members = self._boxes.members(box)

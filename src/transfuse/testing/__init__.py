@@ -1,1 +1,41 @@
-"""What anyone needs who tests a transport: the oracle that says whether a received state equals the one sent."""
+"""What anyone needs who tests a transport: an oracle for states, and a conformance suite for transports.
+
+A transport is anything with ``send_checkpoint(dst_ranks, state)`` and ``recv_checkpoint(src_rank)``. A factory, which
+is the transport's class where its constructor takes the arguments of :class:`Factory`, makes one for a rank::
+
+    import pytest
+    import transfuse.testing
+
+    @pytest.mark.parametrize("case", transfuse.testing.CASES, ids=str)
+    def test_conforms(case):
+        case.run(MyTransport)
+
+or, without pytest, ``print(transfuse.testing.check(MyTransport))``. Each case tests one thing that a user may rely on,
+which its ``about`` says, so that a transport that promises less picks its cases by name::
+
+    promised = [case for case in CASES if not case.name.startswith(("fresh/sparse/", "death/"))]
+    assert_conforms(MyTransport, cases=promised)
+
+Ranks are threads, each with a process group on gloo over 127.0.0.1; in the cases ``death/…`` they are processes, one of
+which is killed. Those, and the ones that say how many bytes are sent, look at what passes through the group's ``send``
+and ``recv``. No case hangs, whatever the transport does: see ``patience`` of :func:`check`.
+
+``assert_exact`` and ``differences`` compare a state that was received with the one that was sent, to the last bit.
+"""
+
+from transfuse.testing._ranks import Factory, Transport
+from transfuse.testing._stage import Case
+from transfuse.testing.conformance import CASES, Results, assert_conforms, check
+from transfuse.testing.exact import assert_exact, differences
+
+__all__ = [
+    "CASES",
+    "Case",
+    "Factory",
+    "Results",
+    "Transport",
+    "assert_conforms",
+    "assert_exact",
+    "check",
+    "differences",
+]

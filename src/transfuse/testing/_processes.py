@@ -10,81 +10,106 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from transfuse.testing._ranks import Ended, Factory, Group, Late
 
-__all__ = ["Died", "die", "run_processes"]
+__all__ = ["Died", "RemoteError", "die", "run_processes"]
 
 _HOST = "127.0.0.1"
 
 # To import torch takes seconds, and is no part of what is tested.
-_START = timedelta(seconds=60)
+_START = 60.0
 
 Work = Callable[[Factory, Group, float], Any]
 
 
 class Died(Exception):
-    """A process that ended before its work did."""
+    """The process ended before its work did, by this signal if it was killed."""
+
+    def __init__(self, rank: int, exitcode: int | None) -> None:
+        self.signal = -exitcode if exitcode is not None and exitcode < 0 else None
+        super().__init__(f"rank {rank} ended with exit code {exitcode}")
 
 
-def die(_: Group) -> None:
-    """A trap that springs."""
+class RemoteError(Exception):
+    """An error of another process, as text: not every error can be pickled."""
+
+
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_processes(factory: Factory, work: Work, size: int, patience: float) -> dict[int, Ended]:
-    """``work(factory, group, patience)``, a function of a module, in a process for each rank.
+    """``work(factory, group, patience)``, a function of a module, in a process for each rank: what became of each.
 
-    Each has three times ``patience`` from when all have started. Errors come back as text, in a RuntimeError.
+    A rank that runs for three times ``patience`` once all have started is ended, and :class:`Late`.
     """
     try:
         task = pickle.dumps((work, factory))
     except Exception as error:
         raise TypeError(
-            f"this case starts processes, so that the factory has to be a class or a function of a module: {error}"
+            f"this case starts processes, for which the factory must be a class or a function of a module: {error}"
         ) from error
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
     # In this process, so that it outlives any rank.
-    store = TCPStore(_HOST, 0, None, True, _START, wait_for_workers=False)
-    processes, ranks, ended = [], {}, {}
+    store = TCPStore(_HOST, 0, None, True, timedelta(seconds=_START), wait_for_workers=False)
+    started: list[tuple[Any, Connection]] = []
     try:
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             args = (rank, size, store.port, patience, task, theirs)
             process = context.Process(target=_main, args=args, name=f"rank{rank}", daemon=True)
+            started.append((process, ours))
             process.start()
-            # Only the process holds the other end now, so that its death is an end of file here.
+            # The process alone holds the other end now, so that its death is an end of file here.
             theirs.close()
-            processes.append(process)
-            ranks[ours] = rank
-        until = time.monotonic() + _START.total_seconds() + 3 * patience
-        open_ends = set(ranks)
-        while open_ends and (ready := wait(open_ends, max(0.0, until - time.monotonic()))):
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                message = None
-                with contextlib.suppress(EOFError, OSError):
-                    message = connection.recv()
-                rank = ranks[connection]
-                if message == "started":
-                    until = min(until, time.monotonic() + _START.total_seconds() + 3 * patience)
-                    continue
-                open_ends.discard(connection)
-                ended[rank] = _ended(rank, message)
-        for connection in open_ends:
-            ended[ranks[connection]] = Ended(error=Late(f"rank {ranks[connection]} never ended"))
+        until = time.monotonic() + _START + 4 * patience
+        return {rank: _end(rank, *one, until) for rank, one in enumerate(started)}
     finally:
-        for process in processes:
+        for process, connection in started:
             process.kill()
-        for process in processes:
             process.join(10)
-        for connection in ranks:
             connection.close()
-    return ended
+
+
+def _end(rank: int, process: Any, connection: Connection, until: float) -> Ended:
+    with contextlib.suppress(EOFError, OSError):
+        if not connection.poll(max(0.0, until - time.monotonic())):
+            return Ended(error=Late(f"rank {rank} never ended"))
+        value, error, seconds = pickle.loads(connection.recv_bytes())
+        return Ended(value, None if error is None else RemoteError(error), seconds)
+    process.join(10)
+    died = Died(rank, process.exitcode)
+    if died.signal == signal.SIGALRM:
+        return Ended(error=Late(f"rank {rank} had not ended after three times its patience"))
+    return Ended(error=died)
+
+
+def _main(rank: int, size: int, port: int, patience: float, task: bytes, connection: Connection) -> None:
+    # Ends the process from outside of Python, whatever the transport does and whether or not the parent lives.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, _START)
+    torch.set_num_threads(1)
+    work, factory = pickle.loads(task)
+    client = TCPStore(_HOST, port, None, False, timedelta(seconds=_START))
+    # All are here before the group is made, because its timeout may be shorter than a slow start.
+    client.set(f"rank{rank}", "here")
+    client.wait([f"rank{other}" for other in range(size)], timedelta(seconds=_START))
+    group = Group(PrefixStore("conformance", client), rank, size, patience)
+    signal.setitimer(signal.ITIMER_REAL, 3 * patience)
+    started = time.monotonic()
+    value, error = None, None
+    try:
+        value = work(factory, group, patience)
+    except BaseException as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    connection.send_bytes(pickle.dumps((value, error, time.monotonic() - started)))
+    # Until the parent kills it: connections that close are no news that the others should get early.
+    while True:
+        signal.pause()

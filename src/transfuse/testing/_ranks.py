@@ -127,7 +127,7 @@ class Ranks:
             return lambda: Group(store, rank, self._size, self._patience)
 
         # Not bounded by patience, of which the group's own timeout is a part.
-        ended = _in_threads({rank: connect(rank) for rank in range(self._size)}, 60.0, lambda: None, False)
+        ended = _in_threads({rank: connect(rank) for rank in range(self._size)}, 60.0, lambda: None)
         for rank in range(self._size):
             if (error := ended[rank].error) is not None:
                 raise error
@@ -137,13 +137,16 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.groups.clear()
 
-    def run(self, jobs: Mapping[int, Job], limit: float, *, until_error: bool = False) -> dict[int, Ended]:
+    def run(
+        self, jobs: Mapping[int, Job], limit: float, *, only: int | None = None, until_error: bool = False
+    ) -> dict[int, Ended]:
         """Run each job with its rank's group. Those that have not ended by the limit are :class:`Late`.
 
-        With ``until_error`` the first error ends all, because the others may wait for that rank in vain.
+        With ``only`` the end of that rank ends all. With ``until_error`` the first error does, because the others may
+        wait for that rank in vain.
         """
         bound = {rank: functools.partial(job, self.groups[rank]) for rank, job in jobs.items()}
-        return _in_threads(bound, limit, self._hang_up, until_error)
+        return _in_threads(bound, limit, self._hang_up, only, until_error)
 
     def _hang_up(self) -> None:
         for group in self.groups:
@@ -151,7 +154,11 @@ class Ranks:
 
 
 def _in_threads(
-    jobs: Mapping[int, Callable[[], Any]], limit: float, hang_up: Callable[[], None], until_error: bool
+    jobs: Mapping[int, Callable[[], Any]],
+    limit: float,
+    hang_up: Callable[[], None],
+    only: int | None = None,
+    until_error: bool = False,
 ) -> dict[int, Ended]:
     ends: queue.SimpleQueue[tuple[int, Ended]] = queue.SimpleQueue()
 
@@ -176,7 +183,7 @@ def _in_threads(
         except queue.Empty:
             break
         ended[rank] = end
-        if until_error and end.error is not None:
+        if rank == only or (until_error and end.error is not None):
             break
     if len(ended) < len(jobs):
         hang_up()

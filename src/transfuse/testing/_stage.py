@@ -1,0 +1,143 @@
+"""What the conformance cases have in common: one transport, how long to wait for it, and the moves to make with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from transfuse.testing._ranks import CPU, Ended, Factory, Group, Job, Late, Ranks, Transport
+from transfuse.testing._states import quiet
+from transfuse.testing.exact import assert_exact
+
+__all__ = ["PATIENCE", "Case", "Cases", "Stage", "expect", "expect_failed", "expect_name", "value"]
+
+PATIENCE = 5.0
+
+
+class Stage:
+    """Lengths of time, from one number: the groups' own timeout is ``patience``.
+
+    Transports that are left waiting have a timeout of a quarter of it and are to have raised at half of it, long before
+    the group would. All others have all of it, and whoever is refused is to hear of that within half of it.
+    """
+
+    def __init__(self, factory: Factory, patience: float) -> None:
+        self.factory, self.patience = factory, patience
+        self.short = patience / 4
+        self.limit = patience / 2
+
+    def ranks(self, size: int) -> Ranks:
+        return Ranks(size, self.patience)
+
+    def transport(
+        self, group: Group, callback: Callable[[], Any] | None = None, timeout: float | None = None
+    ) -> Transport:
+        return self.factory(group, timedelta(seconds=timeout or self.patience), CPU, callback)
+
+    def source(self, state: Any, to: Sequence[int] = (1,), timeout: float | None = None) -> Job:
+        return lambda group: self.transport(group, None, timeout).send_checkpoint(list(to), state)
+
+    def receiver(
+        self, target: Any = None, timeout: float | None = None, callback: Callable[[], Any] | None = None
+    ) -> Job:
+        give = callback if target is None else lambda: target
+        return lambda group: self.transport(group, give, timeout).recv_checkpoint(0)
+
+    def move(self, state: Any, target: Any = None) -> Any:
+        """Send from one rank to another; what arrived."""
+        with self.ranks(2) as ranks:
+            return self.all_well(ranks, {0: self.source(state), 1: self.receiver(target)})[1]
+
+    def all_well(self, ranks: Ranks, jobs: Mapping[int, Job]) -> dict[int, Any]:
+        """Run the jobs, none of which is to fail; their values."""
+        ended = ranks.run(jobs, 2 * self.patience, until_error=True)
+        # Those that were cut off by another rank's error have none of their own.
+        for end in sorted(ended.values(), key=lambda end: isinstance(end.error, Late)):
+            value(end)
+        return {rank: end.value for rank, end in ended.items()}
+
+    def fresh(self, make: Callable[[], Any]) -> None:
+        """What `make` returns arrives exactly."""
+        state = make()
+        assert_exact(state, self.move(state))
+
+    def land(self, state: Any, target: Any) -> Any:
+        """The state arrives in the target; what was returned."""
+        arrived = self.move(state, target)
+        assert_exact(state, arrived, in_place=True)
+        assert_exact(state, target, in_place=True)
+        return arrived
+
+    def refused(self, state: Any, callback: Callable[[], Any] | None = None) -> tuple[Exception, Exception]:
+        """Send what must fail at both ends at once; the errors of source and receiver."""
+        with self.ranks(2) as ranks:
+            jobs = {0: self.source(state), 1: self.receiver(callback=callback)}
+            ended = ranks.run(jobs, self.limit)
+        return expect_failed(ended[0]), expect_failed(ended[1])
+
+
+Body = Callable[[Stage], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case: a name that stays, what the user of a transport may rely on, and a run that tests it."""
+
+    name: str
+    about: str
+    body: Body = field(repr=False, compare=False)
+
+    def run(self, factory: Factory, *, patience: float = PATIENCE) -> None:
+        """Raise AssertionError, or what the transport raised, unless it passes. Never hangs."""
+        quiet()
+        self.body(Stage(factory, patience))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Cases(list[Case]):
+    def case(self, name: str, about: str) -> Callable[[Body], Body]:
+        """Adds the function that it decorates."""
+
+        def add(body: Body) -> Body:
+            self.append(Case(name, about, body))
+            return body
+
+        return add
+
+
+def value(end: Ended) -> Any:
+    """The rank's value, or raise its error."""
+    if isinstance(end.error, Exception):
+        raise end.error
+    if end.error is not None:
+        raise AssertionError(f"the transport raised {type(end.error).__name__}, which is no Exception") from end.error
+    return end.value
+
+
+def expect(condition: bool, otherwise: str) -> None:
+    __tracebackhide__ = True
+    if not condition:
+        raise AssertionError(otherwise)
+
+
+def expect_failed(end: Ended) -> Exception:
+    """The rank raised, in time; its error."""
+    if end.error is None:
+        raise AssertionError(f"it raised nothing; it returned a {type(end.value).__name__}")
+    if isinstance(end.error, Late) or not isinstance(end.error, Exception):
+        value(end)
+    assert isinstance(end.error, Exception)
+    return end.error
+
+
+def expect_name(error: Exception, name: str) -> None:
+    """The error's text has this name as a word."""
+    expect(
+        re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(error)) is not None,
+        f"the error does not name {name!r}: {type(error).__name__}: {error}",
+    )
