@@ -9,7 +9,6 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint constraints.txt torch
-	$(PIP) install --constraint constraints.txt --no-deps torchao
 	$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 

@@ -84,14 +84,16 @@ def table(measured: dict[str, dict[str, compare.Result]]) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def record(measured: dict[str, dict[str, compare.Result]], runs: int, argv: Sequence[str]) -> dict[str, Any]:
+def record(
+    measured: dict[str, dict[str, compare.Result]], runs: int, argv: Sequence[str], load: float
+) -> dict[str, Any]:
     """Everything one needs to judge the numbers later."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", "benchmarks.core", *argv]),
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "processor": processor()},
         # Other work on the machine shows here.
-        "load_average_at_end": os.getloadavg()[0],
+        "load_average_before": load,
         "versions": {
             "transfuse": transfuse.__version__,
             "torch": torch.__version__,
@@ -122,11 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.runs < 1 or options.scale <= 0:
         parser.error("--runs and --scale must be positive")
+    load = os.getloadavg()[0]
     measured = measure(options.scale, options.runs)
     print(table(measured))
     print(f"medians of {options.runs} runs after a warm-up, in turns; speed is relative to {compare.TORCH}")
     if options.json is not None:
-        options.json.write_text(json.dumps(record(measured, options.runs, argv), indent=2) + "\n")
+        options.json.write_text(json.dumps(record(measured, options.runs, argv, load), indent=2) + "\n")
     wrong = [line for results in measured.values() for result in results.values() for line in result.wrong]
     for line in wrong[:10]:
         print(line, file=sys.stderr)

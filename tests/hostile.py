@@ -1141,8 +1141,14 @@ class Edge:
         self._pages: list[int] = []
         self._used = 0
 
-    def put(self, tensor: Tensor) -> Tensor:
-        """A copy of a small tensor that ends at the edge. It lives until the next :meth:`clear`."""
+    def put(self, tensor: Tensor, gaps: bool = False) -> Tensor:
+        """A copy of a small tensor that ends at the edge. It lives until the next :meth:`clear`.
+
+        With gaps, every other element is none of the tensor's, and far from any index.
+        """
+        if gaps and tensor.ndim == 1:
+            apart = self.put(torch.full((2 * len(tensor),), 1 << 30, dtype=tensor.dtype))[::2]
+            return apart.copy_(tensor)
         size = tensor.numel() * tensor.element_size()
         assert size <= self._PAGE
         if self._used == len(self._pages):
@@ -1171,7 +1177,7 @@ def close_at_the_edge(seed: int, count: int) -> None:
         edge.clear()
         torch.manual_seed(number)
         name, meta, children = _index_leaf(rng)
-        parts = [edge.put(child) for child in children]
+        parts = [edge.put(child, not child.is_floating_point() and rng.random() < 0.1) for child in children]
         with contextlib.suppress(ValueError, TypeError, RuntimeError, TransfuseError):
             leaf = kinds.close([name, 0, meta, [0] * len(parts)], iter(parts), Room())
             built += 1

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import secrets
 import struct
 import threading
 import time
@@ -41,12 +42,14 @@ OFFER_TAG = 0x5446_0000
 FIRST_TAG = 0x5500_0000
 TAGS = 1 << 22
 
-FOREVER = timedelta(days=30)
+#: As long as a wait may be: more milliseconds do not fit into an int32, which some groups want.
+FOREVER = timedelta(days=20)
 
 #: What follows a chunk of a message.
 MARK = b"\x01"
 
-_transfers = itertools.count()
+# Random, so that two ranks that do not know theirs hardly ever give out the same tags at the same time.
+_transfers = itertools.count(secrets.randbelow(TAGS))
 
 Body = TypeVar("Body", messages.Offer, messages.Want, messages.Refusal, messages.Verdict)
 
@@ -71,11 +74,18 @@ class Group:
         self.device = device
         backend = _backend_name(pg, device)
         self.tagged = "gloo" in backend or "mpi" in backend
+        #: torchft's groups in a child process: one pipe, one operation at a time, whichever the peer.
+        self.serial = "baby" in backend
         #: Whether a wait that expires breaks the connections to all ranks, not only to one.
-        self.shares_fate = "gloo" in backend
+        self.shares_fate = "gloo" in backend and not self.serial
 
     def rank(self) -> int | None:
-        return _call(self.pg, "rank")
+        """This process's rank, if the group knows it."""
+        group = self.pg
+        while (inner := getattr(group, "parent", None)) is not None:
+            group = inner
+        # torchft's groups answer 0 on every rank; where they wrap one of torch's, that one knows.
+        return None if type(group).__module__.startswith("torchft") else _call(group, "rank")
 
     def size(self) -> int | None:
         return _call(self.pg, "size")
@@ -83,11 +93,15 @@ class Group:
     @contextmanager
     def turn(self, peer: int, source: int, timeout: float) -> Iterator[None]:
         """Hold the way to ``peer``. With tags transfers do not disturb each other and nobody waits."""
-        if self.tagged:
+        if self.serial:
+            # Those before are bounded each by their own timeout: wait for them as long as it takes.
+            with _lanes.hold((id(self.pg), -1), source, threading.TIMEOUT_MAX):
+                yield
+        elif self.tagged:
             yield
-            return
-        with _lanes.hold((id(self.pg), peer), source, timeout):
-            yield
+        else:
+            with _lanes.hold((id(self.pg), peer), source, timeout):
+                yield
 
     def new_tag(self, peer: int) -> int:
         """A tag for a transfer to ``peer``: unique in this process, and apart from those that ``peer`` gives out."""

@@ -128,19 +128,17 @@ def _receiver_stalls(stage: Stage) -> None:
 
 @_case("timeout/slow-is-not-late", "A transfer that takes longer than the timeout but moves on is not given up.")
 def _slow(stage: Stage) -> None:
-    state = _state()
-
-    paused = 0
+    state, paused = _state(), 0
 
     def slow(group: Group) -> None:
         # An eighth of the timeout for every 2 MiB: in all half as much again as the timeout, at once a quarter at most.
         nonlocal paused
-        pauses = group.received // (2 << 20)
+        pauses = group.sent // (2 << 20)
         group.closed.wait(min(pauses - paused, 2) * stage.short / 8)
         paused = pauses
 
     with stage.ranks(2) as ranks:
-        ranks.groups[1].trap = slow
+        ranks.groups[0].trap = slow
         jobs = {0: stage.source(state, timeout=stage.short), 1: stage.receiver(timeout=stage.short)}
         assert_exact(state, stage.all_well(ranks, jobs)[1])
 

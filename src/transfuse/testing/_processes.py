@@ -56,7 +56,7 @@ def run_processes(factory: Factory, work: Work, size: int, patience: float) -> d
             f"this case starts processes, for which the factory must be a class or a function of a module: {error}"
         ) from error
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(["transfuse.testing"])
     # In this process, so that it outlives any rank.
     store = TCPStore(_HOST, 0, None, True, timedelta(seconds=_START), wait_for_workers=False)
     started: list[tuple[Any, Connection]] = []

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store
 
 __all__ = ["CPU", "Ended", "Factory", "Group", "Late", "Ranks", "Transport"]
 
@@ -54,12 +54,13 @@ class Factory(Protocol):
 class Group(dist.ProcessGroup):
     """A gloo group that counts the bytes posted, and in which a case may set a trap."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
-        super().__init__(rank, size)
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        # The constructor for subclasses, which the type stubs do not have.
+        super().__init__(rank, size)  # type: ignore[call-arg]
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout)
         options._devices = [_loopback()]
-        self._gloo = ProcessGroupGloo(store, rank, size, options)
+        self._gloo: Any = ProcessGroupGloo(store, rank, size, options)
         kind = dist.ProcessGroup.BackendType.GLOO
         self._set_default_backend(kind)
         self._register_backend(CPU, kind, self._gloo)
@@ -73,13 +74,15 @@ class Group(dist.ProcessGroup):
         self.sent += sum(tensor.nbytes for tensor in tensors)
         if self.trap is not None:
             self.trap(self)
-        return self._gloo.send(tensors, dstRank, tag)
+        work: dist.Work = self._gloo.send(tensors, dstRank, tag)
+        return work
 
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         self.received += sum(tensor.nbytes for tensor in tensors)
         if self.trap is not None:
             self.trap(self)
-        return self._gloo.recv(tensors, srcRank, tag)
+        work: dist.Work = self._gloo.recv(tensors, srcRank, tag)
+        return work
 
     def hang_up(self) -> None:
         """Close all connections, so that waits on them end: gloo does so when one of them expires."""

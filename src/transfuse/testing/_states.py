@@ -46,6 +46,7 @@ def quiet() -> None:
         warnings.simplefilter("ignore")
         torch.empty(0, dtype=torch.complex32)
         torch.empty(0, 0, layout=torch.sparse_csr)
+        SPARSE["coo"]()
         jagged(1)
 
 
@@ -54,7 +55,8 @@ def bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     high = 2 if dtype is torch.bool else 256
     raw = torch.randint(0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-    return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape)
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape, strides)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -101,8 +103,8 @@ ROLES: dict[str, Callable[[], Tensor]] = {
 }
 
 SPARSE: dict[str, Callable[[], Tensor]] = {
-    "coo": lambda: torch.sparse_coo_tensor([[0, 1], [2, 0]], numbers(2, 4), (2, 3, 4), is_coalesced=True),
-    "coo-uncoalesced": lambda: torch.sparse_coo_tensor([[0, 1, 0], [2, 0, 2]], numbers(3), (2, 3)),
+    "coo": lambda: torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 0]]), numbers(2, 4), (2, 3, 4)).coalesce(),
+    "coo-uncoalesced": lambda: torch.sparse_coo_tensor(torch.tensor([[0, 1, 0], [2, 0, 2]]), numbers(3), (2, 3)),
     "csr": lambda: torch.eye(4).to_sparse_csr(),
     "csc": lambda: torch.eye(4).to_sparse_csc(),
     "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
@@ -150,7 +152,7 @@ TREES: dict[str, Callable[[], Any]] = {
     "root-tensor": lambda: numbers(3),
     "root-value": lambda: 5,
     "root-none": lambda: None,
-    "root-empty": lambda: {},
+    "root-empty": dict,
 }
 
 VALUES: dict[str, Callable[[], Any]] = {
@@ -170,7 +172,8 @@ def training(seed: int = 0) -> dict[str, Any]:
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
             parameter.copy_(numbers(*parameter.shape, seed=seed + index))
-    state: dict[str, Any] = {"model": model.state_dict(), "rng": torch.get_rng_state(), "step": seed}
+    # Without the _metadata, which is the business of "module-state".
+    state: dict[str, Any] = {"model": dict(model.state_dict()), "rng": torch.get_rng_state(), "step": seed}
     for make in (torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)):
         optimizer = make(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=False)
