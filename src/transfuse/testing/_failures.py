@@ -204,7 +204,7 @@ class _Trap:
 def _nothing_executes(stage: Stage) -> None:
     trap = _Trap()
     with stage.ranks(2) as ranks:
-        ranks.run({0: stage.source({"culprit": trap}), 1: stage.receiver()}, stage.limit, until_error=True)
+        ranks.run({0: stage.source({"culprit": trap}), 1: stage.receiver()}, stage.limit, all_well=True)
     sprung = id(trap) in _sprung
     _sprung.discard(id(trap))
     expect(not sprung, "the receiver ran code that the source chose")

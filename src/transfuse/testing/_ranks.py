@@ -29,6 +29,8 @@ _ids = itertools.count()
 # No transport uses it, so that nothing ever arrives there.
 _SILENT_TAG = 2**31 - 2
 
+_MOST_LIMITS = 10
+
 
 class Transport(Protocol):
     """What the conformance suite tests: anything with these two calls."""
@@ -130,7 +132,7 @@ class Ranks:
             return lambda: Group(store, rank, self._size, self._patience)
 
         # Not bounded by patience, of which the group's own timeout is a part.
-        ended = _in_threads({rank: connect(rank) for rank in range(self._size)}, 60.0, lambda: None)
+        ended = _in_threads({rank: connect(rank) for rank in range(self._size)}, 60.0)
         for rank in range(self._size):
             if (error := ended[rank].error) is not None:
                 raise error
@@ -141,15 +143,19 @@ class Ranks:
         self.groups.clear()
 
     def run(
-        self, jobs: Mapping[int, Job], limit: float, *, only: int | None = None, until_error: bool = False
+        self, jobs: Mapping[int, Job], limit: float, *, only: int | None = None, all_well: bool = False
     ) -> dict[int, Ended]:
         """Run each job with its rank's group. Those that have not ended by the limit are :class:`Late`.
 
-        With ``only`` the end of that rank ends all. With ``until_error`` the first error does, because the others may
-        wait for that rank in vain.
+        With ``only`` the end of that rank ends all. With ``all_well`` the first error does, because the others may wait
+        for that rank in vain, and the limit is one on standing still: a slow machine is no fault.
         """
         bound = {rank: functools.partial(job, self.groups[rank]) for rank, job in jobs.items()}
-        return _in_threads(bound, limit, self._hang_up, only, until_error)
+        stop = (lambda rank, end: end.error is not None) if all_well else (lambda rank, end: rank == only)
+        return _in_threads(bound, limit, self._hang_up, stop, self._moved if all_well else lambda: 0)
+
+    def _moved(self) -> int:
+        return sum(group.sent + group.received for group in self.groups)
 
     def _hang_up(self) -> None:
         for group in self.groups:
@@ -159,10 +165,11 @@ class Ranks:
 def _in_threads(
     jobs: Mapping[int, Callable[[], Any]],
     limit: float,
-    hang_up: Callable[[], None],
-    only: int | None = None,
-    until_error: bool = False,
+    hang_up: Callable[[], None] = lambda: None,
+    stop: Callable[[int, Ended], bool] = lambda rank, end: False,
+    moved: Callable[[], int] = lambda: 0,
 ) -> dict[int, Ended]:
+    """Run the jobs until all have ended, one end says stop, or nothing has ``moved`` for as long as the limit."""
     ends: queue.SimpleQueue[tuple[int, Ended]] = queue.SimpleQueue()
 
     def one(rank: int) -> None:
@@ -176,7 +183,9 @@ def _in_threads(
 
     # Daemons: one that never ends is the transport's fault, and must not keep the interpreter from exiting.
     threads = [threading.Thread(target=one, args=(rank,), name=f"rank{rank}", daemon=True) for rank in jobs]
-    until = time.monotonic() + limit
+    last, until = moved(), time.monotonic() + limit
+    # Whatever moves: a transport that keeps sending the same thing moves, too.
+    at_last = until + _MOST_LIMITS * limit
     for thread in threads:
         thread.start()
     ended: dict[int, Ended] = {}
@@ -184,9 +193,12 @@ def _in_threads(
         try:
             rank, end = ends.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
-            break
+            if (now := moved()) == last or until > at_last:
+                break
+            last, until = now, until + limit
+            continue
         ended[rank] = end
-        if rank == only or (until_error and end.error is not None):
+        if stop(rank, end):
             break
     if len(ended) < len(jobs):
         hang_up()

@@ -53,7 +53,7 @@ class Stage:
 
     def all_well(self, ranks: Ranks, jobs: Mapping[int, Job]) -> dict[int, Any]:
         """Run the jobs, none of which is to fail; their values."""
-        ended = ranks.run(jobs, 2 * self.patience, until_error=True)
+        ended = ranks.run(jobs, 2 * self.patience, all_well=True)
         # Those that were cut off by another rank's error have none of their own.
         for end in sorted(ended.values(), key=lambda end: isinstance(end.error, Late)):
             value(end)
