@@ -18,6 +18,7 @@ from moves import CPU, TIMEOUT, Pair, pair
 from ranks import Fleet, Ranks, announce
 
 import transfuse
+from transfuse import receiver
 from transfuse.testing.exact import assert_exact
 
 SHORT = timedelta(seconds=1.5)
@@ -521,3 +522,17 @@ def test_a_receiver_that_dies_does_not_disturb_the_others() -> None:
     assert set(outcomes[0].error.causes) == {2}
     assert outcomes[1].get() is True
     assert outcomes[3].get() is True
+
+
+def test_a_receiver_that_plans_for_longer_than_the_timeout_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source's timeout is 1 s; the receiver thinks for 3."""
+    accept = receiver.accept
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(3)
+        return accept(*args)
+
+    monkeypatch.setattr(receiver, "accept", slowly)
+    with pair() as two:
+        state = {"w": torch.randn(1000)}
+        assert_exact(state, two.move(state, timeout=timedelta(seconds=1)))

@@ -70,7 +70,13 @@ def peak(rank: int, shape: str, fresh: bool) -> tuple[int, int, bool]:
 
 @pytest.mark.parametrize(
     ("shape", "fresh"),
-    [("one tensor", False), ("many tensors", False), ("large tensors", False), ("columns", False), ("one tensor", True)],
+    [
+        ("one tensor", False),
+        ("many tensors", False),
+        ("large tensors", False),
+        ("columns", False),
+        ("one tensor", True),
+    ],
 )
 def test_peak_beyond_the_tensors(shape: str, fresh: bool) -> None:
     if not Path("/proc/self/clear_refs").exists():
@@ -83,4 +89,6 @@ def test_peak_beyond_the_tensors(shape: str, fresh: bool) -> None:
         assert complete
         allowed = 64 * MIB + leaves * KIB
         print(f"{shape}: rank {rank} used {extra / MIB:.1f} MiB of {allowed / MIB:.1f} MiB")
-        assert extra <= allowed, f"rank {rank} used {extra / MIB:.1f} MiB beyond its tensors, {allowed / MIB:.1f} allowed"
+        assert extra <= allowed, (
+            f"rank {rank} used {extra / MIB:.1f} MiB beyond its tensors, {allowed / MIB:.1f} allowed"
+        )

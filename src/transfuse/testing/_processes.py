@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +25,9 @@ _HOST = "127.0.0.1"
 
 # To import torch takes seconds, and is no part of what is tested.
 _START = 60.0
+
+# Whoever starts a process looks after all, and of two threads that ask how one ended, one is told nonsense.
+_one_at_a_time = threading.Lock()
 
 Work = Callable[[Factory, Group, float], Any]
 
@@ -55,6 +59,11 @@ def run_processes(factory: Factory, work: Work, size: int, patience: float) -> d
         raise TypeError(
             f"this case starts processes, for which the factory must be a class or a function of a module: {error}"
         ) from error
+    with _one_at_a_time:
+        return _run(task, size, patience)
+
+
+def _run(task: bytes, size: int, patience: float) -> dict[int, Ended]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transfuse.testing"])
     # In this process, so that it outlives any rank.

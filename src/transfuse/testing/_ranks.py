@@ -203,7 +203,7 @@ def _in_threads(
     if len(ended) < len(jobs):
         hang_up()
         # What still runs writes into memory that the case is about to look at.
-        gone = time.monotonic() + 1.0
+        gone = time.monotonic() + min(1.0, limit)
         for thread in threads:
             thread.join(max(0.0, gone - time.monotonic()))
         for rank in jobs:

@@ -12,7 +12,7 @@ from transfuse.testing._ranks import CPU, Ended, Factory, Group, Job, Late, Rank
 from transfuse.testing._states import quiet
 from transfuse.testing.exact import assert_exact
 
-__all__ = ["PATIENCE", "Case", "Cases", "Stage", "expect", "expect_failed", "expect_name", "value"]
+__all__ = ["PATIENCE", "Case", "Cases", "Stage", "expect", "expect_failed", "expect_name", "expect_rank", "value"]
 
 PATIENCE = 5.0
 
@@ -137,7 +137,14 @@ def expect_failed(end: Ended) -> Exception:
 
 def expect_name(error: Exception, name: str) -> None:
     """The error's text has this name as a word."""
-    expect(
-        re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(error)) is not None,
-        f"the error does not name {name!r}: {type(error).__name__}: {error}",
-    )
+    _expect_text(error, rf"(?<!\w){re.escape(name)}(?!\w)", repr(name))
+
+
+def expect_rank(error: Exception, rank: int) -> None:
+    """The error's text says "rank 2", "ranks: [2]" or the like."""
+    _expect_text(error, rf"rank\w*\W{{0,3}}{rank}\b", f"rank {rank}")
+
+
+def _expect_text(error: Exception, pattern: str, what: str) -> None:
+    found = re.search(pattern, str(error), re.IGNORECASE) is not None
+    expect(found, f"the error does not name {what}: {type(error).__name__}: {error}")
