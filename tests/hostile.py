@@ -977,6 +977,8 @@ class Wire(Line):
         self.transfer, self.tag = 1, FIRST_TAG
         if Message.GOT in kinds:
             return Header(Message.GOT, 1, Intent.GO_ON, 0, 0), bytearray()
+        if Message.AGREED in kinds:
+            return Header(Message.AGREED, 1, 0, 0, 0), bytearray()
         if not self._answers:
             raise PeerLost(PEER, f"rank {PEER}: has no more to say")
         body = bytearray(self._answers.pop(0))

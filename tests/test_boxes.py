@@ -5,12 +5,13 @@ from __future__ import annotations
 from math import prod
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfuse import parcels, plan
-from transfuse.boxes import Box, blocks, canonical, cover
+from transfuse.boxes import Box, Budget, blocks, canonical, cover
 from transfuse.limits import Limits
 from transfuse.manifest import describe
 
@@ -83,7 +84,7 @@ def test_cover_holds_every_shown_byte_once(seed: int) -> None:
         parts.append((i, box, form.overlapping))
         shown |= set(bytes_of(box))
     found: list[int] = []
-    for box, members in cover(parts):
+    for box, members in cover(parts, Budget()):
         found += bytes_of(box)
         for member in members:
             assert parts[member][1] == box
@@ -124,15 +125,17 @@ def test_a_fingerprint_tells_plans_apart() -> None:
     assert one != parcels.fingerprint(parcels.cut(plan.lay_out(large), 64))
 
 
-def test_a_too_fine_tangle_travels_whole_but_exact() -> None:
-    base = torch.arange(400_000, dtype=torch.uint8)
-    views = [base[::2], base[1::3], base[::2][5:]]
+@pytest.mark.parametrize(("steps", "apart"), [((2, 3, 2), False), ((16, 12, 16), True)])
+def test_a_too_fine_tangle_travels_the_shorter_way(steps: tuple[int, ...], apart: bool) -> None:
+    """Every box by itself if that is less than everything from the first byte to the last."""
+    base = torch.zeros(400_000, dtype=torch.uint8)
     parts = []
-    for i, view in enumerate(views):
+    for i, step in enumerate(steps):
+        view = base[i::step]
         form = canonical(view.shape, view.stride())
         parts.append((i, Box(int(view.storage_offset()), 1, form.sizes, form.strides), form.overlapping))
-    covered: set[int] = set()
-    for box, members in cover(parts):
-        assert members
-        covered |= set(bytes_of(box))
-    assert covered == {byte for _, box, _ in parts for byte in bytes_of(box)}
+    found = cover(parts, Budget())
+    assert all(bool(members) is apart for _, members in found)
+    covered = {byte for box, _ in found for byte in bytes_of(box)}
+    assert covered >= {byte for _, box, _ in parts for byte in bytes_of(box)}
+    assert sum(box.nbytes for box, _ in found) <= len(base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -45,6 +46,15 @@ class Marked:
             text=True,
         )
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.process:
+            for pid in self.alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
     def workers(self) -> list[int]:
         return [pid for pid, line in self.alive().items() if "spawn_main" in line]
 
@@ -72,7 +82,8 @@ class Marked:
 
 
 def test_demo_json() -> None:
-    out, err, code = Marked("demo", "--parameters", "1", "--runs", "1", "--json").end()
+    with Marked("demo", "--parameters", "1", "--runs", "1", "--json") as running:
+        out, err, code = running.end()
     assert code == 0, err
     assert not err
     result = json.loads(out)
@@ -87,23 +98,22 @@ def test_demo_json() -> None:
 
 
 def test_interrupted_demo_leaves_nothing_behind() -> None:
-    running = Marked("demo", "--parameters", "20", "--runs", "50")
-    running.until(lambda: len(running.workers()) == 2)
-    # Workers are started deaf to interrupts, and only then does the parent listen again.
-    time.sleep(0.5)
-    running.process.send_signal(signal.SIGINT)
-    _, err, code = running.end()
+    with Marked("demo", "--parameters", "20", "--runs", "50") as running:
+        running.until(lambda: len(running.workers()) == 2)
+        # Workers are started deaf to interrupts, and only then does the parent listen again.
+        time.sleep(0.5)
+        running.process.send_signal(signal.SIGINT)
+        _, err, code = running.end()
     assert code == 130
     assert err == "transfuse demo: interrupted; both workers have ended\n"
 
 
 def test_killed_demo_leaves_nothing_behind() -> None:
-    running = Marked("demo", "--parameters", "1", "--runs", "100")
-    running.until(lambda: len(running.workers()) == 2)
-    running.process.kill()
-    running.process.communicate(timeout=10)
-    # A worker notices once it has imported what it needs.
-    running.until(lambda: not running.alive())
+    with Marked("demo", "--parameters", "1", "--runs", "100") as running:
+        running.until(lambda: len(running.workers()) == 2)
+        running.process.kill()
+        # A worker notices once it has imported what it needs.
+        running.until(lambda: not running.workers())
 
 
 def outcome(*, wrong: tuple[str, ...] = (), seconds: tuple[float, float, float] = (1.0, 0.5, 2.0)) -> demo.Outcome:
@@ -190,6 +200,8 @@ def test_a_warm_up_does_not_count() -> None:
 
 def one_raises_and_one_dies(say: Callable[[object], None]) -> None:
     say(dist.get_rank())
+    # Everybody is connected.
+    dist.barrier()
     if dist.get_rank() == 1:
         raise LookupError("on purpose")
     if dist.get_rank() == 2:

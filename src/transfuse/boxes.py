@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Box", "Form", "blocks", "canonical", "cover"]
+__all__ = ["Box", "Budget", "Form", "blocks", "canonical", "cover"]
 
-#: A group of overlapping boxes is untangled into exact byte ranges up to this many runs; beyond, boxes are sent whole.
-MAX_RUNS = 1 << 16
+#: Overlapping boxes are untangled into exact byte ranges up to this many runs in a plan: each is an object and a copy.
+MAX_RUNS = 1 << 13
 
 
 class Box(NamedTuple):
@@ -95,7 +95,20 @@ def blocks(sizes: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[in
             yield (last, *index), (1, *shape)
 
 
-def cover(parts: Sequence[tuple[int, Box, bool]]) -> list[tuple[Box, tuple[int, ...]]]:
+class Budget:
+    """How many runs of memory all covers of one plan may have together."""
+
+    def __init__(self) -> None:
+        self._left = MAX_RUNS
+
+    def take(self, runs: int) -> bool:
+        if runs > self._left:
+            return False
+        self._left -= runs
+        return True
+
+
+def cover(parts: Sequence[tuple[int, Box, bool]], budget: Budget) -> list[tuple[Box, tuple[int, ...]]]:
     """Boxes that hold every element of the parts of one storage, each element once.
 
     ``parts`` are (number, box, overlapping itself). A box that stands for parts one to one comes with their
@@ -113,26 +126,31 @@ def cover(parts: Sequence[tuple[int, Box, bool]]) -> list[tuple[Box, tuple[int, 
     reach = -1
     for box in sorted(members):
         if group and box.start >= reach:
-            result += _settle(group, members, tangled_alone)
+            result += _settle(group, members, tangled_alone, budget)
             group = []
         group.append(box)
         reach = max(reach, box.end)
     if group:
-        result += _settle(group, members, tangled_alone)
+        result += _settle(group, members, tangled_alone, budget)
     return result
 
 
 def _settle(
-    group: list[Box], members: dict[Box, list[int]], tangled_alone: set[Box]
+    group: list[Box], members: dict[Box, list[int]], tangled_alone: set[Box], budget: Budget
 ) -> list[tuple[Box, tuple[int, ...]]]:
     """Cover one group of boxes whose reaches overlap."""
     if len(group) == 1 and group[0] not in tangled_alone:
         return [(group[0], tuple(members[group[0]]))]
     ranges = _merge([(box.start, box.end) for box in group if box.contiguous])
     loose = [b for b in group if not b.contiguous and not any(lo <= b.start and b.end <= hi for lo, hi in ranges)]
-    if sum(prod(box.sizes[:-1]) if box.strides[-1] == 1 else prod(box.sizes) for box in loose) > MAX_RUNS:
-        # Too fine to untangle: bytes that several of these boxes show travel once with each. Still exact.
-        return [(box, tuple(members[box])) for box in group]
+    runs = sum(prod(box.sizes[:-1]) if box.strides[-1] == 1 else prod(box.sizes) for box in loose)
+    if not budget.take(runs):
+        # Too fine to untangle. Either way exact; take the one that moves less: every box by itself, some bytes more
+        # than once, or everything from the first byte to the last.
+        hull = Box(group[0].start, 1, (max(box.end for box in group) - group[0].start,), (1,))
+        if sum(box.nbytes for box in group) <= hull.nbytes:
+            return [(box, tuple(members[box])) for box in group]
+        return [(hull, ())]
     for box in loose:
         ranges += _runs(box)
     return [(box, ()) for box in _regular(_merge(ranges))]

@@ -46,6 +46,8 @@ class Limits:
     max_object_bytes: int = 16 * MIB
     #: Deepest nesting of a state.
     max_depth: int = 128
+    #: Signs of life, one every quarter of the timeout, before a peer that only works is given up.
+    max_working_records: int = 400
     #: How often a parcel with a wrong digest is asked for again.
     max_repairs: int = 3
 

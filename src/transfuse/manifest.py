@@ -208,7 +208,7 @@ class Manifest:
         return len(self.kinds)
 
     @cached_property
-    def paths(self) -> list[str]:
+    def paths(self) -> trees.Paths:
         """The path of every leaf. For messages only: a transfer without an error never makes them."""
         return trees.paths(self.root)
 

@@ -51,6 +51,7 @@ class Message(enum.IntEnum):
     GOT = 5
     VERDICT = 6
     WORKING = 7
+    AGREED = 8
 
 
 class Intent(enum.IntEnum):

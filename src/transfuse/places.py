@@ -75,7 +75,8 @@ def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> Plac
         target.untyped_storage(),
         dense.ITEM_TYPES[target.element_size()],
         dense.offset_of(target),
-        [target.size(d) for d in order],
+        # A target that repeats its own elements too has one place for all of them.
+        [1 if d in form.repeated and target.stride(d) == 0 else target.size(d) for d in order],
         [target.stride(d) for d in order],
     )
     differ = dense.flags_of(target) ^ source_flags
@@ -153,17 +154,20 @@ def _copy(place: Place, piece: Piece, buffer: torch.Tensor, *, out: bool) -> Non
 
 
 class Staging:
-    """The buffers of one conversation, made when first used. With ``window`` of them lent out, the oldest is due."""
+    """The buffers of one conversation. What is lent out is what is under way; few are kept for the next parcel."""
 
-    def __init__(self, parcel_bytes: int, device: torch.device) -> None:
-        self._parcel_bytes = parcel_bytes
+    def __init__(self, keep_bytes: int, device: torch.device) -> None:
+        self._keep_bytes = keep_bytes
         self._device = device
         self._free: list[torch.Tensor] = []
 
-    def take(self) -> torch.Tensor:
-        if self._free:
-            return self._free.pop()
-        return torch.empty(self._parcel_bytes, dtype=torch.uint8, device=self._device)
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A buffer of at least this size, and of at most twice of it."""
+        for i, buffer in enumerate(self._free):
+            if nbytes <= buffer.numel() <= 2 * nbytes:
+                return self._free.pop(i)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        self._free.append(buffer)
+        if sum(free.numel() for free in self._free) + buffer.numel() <= self._keep_bytes:
+            self._free.append(buffer)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from transfuse.boxes import Box, cover
+from transfuse.boxes import Box, Budget, cover
 from transfuse.manifest import Ints, Manifest
 
 __all__ = ["Boxes", "lay_out"]
@@ -61,7 +61,7 @@ def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int]
     for part in np.flatnonzero(chosen).tolist():
         by_storage.setdefault(int(parts.storage[part]), []).append(part)
     slow: list[tuple[int, Box, tuple[int, ...]]] = []
-    separate = set(apart)
+    separate, budget = set(apart), Budget()
     for number, numbers in by_storage.items():
         boxes = [(part, *parts.box(part)) for part in numbers]
         if number in separate:
@@ -70,7 +70,7 @@ def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int]
                 same.setdefault(box, []).append(part)
             slow += [(number, box, tuple(members)) for box, members in same.items()]
         else:
-            slow += [(number, box, members) for box, members in cover(boxes)]
+            slow += [(number, box, members) for box, members in cover(boxes, budget)]
 
     storage = np.concatenate([parts.storage[fast], np.array([s for s, _, _ in slow], dtype=np.int64)])
     order = np.argsort(storage, kind="stable")

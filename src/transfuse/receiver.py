@@ -124,6 +124,7 @@ def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, repo
         report.verified = accepted.want.digests
         line.phase = progress.phase = "sending the want"
         line.send(Message.WANT, messages.encode(accepted.want))
+        line.expect(Message.AGREED)
     landing = accepted.landing
     caller.holding.add(line.peer)
     try:
@@ -132,6 +133,8 @@ def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, repo
         with report.phase("finish"):
             result.append(_finish(line, accepted))
     except TransfuseError as error:
+        if isinstance(error, ProtocolError) and not line.broken:
+            line.refuse(error)
         error.torn = landing.torn()
         raise
     finally:
@@ -142,7 +145,8 @@ def _finish(line: Line, accepted: Accepted) -> Any:
     try:
         state = _build(line.peer, accepted)
     except TransfuseError as error:
-        line.refuse(error)
+        if not isinstance(error, ProtocolError):
+            line.refuse(error)
         raise
     line.phase = "sending the verdict"
     with suppress(PeerError):
@@ -179,7 +183,7 @@ class _Taker:
         self._burst_bytes = accepted.offer.burst_bytes
         self._ahead = accepted.offer.bursts_ahead
         self._digests = accepted.want.digests
-        self._staging = Staging(accepted.offer.parcel_bytes, line.group.device)
+        self._staging = Staging(accepted.offer.burst_bytes, line.group.device)
         self._caller = caller
         self._progress = progress
         self._failure: BaseException | None = None
@@ -200,6 +204,7 @@ class _Taker:
             report.repaired += len(wrong)
             line.phase = "sending the verdict"
             line.send(Message.VERDICT, messages.encode(messages.Verdict(wrong)))
+            line.expect(Message.AGREED)
             numbers = wrong
         boxes = [piece.box for number in wrong for piece in self._cut.pieces(number)]
         leaves = self._landing.paths_of(boxes)
@@ -256,8 +261,9 @@ class _Taker:
             data = places.as_bytes(self._landing, self._cut, number, self._line.group.device)
             buffer = None
             if data is None:
-                buffer = self._staging.take()
-                data = buffer[: int(self._cut.nbytes[number])]
+                size = int(self._cut.nbytes[number])
+                buffer = self._staging.take(size)
+                data = buffer[:size]
             posted.append((number, self._line.post_recv(data), buffer))
         return _Burst(posted, self._line.post_recv_sent(len(numbers) if self._digests else 0))
 
@@ -272,6 +278,9 @@ class _Taker:
                     data = places.pack(self._landing, self._cut, number, buffer)
             return digest_of(data) if self._digests else 0
         except Exception as error:
+            if not isinstance(error, TransfuseError):
+                peer = self._line.peer
+                error = ProtocolError(peer, f"rank {peer} sent data that cannot be put in its place: {error}")
             self._failure = self._failure or error
             return 0
         finally:

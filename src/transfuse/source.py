@@ -73,12 +73,14 @@ def serve(
     with report.phase("wait for want"):
         line.phase = progress.phase = "waiting for the want"
         _, body = line.expect(Message.WANT)
-    want = line.decode(body, messages.Want)
     try:
+        want = line.decode(body, messages.Want)
         cut = _plan(line, cargo, want)
     except TransfuseError as error:
         line.refuse(error)
         raise
+    # Only now may the receiver post for parcels: a refusal must never meet a receive that was posted for data.
+    line.send(Message.AGREED)
     progress.total_bytes = cut.total_bytes
     sender = _Sender(line, cargo, want, cut, caller, progress)
     numbers: Sequence[int] = range(len(cut))
@@ -96,7 +98,12 @@ def serve(
         numbers = line.decode(body, messages.Verdict).missing
         if not numbers:
             return
-        _check_missing(line, numbers, len(cut), attempt)
+        try:
+            _check_missing(line, numbers, len(cut), attempt)
+        except ProtocolError as error:
+            line.refuse(error)
+            raise
+        line.send(Message.AGREED)
         report.repaired += len(numbers)
 
 
@@ -145,7 +152,7 @@ class _Sender:
         self._line = line
         self._cut = cut
         self._memory = _Memory(cargo.described, cut.boxes)
-        self._staging = Staging(cargo.offer.parcel_bytes, line.group.device)
+        self._staging = Staging(cargo.offer.burst_bytes, line.group.device)
         self._burst_bytes = cargo.offer.burst_bytes
         self._ahead = cargo.offer.bursts_ahead
         self._digests = want.digests
@@ -177,6 +184,8 @@ class _Sender:
     def _hear_answer(self) -> None:
         """The receiver's record about the oldest burst: it has arrived, and more may come or not."""
         header, _ = self._line.expect(Message.GOT)
+        if header.note not in (Intent.GO_ON, Intent.CANCEL):
+            raise ProtocolError(self._line.peer, f"rank {self._line.peer} sent a record without meaning")
         burst = self._flying.popleft()
         for posted in burst.posted:
             posted.wait()
@@ -203,15 +212,15 @@ class _Sender:
 
     def _fetch(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A parcel's bytes on the wire's device, and the staging buffer that holds them, if any."""
-        buffer = None
+        size, buffer = int(self._cut.nbytes[number]), None
         try:
             direct = places.as_bytes(self._memory, self._cut, number, self._line.group.device)
             if direct is not None:
                 return direct, None
-            buffer = self._staging.take()
+            buffer = self._staging.take(size)
             return places.pack(self._memory, self._cut, number, buffer), buffer
         except Exception as error:
             # The burst has been promised: complete it, and cancel with the next record.
             self._failure = self._failure or error
-            buffer = self._staging.take() if buffer is None else buffer
-            return buffer[: int(self._cut.nbytes[number])], buffer
+            buffer = self._staging.take(size) if buffer is None else buffer
+            return buffer[:size], buffer

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from transfuse import trees
-from transfuse.boxes import Box, canonical, cover
+from transfuse.boxes import Box, Budget, canonical, cover
 from transfuse.errors import LimitExceeded, TargetMismatch, UnsupportedLeaf
 from transfuse.leaves import dense, values
 from transfuse.leaves.codec import CannotCarry, Room, Shared
@@ -70,13 +70,16 @@ def match(
     merged = trees.merge(manifest.root, target_root)
     destinations, problems, matched = _fit(manifest, merged, target_leaves, room, kinds)
     problems = merged.conflicts + problems
-    if len(manifest.parts) and not matched and not problems:
+    if not matched and not problems and _has_tensors(manifest, kinds):
         raise TargetMismatch(
-            _likely_prefix(manifest.paths, trees.paths(target_root), target_leaves),
+            _likely_prefix(manifest.paths[:1000], list(trees.paths(target_root)), target_leaves),
             intro="not one tensor of the target matches the source",
         )
     if strict:
-        problems += [f"{manifest.paths[i]}: missing in the target" for i, j in enumerate(merged.partner) if j < 0]
+        missing = [i for i, j in enumerate(merged.partner) if j < 0]
+        problems += [f"{manifest.paths[i]}: missing in the target" for i in missing[:100]]
+        if len(missing) > 100:
+            problems.append(f"{len(missing) - 100} more missing in the target")
         extra = [~origin for origin in merged.origin if origin < 0]
         if extra:
             target_paths = trees.paths(target_root)
@@ -135,6 +138,13 @@ def _compare(manifest: Manifest, part: int, target: torch.Tensor) -> list[str]:
         if (target.storage_offset() + reach) * target.element_size() > target.untyped_storage().nbytes():
             found.append("the target's storage has been freed or shrunk")
     return found
+
+
+def _has_tensors(manifest: Manifest, kinds: Kinds) -> bool:
+    return any(
+        kind == Leaf.TENSOR or (kind == Leaf.COMPOSITE and not kinds.is_blob(manifest.detail(leaf)))
+        for leaf, kind in enumerate(manifest.kinds)
+    )
 
 
 def _likely_prefix(source: list[str], target: list[str], target_leaves: list[Any]) -> list[str]:
@@ -211,7 +221,7 @@ def _tie(manifest: Manifest, found: Match) -> list[str]:
                     f"{paths[manifest.leaf_of(part)]}: has no target, but shares memory with "
                     f"{paths[manifest.leaf_of(inside[0])]}, which has one; give it a target too"
                 )
-        tangled = any(not members for _, members in cover([(part, *boxes[part]) for part in numbers]))
+        tangled = any(not members for _, members in cover([(part, *boxes[part]) for part in numbers], Budget()))
         if tangled or found.tied.keys() & set(outside):
             found.apart.append(storage)
             found.wanted += _choose(manifest, found, inside, boxes)
@@ -466,26 +476,31 @@ class Landing:
         """Build the state from what has landed."""
         manifest, found = self._manifest, self._found
         built = [self._part(part) for part in range(len(manifest.parts))] if self._atomic else None
-        if built is not None:
-            self._check_closable(built, room, kinds)
-            self._apply(built)
         first_parts = manifest.first_parts.tolist()
         leaves: list[Any] = []
+        settling: list[tuple[int, Any]] = []
         for leaf, kind in enumerate(manifest.kinds):
             partner = found.merged.partner[leaf]
             if kind == Leaf.VALUE:
                 leaves.append(values.decode(manifest.detail(leaf)))
                 continue
             numbers = range(first_parts[leaf], first_parts[leaf + 1])
-            if partner >= 0 and all(found.destinations[part] is not None for part in numbers):
-                target = found.target_leaves[partner]
-                self._settle(kinds, leaf, target)
-                leaves.append(target)
-                continue
-            parts = (built[part] if built is not None else self._part(part) for part in numbers)
-            leaves.append(self._close(kinds, leaf, parts, room))
+            in_place = partner >= 0 and all(found.destinations[part] is not None for part in numbers)
+            if not in_place or (built is not None and kind == Leaf.COMPOSITE):
+                parts = (built[part] if built is not None else self._part(part) for part in numbers)
+                closed = self._close(kinds, leaf, parts, room)
+            if in_place:
+                closed = found.target_leaves[partner]
+                settling.append((leaf, closed))
+            leaves.append(closed)
         ordered = [leaves[o] if o >= 0 else found.target_leaves[~o] for o in found.merged.origin]
-        return trees.unflatten(found.merged.root, ordered)
+        state = trees.unflatten(found.merged.root, ordered)
+        # Atomic: whatever could fail has been done, and only now the first target is written.
+        if built is not None:
+            self._apply(built)
+        for leaf, target in settling:
+            self._settle(kinds, leaf, target)
+        return state
 
     def _settle(self, kinds: Kinds, leaf: int, target: Any) -> None:
         try:
@@ -538,15 +553,6 @@ class Landing:
                 result.update(dict.fromkeys(numbers, self._part(numbers[0])))
         return result
 
-    def _check_closable(self, built: list[torch.Tensor], room: Room, kinds: Kinds) -> None:
-        """Atomic: whatever could still fail must fail before the first target is written."""
-        first_parts = self._manifest.first_parts.tolist()
-        for leaf, kind in enumerate(self._manifest.kinds):
-            if kind == Leaf.COMPOSITE and self._found.merged.partner[leaf] >= 0:
-                spec = self._manifest.detail(leaf)
-                if spec[0] in ("coo", "compressed", "jagged"):
-                    self._close(kinds, leaf, built[first_parts[leaf] : first_parts[leaf + 1]], room)
-
     def _apply(self, built: list[torch.Tensor]) -> None:
         self._applied = True
         for part, target in enumerate(self._found.destinations):
@@ -556,6 +562,9 @@ class Landing:
                 if place.signs is not None:
                     theirs = theirs.clone(memory_format=torch.contiguous_format)
                     place.signs.flip(theirs.view(-1))
+                for d in range(target.ndim):
+                    if target.stride(d) == 0:  # Repeated in the source too: one of its elements is all of them.
+                        mine, theirs = mine.narrow(d, 0, 1), theirs.narrow(d, 0, 1)
                 mine.copy_(theirs)
 
 

@@ -7,9 +7,10 @@ named, and on the other side found among those already imported and registered: 
 
 from __future__ import annotations
 
+import abc
 import enum
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,18 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 }
 
 
+#: Characters of one step of a path: a peer chooses how long its keys are.
+MAX_LABEL = 200
+
+
+def _shown(key: Any) -> str:
+    try:
+        text = repr(key)
+    except Exception:  # an int of more digits than Python prints
+        return f"<{type(key).__name__}>"
+    return text if len(text) <= MAX_LABEL else text[:MAX_LABEL] + "…"
+
+
 @dataclass(slots=True)
 class Node:
     """One container. ``children`` holds a node for each container below and ``None`` for each leaf.
@@ -61,9 +74,9 @@ class Node:
     def label(self, i: int) -> str:
         """How the path goes on from here to child i."""
         if self.kind in _MAPPINGS:
-            return f"[{self.keys[i]!r}]"
+            return f"[{_shown(self.keys[i])}]"
         if self.kind is Kind.REGISTERED:
-            return str(self.keys[i])
+            return str(self.keys[i])[:MAX_LABEL]
         return f".{self.extra._fields[i]}" if self.kind is Kind.NAMED_TUPLE else f"[{i}]"
 
 
@@ -130,6 +143,16 @@ def _kind_of(cls: type) -> Kind | None:
     return None
 
 
+def _is_named_tuple(cls: type) -> bool:
+    """Whether a class that a peer has named is a named tuple, without asking its metaclass."""
+    fields = [_class_dict.__get__(c).get("_fields") for c in _mro.__get__(cls)]
+    plain = type(cls) in (type, abc.ABCMeta)
+    return plain and issubclass(cls, tuple) and any(fields) and _kind_of(cls) is Kind.NAMED_TUPLE
+
+
+_class_dict: Any = vars(type)["__dict__"]
+_mro: Any = vars(type)["__mro__"]
+
 _SIMPLE: dict[type, Kind] = {
     dict: Kind.DICT,
     OrderedDict: Kind.ORDERED_DICT,
@@ -184,19 +207,42 @@ def unflatten(root: Node | None, leaves: list[Any]) -> Any:
     return build(root)
 
 
-def paths(root: Node | None) -> list[str]:
-    """The path of every leaf, in order. Only made when somebody will read them."""
-    found: list[str] = []
+class Paths(Sequence[str]):
+    """The path of every leaf, each made when somebody reads it: together they may be far larger than the tree."""
 
-    def walk(node: Node | None, path: str) -> None:
+    def __init__(self, root: Node | None) -> None:
+        self._root = root
+        self._counts: dict[int, int] = {}
+        self._length = self._count(root)
+
+    def _count(self, node: Node | None) -> int:
         if node is None:
-            found.append(path)
-            return
-        for i, child in enumerate(node.children):
-            walk(child, path + node.label(i))
+            return 1
+        count = self._counts[id(node)] = sum(self._count(child) for child in node.children)
+        return count
 
-    walk(root, "")
-    return found
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, leaf: Any) -> Any:
+        if isinstance(leaf, slice):
+            return [self[i] for i in range(*leaf.indices(len(self)))]
+        if not 0 <= leaf < len(self):
+            raise IndexError(leaf)
+        node, path = self._root, []
+        while node is not None:
+            for i, child in enumerate(node.children):
+                count = 1 if child is None else self._counts[id(child)]
+                if leaf < count:
+                    path.append(node.label(i))
+                    node = child
+                    break
+                leaf -= count
+        return "".join(path)
+
+
+def paths(root: Node | None) -> Paths:
+    return Paths(root)
 
 
 # ---------------------------------------------------------------------------------------------------------- the wire
@@ -290,7 +336,7 @@ def _decode_extra(kind: Kind, extra: Any, children: int) -> Any:
             return None if extra is None else _FACTORIES[extra]
         case Kind.NAMED_TUPLE:
             cls: Any = classes.find(extra)
-            if _kind_of(cls) is not Kind.NAMED_TUPLE or len(cls._fields) != children:
+            if not _is_named_tuple(cls) or len(cls._fields) != children:
                 raise ValueError(f"{extra} is no named tuple of {children} fields here")
             return cls
         case Kind.DEQUE:
@@ -300,7 +346,8 @@ def _decode_extra(kind: Kind, extra: Any, children: int) -> Any:
         case Kind.REGISTERED:
             name, context = extra
             cls = classes.find(name)
-            if _kind_of(cls) is not Kind.REGISTERED:
+            # By identity: a metaclass may answer anything else with code.
+            if not any(c is cls for c in pytree.SUPPORTED_NODES) or _kind_of(cls) is not Kind.REGISTERED:
                 raise ValueError(f"{name} is not registered with torch.utils._pytree in this process")
             return cls, values.decode(context)
     if extra is not None:

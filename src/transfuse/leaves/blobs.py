@@ -6,6 +6,7 @@ import ctypes
 import io
 import math
 import pickle
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -83,6 +84,7 @@ class ArrayCodec(_Blob):
         return Opened(ArrayMeta(descr, tuple(leaf.shape), order), [part])
 
     def _dtype(self, m: ArrayMeta) -> np.dtype[Any]:
+        _check_descr(m.dtype)
         try:
             dtype = np.lib.format.descr_to_dtype(_tupled(m.dtype))
         except Exception as error:
@@ -103,9 +105,26 @@ class ArrayCodec(_Blob):
         dtype, data = self._dtype(m), _bytes_of(children[0])
         if math.prod(m.shape) * dtype.itemsize != data.nbytes:
             raise ValueError("a numpy array whose bytes do not fill its shape")
+        if dtype.kind == "U" and data.nbytes and int(data.view(dtype.str[0] + "u4").max()) > 0x10FFFF:
+            raise ValueError("text with code points that do not exist")
         if not data.nbytes:
             return np.empty(m.shape, dtype, order=m.order)
         return np.ndarray(m.shape, dtype, buffer=data.data, order=m.order)
+
+
+#: What numpy may parse on behalf of a peer: numbers, raw bytes, text, times. Anything else has a grammar of its own.
+_DESCR = re.compile(r"[<>|](?:[biufc]\d{1,2}|[SVU]\d{1,9}|[mM]8(?:\[\d{0,9}[A-Za-z]{1,2}\])?)", re.ASCII)
+
+
+def _check_descr(descr: Any, depth: int = 0) -> None:
+    if isinstance(descr, str) and _DESCR.fullmatch(descr) and (not depth or "U" not in descr):
+        return
+    if not isinstance(descr, list) or depth > 8:
+        raise ValueError("unknown numpy dtype")
+    for field in descr:
+        if not isinstance(field, list) or len(field) not in (2, 3) or type(field[0]) is not str:
+            raise ValueError("unknown numpy dtype")
+        _check_descr(field[1], depth + 1)
 
 
 def _tupled(descr: Any) -> Any:

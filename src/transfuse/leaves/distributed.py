@@ -23,6 +23,9 @@ from transfuse.leaves.codec import CannotCarry, MeshDescription, Opened, Room, S
 
 __all__ = ["DTensorCodec", "ShardedTensorCodec"]
 
+#: Building a mesh costs the square of its dimensions.
+MAX_MESH_DIMS = 16
+
 REMEDY = "receive in place (a state_dict callback whose leaf holds this shard), or pass mesh="
 
 
@@ -120,6 +123,8 @@ class DTensorCodec:
 
     def _read(self, meta: Any, room: Room) -> tuple[DTensorMeta, MeshDescription, list[Placement]]:
         m = msgspec.convert(meta, DTensorMeta)
+        if len(m.placements) > MAX_MESH_DIMS:
+            raise ValueError("a mesh of too many dimensions")
         if not 0 <= m.mesh < len(room.shared):
             raise ValueError("a DTensor on a mesh that was not described")
         mesh = msgspec.convert(room.shared[m.mesh], MeshDescription)

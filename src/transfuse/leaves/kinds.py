@@ -94,6 +94,10 @@ class Kinds:
             raise ValueError(f"unknown kind of leaf {spec[0]!r}")
         return self._by_name[spec[0]], spec[1], spec[2], spec[3]
 
+    def is_blob(self, spec: Any) -> bool:
+        """Whether a leaf is bytes underneath, and so a value as far as targets are concerned."""
+        return type(spec) is not int and isinstance(self._read(spec)[0], (ArrayCodec, TextCodec, ObjectCodec))
+
     def close(self, spec: Any, parts: Iterator[Any], room: Room) -> Any:
         """Build a leaf from its parts, which have arrived."""
         if type(spec) is int:
@@ -118,7 +122,7 @@ class Kinds:
                 return [], [f"target is {reason}"]
             return [target], []
         codec, _, meta, children = self._read(spec)
-        if isinstance(codec, (ArrayCodec, TextCodec, ObjectCodec)):
+        if self.is_blob(spec):
             if isinstance(target, torch.Tensor):
                 return [], [f"kind: source is a {codec.name}, target is {_name(target)}"]
             return [None] * self.count(spec), []
@@ -143,7 +147,7 @@ class Kinds:
         if type(spec) is int:
             return
         codec, _, meta, children = self._read(spec)
-        if isinstance(codec, (ArrayCodec, TextCodec, ObjectCodec)):
+        if self.is_blob(spec):
             return
         for child, part in zip(children, codec.open(target, Shared()).children, strict=True):
             self.settle(child, part)

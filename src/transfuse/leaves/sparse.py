@@ -6,6 +6,8 @@ arrived is checked before anybody gets it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -42,6 +44,25 @@ def _differences(source: msgspec.Struct, target: msgspec.Struct) -> list[str]:
     ]
 
 
+def _check_backed(indices: torch.Tensor) -> None:
+    """Indices that claim to be more than their memory holds are endless to check."""
+    if type(indices) not in _PLAIN or indices.layout is not torch.strided:
+        raise ValueError("indices that are no plain tensor")
+    if indices.numel() * indices.element_size() > indices.untyped_storage().nbytes():
+        raise ValueError("indices that repeat themselves in memory")
+
+
+@contextmanager
+def _harmless_if_wrong(*indices: torch.Tensor) -> Iterator[None]:
+    """Indices that have landed in a target and turn out wrong must not stay there for a kernel to follow."""
+    try:
+        yield
+    except ValueError:
+        for index in indices:
+            index.zero_()
+        raise
+
+
 def _check_sizes(sizes: tuple[int, ...]) -> None:
     if any(n < 0 for n in sizes):
         raise ValueError("a sparse tensor of negative size")
@@ -64,6 +85,7 @@ class CooCodec:
 
     def close(self, meta: Any, children: list[Any], room: Room) -> torch.Tensor:
         m = msgspec.convert(meta, CooMeta)
+        _check_backed(children[0])
         try:
             return torch.sparse_coo_tensor(  # type: ignore[call-arg]
                 *children,
@@ -80,7 +102,8 @@ class CooCodec:
 
     def settle(self, meta: Any, target: torch.Tensor) -> None:
         bare = target.detach()
-        self.close(meta, [bare._indices(), bare._values()], Room())
+        with _harmless_if_wrong(bare._indices()):
+            self.close(meta, [bare._indices(), bare._values()], Room())
         target._coalesced_(msgspec.convert(meta, CooMeta).coalesced)
 
 
@@ -120,6 +143,12 @@ class CompressedCodec:
     def close(self, meta: Any, children: list[Any], room: Room) -> torch.Tensor:
         m = msgspec.convert(meta, CompressedMeta)
         layout = _LAYOUTS[m.layout]
+        compressed, plain, _ = children
+        _check_backed(compressed)
+        _check_backed(plain)
+        # torch's own check walks from each compressed index to the next before it has looked at the one after.
+        if compressed.numel() and (int(compressed.min()) < 0 or int(compressed.max()) > plain.shape[-1]):
+            raise ValueError("inconsistent sparse tensor: compressed indices reach beyond the plain ones")
         try:
             # The check wants indices of standard strides, which a tensor of one element need not have.
             compressed, plain = (_standard(index) for index in children[:2])
@@ -137,7 +166,9 @@ class CompressedCodec:
         return _differences(msgspec.convert(source, CompressedMeta), target)
 
     def settle(self, meta: Any, target: torch.Tensor) -> None:
-        self.close(meta, self.open(target, Shared()).children, Room())
+        children = self.open(target, Shared()).children
+        with _harmless_if_wrong(*children[:2]):
+            self.close(meta, children, Room())
 
 
 class JaggedCodec:
@@ -179,7 +210,9 @@ class JaggedCodec:
 
     def settle(self, meta: Any, target: Any) -> None:
         m = msgspec.convert(meta, JaggedMeta)
-        _check_jagged(m, target._values.detach(), target._offsets, target._lengths)
+        indices = [target._offsets] if target._lengths is None else [target._offsets, target._lengths]
+        with _harmless_if_wrong(*indices):
+            _check_jagged(m, target._values.detach(), target._offsets, target._lengths)
         cache = {}
         for key, length in (("min_seqlen", m.min_length), ("max_seqlen", m.max_length)):
             if length is not None:
@@ -191,10 +224,14 @@ class JaggedCodec:
 
 def _check_jagged(m: JaggedMeta, values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None) -> None:
     whole = (torch.int32, torch.int64)
+    _check_backed(offsets)
+    if lengths is not None:
+        _check_backed(lengths)
     if offsets.ndim != 1 or not len(offsets) or offsets.dtype not in whole or not 0 < m.ragged_dim <= values.ndim:
         raise ValueError("a nested tensor whose offsets do not fit its values")
     steps = offsets.diff()
-    if int(offsets[0]) < 0 or bool((steps < 0).any()) or int(offsets[-1]) > values.shape[m.ragged_dim - 1]:
+    # The range first: the difference of two of any size may wrap.
+    if int(offsets.min()) < 0 or int(offsets.max()) > values.shape[m.ragged_dim - 1] or bool((steps < 0).any()):
         raise ValueError("a nested tensor whose offsets reach beyond its values")
     if lengths is not None:
         if lengths.shape != steps.shape or lengths.dtype not in whole:

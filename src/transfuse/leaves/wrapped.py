@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from transfuse import classes
@@ -66,13 +68,15 @@ class WrapperCodec:
             raise CannotCarry(
                 f"tensor subclass {m.cls} is not imported here ({error}); import it, or receive in place"
             ) from None
-        if not issubclass(cls, torch.Tensor) or not hasattr(cls, "__tensor_unflatten__"):
-            raise ValueError(f"{m.cls} is no traceable tensor subclass")
         if not allowed(cls):
             raise CannotCarry(
                 f"tensor subclass {m.cls} is not allowed here; torch.serialization.add_safe_globals([{cls.__name__}]), "
                 "or receive in place"
             )
+        if not issubclass(cls, torch.Tensor) or not hasattr(cls, "__tensor_unflatten__"):
+            raise ValueError(f"{m.cls} is no traceable tensor subclass")
+        if issubclass(cls, (DTensor, NestedTensor)):
+            raise ValueError(f"{m.cls} has a codec of its own")
         return cls
 
     def promise(self, meta: Any, children: int, room: Room) -> None:

@@ -335,12 +335,14 @@ class Line:
 
     def expect(self, *kinds: Message, tag: int | None = None) -> tuple[Header, bytearray]:
         """Receive the next message, which is one of ``kinds``, or raise what the peer's refusal says."""
-        while True:
+        for _ in range(self.limits.max_working_records):
             data = self._recv_bytes(HEADER_BYTES, tag)
             header = self._open(data)
             if header.kind is not Message.WORKING:
                 break
             self._verify(data, b"")
+        else:
+            raise ProtocolError(self.peer, f"rank {self.peer} says that it is working, but never that it is done")
         if tag is not None:
             # The first message of a transfer brings its name and its own tag.
             if not valid_tag(header.note):
@@ -378,14 +380,16 @@ class Line:
         kind, cause = type(error).__name__, str(error)[:4000]
         if isinstance(error, PeerRefused):
             kind, cause = error.kind, f"(from rank {error.rank}) {error.cause}"
+        # A cause may quote text that is no UTF-8: the name of a file, or what a peer made up.
+        cause = cause.encode("utf-8", "backslashreplace").decode()
         with suppress(TransfuseError):
             self.send(Message.REFUSAL, messages.encode(messages.Refusal(kind, cause)), note=self.tag, tag=tag)
             self.settle()
 
     def refused(self, refusal: messages.Refusal) -> TransfuseError:
         if refusal.kind == StepMismatch.__name__:
-            return StepMismatch(f"rank {self.peer} refused: {refusal.cause}")
-        return PeerRefused(self.peer, refusal.kind[:200], refusal.cause)
+            return StepMismatch(f"rank {self.peer} refused: {refusal.cause[:1000]}")
+        return PeerRefused(self.peer, refusal.kind[:200], refusal.cause[:10_000])
 
     # ----------------------------------------------------------------------------------------------------- records
 
