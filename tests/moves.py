@@ -8,9 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from ranks import Outcome, Ranks
 
 import transfuse
+from ranks import Outcome, Ranks
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=10)

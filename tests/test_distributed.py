@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import ProcessPool
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed._shard.metadata import ShardMetadata
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import transfuse
+from ranks import ProcessPool
 from transfuse.testing.exact import differences
 
 CPU = torch.device("cpu")
@@ -74,14 +74,15 @@ def wrong_shard(rank: int, case: str) -> Any:
     full = torch.arange(32.0).view(8, 4)
     zeros = torch.zeros(8, 4)
     source = {"fine": torch.ones(2), "w": distribute_tensor(full, mesh, [Shard(0)])}
-    spoiled: Any = {
+    makers: dict[str, Any] = {
         "coordinate": lambda: distribute_tensor(zeros, mesh, [Shard(0)]),
         "placement": lambda: distribute_tensor(zeros, mesh, [Shard(1)]),
         "replicate": lambda: distribute_tensor(zeros, mesh, [Replicate()]),
         "global shape": lambda: distribute_tensor(torch.zeros(12, 4), mesh, [Shard(0)]),
         "plain": lambda: torch.zeros(2, 4),
         "partial": lambda: DTensor.from_local(torch.zeros(2, 4), mesh, [Partial()], run_check=False),
-    }[case]()
+    }
+    spoiled: Any = makers[case]()
     fine = torch.zeros(2)
     outcome = exchange(rank, 0, 1, source, {"fine": fine, "w": spoiled})
     local = spoiled.to_local() if isinstance(spoiled, DTensor) else spoiled
@@ -286,7 +287,7 @@ def wrapped_modules(rank: int) -> Any:
         results.append(arrived["module.weight"].data_ptr() == ddp.module.weight.data_ptr())
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    model: Any = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     for module in (*model, model):
         fully_shard(module, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from moves import CPU, TIMEOUT, Pair, pair
-from ranks import Fleet, Ranks, announce
 
 import transfuse
+from moves import CPU, TIMEOUT, Pair, pair
+from ranks import Fleet, Ranks, announce
 from transfuse import receiver
 from transfuse.testing.exact import assert_exact
 
@@ -101,7 +101,7 @@ def big_state() -> dict[str, torch.Tensor]:
 
 def test_a_receivers_failure_midway_reaches_the_source_within_a_burst(two: Pair) -> None:
     """The receiver's progress callback raises: its error at its own end, its cause at the other."""
-    calls = []
+    calls: list[int] = []
 
     def interrupt(progress: dict[int, transfuse.Progress]) -> None:
         calls.append(progress[0].bytes)
@@ -186,7 +186,7 @@ def test_a_damaged_parcel_is_asked_for_again(where: str) -> None:
     }
     mine = {where: state[where]}
     size = 4 * (1 << 20) if where != "packed" else 120
-    damaged = []
+    damaged: list[int] = []
 
     def tamper(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() == size and not damaged:
@@ -461,7 +461,7 @@ def test_errors_survive_pickling_and_copying() -> None:
 
 def move_slowly(rank: int, count: int) -> Any:
     """Rank 0 sends ``count`` tensors of 4 MiB, the others receive in place; both announce when bytes move."""
-    announced = []
+    announced: list[int] = []
 
     def show(progress: dict[int, transfuse.Progress]) -> None:
         if any(p.bytes for p in progress.values()) and not announced:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_distributed as distributed
 import torch
+from torch import nn
+
+import test_distributed as distributed
+import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
 from ranks import ProcessPool, Ranks
 from test_errors import tampered
-from torch import nn
-
-import transfuse
 from transfuse.testing.exact import assert_exact
 
 
@@ -136,7 +136,7 @@ def test_11_requires_grad_survives(two: Pair) -> None:
 
 
 def test_12_quantized_is_refused_not_broken(two: Pair) -> None:
-    state = {"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}
+    state = {"q": torch._empty_affine_quantized([3], scale=0.1, zero_point=0, dtype=torch.qint8)}
     sent, _ = two.errors(state)
     assert "['q']" in str(sent)
 
@@ -144,13 +144,14 @@ def test_12_quantized_is_refused_not_broken(two: Pair) -> None:
 @pytest.mark.parametrize("kind", ["sparse", "nested", "strided nested", "unpicklable", "meta"])
 def test_13_the_receiver_is_not_left_waiting(two: Pair, kind: str) -> None:
     """What can be carried arrives; what cannot is refused at both ends at once."""
-    state: Any = {
+    makers: dict[str, Any] = {
         "sparse": lambda: {"x": torch.eye(3).to_sparse()},
         "nested": lambda: {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)},
         "strided nested": lambda: {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
         "unpicklable": lambda: {"x": lambda: 3},
         "meta": lambda: {"x": torch.empty(3, device="meta")},
-    }[kind]()
+    }
+    state = makers[kind]()
     started = time.monotonic()
     if kind in ("sparse", "nested"):
         assert_exact(state, two.move(state))
@@ -259,7 +260,7 @@ def test_25_tensors_hidden_in_an_unregistered_container_are_refused(two: Pair) -
 
 
 def test_26_a_flipped_bit_is_found_and_repaired() -> None:
-    flipped = []
+    flipped: list[int] = []
 
     def flip(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() == 4000 and not flipped:

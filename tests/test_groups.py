@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from moves import CPU, TIMEOUT
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import transfuse
+from moves import CPU, TIMEOUT
 from transfuse.testing.exact import assert_exact
 
 
@@ -127,7 +127,7 @@ def test_any_object_with_send_and_recv() -> None:
 def test_torchfts_groups(kind: str) -> None:
     """In the same process, and with the backend in a child process of its own."""
     torchft = pytest.importorskip("torchft.process_group", reason="torchft is not installed")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     groups = [getattr(torchft, kind)(timeout=timedelta(seconds=20)) for _ in range(3)]
     address = f"127.0.0.1:{store.port}/{kind}"
     try:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from moves import CPU, TIMEOUT, Pair, pair
 from torch import nn
 
 import transfuse
+from moves import CPU, TIMEOUT, Pair, pair
 from transfuse.testing.exact import assert_exact, differences
 
 
@@ -36,7 +36,7 @@ def test_other_strides_and_offset_get_the_right_values_and_no_neighbour_changes(
 
 
 def test_all_mismatches_in_one_error_before_a_byte_is_written(two: Pair) -> None:
-    state = {
+    state: dict[str, Any] = {
         "fine": torch.ones(3),
         "shape": torch.ones(3),
         "dtype": torch.ones(3),
@@ -45,7 +45,7 @@ def test_all_mismatches_in_one_error_before_a_byte_is_written(two: Pair) -> None
         "tree": {"a": torch.ones(1)},
         "sparse": torch.eye(2).to_sparse(),
     }
-    target = {
+    target: dict[str, Any] = {
         "fine": torch.zeros(3),
         "shape": torch.zeros(4),
         "dtype": torch.zeros(3, dtype=torch.int32),
@@ -60,20 +60,25 @@ def test_all_mismatches_in_one_error_before_a_byte_is_written(two: Pair) -> None
         assert any(line.startswith(f"['{name}']") for line in received.mismatches), received
     assert len(received.mismatches) == 6
     assert "source (3,), target (4,)" in str(received)
-    assert torch.equal(target["fine"], torch.zeros(3))  # type: ignore[arg-type]
+    assert torch.equal(target["fine"], torch.zeros(3))
     assert received.torn == ()
     assert isinstance(sent, transfuse.SendFailed)
     assert "['shape']" in str(sent.causes[1])
 
 
 def test_missing_leaves_arrive_fresh_and_extra_leaves_stay(two: Pair) -> None:
-    state = {"a": torch.ones(2), "new": torch.full((2,), 3.0), "list": [torch.ones(1), torch.ones(1)], "n": 1}
+    state: dict[str, Any] = {
+        "a": torch.ones(2),
+        "new": torch.full((2,), 3.0),
+        "list": [torch.ones(1), torch.ones(1)],
+        "n": 1,
+    }
     extra = torch.full((2,), 9.0)
-    target = OrderedDict(list=[torch.zeros(1)], a=torch.zeros(2), extra=extra, n=0, deep={"x": extra})
+    target: Any = OrderedDict(list=[torch.zeros(1)], a=torch.zeros(2), extra=extra, n=0, deep={"x": extra})
     arrived = two.move(state, target)
     assert arrived["a"] is target["a"]
-    assert torch.equal(target["a"], torch.ones(2))  # type: ignore[arg-type]
-    assert torch.equal(arrived["new"], state["new"])  # type: ignore[arg-type]
+    assert torch.equal(target["a"], torch.ones(2))
+    assert torch.equal(arrived["new"], state["new"])
     assert arrived["extra"] is extra
     assert arrived["deep"]["x"] is extra
     assert torch.equal(extra, torch.full((2,), 9.0))
@@ -81,7 +86,7 @@ def test_missing_leaves_arrive_fresh_and_extra_leaves_stay(two: Pair) -> None:
     assert target["n"] == 0, "the callback's containers are not mutated"
     assert "new" not in target
     assert len(arrived["list"]) == 2
-    assert arrived["list"][0] is target["list"][0]  # type: ignore[index]
+    assert arrived["list"][0] is target["list"][0]
     assert type(arrived) is dict
     longer = {"a": torch.zeros(2), "list": [torch.zeros(1), torch.zeros(1), torch.zeros(1)], "new": torch.zeros(2)}
     assert len(two.move(state, longer)["list"]) == 3
@@ -188,7 +193,7 @@ def test_interleaved_targets_are_fine(two: Pair) -> None:
 def test_versions_of_written_targets_are_bumped(two: Pair) -> None:
     target = {"w": nn.Parameter(torch.zeros(3)), "spread": torch.zeros(6)[::2], "other": torch.zeros(2)}
     before = {name: t._version for name, t in target.items()}
-    x = (target["w"] * target["w"]).sum()
+    x: Any = (target["w"] * target["w"]).sum()
     two.move({"w": torch.ones(3), "spread": torch.ones(3)}, target)
     assert target["w"]._version > before["w"]
     assert target["spread"]._version > before["spread"]
@@ -224,12 +229,17 @@ def test_conj_and_neg_bits_of_source_and_target_may_differ(two: Pair) -> None:
 def test_atomic_lands_aside_and_applies(two: Pair) -> None:
     weight = torch.randn(50, 40)
     state = {"w": weight, "t": weight.t(), "s": torch.eye(3).to_sparse(), "new": torch.ones(2), "n": 3}
-    target = {"w": torch.zeros(40, 50).t(), "t": torch.zeros(40, 50), "s": torch.eye(3).to_sparse() * 2, "n": 0}
-    target["s"] = target["s"].coalesce()  # type: ignore[union-attr]
+    target: dict[str, Any] = {
+        "w": torch.zeros(40, 50).t(),
+        "t": torch.zeros(40, 50),
+        "s": torch.eye(3).to_sparse() * 2,
+        "n": 0,
+    }
+    target["s"] = target["s"].coalesce()
     arrived = two.move(state, target, atomic=True)
     assert_exact(state, arrived, in_place=True)
     assert arrived["w"] is target["w"]
-    assert target["w"]._version > 0  # type: ignore[union-attr]
+    assert target["w"]._version > 0
 
 
 def module() -> nn.Module:
@@ -239,7 +249,8 @@ def module() -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_the_state_of_a_compiled_module(two: Pair) -> None:
-    source, target = torch.compile(module()), torch.compile(module())
+    source: Any = torch.compile(module())
+    target: Any = torch.compile(module())
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.zero_()

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from moves import CPU
-from ranks import Fleet
 
 import transfuse
+from moves import CPU
+from ranks import Fleet
 from transfuse.limits import KIB, MIB
 
 GIB = 1 << 30

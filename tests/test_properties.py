@@ -12,11 +12,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as with_seed
 from hypothesis import strategies as st
+
+import transfuse
 from moves import CPU, Pair, pair
 from ranks import ProcessPool
 from states import like, states
-
-import transfuse
 from transfuse.testing.exact import assert_exact, differences
 
 relaxed = functools.partial(

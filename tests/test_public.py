@@ -21,11 +21,8 @@ PACKAGE = ROOT / "src" / "transfuse"
 
 
 def modules() -> list[ModuleType]:
-    found = [transfuse]
-    for info in pkgutil.walk_packages(transfuse.__path__, "transfuse."):
-        if not info.name.endswith("__main__"):
-            found.append(importlib.import_module(info.name))
-    return found
+    names = [info.name for info in pkgutil.walk_packages(transfuse.__path__, "transfuse.")]
+    return [transfuse, *(importlib.import_module(name) for name in names)]
 
 
 @pytest.mark.filterwarnings("ignore")

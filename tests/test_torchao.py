@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from moves import Pair, pair
 from torch import nn
 
 import transfuse
+from moves import Pair, pair
 from transfuse.testing.exact import assert_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore")
