@@ -26,7 +26,7 @@ def test_names_are_unique_and_every_case_says_what_it_promises() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_transfuse(case: Case) -> None:
-    case.run(transfuse.PGTransport, patience=3.0)
+    case.run(transfuse.PGTransport, patience=4.0)
 
 
 # What others fail. A record: the tests below fail if a case is missing here or has come to pass.
@@ -119,9 +119,10 @@ class Deaf:
 @pytest.mark.parametrize("name", ["fresh/tree/dict", "timeout/no-source", "refusal/dtype", "several/one-absent"])
 def test_a_transport_that_never_returns_is_a_failure_after_its_time(name: str) -> None:
     started = time.monotonic()
-    with pytest.raises(AssertionError, match="had not ended"):
+    with pytest.raises(AssertionError, match="had not ended") as caught:
         BY_NAME[name].run(Deaf, patience=0.2)
     assert time.monotonic() - started < 5
+    assert "in recv_checkpoint" in caught.value.__notes__[0] or "in send_checkpoint" in caught.value.__notes__[0]
 
 
 class Cheat:

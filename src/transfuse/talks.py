@@ -51,8 +51,12 @@ def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[
         caller.holding.discard(rank)
         caller.events.put((rank, error))
 
-    for rank, talk in talks.items():
-        threading.Thread(target=work, args=(rank, talk), name=f"transfuse-peer-{rank}", daemon=True).start()
+    threads = {
+        rank: threading.Thread(target=work, args=(rank, talk), name=f"transfuse-peer-{rank}", daemon=True)
+        for rank, talk in talks.items()
+    }
+    for thread in threads.values():
+        thread.start()
     waiting, failed = set(talks), {}
     give_up = float("inf")
     while waiting:
@@ -60,6 +64,8 @@ def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[
             event = _next(caller.events)
             if event is not None:
                 rank, error = event
+                # A thread that outlived the call could be the last to hold the group while the interpreter ends.
+                threads[rank].join()
                 waiting.discard(rank)
                 if error is not None:
                     failed[rank] = error

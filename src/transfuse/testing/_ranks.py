@@ -9,8 +9,10 @@ import contextlib
 import functools
 import itertools
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -182,11 +184,11 @@ def _in_threads(
         ends.put((rank, Ended(value, error, time.monotonic() - started)))
 
     # Daemons: one that never ends is the transport's fault, and must not keep the interpreter from exiting.
-    threads = [threading.Thread(target=one, args=(rank,), name=f"rank{rank}", daemon=True) for rank in jobs]
+    threads = {rank: threading.Thread(target=one, args=(rank,), name=f"rank{rank}", daemon=True) for rank in jobs}
     last, until = moved(), time.monotonic() + limit
     # Whatever moves: a transport that keeps sending the same thing moves, too.
     at_last = until + _MOST_LIMITS * limit
-    for thread in threads:
+    for thread in threads.values():
         thread.start()
     ended: dict[int, Ended] = {}
     while len(ended) < len(jobs):
@@ -201,11 +203,19 @@ def _in_threads(
         if stop(rank, end):
             break
     if len(ended) < len(jobs):
+        late = {rank: Ended(error=_late(rank, thread, limit), seconds=limit) for rank, thread in threads.items()}
         hang_up()
         # What still runs writes into memory that the case is about to look at.
         gone = time.monotonic() + min(1.0, limit)
-        for thread in threads:
+        for thread in threads.values():
             thread.join(max(0.0, gone - time.monotonic()))
-        for rank in jobs:
-            ended.setdefault(rank, Ended(error=Late(f"rank {rank} had not ended after {limit:.2f} s"), seconds=limit))
+        ended = late | ended
     return ended
+
+
+def _late(rank: int, thread: threading.Thread, limit: float) -> Late:
+    """Says where the rank is, as far as its own thread knows."""
+    late = Late(f"rank {rank} had not ended after {limit:.2f} s")
+    if (frame := sys._current_frames().get(thread.ident or 0)) is not None:
+        late.add_note(f"rank {rank} was at:\n{''.join(traceback.format_stack(frame)[-5:])}")
+    return late
