@@ -48,7 +48,7 @@ def values(pool: ProcessPool, fn: Any, *args: Any) -> list[Any]:
 # ------------------------------------------------------------------------------------------------ DTensor, in place
 
 
-def same_shard_in_place(rank: int) -> Any:
+def same_shard_in_place(rank: int, atomic: bool = False) -> Any:
     """HSDP: replica 0 (ranks 0, 1) heals replica 1 (ranks 2, 3)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     full = torch.arange(35.0).view(7, 5)
@@ -59,14 +59,17 @@ def same_shard_in_place(rank: int) -> Any:
         transport().send_checkpoint([rank + 2], state)
         arrived: Any = state
     else:
-        arrived = transport(state).recv_checkpoint(rank - 2)
+        squares: Any = (parameter * parameter).sum()
+        arrived = transport(state, atomic=atomic).recv_checkpoint(rank - 2)
         assert arrived["w"] is mine
-        assert arrived["w"].device_mesh is mine.device_mesh
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            squares.backward()
     return all(torch.equal(arrived[k].full_tensor(), full) for k in ("w", "p"))
 
 
-def test_a_replica_heals_from_another_and_keeps_its_own_mesh(pool4: ProcessPool) -> None:
-    assert values(pool4, same_shard_in_place) == [True] * 4
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_replica_heals_from_another_and_keeps_its_own_mesh(pool4: ProcessPool, atomic: bool) -> None:
+    assert values(pool4, same_shard_in_place, atomic) == [True] * 4
 
 
 def wrong_shard(rank: int, case: str) -> Any:

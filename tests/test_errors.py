@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -18,7 +23,7 @@ import torch.distributed as dist
 import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
 from ranks import Fleet, Ranks, announce
-from transfuse import receiver
+from transfuse import places, receiver, source
 from transfuse.testing.exact import assert_exact
 
 SHORT = timedelta(seconds=1.5)
@@ -536,3 +541,171 @@ def test_a_receiver_that_plans_for_longer_than_the_timeout_shows_signs_of_life(m
     with pair() as two:
         state = {"w": torch.randn(1000)}
         assert_exact(state, two.move(state, timeout=timedelta(seconds=1)))
+
+
+@pytest.mark.parametrize("who", ["source", "receiver", "both"])
+@pytest.mark.parametrize("tagged", [True, False])
+def test_a_cancel_at_any_burst_ends_both_and_leaves_the_group_usable(who: str, tagged: bool) -> None:
+    """States of one to six bursts, three under way, cancelled at every tick by either end or both."""
+    with Ranks(2) as ranks, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRANSFUSE_BURST_BYTES", str(1 << 16))
+        patch.setenv("TRANSFUSE_PARCEL_BYTES", str(1 << 16))
+        for bursts in range(1, 7):
+            state = {"w": torch.full((bursts << 14,), 1.0)}
+            for tick in range(1, bursts + 1):
+                outcomes = ranks.outcomes(cancel_at, [state] * 2, [tick] * 2, [who] * 2, [tagged] * 2)
+                for outcome in outcomes:
+                    text = f"{bursts} bursts, cancelled at {tick}: {outcome.error!r}"
+                    assert outcome.error is None or "stop" in str(outcome.error), text
+                again = ranks.run(cancel_at, [state] * 2, [99] * 2, [who] * 2, [tagged] * 2)
+                assert_exact(state, again[1])
+
+
+def cancel_at(rank: int, pg: Any, state: Any, tick: int, who: str, tagged: bool) -> Any:
+    ticks = []
+
+    def show(progress: dict[int, transfuse.Progress]) -> None:
+        ticks.append(1)
+        if sum(p.bytes for p in progress.values()) >= tick << 16:
+            raise RuntimeError("stop")
+
+    wants = who == "both" or (who == "source") is (rank == 0)
+    transport = transfuse.PGTransport(pg if tagged else Untagged(pg), TIMEOUT, CPU, progress=show if wants else False)
+    return transport.send_checkpoint([1], state) if rank == 0 else transport.recv_checkpoint(0)
+
+
+class Dying:
+    """The world's group; its process dies when it begins to wait for the first answer to a burst."""
+
+    def __init__(self) -> None:
+        self._pg, self._headers = cast(Any, dist.group.WORLD), 0
+
+    def name(self) -> str:
+        return "gloo"
+
+    def rank(self) -> int:
+        return int(self._pg.rank())
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._pg.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        self._headers += tensors[0].numel() == 40
+        if self._headers == 2:
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._pg.recv(tensors, rank, tag)
+
+
+def die_after_the_last_burst(rank: int) -> Any:
+    timeout = timedelta(seconds=6)
+    if rank == 0:
+        transfuse.PGTransport(Dying(), timeout, CPU).send_checkpoint([1], {"w": torch.full((5 << 20,), 3.0)})
+    own = torch.zeros(5 << 20)
+    transfuse.PGTransport(cast(Any, dist.group.WORLD), timeout, CPU, lambda: {"w": own}).recv_checkpoint(0)
+    return bool((own == 3.0).all())
+
+
+def test_a_receiver_that_holds_everything_succeeds_though_its_source_is_gone() -> None:
+    with Fleet(2) as fleet:
+        fleet.start(die_after_the_last_burst)
+        died, received = fleet.outcomes(deadline=40)
+    assert died.error is not None
+    assert received.get() is True
+
+
+def test_a_receiver_that_builds_for_long_shows_signs_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build = receiver._build
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(3)
+        return build(*args)
+
+    monkeypatch.setattr(receiver, "_build", slowly)
+    with pair() as two:
+        state = {"w": torch.randn(1000)}
+        assert_exact(state, two.move(state, timeout=timedelta(seconds=1)))
+
+
+def test_a_call_that_was_interrupted_touches_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller gives up while the receiver plans: no byte may land after the call has raised."""
+    accept = receiver.accept
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(2.5)
+        return accept(*args)
+
+    monkeypatch.setattr(receiver, "accept", slowly)
+    own = torch.zeros(1000)
+
+    def interrupt(progress: dict[int, transfuse.Progress]) -> None:
+        if progress[0].phase == "planning":
+            raise RuntimeError("stop")
+
+    with pair() as two:
+        sent, received = two.errors({"w": torch.ones(1000)}, {"w": own}, progress=interrupt)
+        time.sleep(2.5)
+        assert not own.any()
+    assert "stop" in str(received)
+    assert "stop" in str(sent)
+
+
+def test_an_interrupted_receive_still_says_what_it_tore(two: Pair) -> None:
+    target = {name: torch.full((1 << 20,), -1.0) for name in big_state()}
+
+    def interrupt(progress: dict[int, transfuse.Progress]) -> None:
+        if progress[0].bytes > 0:
+            raise KeyboardInterrupt
+
+    _, received = two.errors(big_state(), target, progress=interrupt)
+    assert isinstance(received, KeyboardInterrupt)
+    assert "['w00']" in "".join(received.__notes__)
+
+
+def test_a_process_that_ends_after_a_failed_send_exits_cleanly(tmp_path: Path) -> None:
+    """No thread of a call may outlive it and take the group down while the interpreter ends."""
+    script = """
+import sys, datetime, torch, torch.distributed as dist, transfuse
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+if sys.argv[1] == "0":
+    try:
+        timeout = datetime.timedelta(seconds=1)
+        transfuse.PGTransport(dist.group.WORLD, timeout, torch.device("cpu")).send_checkpoint([1], {"a": 1})
+    except transfuse.SendFailed:
+        sys.exit(7)
+else:
+    import time; time.sleep(3)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    for attempt in range(3):
+        args = [[*command, str(rank), str(tmp_path / f"store{attempt}")] for rank in range(2)]
+        processes = [subprocess.Popen(arg, stderr=subprocess.DEVNULL) for arg in args]
+        assert processes[0].wait(60) == 7
+        processes[1].kill()
+        processes[1].wait()
+
+
+@pytest.mark.parametrize("which", [0, 2, 4])
+def test_a_parcel_that_cannot_be_packed_never_passes_for_one_that_could(
+    which: int, two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the last burst: five bursts, packing fails in one of them."""
+    calls: list[int] = []
+    pack = places.pack
+
+    def fail(memory: Any, *args: Any) -> Any:
+        if isinstance(memory, source._Memory):
+            calls.append(1)
+            if len(calls) == which + 1:
+                raise RuntimeError("out of memory")
+        return pack(memory, *args)
+
+    monkeypatch.setattr(places, "pack", fail)
+    monkeypatch.setenv("TRANSFUSE_BURST_BYTES", str(1 << 16))
+    monkeypatch.setenv("TRANSFUSE_PARCEL_BYTES", str(1 << 16))
+    sent, received = two.errors({"w": torch.ones(10 << 14)[::2]})
+    assert "out of memory" in str(sent)
+    assert "out of memory" in str(received)
+    assert two.move({"still": "usable"}) == {"still": "usable"}

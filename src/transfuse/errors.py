@@ -74,7 +74,8 @@ class UnsupportedLeaf(StateError):
     def __init__(self, path: str, reason: str) -> None:
         self.path = path
         self.reason = reason
-        super().__init__(f"leaf {path or '<root>'}: {reason}")
+        shown = path if len(path) <= 400 else f"{path[:200]}…{path[-100:]}"
+        super().__init__(f"leaf {shown or '<root>'}: {reason}")
 
 
 class TargetMismatch(StateError):

@@ -27,7 +27,7 @@ class Limits:
     #: Largest parcel. Small enough that four in flight overlap packing with the wire, large enough to fill it.
     parcel_bytes: int = 4 * MIB
     #: Smallest parcel a peer may announce: bounds the number of parcels that a hostile offer can cause.
-    min_parcel_bytes: int = 64 * KIB
+    min_parcel_bytes: int = 16 * KIB
     #: Bytes between two records, and so the grain in which progress is seen.
     burst_bytes: int = 8 * MIB
     #: Bursts under way per peer. What they hold at most counts as staging, and comes even after a cancel.

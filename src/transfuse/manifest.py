@@ -341,8 +341,9 @@ def describe(state: object, limits: Limits) -> Described:
                     details.append(values.encode(leaf))
                     codes[i] = Leaf.VALUE
                     continue
-                except values.Unencodable:
-                    pass
+                except values.Unencodable as reason:
+                    if isinstance(leaf, (set, frozenset)):
+                        raise CannotCarry(f"a {type(leaf).__name__} of which a member is refused: {reason}") from reason
             spec = kinds.open(leaf, parts, shared)
         except CannotCarry as reason:
             raise UnsupportedLeaf(trees.paths(root)[i], str(reason)) from reason

@@ -76,6 +76,7 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     parcel_bytes: int
     burst_bytes: int
     bursts_ahead: int
+    timeout: float
     digests: bool
     manifest: manifest.Wire
 

@@ -64,6 +64,8 @@ def accept(body: bytes | bytearray, wishes: Wishes, limits: Limits, peer: int, d
         offer = messages.decode(body, messages.Offer)
         if wishes.step is not None and offer.step is not None and wishes.step != offer.step:
             raise StepMismatch(f"the source sends step {offer.step}, the receiver expects step {wishes.step}")
+        if not 0 < offer.timeout < float("inf"):
+            raise ValueError("an impossible timeout")
         if offer.parcel_bytes < limits.min_parcel_bytes or offer.parcel_bytes % 16 or offer.bursts_ahead < 1:
             raise ValueError("impossible sizes of parcels or bursts")
         if max(offer.burst_bytes, offer.parcel_bytes) * offer.bursts_ahead > limits.staging_bytes:
@@ -110,10 +112,10 @@ def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, repo
         try:
             if wishes.failure is not None:
                 raise wishes.failure
-            if caller.cause is not None:
-                raise caller.cause
             with line.holding_turn():
                 accepted = accept(body, wishes, line.limits, line.peer, line.group.device)
+            line.peer_timeout = accepted.offer.timeout
+            caller.lend(line.peer)
         except BaseException as error:
             line.refuse(error)
             raise
@@ -126,16 +128,19 @@ def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, repo
         line.send(Message.WANT, messages.encode(accepted.want))
         line.expect(Message.AGREED)
     landing = accepted.landing
-    caller.holding.add(line.peer)
     try:
         with report.phase("receive"):
             _Taker(line, accepted, caller, progress).take(report)
         with report.phase("finish"):
             result.append(_finish(line, accepted))
-    except TransfuseError as error:
+    except BaseException as error:
         if isinstance(error, ProtocolError) and not line.broken:
             line.refuse(error)
-        error.torn = landing.torn()
+        report.torn = landing.torn()
+        if isinstance(error, TransfuseError):
+            error.torn = report.torn
+        elif report.torn:
+            error.add_note(f"torn target leaves: {', '.join(report.torn[:100])}")
         raise
     finally:
         landing.bump_versions()
@@ -143,7 +148,8 @@ def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, repo
 
 def _finish(line: Line, accepted: Accepted) -> Any:
     try:
-        state = _build(line.peer, accepted)
+        with line.holding_turn():
+            state = _build(line.peer, accepted)
     except TransfuseError as error:
         if not isinstance(error, ProtocolError):
             line.refuse(error)
@@ -241,7 +247,12 @@ class _Taker:
                 source_stops = True
                 continue
             cause = self._caller.cause or self._failure
-            line.send(Message.GOT, note=Intent.CANCEL if cause else Intent.GO_ON)
+            try:
+                line.send(Message.GOT, note=Intent.CANCEL if cause else Intent.GO_ON)
+            except PeerError:
+                # With nothing more to come, a source that is gone by now no longer matters.
+                if rounds or cause is not None:
+                    raise
             if rounds and cause is None:
                 flying.append(self._post(rounds.popleft()))
             self._caller.tick()

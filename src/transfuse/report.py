@@ -33,6 +33,8 @@ class Report:
     parcels: int = 0
     #: Parcels that were sent again because their digest was wrong.
     repaired: int = 0
+    #: After a failed receive, paths of the target leaves that may hold new bytes.
+    torn: tuple[str, ...] = ()
     #: Whether digests were compared.
     verified: bool = False
     seconds: float = 0.0

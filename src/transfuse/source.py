@@ -11,7 +11,7 @@ import torch
 
 from transfuse import messages, parcels, places, plan
 from transfuse.digest import digest_of
-from transfuse.errors import ProtocolError, TransfuseError
+from transfuse.errors import ProtocolError
 from transfuse.leaves import dense
 from transfuse.manifest import Described
 from transfuse.messages import Intent, Message
@@ -72,12 +72,17 @@ def serve(
         line.send(Message.OFFER, cargo.body, note=tag, tag=OFFER_TAG)
     with report.phase("wait for want"):
         line.phase = progress.phase = "waiting for the want"
-        _, body = line.expect(Message.WANT)
+        try:
+            _, body = line.expect(Message.WANT)
+            want = line.decode(body, messages.Want)
+            cut = _plan(line, cargo, want)
+        except ProtocolError as error:
+            line.refuse(error)
+            raise
     try:
-        want = line.decode(body, messages.Want)
-        cut = _plan(line, cargo, want)
-    except TransfuseError as error:
-        line.refuse(error)
+        caller.lend(line.peer)
+    except BaseException as cause:
+        line.refuse(cause)
         raise
     # Only now may the receiver post for parcels: a refusal must never meet a receive that was posted for data.
     line.send(Message.AGREED)
@@ -85,7 +90,6 @@ def serve(
     sender = _Sender(line, cargo, want, cut, caller, progress)
     numbers: Sequence[int] = range(len(cut))
     report.verified = want.digests
-    caller.holding.add(line.peer)
     for attempt in range(line.limits.max_repairs + 1):
         line.phase = progress.phase = "sending parcels"
         with report.phase("send"):
@@ -93,15 +97,20 @@ def serve(
         report.bytes += sum(int(cut.nbytes[n]) for n in numbers)
         report.parcels += len(numbers)
         line.phase = progress.phase = "waiting for the verdict"
-        with report.phase("verdict"):
-            _, body = line.expect(Message.VERDICT)
-        numbers = line.decode(body, messages.Verdict).missing
-        if not numbers:
-            return
         try:
+            with report.phase("verdict"):
+                _, body = line.expect(Message.VERDICT)
+            numbers = line.decode(body, messages.Verdict).missing
+            if sender.failure is not None:
+                if numbers:
+                    line.refuse(sender.failure)
+                raise sender.failure
+            if not numbers:
+                return
             _check_missing(line, numbers, len(cut), attempt)
         except ProtocolError as error:
-            line.refuse(error)
+            if error is not sender.failure:
+                line.refuse(error)
             raise
         line.send(Message.AGREED)
         report.repaired += len(numbers)
@@ -159,22 +168,21 @@ class _Sender:
         self._caller = caller
         self._progress = progress
         self._flying: deque[_Burst] = deque()
-        self._failure: BaseException | None = None
+        #: What went wrong here and the receiver has not been told yet.
+        self.failure: BaseException | None = None
 
     def send(self, numbers: Sequence[int]) -> None:
         rounds = parcels.bursts(self._cut, numbers, self._burst_bytes)
         cause: BaseException | None = None
-        sent, end = 0, len(rounds)
+        sent, end, first_cancelled = 0, len(rounds), 0
         while sent < end or self._flying:
             if sent < end and len(self._flying) < self._ahead:
-                if cause is None:
-                    cause = self._caller.cause or self._failure
-                    if cause is not None:
-                        end = min(end, sent + self._ahead)
-                self._post(rounds[sent], Intent.CANCEL if cause else Intent.GO_ON)
+                stopping = self._post(rounds[sent])
+                if cause is None and stopping is not None:
+                    cause, first_cancelled, end = stopping, sent, min(end, sent + self._ahead)
                 sent += 1
-            elif cause is not None and sent == end:
-                break  # The receiver reads the cancel among these, and answers no more.
+            elif cause is not None and sent - len(self._flying) >= first_cancelled:
+                break  # What is still under way says that it is cancelled, and is not answered.
             else:
                 self._hear_answer()
         if cause is not None:
@@ -183,9 +191,14 @@ class _Sender:
 
     def _hear_answer(self) -> None:
         """The receiver's record about the oldest burst: it has arrived, and more may come or not."""
-        header, _ = self._line.expect(Message.GOT)
-        if header.note not in (Intent.GO_ON, Intent.CANCEL):
-            raise ProtocolError(self._line.peer, f"rank {self._line.peer} sent a record without meaning")
+        note = int(Intent.GO_ON)
+        try:
+            header, _ = self._line.expect(Message.GOT)
+            note = header.note
+        except ProtocolError as error:
+            # The receiver has receives for parcels posted: no refusal may meet these. Cancel with the next record; if
+            # there is none, after its verdict.
+            self.failure = self.failure or error
         burst = self._flying.popleft()
         for posted in burst.posted:
             posted.wait()
@@ -193,11 +206,12 @@ class _Sender:
             self._staging.give_back(buffer)
         self._progress.bytes += burst.nbytes
         self._caller.tick()
-        if header.note == Intent.CANCEL:
+        if note == Intent.CANCEL:
             self._line.expect()
             raise ProtocolError(self._line.peer, f"rank {self._line.peer} cancelled without saying why")
 
-    def _post(self, numbers: Sequence[int], intent: Intent) -> None:
+    def _post(self, numbers: Sequence[int]) -> BaseException | None:
+        """Post a burst and the record after it; why this end stops with it, if it does."""
         burst = _Burst([], [], sum(int(self._cut.nbytes[n]) for n in numbers))
         digests: list[int] = []
         for number in numbers:
@@ -207,8 +221,11 @@ class _Sender:
             burst.posted.append(self._line.post_send(data))
             if self._digests:
                 digests.append(digest_of(data))
-        burst.posted.append(self._line.post_sent(intent, digests))
+        # Decided now, not before: a parcel that could not be packed must not pass for one that could.
+        cause = self._caller.cause or self.failure
+        burst.posted.append(self._line.post_sent(Intent.CANCEL if cause else Intent.GO_ON, digests))
         self._flying.append(burst)
+        return cause
 
     def _fetch(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A parcel's bytes on the wire's device, and the staging buffer that holds them, if any."""
@@ -220,7 +237,7 @@ class _Sender:
             buffer = self._staging.take(size)
             return places.pack(self._memory, self._cut, number, buffer), buffer
         except Exception as error:
-            # The burst has been promised: complete it, and cancel with the next record.
-            self._failure = self._failure or error
+            # The burst has been promised: complete it, and cancel with its record.
+            self.failure = self.failure or error
             buffer = self._staging.take(size) if buffer is None else buffer
             return buffer[:size], buffer

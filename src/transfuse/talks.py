@@ -27,9 +27,28 @@ class Caller:
     def __init__(self) -> None:
         #: Why the caller wants to stop. Conversations look at it between bursts.
         self.cause: BaseException | None = None
-        #: Conversations that have lent tensors to the backend, which must not be returned from under it.
-        self.holding: set[int] = set()
+        self._lock = threading.Lock()
+        self._lent: set[int] = set()
         self.events: queue.SimpleQueue[tuple[int, BaseException | None] | None] = queue.SimpleQueue()
+
+    def lend(self, rank: int) -> None:
+        """Called before tensors are lent to the backend: from now on the caller waits until it has them back."""
+        with self._lock:
+            if self.cause is not None:
+                raise self.cause
+            self._lent.add(rank)
+
+    def returned(self, rank: int) -> None:
+        with self._lock:
+            self._lent.discard(rank)
+
+    def stop(self, cause: BaseException) -> None:
+        with self._lock:
+            self.cause = cause
+
+    def may_leave(self) -> bool:
+        with self._lock:
+            return not self._lent
 
     def tick(self) -> None:
         """There is progress to show."""
@@ -48,7 +67,7 @@ def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[
                 talk()
         except BaseException as caught:
             error = caught
-        caller.holding.discard(rank)
+        caller.returned(rank)
         caller.events.put((rank, error))
 
     threads = {
@@ -58,7 +77,7 @@ def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[
     for thread in threads.values():
         thread.start()
     waiting, failed = set(talks), {}
-    give_up = float("inf")
+    give_up = float("inf") if caller.cause is None else time.monotonic() + GOODBYE_SECONDS
     while waiting:
         try:
             event = _next(caller.events)
@@ -74,8 +93,9 @@ def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[
         except BaseException as interrupt:
             if caller.cause is not None:
                 raise  # Asked twice to stop: at once, then.
-            caller.cause, give_up = interrupt, time.monotonic() + GOODBYE_SECONDS
-        if time.monotonic() > give_up and not caller.holding & waiting:
+            caller.stop(interrupt)
+            give_up = time.monotonic() + GOODBYE_SECONDS
+        if time.monotonic() > give_up and caller.may_leave():
             break
     if caller.cause is not None:
         raise caller.cause

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -66,11 +66,18 @@ def match(
         result = Match(merged, [], [None] * len(manifest.parts), {}, [], [])
         _promise_fresh(manifest, result, room, kinds)
         return result
-    target_root, target_leaves = trees.flatten(target, max_depth=limits.max_depth)
+    try:
+        target_root, target_leaves = trees.flatten(target, max_depth=limits.max_depth)
+    except UnsupportedLeaf as error:
+        raise TargetMismatch([f"{error.path or '<root>'}: the target is {error.reason}"]) from error
     merged = trees.merge(manifest.root, target_root)
     destinations, problems, matched = _fit(manifest, merged, target_leaves, room, kinds)
     problems = merged.conflicts + problems
-    if not matched and not problems and _has_tensors(manifest, kinds):
+    if (
+        not matched
+        and not problems
+        and (_has_tensors(manifest, kinds) or any(isinstance(leaf, torch.Tensor) for leaf in target_leaves))
+    ):
         raise TargetMismatch(
             _likely_prefix(manifest.paths[:1000], list(trees.paths(target_root)), target_leaves),
             intro="not one tensor of the target matches the source",
@@ -152,6 +159,8 @@ def _likely_prefix(source: list[str], target: list[str], target_leaves: list[Any
     tensors = [path for path, leaf in zip(target, target_leaves, strict=True) if isinstance(leaf, torch.Tensor)]
     if not tensors:
         return ["the state_dict callback returned no tensors (was it called before the model was built?)"]
+    if not source:
+        return [f"the source's state is empty; the target has for example {tensors[0]}"]
     tally: Counter[tuple[str, str]] = Counter()
     for side, ours, others in (("target", tensors, source), ("source", source, tensors)):
         names = {_last_key(path) for path in others}
@@ -378,20 +387,27 @@ class Landing:
         fresh = np.array([d is None for d in self._destinations], dtype=bool)
         for part in self._found.tied if not self._atomic else ():
             fresh[part] = False
-        needed = np.unique(parts.storage[fresh]) if len(parts) else np.zeros(0, dtype=np.int64)
-        total = int(storages.nbytes[needed].astype(float).sum())
+        needed = np.unique(parts.storage[fresh])
+        # A fresh part that is empty needs a storage to look into, but none of its bytes.
+        filled = np.unique(parts.storage[fresh & (parts.numel > 0)])
+        total = int(storages.nbytes[filled].astype(float).sum())
         if total > limits.max_receive_bytes:
             raise LimitExceeded(
                 f"the source offers {total} bytes of fresh tensors, more than max_receive_bytes="
                 f"{limits.max_receive_bytes}; raise it, or receive in place"
             )
         result = {}
+        sizes = np.zeros(len(storages), dtype=np.int64)
+        sizes[filled] = storages.nbytes[filled]
         for number in needed.tolist():
             where = torch.device(storages.device_of(number))
             where = device if where.type == device.type else torch.device("cpu")
-            result[number] = torch.empty(
-                int(storages.nbytes[number]), dtype=torch.uint8, device=where
-            ).untyped_storage()
+            try:
+                result[number] = torch.empty(int(sizes[number]), dtype=torch.uint8, device=where).untyped_storage()
+            except RuntimeError as error:
+                raise LimitExceeded(
+                    f"no memory for {total} bytes of fresh tensors; receive in place: {error}"
+                ) from error
         return result
 
     # -- Places
@@ -451,10 +467,13 @@ class Landing:
         }
 
     def bump_versions(self) -> None:
-        """Tell autograd which targets have changed."""
-        written = [t for part in self._with_aliases() if (t := self._destinations[part]) is not None]
-        if self._atomic and self._applied:
-            written = [t for t in self._found.destinations if t is not None]
+        """Tell autograd which targets have changed: their parts, and the composites around these."""
+        parts = range(len(self._found.destinations)) if self._applied else sorted(self._with_aliases())
+        written = []
+        for part in parts:
+            target = self._found.destinations[part]
+            if target is not None:
+                written += [target, self._found.target_leaves[self._found.merged.partner[self._manifest.leaf_of(part)]]]
         if written:
             torch.autograd.graph.increment_version(written)
 
@@ -485,14 +504,14 @@ class Landing:
                 leaves.append(values.decode(manifest.detail(leaf)))
                 continue
             numbers = range(first_parts[leaf], first_parts[leaf + 1])
-            in_place = partner >= 0 and all(found.destinations[part] is not None for part in numbers)
-            if not in_place or (built is not None and kind == Leaf.COMPOSITE):
-                parts = (built[part] if built is not None else self._part(part) for part in numbers)
-                closed = self._close(kinds, leaf, parts, room)
-            if in_place:
-                closed = found.target_leaves[partner]
-                settling.append((leaf, closed))
-            leaves.append(closed)
+            parts = (built[part] if built is not None else self._part(part) for part in numbers)
+            if partner < 0 or any(found.destinations[part] is None for part in numbers):
+                leaves.append(self._close(kinds, leaf, parts, room))
+                continue
+            if built is not None:
+                self._examine(kinds, leaf, parts, room)
+            leaves.append(found.target_leaves[partner])
+            settling.append((leaf, found.target_leaves[partner]))
         ordered = [leaves[o] if o >= 0 else found.target_leaves[~o] for o in found.merged.origin]
         state = trees.unflatten(found.merged.root, ordered)
         # Atomic: whatever could fail has been done, and only now the first target is written.
@@ -508,9 +527,15 @@ class Landing:
         except ValueError as error:
             raise ValueError(f"leaf {self._manifest.paths[leaf]}: {error}") from error
 
-    def _close(self, kinds: Kinds, leaf: int, parts: Any, room: Room) -> Any:
+    def _examine(self, kinds: Kinds, leaf: int, parts: Iterator[torch.Tensor], room: Room) -> None:
         try:
-            return kinds.close(self._manifest.detail(leaf), iter(parts), room)
+            kinds.examine(self._manifest.detail(leaf), parts, room)
+        except ValueError as error:
+            raise ValueError(f"leaf {self._manifest.paths[leaf]}: {error}") from error
+
+    def _close(self, kinds: Kinds, leaf: int, parts: Iterator[torch.Tensor], room: Room) -> Any:
+        try:
+            return kinds.close(self._manifest.detail(leaf), parts, room)
         except CannotCarry as reason:
             raise UnsupportedLeaf(self._manifest.paths[leaf], str(reason)) from reason
         except ValueError as error:
@@ -528,7 +553,8 @@ class Landing:
             assert target is not None
             storage, offset = target.untyped_storage(), dense.offset_of(target)
         else:
-            storage, offset = self._storages[int(p.storage[part])], int(p.offset[part])
+            storage = self._storages[int(p.storage[part])]
+            offset = int(p.offset[part]) if p.numel[part] else 0
         tensor = dense.over(storage, self._manifest.dtype_of(part), offset, p.shape(part), p.stride(part))
         return dense.dress(tensor, int(p.flags[part]))
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import messages, receiver, source, talks
-from transfuse.errors import SendFailed, TransfuseError
+from transfuse.errors import SendFailed, StateError, TransfuseError
 from transfuse.leaves.codec import MeshDescription
 from transfuse.limits import Limits
 from transfuse.manifest import describe
@@ -37,7 +37,8 @@ class PGTransport:
     Args:
         pg: a process group, or anything with its ``send(tensors, rank, tag)`` and ``recv(tensors, rank, tag)``.
             All ranks below are ranks within it.
-        timeout: how long a transfer may go without progress before it fails.
+        timeout: how long a transfer may go without progress before it fails. A source's begins when it has described
+            its state, a receiver's when its callback has returned: allow for the other end's part of that.
         device: where the backend wants its tensors (``cpu`` for gloo, an accelerator for NCCL).
         state_dict: called at the start of a receive; the bytes then land in the tensors of the tree it returns.
             Without it, tensors arrive fresh.
@@ -100,20 +101,22 @@ class PGTransport:
             return
         started = time.perf_counter()
         cargo, failure = None, None
+        caller = talks.Caller()
         with report.phase("describe"):
             try:
                 cargo = self._load(state_dict, step, len(ranks))
                 report.leaves = len(cargo.described.manifest)
-            except Exception as error:
+            except BaseException as error:
                 failure = error
-        caller = talks.Caller()
+                if not isinstance(error, Exception):
+                    caller.stop(error)
         progress = {rank: Progress() for rank in ranks}
         reports = {rank: Report("send", (rank,)) for rank in ranks}
 
         def talk(rank: int) -> None:
             line = Line(self._group, rank, self._seconds, self._limits)
             transfer, tag = secrets.randbits(63), self._group.new_tag(rank)
-            with self._group.turn(rank, self._group.rank() or 0, self._seconds), line:
+            with self._group.turn(rank, self._group.rank() or 0), line:
                 if cargo is None:
                     assert failure is not None
                     source.refuse(line, transfer, tag, failure)
@@ -143,12 +146,17 @@ class PGTransport:
         self._report = report = Report("receive", (rank,), step)
         started = time.perf_counter()
         target, failure = None, None
+        caller = talks.Caller()
         if self._state_dict is not None:
             with report.phase("state_dict callback"):
                 try:
                     target = self._state_dict()
-                except Exception as error:
+                    if target is None:
+                        raise StateError("the state_dict callback returned None; it returns the tree to receive into")
+                except BaseException as error:
                     failure = error
+                    if not isinstance(error, Exception):
+                        caller.stop(error)
         wishes = receiver.Wishes(
             step,
             target,
@@ -159,13 +167,12 @@ class PGTransport:
             self._mesh,
             self._weights_only_objects,
         )
-        caller = talks.Caller()
         progress = {rank: Progress()}
         result: list[Any] = []
 
         def talk() -> None:
             line = Line(self._group, rank, self._seconds, self._limits)
-            with self._group.turn(rank, rank, self._seconds), line:
+            with self._group.turn(rank, rank), line:
                 receiver.receive(line, wishes, caller, progress[rank], report, result)
 
         try:
@@ -189,6 +196,7 @@ class PGTransport:
             parcel_bytes,
             burst_bytes,
             self._limits.bursts_ahead,
+            self._seconds,
             self._verify is not False,
             described.manifest.encode(),
         )

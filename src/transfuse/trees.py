@@ -117,6 +117,8 @@ def flatten(state: object, *, max_depth: int) -> tuple[Node | None, list[Any]]:
             node.extra = (cls, context)
         else:
             children = list(item)
+            if getattr(item, "__dict__", None):
+                raise refuse(f"a {cls.__name__} with attributes {sorted(vars(item))}, which do not travel; remove them")
             node.extra = cls if kind is Kind.NAMED_TUPLE else item.maxlen if kind is Kind.DEQUE else None
         for i, child in enumerate(children):
             if type(child) is torch.Tensor:  # Most are: spare them the call.

@@ -21,7 +21,7 @@ __all__ = ["ArrayCodec", "ObjectCodec", "TextCodec"]
 def _over_bytes(data: bytes | bytearray) -> torch.Tensor:
     """A uint8 tensor over the bytes themselves. They are only ever read; torch would warn that it cannot know."""
     if not data:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     if isinstance(data, bytearray):
         return torch.frombuffer(data, dtype=torch.uint8)
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
@@ -44,6 +44,8 @@ def _bytes_of(part: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 class _Blob:
     """In place, blobs are values: the receiver gets the source's, in memory of their own."""
+
+    checks_data = False
 
     def differences(self, source: Any, target: Any, room: Room, target_shared: Shared) -> list[str]:
         return []
@@ -69,6 +71,10 @@ class ArrayCodec(_Blob):
     def open(self, leaf: Any, shared: Shared) -> Opened:
         if leaf.dtype.hasobject:
             raise CannotCarry("a numpy array of Python objects; convert it to a list or to a numeric dtype")
+        if leaf.dtype.metadata or leaf.dtype.isalignedstruct or _has_titles(leaf.dtype):
+            raise CannotCarry(
+                f"a numpy array of dtype {leaf.dtype} with metadata, titles or alignment; use a plain one"
+            )
         order: Literal["C", "F"] = "F" if leaf.flags.f_contiguous and not leaf.flags.c_contiguous else "C"
         flat = np.asarray(leaf, order=order).reshape(-1, order=order)
         descr = np.lib.format.dtype_to_descr(leaf.dtype)
@@ -80,7 +86,11 @@ class ArrayCodec(_Blob):
             window._keeps_alive = flat  # type: ignore[attr-defined]
             part = torch.frombuffer(window, dtype=torch.uint8)
         else:
-            part = torch.from_numpy(flat.view(np.uint8)) if flat.nbytes else torch.empty(0, dtype=torch.uint8)
+            part = (
+                torch.from_numpy(flat.view(np.uint8))
+                if flat.nbytes
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
         return Opened(ArrayMeta(descr, tuple(leaf.shape), order), [part])
 
     def _dtype(self, m: ArrayMeta) -> np.dtype[Any]:
@@ -125,6 +135,10 @@ def _check_descr(descr: Any, depth: int = 0) -> None:
         if not isinstance(field, list) or len(field) not in (2, 3) or type(field[0]) is not str:
             raise ValueError("unknown numpy dtype")
         _check_descr(field[1], depth + 1)
+
+
+def _has_titles(dtype: np.dtype[Any]) -> bool:
+    return dtype.fields is not None and any(len(f) > 2 or _has_titles(f[0]) for f in dtype.fields.values())
 
 
 def _tupled(descr: Any) -> Any:

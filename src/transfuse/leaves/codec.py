@@ -63,6 +63,8 @@ class Codec(Protocol):
     """One kind of composite leaf. ``ValueError`` from any method on received data means that the data is malformed."""
 
     name: str
+    #: Whether data that has landed may be wrong in itself (indices out of range), so that :meth:`settle` checks it.
+    checks_data: bool
 
     def takes(self, leaf: object) -> bool:
         """Whether this codec is the one for ``leaf``."""

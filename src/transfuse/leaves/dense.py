@@ -131,6 +131,8 @@ def dress(tensor: torch.Tensor, flags: int) -> torch.Tensor:
 
 
 def refuse_subclass(tensor: torch.Tensor) -> CannotCarry:
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return CannotCarry(f"a tensor of layout {tensor.layout} has no codec; convert it with to_dense()")
     return CannotCarry(
         f"tensor subclass {tensor_type(tensor)} has no codec: give it __tensor_flatten__ and __tensor_unflatten__, "
         "or send the plain tensors it is made of"

@@ -99,6 +99,7 @@ def _box_on(
 
 class DTensorCodec:
     name = "dtensor"
+    checks_data = False
 
     def takes(self, leaf: object) -> bool:
         return isinstance(leaf, DTensor)
@@ -144,7 +145,10 @@ class DTensorCodec:
     def _mesh_for(self, meta: Any, room: Room) -> tuple[DTensorMeta, DeviceMesh, list[Placement]]:
         m, description, placements = self._read(meta, room)
         if room.mesh is not None:
-            mesh = room.mesh if isinstance(room.mesh, DeviceMesh) else room.mesh(description)
+            try:
+                mesh = room.mesh if isinstance(room.mesh, DeviceMesh) else room.mesh(description)
+            except Exception as error:
+                raise CannotCarry(f"the mesh= callable failed for {description}: {error!r}") from error
             if not isinstance(mesh, DeviceMesh):
                 raise CannotCarry(f"the mesh= callable returned {mesh!r} for {description}, not a DeviceMesh")
             if mesh.ndim != len(placements):
@@ -232,6 +236,7 @@ def _say_box(offsets: tuple[int, ...] | None, sizes: tuple[int, ...] | None) -> 
 
 class ShardedTensorCodec:
     name = "sharded"
+    checks_data = False
 
     def takes(self, leaf: object) -> bool:
         return isinstance(leaf, ShardedTensor)

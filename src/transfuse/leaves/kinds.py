@@ -142,6 +142,18 @@ class Kinds:
             problems += why
         return result, problems
 
+    def examine(self, spec: Any, parts: Iterator[Any], room: Room) -> None:
+        """Check data that has landed aside for a target: ``ValueError`` if :meth:`settle` would refuse it there."""
+        if type(spec) is int:
+            next(parts)
+            return
+        codec, _, meta, children = self._read(spec)
+        if codec.checks_data:
+            codec.close(meta, [self.close(child, parts, room) for child in children], room)
+            return
+        for child in children:
+            self.examine(child, parts, room)
+
     def settle(self, spec: Any, target: Any) -> None:
         """Finish a target into which all bytes have landed."""
         if type(spec) is int:

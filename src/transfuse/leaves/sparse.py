@@ -70,6 +70,7 @@ def _check_sizes(sizes: tuple[int, ...]) -> None:
 
 class CooCodec:
     name = "coo"
+    checks_data = True
 
     def takes(self, leaf: object) -> bool:
         return type(leaf) in _PLAIN and leaf.layout is torch.sparse_coo  # type: ignore[attr-defined]
@@ -122,6 +123,7 @@ class CompressedCodec:
     """CSR, CSC, BSR and BSC."""
 
     name = "compressed"
+    checks_data = True
 
     def takes(self, leaf: object) -> bool:
         return type(leaf) in _PLAIN and str(leaf.layout) in _LAYOUTS  # type: ignore[attr-defined]
@@ -175,6 +177,7 @@ class JaggedCodec:
     """Nested tensors of jagged layout."""
 
     name = "jagged"
+    checks_data = True
 
     def takes(self, leaf: object) -> bool:
         return isinstance(leaf, NestedTensor)

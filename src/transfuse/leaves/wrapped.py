@@ -34,6 +34,7 @@ def allowed(cls: type) -> bool:
 
 class WrapperCodec:
     name = "wrapper"
+    checks_data = False
 
     def takes(self, leaf: object) -> bool:
         return isinstance(leaf, torch.Tensor) and is_traceable_wrapper_subclass(leaf)

@@ -91,16 +91,12 @@ class Group:
         return _call(self.pg, "size")
 
     @contextmanager
-    def turn(self, peer: int, source: int, timeout: float) -> Iterator[None]:
+    def turn(self, peer: int, source: int) -> Iterator[None]:
         """Hold the way to ``peer``. With tags transfers do not disturb each other and nobody waits."""
-        if self.serial:
-            # Those before are bounded each by their own timeout: wait for them as long as it takes.
-            with _lanes.hold((id(self.pg), -1), source, threading.TIMEOUT_MAX):
-                yield
-        elif self.tagged:
+        if self.tagged and not self.serial:
             yield
         else:
-            with _lanes.hold((id(self.pg), peer), source, timeout):
+            with _lanes.hold((id(self.pg), -1 if self.serial else peer), source):
                 yield
 
     def new_tag(self, peer: int) -> int:
@@ -133,7 +129,10 @@ def _backend_name(pg: Any, device: torch.device) -> str:
 
 
 class _Lanes:
-    """Without tags: one transfer at a time between two ranks, the lower source rank first among those waiting."""
+    """Without tags: one transfer at a time between two ranks, the lower source rank first among those waiting.
+
+    Those before are bounded each by their own timeout: they are waited for as long as it takes.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -142,15 +141,13 @@ class _Lanes:
         self._arrivals = itertools.count()
 
     @contextmanager
-    def hold(self, lane: tuple[int, int], source: int, timeout: float) -> Iterator[None]:
+    def hold(self, lane: tuple[int, int], source: int) -> Iterator[None]:
         me = (source, next(self._arrivals))
         with self._changed:
             queue = self._waiting.setdefault(lane, [])
             queue.append(me)
-            free = self._changed.wait_for(lambda: lane not in self._busy and min(queue) == me, timeout)
+            self._changed.wait_for(lambda: lane not in self._busy and min(queue) == me)
             queue.remove(me)
-            if not free:
-                raise PeerTimeout(lane[1], "waiting for another transfer with this rank to end", timeout)
             self._busy.add(lane)
         try:
             yield
@@ -174,41 +171,50 @@ class _Watch:
     _by_group: ClassVar[dict[int, _Watch]] = {}
     _lock = threading.Lock()
 
-    def __init__(self) -> None:
+    def __init__(self, key: int) -> None:
         self._lines: set[Line] = set()
         self._changed = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(key,), name="transfuse-watch", daemon=True)
 
     @classmethod
     def add(cls, line: Line) -> None:
+        key = id(line.group.pg)
         with cls._lock:
-            watch = cls._by_group.get(id(line.group.pg))
+            watch = cls._by_group.get(key)
             if watch is None:
-                watch = cls._by_group[id(line.group.pg)] = cls()
-                threading.Thread(
-                    target=watch._run, args=(id(line.group.pg),), name="transfuse-watch", daemon=True
-                ).start()
+                watch = cls._by_group[key] = cls(key)
+                watch._lines.add(line)
+                watch._thread.start()
             watch._lines.add(line)
 
     @classmethod
     def remove(cls, line: Line) -> None:
+        key = id(line.group.pg)
         with cls._lock:
-            watch = cls._by_group[id(line.group.pg)]
+            watch = cls._by_group[key]
             watch._lines.discard(line)
-            watch._changed.set()
+            last = not watch._lines
+            if last:
+                del cls._by_group[key]
+        watch._changed.set()
+        if last:
+            # A thread that outlived the call could be the last to hold the group while the interpreter ends.
+            watch._thread.join()
 
     def _run(self, key: int) -> None:
         while True:
             with self._lock:
                 lines = list(self._lines)
-                if not lines:
-                    del self._by_group[key]
-                    return
+            if not lines:
+                return
             if all(line.overdue() for line in lines):
                 for line in lines:
                     line.given_up = True
                 for line in lines:
                     line.break_off()
-            self._changed.wait(min(0.1, min(line.timeout for line in lines) / 10))
+            pause = min(0.1, min(line.timeout for line in lines) / 10)
+            del lines
+            self._changed.wait(pause)
             self._changed.clear()
 
 
@@ -261,6 +267,8 @@ class Line:
         self.waiting_since: float | None = None
         self.given_up = False
         self.broken = False
+        #: How long the peer waits for a sign of life, if it has said so.
+        self.peer_timeout = timeout
         self._unanswered: list[Posted] = []
 
     def __enter__(self) -> Line:
@@ -416,7 +424,7 @@ class Line:
         done = threading.Event()
 
         def pulse() -> None:
-            while not done.wait(self.timeout / 4):
+            while not done.wait(min(self.timeout, self.peer_timeout) / 4):
                 with suppress(TransfuseError):
                     self.send(Message.WORKING)
 
