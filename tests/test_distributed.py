@@ -336,7 +336,7 @@ def test_ranks_are_ranks_within_the_group(pool4: ProcessPool) -> None:
 
 
 def collective_tensors(rank: int) -> Any:
-    pending = all_reduce(torch.full((4,), float(rank)), "sum", dist.group.WORLD)
+    pending = all_reduce(torch.full((4,), float(rank)), "sum", cast(Any, dist.group.WORLD))
     arrived = exchange(rank, 0, 1, {"w": pending})
     return (type(arrived["w"]), arrived["w"].tolist()) if rank == 1 else None
 

@@ -6,7 +6,7 @@ Modules, each importing only from those before it:
     leaves                             one codec for each kind of leaf
     boxes, trees, manifest             a state as plain data
     plan, parcels, digest, messages    what travels, in what pieces, and the messages around it
-    places, target                     the memory it is read from and lands in
+    places, matching, target           the memory it is read from, and lands in
     report, progress, talks            what a caller sees
     routes                             how bytes move
     source, receiver, transport        the two ends of the conversation, and PGTransport

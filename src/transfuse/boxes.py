@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Box", "Budget", "Form", "blocks", "canonical", "cover"]
+__all__ = ["Box", "Budget", "Form", "blocks", "canonical", "cover", "runs"]
 
 #: Overlapping boxes are untangled into exact byte ranges up to this many runs in a plan: each is an object and a copy.
 MAX_RUNS = 1 << 13
@@ -143,8 +143,8 @@ def _settle(
         return [(group[0], tuple(members[group[0]]))]
     ranges = _merge([(box.start, box.end) for box in group if box.contiguous])
     loose = [b for b in group if not b.contiguous and not any(lo <= b.start and b.end <= hi for lo, hi in ranges)]
-    runs = sum(prod(box.sizes[:-1]) if box.strides[-1] == 1 else prod(box.sizes) for box in loose)
-    if not budget.take(runs):
+    count = sum(prod(box.sizes[:-1]) if box.strides[-1] == 1 else prod(box.sizes) for box in loose)
+    if not budget.take(count):
         # Too fine to untangle. Either way exact; take the one that moves less: every box by itself, some bytes more
         # than once, or everything from the first byte to the last.
         hull = Box(group[0].start, 1, (max(box.end for box in group) - group[0].start,), (1,))
@@ -152,14 +152,14 @@ def _settle(
             return [(box, tuple(members[box])) for box in group]
         return [(hull, ())]
     for box in loose:
-        ranges += _runs(box)
+        ranges += runs(box)
     return [(box, ()) for box in _regular(_merge(ranges))]
 
 
-def _runs(box: Box) -> list[tuple[int, int]]:
+def runs(box: Box) -> list[tuple[int, int]]:
     """The byte ranges of a box, one for each run of memory."""
     sizes, strides, run = list(box.sizes), list(box.strides), box.item
-    if strides[-1] == 1:
+    if strides and strides[-1] == 1:
         run *= sizes.pop()
         strides.pop()
     starts = np.array([box.start], dtype=np.int64)

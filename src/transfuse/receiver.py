@@ -18,6 +18,7 @@ from transfuse.leaves.codec import MeshDescription, Room
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Manifest
+from transfuse.matching import match
 from transfuse.messages import Intent, Message
 from transfuse.parcels import Parcels
 from transfuse.places import Staging
@@ -25,7 +26,7 @@ from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.routes.group import OFFER_TAG, Line, Posted
 from transfuse.talks import Caller
-from transfuse.target import Landing, match
+from transfuse.target import Landing
 
 __all__ = ["Accepted", "Wishes", "accept", "receive"]
 
