@@ -543,6 +543,23 @@ def test_a_receiver_that_plans_for_longer_than_the_timeout_shows_signs_of_life(m
         assert_exact(state, two.move(state, timeout=timedelta(seconds=1)))
 
 
+def test_signs_of_life_keep_to_the_shorter_of_two_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source waits for 1 s, the receiver would for 20; it thinks for 3."""
+    accept = receiver.accept
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(3)
+        return accept(*args)
+
+    def work(rank: int, pg: Any) -> Any:
+        transport = transfuse.PGTransport(pg, timedelta(seconds=1 if rank == 0 else 20), CPU)
+        return transport.send_checkpoint([1], {"n": 1}) if rank == 0 else transport.recv_checkpoint(0)
+
+    monkeypatch.setattr(receiver, "accept", slowly)
+    with Ranks(2) as ranks:
+        assert ranks.run(work)[1] == {"n": 1}
+
+
 @pytest.mark.parametrize("who", ["source", "receiver", "both"])
 @pytest.mark.parametrize("tagged", [True, False])
 def test_a_cancel_at_any_burst_ends_both_and_leaves_the_group_usable(who: str, tagged: bool) -> None:

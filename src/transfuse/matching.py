@@ -217,7 +217,7 @@ def _tie(manifest: Manifest, found: Match) -> list[str]:
         outside = [part for part in numbers if found.destinations[part] is None]
         for part in outside:
             anchor = next((p for p in inside if boxes[p][0] == boxes[part][0]), None)
-            if anchor is not None and _is_image(manifest, anchor, found.destinations[anchor]):
+            if anchor is not None and _shift(manifest, anchor, found.destinations[anchor]) is not None:
                 found.tied[part] = anchor
             elif any(boxes[p][0].start < boxes[part][0].end and boxes[part][0].start < boxes[p][0].end for p in inside):
                 paths = manifest.paths
@@ -252,10 +252,6 @@ def _choose(manifest: Manifest, found: Match, inside: list[int], boxes: dict[int
         else:
             chosen.append(part)
     return chosen
-
-
-def _is_image(manifest: Manifest, part: int, target: torch.Tensor | None) -> bool:
-    return _shift(manifest, part, target) is not None
 
 
 def _shift(manifest: Manifest, part: int, target: torch.Tensor | None) -> tuple[Any, ...] | None:

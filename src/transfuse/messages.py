@@ -29,6 +29,7 @@ __all__ = [
     "encode",
     "open_header",
     "seal",
+    "timeout_in",
     "verify",
 ]
 
@@ -103,6 +104,16 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     missing: list[int]
 
 
+class _Preface(msgspec.Struct, array_like=True, frozen=True):
+    """The first fields of an offer: what can be known before its manifest is read."""
+
+    step: int | None
+    parcel_bytes: int
+    burst_bytes: int
+    bursts_ahead: int
+    timeout: float
+
+
 Body = TypeVar("Body", Offer, Want, Refusal, Verdict)
 
 
@@ -116,6 +127,15 @@ def decode(data: bytes | bytearray, cls: type[Body]) -> Body:
         return msgspec.msgpack.decode(data, type=cls)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"malformed {cls.__name__.lower()}: {error}") from error
+
+
+def timeout_in(offer: bytes | bytearray) -> float | None:
+    """How long the source of an offer waits for a sign of life, if the offer says so in a sound way."""
+    try:
+        timeout = msgspec.msgpack.decode(offer, type=_Preface).timeout
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    return timeout if 0 < timeout < float("inf") else None
 
 
 def seal(kind: Message, transfer: int, note: int, body: bytes | bytearray | memoryview) -> bytes:

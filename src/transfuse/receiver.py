@@ -113,9 +113,9 @@ def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, repo
         try:
             if wishes.failure is not None:
                 raise wishes.failure
+            line.peer_timeout = messages.timeout_in(body) or line.timeout
             with line.holding_turn():
                 accepted = accept(body, wishes, line.limits, line.peer, line.group.device)
-            line.peer_timeout = accepted.offer.timeout
             caller.lend(line.peer)
         except BaseException as error:
             line.refuse(error)

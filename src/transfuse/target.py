@@ -45,6 +45,7 @@ class Landing:
         self._atomic = atomic
         self._destinations = [None] * len(manifest.parts) if atomic else found.destinations
         self._touched: set[int] = set()
+        self._applied = False
         #: Parts whose bytes a contiguous target without sign bits holds in the same order.
         bits = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
         self._as_lies: list[bool] = (manifest.parts.contiguous & (manifest.parts.flags & bits == 0)).tolist()
@@ -145,8 +146,6 @@ class Landing:
                 written += [target, self._found.target_leaves[self._found.merged.partner[self._manifest.leaf_of(part)]]]
         if written:
             torch.autograd.graph.increment_version(written)
-
-    _applied = False
 
     def paths_of(self, boxes: Sequence[int]) -> list[str]:
         """Paths of the leaves that these boxes hold."""

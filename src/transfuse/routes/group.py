@@ -171,10 +171,10 @@ class _Watch:
     _by_group: ClassVar[dict[int, _Watch]] = {}
     _lock = threading.Lock()
 
-    def __init__(self, key: int) -> None:
-        self._lines: set[Line] = set()
+    def __init__(self, first: Line) -> None:
+        self._lines = {first}
         self._changed = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(key,), name="transfuse-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="transfuse-watch", daemon=True)
 
     @classmethod
     def add(cls, line: Line) -> None:
@@ -182,8 +182,7 @@ class _Watch:
         with cls._lock:
             watch = cls._by_group.get(key)
             if watch is None:
-                watch = cls._by_group[key] = cls(key)
-                watch._lines.add(line)
+                watch = cls._by_group[key] = cls(line)
                 watch._thread.start()
             watch._lines.add(line)
 
@@ -201,7 +200,7 @@ class _Watch:
             # A thread that outlived the call could be the last to hold the group while the interpreter ends.
             watch._thread.join()
 
-    def _run(self, key: int) -> None:
+    def _run(self) -> None:
         while True:
             with self._lock:
                 lines = list(self._lines)
@@ -424,7 +423,8 @@ class Line:
         done = threading.Event()
 
         def pulse() -> None:
-            while not done.wait(min(self.timeout, self.peer_timeout) / 4):
+            # Not more often than this, whatever the peer says that it needs.
+            while not done.wait(max(min(self.timeout, self.peer_timeout) / 4, 0.05)):
                 with suppress(TransfuseError):
                     self.send(Message.WORKING)
 
