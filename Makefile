@@ -26,6 +26,10 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.core
 
+.PHONY: network
+network: $(STAMP)
+	$(BIN)/python -m benchmarks.network
+
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --timeout=3600
 

@@ -14,3 +14,15 @@ def pool4() -> Iterator[ProcessPool]:
     """Four worker processes, made on first use and kept for the whole run."""
     with ProcessPool(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def group_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything moves over the group, also within this host."""
+    monkeypatch.setenv("TRANSFUSE_SAME_HOST", "0")
+
+
+@pytest.fixture(params=["group", "memory"])
+def either_route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same once over the group, and once from memory."""
+    monkeypatch.setenv("TRANSFUSE_SAME_HOST", "1" if request.param == "memory" else "0")

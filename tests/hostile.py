@@ -12,6 +12,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import pathlib
 import random
 import re
@@ -22,7 +23,7 @@ import uuid
 import warnings
 import zoneinfo
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,6 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree
 
 from transfuse import manifest, messages, source, trees
+from transfuse.chains import Chains
 from transfuse.digest import digest_of
 from transfuse.errors import PeerLost, TransfuseError
 from transfuse.leaves import dense, values
@@ -45,19 +47,25 @@ from transfuse.leaves.codec import Room
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import KIB, MIB, Limits
 from transfuse.manifest import Leaf, Manifest
-from transfuse.messages import Header, Intent, Message
+from transfuse.messages import Agreed, Header, Intent, Link, Message
 from transfuse.parcels import Piece
 from transfuse.receiver import Accepted
-from transfuse.routes.group import FIRST_TAG, Group, Line, Posted
+from transfuse.routes.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
+from transfuse.routes.memory import TOKEN_BYTES, Lease
 from transfuse.transport import PGTransport
 
 __all__ = [
     "CAP",
     "Audit",
+    "Ground",
     "Guarded",
+    "Lined",
     "Member",
     "Wire",
     "corpus",
+    "forge_agreed",
+    "forge_memory",
+    "forge_pairs",
     "mutate_bytes",
     "mutate_offer",
     "mutate_plain",
@@ -438,11 +446,17 @@ class Member:
         return self.cargo.described.manifest
 
 
-def load(state: object) -> source.Cargo:
-    """What a source offers of a state, in small parcels and bursts."""
-    transport = PGTransport(Nowhere(), datetime.timedelta(seconds=1), CPU)
+@functools.cache
+def lease() -> Lease:
+    """One that lasts as long as this process."""
+    return Lease().__enter__()
+
+
+def load(state: object, lease: Lease | None = None) -> source.Cargo:
+    """What a source offers of a state, in small parcels and bursts; without a lease, not to be read from memory."""
+    transport = PGTransport(Nowhere(), datetime.timedelta(seconds=1), CPU, same_host=lease is not None)
     transport._limits = Limits(parcel_bytes=64 * KIB, burst_bytes=96 * KIB)
-    return transport._load(state, 4, 1)
+    return transport._load(state, 4, (PEER,), lease or Lease())
 
 
 def corpus() -> list[Member]:
@@ -457,7 +471,7 @@ def sharded_member() -> Member:
 
 
 def member(name: str, state: object) -> Member:
-    cargo = load(state)
+    cargo = load(state, lease())
     body = messages.encode(cargo.offer)
     plain, windows = msgspec.msgpack.decode(body), []
     for number, window in enumerate(cargo.described.windows.tolist()):
@@ -677,8 +691,11 @@ def mutate_plain(rng: random.Random, plain: Any, paths: list[tuple[int, ...]]) -
         return plain
 
 
-#: Where the manifest is in an offer, and where its columns are in it, with their items.
-MANIFEST = messages.Offer.__struct_fields__.index("manifest")
+#: Where fields are in an offer.
+MEMORY, RATE, MANIFEST = (
+    messages.Offer.__struct_fields__.index(name) for name in ("memory", "max_bytes_per_second", "manifest")
+)
+#: Where the manifest's columns are in it, with their items.
 FIELDS = manifest.Wire.__struct_fields__
 TREE, KINDS, DETAILS, SHARED = (FIELDS.index(name) for name in ("tree", "kinds", "details", "shared"))
 DTYPES_AT, STORAGE_NBYTES = FIELDS.index("dtypes"), FIELDS.index("storage_nbytes")
@@ -876,6 +893,124 @@ def forge_tree(rng: random.Random, wire: list[Any]) -> list[Any]:
     return put(wire, path, [kind, extra, keys, children])  # type: ignore[no-any-return]
 
 
+# ---------------------------------------------------------------------------------- memory, links and ranges of parcels
+
+#: What a sign of life may say has arrived.
+NOTES = [0, 1, 1000, (1 << 31) - 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+#: Numbers for seconds and rates.
+FLOATS = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -1.0, 5e-324, 1e-300, 1e-9, 0.001, 1e9, 1e10, 1e300]
+_PAGE = 4096
+
+
+def _map_up_to_a_hole(nbytes: int) -> int:
+    """The address of fresh memory, after which there is some that may not be read."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    base: int = libc.mmap(None, nbytes + _PAGE, 3, 0x22, -1, 0)
+    assert libc.mprotect(base + nbytes, _PAGE, 0) == 0
+    return base
+
+
+class Ground:
+    """Memory of this process that is nobody's target: some that holds something, some that may not be read."""
+
+    NBYTES = 16 * _PAGE
+
+    def __init__(self) -> None:
+        #: Where a page's worth of zeros begins, and something else after it.
+        self.zeros = _map_up_to_a_hole(self.NBYTES)
+        self.secret = self.zeros + _PAGE
+        #: Where the memory ends that may be read.
+        self.hole = self.zeros + self.NBYTES
+        memory = (ctypes.c_ubyte * self.NBYTES).from_address(self.zeros)
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
+        self.memory[_PAGE:] = np.arange(self.NBYTES - _PAGE, dtype=np.int64) % 251 + 1
+        self._before = self.memory.copy()
+
+    @classmethod
+    @functools.cache
+    def get(cls) -> Ground:
+        return cls()
+
+    def intact(self) -> bool:
+        return np.array_equal(self.memory, self._before)
+
+
+#: The number of a process that does not exist: these are given out from below.
+ABSENT_PID = int(pathlib.Path("/proc/sys/kernel/pid_max").read_text()) - 1
+
+#: Addresses at which nothing is, or can be.
+_FAR = [4096, (1 << 47) - 100, 1 << 47, (1 << 62) - 1, 1 << 62, 1 << 63, (1 << 64) - 1, (1 << 64) - 4096]
+
+
+def forge_memory(rng: random.Random, member: Member, storages: int) -> list[Any]:
+    """A description of memory that is not where the source has it, or is no description of memory."""
+    ground, honest = Ground.get(), lease().describe(member.cargo.described.addresses)
+    pid, address, token = honest.pid, honest.token_address, honest.token
+    found = np.frombuffer(honest.storages, dtype="<u8").tolist()
+    found = [*found[:storages], *[ground.secret] * (storages - len(found))]
+    for _ in range(rng.choice([1, 1, 2])):
+        match rng.randrange(12):
+            case 0:
+                pid = rng.choice(
+                    [0, -1, ABSENT_PID, ABSENT_PID, (1 << 31) - 1, 1 << 31, 1 << 40, -(1 << 63), (1 << 64) - 1]
+                )
+            case 1:
+                token = rng.choice([b"", bytes(TOKEN_BYTES), rng.randbytes(TOKEN_BYTES), token[1:], token + b"x"])
+            case 2:
+                address = rng.choice([0, 1, address + 1, ground.hole, ground.hole - 8, ground.secret, *_FAR])
+            case 3:  # a token of the forger's own, at an address that it knows
+                address, token = ground.zeros, bytes(TOKEN_BYTES)
+            case 4:
+                found = rng.choice([[], found[1:], [*found, 0], found * 2])
+            case 5:
+                return [pid, address, token, rng.randbytes(rng.randrange(40))]
+            case _:
+                inside = member.target.memory.ctypes.data
+                for i, at in enumerate(found):
+                    if rng.random() < 0.5:
+                        near = [0, 1, at + 1, at + 64, inside, ground.secret, ground.hole - 100, ground.hole]
+                        found[i] = rng.choice([*near, *near, *_FAR])
+    clipped = [n & (1 << 64) - 1 for n in found]
+    return [pid, address, token, np.array(clipped, dtype="<u8").tobytes()]
+
+
+def forge_agreed(rng: random.Random) -> list[Any]:
+    """Links to neighbours of any rank on any tag, and patience of any length."""
+
+    def link() -> Any:
+        if rng.random() < 0.3:
+            return None
+        sound = rng.random() < 0.7
+        rank = rng.randrange(8) if sound else rng.choice([-1, 7, 8, 9, 1 << 20, 1 << 31, 1 << 32, *INTS])
+        low, high = FIRST_LINK_TAG, FIRST_LINK_TAG + LINK_TAGS
+        tag = rng.choice([low, high - 1])
+        if rng.random() < 0.3:
+            tag = rng.choice([low - 1, high, FIRST_TAG, OFFER_TAG, 0, -1, 1 << 31, 1 << 32, (1 << 64) - 1])
+        return [rank, tag, rng.choice([0, 1, 2, (1 << 63) - 1, (1 << 64) - 1])]
+
+    return [link(), link(), rng.choice([0.01, 0.5, 1.0, *FLOATS])]
+
+
+def forge_pairs(rng: random.Random, count: int) -> list[int]:
+    """Ranges of parcels: rising or not, in bounds or not."""
+    pairs = sorted(rng.sample(range(count + 1), min(count + 1, 2 * rng.randrange(4))))
+    for _ in range(rng.choice([0, 1, 1, 2])):
+        i = rng.randrange(len(pairs) + 1)
+        match rng.randrange(4):
+            case 0:
+                pairs.insert(i, rng.choice([*INTS, count, count + 1]))
+            case 1 if pairs:
+                pairs[i % len(pairs)] = rng.choice([*INTS, count, count + 1])
+            case 2:
+                pairs.reverse()
+            case _:
+                pairs += pairs[-2:]
+    return pairs
+
+
 def mutate_offer(rng: random.Random, member: Member, others: list[Member]) -> bytes:
     """A forged offer: one of ``member``'s with one or more lies in it."""
     if rng.random() < 0.2:
@@ -886,7 +1021,13 @@ def mutate_offer(rng: random.Random, member: Member, others: list[Member]) -> by
         well_formed = isinstance(wire, list) and len(wire) == len(FIELDS)
         well_formed = well_formed and all(isinstance(wire[at], bytes) for at in CODES)  # type: ignore[index]
         lie = rng.random()
-        if not well_formed or lie < 0.18:
+        if well_formed and lie < 0.08:
+            with contextlib.suppress(LookupError, TypeError):
+                storages = len(wire[STORAGE_NBYTES]) // 8  # type: ignore[index]
+                plain = put(plain, (MEMORY,), forge_memory(rng, member, storages))
+        elif well_formed and lie < 0.1:
+            plain = put(plain, (RATE,), rng.choice(FLOATS))
+        elif not well_formed or lie < 0.18:
             plain = mutate_plain(rng, plain, member.paths)
         elif lie < 0.22:
             other = rng.choice(others).plain[MANIFEST]
@@ -925,6 +1066,12 @@ class Nowhere:
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> _Done:
         return _Done()
 
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 8
+
 
 class Recorder(Nowhere):
     """Keeps what is sent."""
@@ -962,15 +1109,48 @@ class Stream(Nowhere):
         return _Done()
 
 
-class Wire(Line):
-    """A line to a peer that says ``answers`` in turn, sends made-up parcels, and tells the truth about them."""
+class Lined(Chains):
+    """Chains in which everybody is told the same at once."""
 
-    def __init__(self, rng: random.Random, member: Member, answers: list[bytes]) -> None:
+    def __init__(self, agreed: Agreed) -> None:
+        super().__init__([PEER], 0, 1.0)
+        self._agreed = agreed
+
+    def join(self, rank: int, key: Hashable, host: int) -> Agreed:
+        return self._agreed
+
+
+#: What one receiver may be told of its neighbours.
+AGREED = [
+    Agreed(upstream, downstream, 0.01)
+    for upstream in (None, Link(1, FIRST_LINK_TAG, 1))
+    for downstream in (None, Link(2, FIRST_LINK_TAG + 1, 2))
+]
+
+
+class Wire(Line):
+    """A line to a peer that says ``answers`` in turn, sends made-up parcels, and tells the truth about them.
+
+    Answers are bodies of the first kind that is due, or come with their kind. What is agreed to is said by itself:
+    first ``agreed``, then nothing special. A number among the answers is a sign of life.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        member: Member,
+        answers: Sequence[bytes | int | tuple[Message, bytes]],
+        *,
+        agreed: bytes = b"",
+        relays: bool = False,
+    ) -> None:
         super().__init__(Group(Nowhere(), CPU), PEER, 1.0, LIMITS)
-        self._rng, self._member, self._answers = rng, member, answers
+        self.group.tagged = relays
+        self._rng, self._member, self._answers = rng, member, deque(answers)
+        self._agreed = agreed or messages.encode(Agreed())
         self._filling = rng.choice(["random", "honest", "honest", "zero", "small", "full", "edges"])
         self._digests: list[int] = []
-        self._due: deque[int] | None = None
+        self._due: deque[int] = deque()
         self.accepted: Accepted | None = None
 
     def expect(self, *kinds: Message, tag: int | None = None) -> tuple[Header, bytearray]:
@@ -978,27 +1158,32 @@ class Wire(Line):
         if Message.GOT in kinds:
             return Header(Message.GOT, 1, Intent.GO_ON, 0, 0), bytearray()
         if Message.AGREED in kinds:
-            return Header(Message.AGREED, 1, 0, 0, 0), bytearray()
-        if not self._answers:
-            raise PeerLost(PEER, f"rank {PEER}: has no more to say")
-        body = bytearray(self._answers.pop(0))
-        return Header(kinds[0], 1, FIRST_TAG, len(body), 0), body
+            body, self._agreed = self._agreed, messages.encode(Agreed())
+            return Header(Message.AGREED, 1, 0, len(body), 0), bytearray(body)
+        while self._answers:
+            answer = self._answers.popleft()
+            if isinstance(answer, int):
+                if self.on_working is not None:
+                    self.on_working(answer)
+                continue
+            kind, said = answer if isinstance(answer, tuple) else (kinds[0], answer)
+            return Header(kind, 1, FIRST_TAG, len(said), 0), bytearray(said)
+        raise PeerLost(PEER, f"rank {PEER}: has no more to say")
 
     def send(self, kind: Message, body: bytes | Tensor = b"", *, note: int = 0, tag: int | None = None) -> None:
-        if kind is Message.VERDICT:
+        if kind in (Message.WANT, Message.VERDICT):
             assert isinstance(body, bytes)
-            self._due = deque(messages.decode(body, messages.Verdict).missing)
+            assert self.accepted is not None
+            if kind is Message.WANT:
+                pairs = messages.decode(body, messages.Want).parcels
+            else:
+                pairs = messages.decode(body, messages.Verdict).missing
+            self._due = deque(messages.numbers_in(pairs, len(self.accepted.cut)))
         super().send(kind, body, note=note, tag=tag)
-
-    @contextlib.contextmanager
-    def holding_turn(self) -> Iterator[None]:
-        yield
 
     def post_recv(self, tensor: Tensor, tag: int | None = None) -> Posted:
         assert self.accepted is not None
         cut, data = self.accepted.cut, bytearray(tensor.numel())
-        if self._due is None:
-            self._due = deque(range(len(cut)))
         for piece in cut.pieces(self._due.popleft()):
             data[piece.position : piece.position + piece.high - piece.low] = self._made_up(piece)
         if data:
@@ -1068,6 +1253,8 @@ class Audit:
             self.events.append((event, *(str(a)[:200] for a in args), " < ".join(trail)))
 
     def _benign(self, event: str, args: tuple[Any, ...]) -> bool:
+        if event == "mmap.__new__":
+            return bool(args[0] == -1)  # Memory, and no file.
         if event != "open" or not isinstance(args[0], str) or args[1] not in ("r", "rb"):
             return False
         # A known time zone is a file of the time zone database; torch quotes source lines where it reports errors.
@@ -1133,13 +1320,7 @@ def _touch_tensor(leaf: Tensor) -> None:
 class Edge:
     """Memory that ends where the process may not read: one element too far is the end of the process."""
 
-    _PAGE = 4096
-
     def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.mmap.restype = ctypes.c_void_p
-        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        self._libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._pages: list[int] = []
         self._used = 0
 
@@ -1152,16 +1333,14 @@ class Edge:
             apart = self.put(torch.full((2 * len(tensor),), 1 << 30, dtype=tensor.dtype))[::2]
             return apart.copy_(tensor)
         size = tensor.numel() * tensor.element_size()
-        assert size <= self._PAGE
+        assert size <= _PAGE
         if self._used == len(self._pages):
-            base = self._libc.mmap(None, 2 * self._PAGE, 3, 0x22, -1, 0)
-            assert self._libc.mprotect(base + self._PAGE, self._PAGE, 0) == 0
-            self._pages.append(base)
+            self._pages.append(_map_up_to_a_hole(_PAGE))
         base = self._pages[self._used]
         self._used += 1
         if not size:
             return tensor.clone()
-        window = (ctypes.c_ubyte * size).from_address(base + self._PAGE - size)
+        window = (ctypes.c_ubyte * size).from_address(base + _PAGE - size)
         return torch.frombuffer(window, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def clear(self) -> None:

@@ -24,8 +24,21 @@ def test_names_are_unique_and_every_case_says_what_it_promises() -> None:
     assert all(case.about.endswith(".") for case in CASES)
 
 
+def over_the_group(*args: Any) -> transfuse.PGTransport:
+    return transfuse.PGTransport(*args, same_host=False)
+
+
+#: What these let happen midway, they let happen to bytes that pass through the group.
+ON_THE_WIRE = ("death/", "timeout/")
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_transfuse(case: Case) -> None:
+    case.run(over_the_group, patience=4.0)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.name.startswith(ON_THE_WIRE)], ids=str)
+def test_transfuse_from_memory(case: Case) -> None:
     case.run(transfuse.PGTransport, patience=4.0)
 
 

@@ -25,6 +25,8 @@ from ranks import ProcessPool, Ranks
 from test_errors import tampered
 from transfuse.testing.exact import assert_exact
 
+pytestmark = pytest.mark.usefixtures("group_route")
+
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Pair]:

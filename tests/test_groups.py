@@ -16,6 +16,8 @@ import transfuse
 from moves import CPU, TIMEOUT
 from transfuse.testing.exact import assert_exact
 
+pytestmark = pytest.mark.usefixtures("group_route")
+
 
 def state() -> dict[str, Any]:
     torch.manual_seed(0)

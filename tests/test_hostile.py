@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import itertools
 import os
 import pathlib
 import random
@@ -32,9 +33,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import hostile
-from hostile import CAP, CPU, LIMITS, PEER, Audit, Member, Wire
+from hostile import CAP, CPU, LIMITS, PEER, Audit, Ground, Member, Wire
 from ranks import Fleet, Ranks
 from transfuse import messages, parcels, plan, receiver, source
+from transfuse.arena import ALIGNMENT
 from transfuse.errors import (
     CorruptData,
     PeerError,
@@ -73,7 +75,7 @@ TRACE = os.environ.get("TRANSFUSE_HOSTILE_TRACE")
 #: Memory beyond what the process has that a case may ask for: what a hostile number asks for is refused beyond doubt.
 HEADROOM = 512 * MIB
 
-OFFERS, WANTS, VERDICTS, REFUSALS, STREAMS, RECORDS = 17_000, 1500, 700, 300, 1000, 500
+OFFERS, WANTS, VERDICTS, REFUSALS, STREAMS, RECORDS, AGREEMENTS = 17_000, 1500, 700, 300, 1000, 500, 500
 
 
 @pytest.fixture(scope="module")
@@ -101,24 +103,27 @@ def accept_offer(rng: random.Random, corpus: list[Member]) -> str:
     wishes = Wishes(
         step=rng.choice([None, None, None, 4]),
         target=None if target is None else target.state,
-        verify=rng.choice([None, None, False]),
+        verify=rng.choice([None, None, False, True]),
         strict=mode == "strict",
         atomic=mode == "atomic",
         weights_only_objects=rng.random() < 0.3,
+        same_host=rng.random() < 0.4,
     )
     wire = Wire(rng, member, [body])
     result: list[Any] = []
+    report = Report("receive", (PEER,))
     try:
         with patched_accept(wire), torch.no_grad():
-            receiver.receive(wire, wishes, Caller(), Progress(), Report("receive", (PEER,)), result)
-        outcome = "state"
+            receiver.receive(wire, wishes, Caller(), Progress(), report, result)
+        outcome = f"state, {report.route or 'nothing'}"
     except TransfuseError as error:
         str(error)
         refuse_out_of_memory(error)
         outcome = "too much" if isinstance(error, hostile.TooMuch) else type(error).__name__
+    assert Ground.get().intact(), "memory was written that nobody gave"
     if target is not None:
         assert target.intact(), "memory outside the target's elements was written"
-        if outcome != "state" and (wire.accepted is None or mode == "atomic"):
+        if not outcome.startswith("state") and (wire.accepted is None or mode == "atomic"):
             assert target.unchanged(), f"{outcome}, but the target was written"
     hostile.touch(result)
     if target is not None:
@@ -132,10 +137,16 @@ def patched_accept(wire: Wire) -> Iterator[None]:
 
     def accept(*args: Any) -> Accepted:
         accepted = real(*args)
-        fresh = sum(storage.nbytes() for storage in accepted.landing._storages.values())
-        assert fresh <= CAP, f"{fresh} bytes allocated"
+        arena = accepted.landing._arena
+        fresh = sum(map(len, arena.blocks)) + sum(storage.nbytes() for storage in arena._storages.values())
+        assert fresh <= CAP + ALIGNMENT * len(accepted.manifest.storages), f"{fresh} bytes allocated"
         if accepted.cut.total_bytes > hostile.MAX_PLANNED:
             raise hostile.TooMuch("planned")
+        memory = accepted.offer.memory
+        if memory is not None and 0 < memory.pid < 1 << 31 and memory.pid != os.getpid():
+            # Other processes are none of a test's business.
+            memory = msgspec.structs.replace(memory, pid=hostile.ABSENT_PID)
+            accepted.offer = msgspec.structs.replace(accepted.offer, memory=memory)
         wire.accepted = accepted
         return accepted
 
@@ -159,17 +170,28 @@ def serve_want(rng: random.Random, corpus: list[Member]) -> str:
     apart = sorted(rng.sample(range(len(m.storages)), rng.randrange(min(len(m.storages), 3) + 1)))
     parts = [p for p in range(len(m.parts)) if int(m.parts.storage[p]) in apart and rng.random() < 0.8]
     cut = parcels.cut(plan.lay_out(m, apart, parts), member.cargo.offer.parcel_bytes)
-    honest = [parcels.fingerprint(cut), True, apart, parts]
-    body = _lie(rng, honest) if rng.random() < 0.8 else msgspec.msgpack.encode(honest)
-    return _serve(rng, member, [body, msgspec.msgpack.encode([[]])])
+    honest = [parcels.fingerprint(cut), True, apart, parts, messages.pairs_of(range(len(cut))), False, 0]
+    if rng.random() < 0.5:
+        honest[4:] = [hostile.forge_pairs(rng, len(cut)), rng.random() < 0.8, rng.choice(hostile.INTS)]
+    body = _lie(rng, honest) if rng.random() < 0.6 else msgspec.msgpack.encode(honest)
+    return _serve(rng, member, [body, msgspec.msgpack.encode([[], 0])])
 
 
 def serve_verdict(rng: random.Random, corpus: list[Member]) -> str:
     member = rng.choice(corpus)
     cut = parcels.cut(plan.lay_out(member.manifest), member.cargo.offer.parcel_bytes)
-    want = msgspec.msgpack.encode([parcels.fingerprint(cut), False, [], []])
-    verdicts = [_lie(rng, [sorted(rng.sample(range(len(cut)), rng.randrange(len(cut) + 1)))]) for _ in range(3)]
-    return _serve(rng, member, [want, *verdicts])
+    relay = rng.random() < 0.3
+    want = [parcels.fingerprint(cut), False, [], [], messages.pairs_of(range(len(cut))), relay, 0]
+
+    def verdict() -> bytes:
+        honest = [messages.pairs_of(sorted(rng.sample(range(len(cut)), rng.randrange(len(cut) + 1)))), 0]
+        if rng.random() < 0.5:
+            return msgspec.msgpack.encode([hostile.forge_pairs(rng, len(cut)), rng.choice(hostile.INTS)])
+        return _lie(rng, honest)
+
+    if rng.random() < 0.2:  # It says that it has read everything.
+        return _serve(rng, member, [(Message.VERDICT, verdict())])
+    return _serve(rng, member, [msgspec.msgpack.encode(want), *(verdict() for _ in range(3))])
 
 
 def _lie(rng: random.Random, honest: Any) -> bytes:
@@ -185,15 +207,53 @@ def _lie(rng: random.Random, honest: Any) -> bytes:
         return b""
 
 
-def _serve(rng: random.Random, member: Member, answers: list[bytes]) -> str:
+def _serve(rng: random.Random, member: Member, answers: list[Any]) -> str:
+    for _ in range(rng.randrange(3)):  # signs of life, with whatever the receiver says it has
+        answers.insert(rng.randrange(len(answers) + 1), rng.choice(hostile.NOTES))
     wire = Wire(rng, member, answers)
+    chains = rng.choice([None, hostile.Lined(rng.choice(hostile.AGREED))])
+    cargo, progress, report = dataclasses.replace(member.cargo, chains=chains), Progress(), Report("send", (PEER,))
     try:
-        source.serve(wire, 1, FIRST_TAG, member.cargo, Caller(), Progress(), Report("send", (PEER,)))
+        source.serve(wire, 1, FIRST_TAG, cargo, Caller(), progress, report)
+        outcome = "done"
     except TransfuseError as error:
         str(error)
         refuse_out_of_memory(error)
-        return f"serve: {type(error).__name__}"
-    return "serve: done"
+        outcome = type(error).__name__
+    assert 0 <= report.read_bytes <= cargo.total_bytes
+    assert 0 <= progress.bytes <= 5 * cargo.total_bytes
+    str(report)
+    return f"serve: {outcome}"
+
+
+def hear_agreed(rng: random.Random, corpus: list[Member]) -> str:
+    """An honest offer, and then neighbours that a receiver did not ask for, or that do not exist, or say nonsense."""
+    member = rng.choice(corpus)
+    honest = hostile.forge_agreed(rng)
+    body = _lie(rng, honest) if rng.random() < 0.3 else msgspec.msgpack.encode(honest)
+    wire = Wire(rng, member, [member.body], agreed=body, relays=rng.random() < 0.8)
+    wire._filling = "honest"
+    wishes = Wishes(
+        target=rng.choice([None, member.target.state]),
+        weights_only_objects=True,
+        same_host=False,
+        relay=rng.random() < 0.9,
+    )
+    result: list[Any] = []
+    try:
+        with patched_accept(wire), torch.no_grad():
+            receiver.receive(wire, wishes, Caller(), Progress(), Report("receive", (PEER,)), result)
+        outcome = "state"
+    except TransfuseError as error:
+        str(error)
+        refuse_out_of_memory(error)
+        outcome = type(error).__name__
+    assert member.target.intact()
+    if outcome == "state":
+        assert member.target.unchanged()  # It is what it was: the source's own.
+    hostile.touch(result)
+    member.target.restore()
+    return f"agreed: {outcome}"
 
 
 def hear_refusal(rng: random.Random, corpus: list[Member]) -> str:
@@ -211,12 +271,21 @@ def hear_stream(rng: random.Random, corpus: list[Member]) -> str:
         head = hostile.mutate_bytes(rng, head, [head])
     elif rng.random() < 0.5:
         # A forger knows the digest too.
-        fields: list[Any] = [messages.MAGIC, rng.choice([1, 1, 1, 0, 2, 65535]), rng.choice([*range(9), 65535])]
+        version = messages.WIRE_VERSION
+        fields: list[Any] = [
+            messages.MAGIC,
+            rng.choice([version] * 3 + [0, 1, 3, 65535]),
+            rng.choice([*range(9), 65535]),
+        ]
         fields += [rng.choice([0, 1, 1 << 63]), rng.choice([0, 1, FIRST_TAG, (1 << 64) - 1])]
         fields += [rng.choice([len(body), 1 << 20, 1 << 28, (1 << 28) + 1, 1 << 40, (1 << 64) - 1])]
         bare = messages._HEADER.pack(*fields, 0)[:-8]
         head = bare + messages._digest(bare, body).to_bytes(8, "little")
-    line = Line(Group(hostile.Stream(head + rest), CPU), PEER, 1.0, LIMITS)
+    count = rng.choice([0, 0, 1, 2, LIMITS.max_working_records]) if rng.random() < 0.2 else 0
+    alive = b"".join(messages.seal(Message.WORKING, 1, rng.choice(hostile.NOTES), b"") for _ in range(count))
+    line = Line(Group(hostile.Stream(alive + head + rest), CPU), PEER, 1.0, LIMITS)
+    heard: list[int] = []
+    line.on_working = heard.append
     if rng.random() < 0.5:
         line.transfer, line.tag = 1, FIRST_TAG
         return _hear(line, Message.WANT)
@@ -257,6 +326,7 @@ CASES: list[Callable[[random.Random, list[Member]], str]] = [
     *[hear_refusal] * REFUSALS,
     *[hear_stream] * STREAMS,
     *[read_record] * RECORDS,
+    *[hear_agreed] * AGREEMENTS,
 ]
 
 
@@ -315,23 +385,24 @@ def warm_up(corpus: list[Member]) -> None:
         with contextlib.suppress(msgspec.ValidationError):
             msgspec.convert([], cls)
     for member in corpus:
-        for target in (None, member.target.state):
+        for target, same_host in itertools.product((None, member.target.state), (True, False)):
             wire = Wire(random.Random(0), member, [member.body])
             wire._filling = "honest"
             result: list[Any] = []
-            wishes = Wishes(target=target, weights_only_objects=True)
+            wishes = Wishes(target=target, weights_only_objects=True, same_host=same_host, verify=True)
             with patched_accept(wire), torch.no_grad(), contextlib.suppress(Exception):
                 receiver.receive(wire, wishes, Caller(), Progress(), Report("receive", (PEER,)), result)
             hostile.touch(result)
             member.target.restore()
     rng = random.Random(0)
-    for case in (serve_want, serve_verdict, hear_refusal, hear_stream, read_record):
+    for case in (serve_want, serve_verdict, hear_refusal, hear_stream, read_record, hear_agreed):
         for _ in range(20):
             case(rng, corpus)
 
 
+@pytest.mark.parametrize("same_host", [True, False], ids=["memory", "group"])
 @pytest.mark.parametrize("mode", ["fresh", "in place", "atomic", "strict"])
-def test_honest_messages_arrive(mode: str, corpus: list[Member]) -> None:
+def test_honest_messages_arrive(mode: str, same_host: bool, corpus: list[Member]) -> None:
     """The other tests mutate these: they must be worth mutating."""
     for member in corpus:
         if mode == "strict" and not len(member.manifest.parts):
@@ -344,11 +415,14 @@ def test_honest_messages_arrive(mode: str, corpus: list[Member]) -> None:
             strict=mode == "strict",
             atomic=mode == "atomic",
             weights_only_objects=True,
+            same_host=same_host,
         )
+        report = Report("receive", (PEER,))
         try:
             with patched_accept(wire), torch.no_grad():
-                receiver.receive(wire, wishes, Caller(), Progress(), Report("receive", (PEER,)), result)
+                receiver.receive(wire, wishes, Caller(), Progress(), report, result)
             hostile.touch(result)
+            assert report.route == ("" if not report.bytes else "memory" if same_host else "group")
             assert member.target.unchanged(), member.name
         except Exception as error:
             error.add_note(f"in member {member.name}")
@@ -388,7 +462,10 @@ def test_20_000_hostile_messages(corpus: list[Member]) -> None:
     assert grown < 256, f"{grown} MiB more resident memory"
     assert run.outcomes.total() >= 20_000
     for mode in ("fresh", "in place", "atomic", "strict"):
-        assert run.outcomes[f"{mode}: state"] > 100, run.outcomes
+        for route in ("memory", "group"):
+            assert run.outcomes[f"{mode}: state, {route}"] > 50, run.outcomes
+    assert sum(n for outcome, n in run.outcomes.items() if outcome.endswith("memory+group")) > 10, run.outcomes
+    assert run.outcomes["agreed: state"] > 50, run.outcomes
 
 
 def test_hostile_sharded_tensors(corpus: list[Member]) -> None:
@@ -401,7 +478,8 @@ def test_hostile_sharded_tensors(corpus: list[Member]) -> None:
         with little_memory():
             for number in range(1000):
                 run.one(number, watch_memory=number % 50 == 0)
-        assert run.outcomes["fresh: state"] > 10, run.outcomes
+        assert run.outcomes["fresh: state, memory"] > 10, run.outcomes
+        assert run.outcomes["fresh: state, group"] > 10, run.outcomes
     finally:
         dist.destroy_process_group()
 

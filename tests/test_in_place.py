@@ -14,6 +14,8 @@ import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
 from transfuse.testing.exact import assert_exact, differences
 
+pytestmark = pytest.mark.usefixtures("either_route")
+
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Pair]:

@@ -21,6 +21,8 @@ from moves import Pair, pair
 from transfuse.leaves import dense
 from transfuse.testing.exact import assert_exact
 
+pytestmark = pytest.mark.usefixtures("either_route")
+
 DTYPES = sorted(
     {
         dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,15 +41,15 @@ def build(count: int, size: int, fill: float, columns: bool) -> dict[str, torch.
     return {f"layer.{i}.weight": torch.full((size,), fill) for i in range(count)}
 
 
-def peak(rank: int, shape: str, fresh: bool) -> tuple[int, int, bool]:
+def peak(rank: int, shape: str, fresh: bool, same_host: bool) -> tuple[int, int, bool]:
     """(bytes at the peak beyond those before, leaves, whether all arrived)."""
     count, size = SHAPES[shape]
     columns = shape == "columns"
     own = build(count, size, 1.0 if rank == 0 else 0.0, columns) if rank == 0 or not fresh else {}
     world = cast(Any, dist.group.WORLD)
     small = {"warm up": torch.ones(3 * MIB), "packed": [torch.ones(3)] * 5}
-    transport = transfuse.PGTransport(world, timedelta(seconds=60), CPU, None if fresh else lambda: own)
-    warm = transfuse.PGTransport(world, timedelta(seconds=60), CPU)
+    make = partial(transfuse.PGTransport, world, timedelta(seconds=60), CPU, same_host=same_host)
+    transport, warm = make(None if fresh else lambda: own), make()
     if rank == 0:
         warm.send_checkpoint([1], small)
     else:
@@ -68,6 +69,7 @@ def peak(rank: int, shape: str, fresh: bool) -> tuple[int, int, bool]:
     return extra, count, complete
 
 
+@pytest.mark.parametrize("same_host", [False, True], ids=["group", "memory"])
 @pytest.mark.parametrize(
     ("shape", "fresh"),
     [
@@ -78,11 +80,11 @@ def peak(rank: int, shape: str, fresh: bool) -> tuple[int, int, bool]:
         ("one tensor", True),
     ],
 )
-def test_peak_beyond_the_tensors(shape: str, fresh: bool) -> None:
+def test_peak_beyond_the_tensors(shape: str, fresh: bool, same_host: bool) -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux's /proc/self/clear_refs")
     with Fleet(2) as fleet:
-        fleet.start(peak, shape, fresh)
+        fleet.start(peak, shape, fresh, same_host)
         outcomes = fleet.outcomes(deadline=100)
     for rank, outcome in enumerate(outcomes):
         extra, leaves, complete = outcome.get()

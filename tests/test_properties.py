@@ -33,31 +33,31 @@ def two() -> Iterator[Pair]:
 
 
 @relaxed(max_examples=150)
-@given(state=states())
-def test_fresh(two: Pair, state: Any) -> None:
-    assert_exact(state, two.move(state))
+@given(state=states(), same_host=st.booleans())
+def test_fresh(two: Pair, state: Any, same_host: bool) -> None:
+    assert_exact(state, two.move(state, same_host=same_host))
 
 
 @relaxed(max_examples=150)
-@given(state=states(), seed=st.integers(0, 1000), atomic=st.booleans())
-def test_in_place(two: Pair, state: Any, seed: int, atomic: bool) -> None:
+@given(state=states(), seed=st.integers(0, 1000), atomic=st.booleans(), same_host=st.booleans())
+def test_in_place(two: Pair, state: Any, seed: int, atomic: bool, same_host: bool) -> None:
     target, check = like(state, seed)
-    arrived = two.move(state, target, atomic=atomic)
+    arrived = two.move(state, target, atomic=atomic, same_host=same_host)
     assert_exact(state, arrived, in_place=True)
     check()
 
 
 @relaxed(max_examples=25)
-@given(state=states(max_leaves=20))
-def test_tiny_parcels(two: Pair, state: Any) -> None:
+@given(state=states(max_leaves=20), same_host=st.booleans())
+def test_tiny_parcels(two: Pair, state: Any, same_host: bool) -> None:
     """The smallest parcels and bursts: everything is cut, and several bursts are under way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRANSFUSE_PARCEL_BYTES", "256")
         patch.setenv("TRANSFUSE_MIN_PARCEL_BYTES", "256")
         patch.setenv("TRANSFUSE_BURST_BYTES", "512")
-        assert_exact(state, two.move(state))
+        assert_exact(state, two.move(state, same_host=same_host))
         target, check = like(state, 1)
-        assert_exact(state, two.move(state, target), in_place=True)
+        assert_exact(state, two.move(state, target, same_host=same_host), in_place=True)
         check()
 
 

@@ -11,8 +11,11 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["Box", "Budget", "Form", "blocks", "canonical", "cover", "runs"]
+__all__ = ["Box", "Budget", "Form", "Ints", "blocks", "canonical", "cover", "crowds", "runs"]
+
+Ints = npt.NDArray[np.int64]
 
 #: Overlapping boxes are untangled into exact byte ranges up to this many runs in a plan: each is an object and a copy.
 MAX_RUNS = 1 << 13
@@ -71,6 +74,37 @@ def canonical(sizes: Sequence[int], strides: Sequence[int]) -> Form:
         overlapping = overlapping or stride < reach
         reach += (size - 1) * stride
     return Form(tuple(n for n, _ in merged), tuple(s for _, s in merged), order, repeated, overlapping)
+
+
+def crowds(space: Ints, start: Ints, end: Ints) -> list[Ints]:
+    """Groups of spans, none of them empty, that reach into each other within one space (a storage, a device).
+
+    Each group holds the numbers of two spans or more, in the order of their starts.
+    """
+    if len(space) < 2:
+        return []
+    if (space == space[0]).all():
+        order = np.argsort(start, kind="stable")
+        low, high = start[order], end[order]
+    else:
+        order = np.lexsort((start, space))
+        low, high = (ranks[order] for ranks in _ranks(space, start, end))
+    begins = np.ones(len(order) + 1, dtype=bool)
+    begins[1:-1] = low[1:] >= np.maximum.accumulate(high)[:-1]
+    first = np.flatnonzero(begins)
+    many = np.flatnonzero(np.diff(first) > 1)
+    groups = [order[a:b] for a, b in zip(first[many].tolist(), first[many + 1].tolist(), strict=True)]
+    return [group[np.lexsort((group, end[group], start[group]))] for group in groups]
+
+
+def _ranks(space: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Starts and ends as numbers in one common order, in which everything of a space comes before the next one."""
+    spaces, points = np.concatenate([space, space]), np.concatenate([start, end])
+    order = np.lexsort((points, spaces))
+    step = (np.diff(spaces[order]) != 0) | (np.diff(points[order]) != 0)
+    ranks = np.zeros(len(order), dtype=np.int64)
+    ranks[order[1:]] = np.cumsum(step)
+    return ranks[: len(space)], ranks[len(space) :]
 
 
 def blocks(sizes: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
-__all__ = ["KIB", "MIB", "Limits"]
+__all__ = ["KIB", "MIB", "Limits", "Sizes", "allows_same_host"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -18,6 +19,14 @@ MIB = 1 << 20
 
 def _physical_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class Sizes(NamedTuple):
+    """Of one transfer."""
+
+    parcel_bytes: int
+    burst_bytes: int
+    bursts_ahead: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +38,13 @@ class Limits:
     #: Smallest parcel a peer may announce: bounds the number of parcels that a hostile offer can cause.
     min_parcel_bytes: int = 16 * KIB
     #: Bytes between two records, and so the grain in which progress is seen.
-    burst_bytes: int = 8 * MIB
+    burst_bytes: int = 16 * MIB
     #: Bursts under way per peer. What they hold at most counts as staging, and comes even after a cancel.
     bursts_ahead: int = 3
+    #: Smaller states are not worth a chain of receivers.
+    min_relay_bytes: int = 4 * MIB
+    #: In a chain bursts are not cut smaller than this.
+    min_chained_bytes: int = 64 * KIB
     #: Memory beyond the tensors themselves that one end may use, however many peers it has.
     staging_bytes: int = 64 * MIB
     #: Longest control message that is accepted (a description takes well under 1 KiB a leaf).
@@ -73,8 +86,27 @@ class Limits:
                     raise ValueError(f"TRANSFUSE_{item.name.upper()} must be a whole number, got {text!r}") from None
         return cls(**values)
 
-    def sizes_for(self, peers: int) -> tuple[int, int]:
-        """Parcel and burst sizes with which staging for this many peers stays within half of ``staging_bytes``."""
-        share = self.staging_bytes // (2 * max(peers, 1) * self.bursts_ahead)
-        burst = max(self.min_parcel_bytes, min(self.burst_bytes, share))
-        return max(self.min_parcel_bytes, min(self.parcel_bytes, burst // 16 * 16)), burst
+    def sizes_for(self, peers: int, chained_bytes: int | None = None, rate: float | None = None) -> Sizes:
+        """Sizes with which staging for this many peers stays within ``staging_bytes``.
+
+        Receivers in a chain pass on burst by burst: with a state of ``chained_bytes`` these are so small that filling
+        the chain costs little. Under a ``rate`` they are so small that bytes go out evenly.
+        """
+        most = self.burst_bytes
+        ahead = self.bursts_ahead
+        if chained_bytes is not None:
+            most = min(most, self.parcel_bytes, max(self.min_chained_bytes, chained_bytes // (32 * peers)))
+            ahead = min(max(ahead, self.parcel_bytes // most), 4 * ahead)
+        if rate is not None:
+            most = min(most, int(rate * 0.05))
+        most = min(most, self.staging_bytes // (2 * max(peers, 1) * ahead))
+        burst = max(self.min_parcel_bytes, most)
+        return Sizes(max(self.min_parcel_bytes, min(self.parcel_bytes, burst // 16 * 16)), burst, ahead)
+
+
+def allows_same_host(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment leaves the memory route on."""
+    text = environ.get("TRANSFUSE_SAME_HOST", "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"TRANSFUSE_SAME_HOST must be 0 or 1, got {text!r}")
+    return text == "1"

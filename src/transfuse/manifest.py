@@ -1,35 +1,31 @@
 """A manifest: a state as plain data. Its tree, its leaves, its parts and storages; no tensor, no code.
 
-Parts and storages are columns (one array for each property, not one object for each tensor): a state of a hundred
-thousand tensors is described by a dozen arrays.
+Parts and storages are columns: a state of a hundred thousand tensors is described by a dozen arrays. :func:`describe`
+makes a manifest of a state, and keeps beside it the memory that it speaks of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from transfuse import trees
-from transfuse.boxes import Box, Form, canonical
+from transfuse import columns, trees
+from transfuse.columns import PLAIN
 from transfuse.errors import UnsupportedLeaf
 from transfuse.leaves import dense, values
 from transfuse.leaves.codec import CannotCarry, Shared
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
+from transfuse.parts import Ints, Parts, Storages
 
-__all__ = ["Described", "Leaf", "Manifest", "Parts", "Storages", "describe"]
-
-Ints = npt.NDArray[np.int64]
-
-#: No size, stride or offset is larger; products of two are checked in floating point first.
-HUGE = 1 << 56
+__all__ = ["Described", "Ints", "Leaf", "Manifest", "Parts", "Storages", "describe"]
 
 
 class Leaf:
@@ -38,128 +34,6 @@ class Leaf:
     VALUE = 0
     TENSOR = 1
     COMPOSITE = 2
-
-
-@dataclass(eq=False)
-class Parts:
-    """Columns of all parts. Sizes and strides of part i are ``[first[i] : first[i + 1]]`` of theirs."""
-
-    storage: Ints
-    dtype: Ints
-    flags: Ints
-    offset: Ints  # in items, from the start of the storage's window
-    ndim: Ints
-    sizes: Ints
-    strides: Ints
-    item: Ints  # bytes of one item
-
-    def __len__(self) -> int:
-        return len(self.storage)
-
-    @cached_property
-    def first(self) -> Ints:
-        return np.concatenate([[0], np.cumsum(self.ndim)]).astype(np.int64)
-
-    def shape(self, i: int) -> tuple[int, ...]:
-        return tuple(self.sizes[self.first[i] : self.first[i + 1]].tolist())
-
-    def stride(self, i: int) -> tuple[int, ...]:
-        return tuple(self.strides[self.first[i] : self.first[i + 1]].tolist())
-
-    def form(self, i: int) -> Form:
-        return canonical(self.shape(i), self.stride(i))
-
-    def box(self, i: int) -> tuple[Box, bool]:
-        """The box of part i, and whether it overlaps itself."""
-        form, item = self.form(i), int(self.item[i])
-        return Box(int(self.offset[i]) * item, item, form.sizes, form.strides), form.overlapping
-
-    @cached_property
-    def _owner(self) -> Ints:
-        """For each dimension, its part."""
-        return np.repeat(np.arange(len(self), dtype=np.int64), self.ndim)
-
-    @cached_property
-    def numel(self) -> Ints:
-        numel = np.ones(len(self), dtype=np.int64)
-        np.multiply.at(numel, self._owner, self.sizes)
-        return numel
-
-    @cached_property
-    def reach(self) -> Ints:
-        """Items from a part's first to one past its last; 0 for an empty part."""
-        reach = np.ones(len(self), dtype=np.int64)
-        np.add.at(reach, self._owner, (self.sizes - 1) * self.strides)
-        return np.where(self.numel > 0, reach, 0)
-
-    @cached_property
-    def start(self) -> Ints:
-        """The first byte of each part in its storage's window."""
-        return self.offset * self.item
-
-    @cached_property
-    def end(self) -> Ints:
-        """One past the last byte of each part."""
-        return self.start + self.reach * self.item
-
-    @cached_property
-    def contiguous(self) -> npt.NDArray[np.bool_]:
-        """Which parts are one run of memory in row-major order."""
-        result = np.ones(len(self), dtype=bool)
-        for dims in np.unique(self.ndim):
-            if dims == 0:
-                continue
-            chosen = np.flatnonzero(self.ndim == dims)
-            at = self.first[chosen][:, None] + np.arange(dims)
-            sizes, strides = self.sizes[at], self.strides[at]
-            expected = np.ones_like(sizes)
-            expected[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
-            result[chosen] = ((strides == expected) | (sizes == 1)).all(axis=1)
-        return result
-
-    def check(self, storages: Storages) -> None:
-        """Refuse columns that no describer writes. Nothing is indexed or multiplied before it is known to be safe."""
-        n = len(self)
-        if any(len(column) != n for column in (self.dtype, self.flags, self.offset, self.ndim, self.item)):
-            raise ValueError("columns of different length")
-        if n and (self.ndim.min() < 0 or self.ndim.max() > 64):
-            raise ValueError("a tensor of too many dimensions")
-        dims = int(self.ndim.sum())
-        if len(self.sizes) != dims or len(self.strides) != dims:
-            raise ValueError("sizes and strides do not match the number of dimensions")
-        if n and (self.storage.min() < 0 or self.storage.max() >= len(storages)):
-            raise ValueError("a tensor in a storage that was not described")
-        if n and (self.flags.min() < 0 or self.flags.max() >= 64):
-            raise ValueError("unknown tensor flags")
-        for column in (self.offset, self.sizes, self.strides):
-            if len(column) and (column.min() < 0 or column.max() > HUGE):
-                raise ValueError("a size, stride or offset out of range")
-        numel = np.ones(n)
-        np.multiply.at(numel, self._owner, self.sizes.astype(float))
-        reach = np.ones(n)
-        np.add.at(reach, self._owner, np.maximum(self.sizes - 1, 0).astype(float) * self.strides.astype(float))
-        if n and max(numel.max(), reach.max(), self.offset.max()) * 16 > float(HUGE):
-            raise ValueError("a tensor too large to address")
-        inside = (self.end <= storages.nbytes[self.storage]) | (self.numel == 0)
-        if not inside.all():
-            raise ValueError(f"part {int(np.argmin(inside))} reaches beyond its storage")
-        if (self.start % self.item).any():
-            raise ValueError("a misaligned tensor")
-
-
-@dataclass(eq=False)
-class Storages:
-    """Columns of all storages. A storage's window is the run of its bytes that its parts show."""
-
-    nbytes: Ints
-    device: Ints  # an index into devices
-    devices: list[str]
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-    def device_of(self, i: int) -> str:
-        return self.devices[int(self.device[i])]
 
 
 class Wire(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -218,17 +92,22 @@ class Manifest:
     @cached_property
     def first_parts(self) -> Ints:
         """The first part of each leaf, and the number of parts at the end."""
-        counts = (np.frombuffer(self.kinds, np.uint8) == Leaf.TENSOR).astype(np.int64)
-        composite = [i for i, kind in enumerate(self.kinds) if kind == Leaf.COMPOSITE]
+        first = np.zeros(len(self) + 1, dtype=np.int64)
+        first[1:] = self.codes == Leaf.TENSOR
+        composite = np.flatnonzero(self.codes == Leaf.COMPOSITE).tolist()
         if composite:
             counter = Kinds(Limits())
-            for i in composite:
-                counts[i] = counter.count(self.detail(i))
-        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+            first[1:][composite] = [counter.count(self.detail(leaf)) for leaf in composite]
+        return np.cumsum(first, out=first)
+
+    @cached_property
+    def codes(self) -> npt.NDArray[np.uint8]:
+        """The kind of each leaf, as a column."""
+        return np.frombuffer(self.kinds, np.uint8)
 
     @cached_property
     def _detail_numbers(self) -> Ints:
-        return np.cumsum(np.frombuffer(self.kinds, np.uint8) != Leaf.TENSOR) - 1
+        return np.cumsum(self.codes != Leaf.TENSOR) - 1
 
     def detail(self, leaf: int) -> Any:
         """The value or spec of a leaf."""
@@ -236,6 +115,10 @@ class Manifest:
 
     def leaf_of(self, part: int) -> int:
         return int(np.searchsorted(self.first_parts, part, side="right")) - 1
+
+    def leaves_of(self, parts: npt.ArrayLike) -> Ints:
+        """The leaves that these parts belong to."""
+        return np.searchsorted(self.first_parts, parts, side="right") - 1
 
     def encode(self) -> Wire:
         p, s = self.parts, self.storages
@@ -263,11 +146,11 @@ class Manifest:
         root, leaves = trees.decode(wire.tree, max_depth=limits.max_depth)
         if leaves != len(wire.kinds):
             raise ValueError(f"{leaves} leaves in the tree, {len(wire.kinds)} described")
-        plain = sum(kind == Leaf.TENSOR for kind in wire.kinds)
-        if any(kind > Leaf.COMPOSITE for kind in wire.kinds) or len(wire.details) != leaves - plain:
+        plain = wire.kinds.count(Leaf.TENSOR)
+        if max(wire.kinds, default=0) > Leaf.COMPOSITE or len(wire.details) != leaves - plain:
             raise ValueError("leaves of unknown kind, or without details")
         dtypes = [values.dtype_named(name) for name in wire.dtypes]
-        if any(_is_quantized(dtype) for dtype in dtypes):
+        if any(dense.is_quantized(dtype) for dtype in dtypes):
             raise ValueError("a quantized dtype")
         storages = Storages(_unpack(wire.storage_nbytes, "<i8"), _unpack(wire.storage_device, "<u1"), wire.devices)
         if len(storages) != len(storages.device) or (len(storages) and storages.nbytes.min() < 0):
@@ -291,7 +174,7 @@ class Manifest:
             strides=_unpack(wire.part_strides, "<i8"),
             item=item,
         )
-        parts.check(storages)
+        parts.check_in(storages)
         manifest = cls(root, wire.kinds, wire.details, wire.shared, dtypes, parts, storages)
         if manifest.first_parts[-1] != len(parts):
             raise ValueError("leaves and tensors do not add up")
@@ -306,130 +189,141 @@ def _unpack(data: bytes, code: str) -> Ints:
     return np.frombuffer(data, dtype=code).astype(np.int64)
 
 
-def _is_quantized(dtype: torch.dtype) -> bool:
-    return dtype in (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
-
-
-@dataclass
+@dataclass(eq=False)
 class Described:
     """A manifest and the memory it describes: what a source serves from."""
 
     manifest: Manifest
     parts: list[torch.Tensor]
-    storages: list[torch.UntypedStorage]
     #: The byte of the real storage at which each window begins.
     windows: Ints
+    #: The address of each window's first byte, if it has bytes and is in main memory; otherwise 0.
+    addresses: Ints
+    #: For each storage, a part that looks into it.
+    owners: Ints
+
+    @cached_property
+    def storages(self) -> list[torch.UntypedStorage]:
+        return [self.parts[part].untyped_storage() for part in self.owners.tolist()]
 
 
 def describe(state: object, limits: Limits) -> Described:
     """Describe a state. :class:`UnsupportedLeaf` names the first leaf that cannot be carried exactly."""
     root, leaves = trees.flatten(state, max_depth=limits.max_depth)
-    kinds = Kinds(limits)
-    shared = Shared()
-    codes = bytearray(len(leaves))
-    details: list[Any] = []
-    parts: list[torch.Tensor] = []
-    for i, leaf in enumerate(leaves):
+    odd = [i for i, leaf in enumerate(leaves) if type(leaf) not in PLAIN] if set(map(type, leaves)) - PLAIN else []
+    try:
+        opened = _open(root, leaves, odd, limits)
+        return _lay_down(root, opened, columns.read(opened.parts))
+    except (columns.Unusual, UnsupportedLeaf):
+        # Some leaf is not what its type says, or cannot be carried. Leaf by leaf, so that the first is named.
+        opened = _open(root, leaves, range(len(leaves)), limits)
+    return _lay_down(root, opened, columns.read_any(opened.parts))
+
+
+class _Opened(NamedTuple):
+    """Leaves opened into their parts."""
+
+    kinds: bytes
+    details: list[Any]
+    shared: list[Any]
+    parts: list[torch.Tensor]
+
+
+def _open(root: trees.Node | None, leaves: list[Any], odd: Sequence[int], limits: Limits) -> _Opened:
+    """Open the ``odd`` leaves, and take all others for plain tensors."""
+    kinds, shared = Kinds(limits), Shared()
+    opened = _Opened(b"", [], shared.items, [])
+    codes = bytearray([Leaf.TENSOR]) * len(leaves)
+    done = 0
+    for i in odd:
+        opened.parts.extend(leaves[done:i])
+        done = i + 1
         try:
-            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
-                dense.check(leaf)
-                parts.append(leaf)
-                codes[i] = Leaf.TENSOR
-                continue
-            if kinds.is_value(leaf):
-                try:
-                    details.append(values.encode(leaf))
-                    codes[i] = Leaf.VALUE
-                    continue
-                except values.Unencodable as reason:
-                    if isinstance(leaf, (set, frozenset)):
-                        raise CannotCarry(f"a {type(leaf).__name__} of which a member is refused: {reason}") from reason
-            spec = kinds.open(leaf, parts, shared)
+            codes[i] = _open_leaf(leaves[i], kinds, shared, opened)
         except CannotCarry as reason:
             raise UnsupportedLeaf(trees.paths(root)[i], str(reason)) from reason
-        if type(spec) is int:
-            codes[i] = Leaf.TENSOR
-        else:
-            codes[i] = Leaf.COMPOSITE
-            details.append(spec)
-    return _describe_parts(root, bytes(codes), details, shared, parts)
+    opened.parts.extend(leaves[done:])
+    return opened._replace(kinds=bytes(codes))
 
 
-def _describe_parts(
-    root: trees.Node | None, kinds: bytes, details: list[Any], shared: Shared, parts: list[torch.Tensor]
-) -> Described:
-    numbers: dict[int, int] = {}
-    storages: list[torch.UntypedStorage] = []
-    devices: dict[str, int] = {}
-    storage_device: list[int] = []
-    dtypes: dict[torch.dtype, int] = {}
-    storage_of: list[int] = []
-    dtype_of: list[int] = []
-    flags: list[int] = []
-    offsets: list[int] = []
-    ndims: list[int] = []
-    sizes: list[int] = []
-    strides: list[int] = []
-    for tensor in parts:
-        storage = tensor.untyped_storage()
-        number = numbers.setdefault(storage._cdata, len(storages))
-        if number == len(storages):
-            storages.append(storage)
-            storage_device.append(devices.setdefault(str(tensor.device), len(devices)))
-        storage_of.append(number)
-        dtype_of.append(dtypes.setdefault(tensor.dtype, len(dtypes)))
-        flags.append(dense.flags_of(tensor))
-        offsets.append(dense.offset_of(tensor))
-        shape = tensor.shape
-        ndims.append(len(shape))
-        sizes += shape
-        strides += tensor.stride()
-    ints: Callable[[list[int]], Ints] = lambda column: np.array(column, dtype=np.int64)  # noqa: E731
-    item = ints([dtype.itemsize for dtype in dtypes])
-    columns = Parts(
-        storage=ints(storage_of),
-        dtype=ints(dtype_of),
-        flags=ints(flags),
-        offset=ints(offsets),
-        ndim=ints(ndims),
-        sizes=ints(sizes),
-        strides=ints(strides),
-        item=item[ints(dtype_of)] if parts else ints([]),
-    )
-    real = ints([storage.nbytes() for storage in storages])
-    beyond = np.flatnonzero((columns.end > real[columns.storage]) & (columns.numel > 0)) if parts else ints([])
-    windows, ends = _windows(columns, len(storages))
+def _open_leaf(leaf: Any, kinds: Kinds, shared: Shared, opened: _Opened) -> int:
+    """Add a leaf's details and parts, and say what kind it is."""
+    if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+        dense.check(leaf)
+        opened.parts.append(leaf)
+        return Leaf.TENSOR
+    if kinds.is_value(leaf):
+        try:
+            opened.details.append(values.encode(leaf))
+            return Leaf.VALUE
+        except values.Unencodable as reason:
+            if isinstance(leaf, (set, frozenset)):
+                raise CannotCarry(f"a {type(leaf).__name__} of which a member is refused: {reason}") from reason
+    spec = kinds.open(leaf, opened.parts, shared)
+    if type(spec) is int:
+        return Leaf.TENSOR
+    opened.details.append(spec)
+    return Leaf.COMPOSITE
+
+
+def _lay_down(root: trees.Node | None, opened: _Opened, found: columns.Tensors) -> Described:
+    """Number the storages, find the window of each, and say where in it each part lies."""
+    number, owners = _number(found.device, found.storage_key, found.storage_nbytes)
+    start, end = found.offset * found.item, (found.offset + found.reach) * found.item
+    windows, ends = _windows(number, len(owners), start, end, found)
     nbytes = np.maximum(ends - windows, 0)
-    if parts:
-        shifted = columns.offset - windows[columns.storage] // columns.item
-        # An empty part shows nothing, and may have pointed anywhere.
-        empty = np.clip(shifted, 0, nbytes[columns.storage] // columns.item)
-        columns = replace(columns, offset=np.where(columns.numel > 0, shifted, empty))
-    manifest = Manifest(
-        root,
-        kinds,
-        details,
-        shared.items,
-        list(dtypes),
-        columns,
-        Storages(nbytes, ints(storage_device), list(devices)),
+    offset = found.offset - windows[number] // found.item
+    # An empty part shows nothing, and may have pointed anywhere.
+    offset = np.where(found.numel > 0, offset, np.clip(offset, 0, nbytes[number] // found.item))
+    parts = Parts(
+        ndim=found.ndim,
+        sizes=found.sizes,
+        strides=found.strides,
+        storage=number,
+        dtype=found.dtype,
+        flags=found.flags,
+        offset=offset,
+        item=found.item,
     )
-    if len(beyond):
-        leaf = manifest.leaf_of(int(beyond[0]))
+    storages = Storages(nbytes, found.device[owners], found.devices)
+    manifest = Manifest(root, opened.kinds, opened.details, opened.shared, found.dtypes, parts, storages)
+    if found.beyond.any():
+        leaf = manifest.leaf_of(int(np.argmax(found.beyond)))
         raise UnsupportedLeaf(
             manifest.paths[leaf], "its storage has been freed or shrunk (an unsharded FSDP parameter?); gather it first"
         )
-    return Described(manifest, parts, storages, windows)
+    addresses = np.where(storages.on_cpu & (nbytes > 0), found.storage_key[owners] + windows, 0)
+    return Described(manifest, opened.parts, windows, addresses, owners)
 
 
-def _windows(parts: Parts, storages: int) -> tuple[Ints, Ints]:
+def _number(device: Ints, key: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
+    """Number storages in the order of their first parts: the number for each part, and a part for each number.
+
+    Two storages of torch's over the same memory (an array given to ``from_numpy`` twice) count as one: the larger.
+    """
+    order = np.lexsort((key, device))
+    new = np.ones(len(key), dtype=bool)
+    new[1:] = (np.diff(key[order]) != 0) | (np.diff(device[order]) != 0)
+    first = order[new]
+    place = np.empty(len(first), dtype=np.int64)
+    place[np.argsort(first)] = np.arange(len(first))
+    number = np.empty(len(key), dtype=np.int64)
+    number[order] = place[np.cumsum(new) - 1]
+    owners = np.sort(first)
+    if (nbytes != nbytes[owners][number]).any():
+        largest = np.lexsort((-nbytes, number))
+        owners = largest[np.searchsorted(number[largest], np.arange(len(owners)))]
+    return number, owners
+
+
+def _windows(number: Ints, count: int, start: Ints, end: Ints, found: columns.Tensors) -> tuple[Ints, Ints]:
     """For each storage, the first byte that a part shows (aligned to its largest item), and one past the last."""
-    low = np.full(storages, np.iinfo(np.int64).max, dtype=np.int64)
-    high = np.zeros(storages, dtype=np.int64)
-    largest = np.ones(storages, dtype=np.int64)
-    shown = parts.numel > 0
-    np.minimum.at(low, parts.storage[shown], parts.start[shown])
-    np.maximum.at(high, parts.storage[shown], parts.end[shown])
-    np.maximum.at(largest, parts.storage, parts.item)
-    low[low == np.iinfo(np.int64).max] = 0
+    nowhere = np.iinfo(np.int64).max
+    low, high = np.full(count, nowhere, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    largest = np.ones(count, dtype=np.int64)
+    shown = found.numel > 0
+    np.minimum.at(low, number[shown], start[shown])
+    np.maximum.at(high, number[shown], end[shown])
+    np.maximum.at(largest, number, found.item)
+    low[low == nowhere] = 0
     return low - low % largest, high

@@ -7,28 +7,32 @@ element would get two different source elements.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from transfuse import trees
-from transfuse.boxes import Box, Budget, canonical, cover, runs
+from transfuse import columns, trees
+from transfuse.boxes import Box, Budget, canonical, cover, crowds, runs
+from transfuse.columns import PLAIN
 from transfuse.errors import TargetMismatch, UnsupportedLeaf
 from transfuse.leaves import dense, values
 from transfuse.leaves.codec import CannotCarry, Room, Shared
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Leaf, Manifest
+from transfuse.parts import Bools, Ints
 
-__all__ = ["Match", "match"]
+__all__ = ["Match", "Prepared", "match", "prepare"]
 
 #: Targets that interleave in memory are compared run by run up to this many runs; beyond, they are refused.
 MAX_RUNS = 1 << 20
+
+#: Flags that say that memory holds the other sign.
+SIGNS = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
 
 
 @dataclass
@@ -44,11 +48,52 @@ class Match:
     #: Storages whose parts are asked for one by one, and which.
     apart: list[int]
     wanted: list[int]
+    #: For each part: the address of its target's first item, if it has a target in main memory with elements; else 0.
+    address: Ints
+    #: For each part: whether it has a target whose memory, in the order of its addresses, is the part's box in linear
+    #: order: both are contiguous, and no sign is to be flipped.
+    as_lies: Bools
+
+
+@dataclass(eq=False)
+class Prepared:
+    """A target taken apart, ready to be matched with whatever is offered."""
+
+    target: object | None
+    root: trees.Node | None
+    leaves: list[Any]
+    #: The ordinary tensors among the leaves as columns, and for each leaf its row there, or -1.
+    tensors: columns.Tensors
+    row: Ints
+
+
+def prepare(target: object | None, limits: Limits) -> Prepared:
+    """Take a target apart. This needs no offer, and so can be done while the source describes its state."""
+    if target is None:
+        return Prepared(None, None, [], columns.read([]), np.zeros(0, dtype=np.int64))
+    try:
+        root, leaves = trees.flatten(target, max_depth=limits.max_depth)
+    except UnsupportedLeaf as error:
+        raise TargetMismatch([f"{error.path or '<root>'}: the target is {error.reason}"]) from error
+    if set(map(type, leaves)) <= PLAIN:
+        chosen, plain = np.arange(len(leaves)), leaves
+    else:
+        chosen = np.flatnonzero([type(leaf) in PLAIN for leaf in leaves])
+        plain = [leaves[i] for i in chosen.tolist()]
+    try:
+        tensors = columns.read(plain, roles=False)
+    except columns.Unusual:
+        ordinary = np.array([dense.is_ordinary(tensor) for tensor in plain], dtype=bool)
+        chosen = chosen[ordinary]
+        tensors = columns.read_any([leaves[i] for i in chosen.tolist()])
+    row = np.full(len(leaves), -1, dtype=np.int64)
+    row[chosen] = np.arange(len(chosen))
+    return Prepared(target, root, leaves, tensors, row)
 
 
 def match(
     manifest: Manifest,
-    target: object | None,
+    target: object | Prepared | None,
     *,
     room: Room,
     kinds: Kinds,
@@ -56,76 +101,117 @@ def match(
     limits: Limits,
 ) -> Match:
     """Compare every leaf; raise one error with all mismatches. Without a target everything arrives fresh."""
-    if target is None:
+    prepared = target if isinstance(target, Prepared) else prepare(target, limits)
+    if prepared.target is None:
         merged = trees.Merged(manifest.root, list(range(len(manifest))), [-1] * len(manifest), [])
-        result = Match(merged, [], [None] * len(manifest.parts), {}, [], [])
+        empty = _Targets(manifest)
+        result = Match(merged, [], [None] * len(manifest.parts), {}, [], [], empty.address, empty.as_lies)
         _promise_fresh(manifest, result, room, kinds)
         return result
-    try:
-        target_root, target_leaves = trees.flatten(target, max_depth=limits.max_depth)
-    except UnsupportedLeaf as error:
-        raise TargetMismatch([f"{error.path or '<root>'}: the target is {error.reason}"]) from error
-    merged = trees.merge(manifest.root, target_root)
-    destinations, problems, matched = _fit(manifest, merged, target_leaves, room, kinds)
-    problems = merged.conflicts + problems
+    merged = trees.merge(manifest.root, prepared.root)
+    fitted = _fit(manifest, merged, prepared, room, kinds)
+    problems = merged.conflicts + fitted.problems
+    target_leaves = prepared.leaves
     if (
-        not matched
+        not len(fitted.quick)
+        and not fitted.others
         and not problems
         and (_has_tensors(manifest, kinds) or any(isinstance(leaf, torch.Tensor) for leaf in target_leaves))
     ):
         raise TargetMismatch(
-            _likely_prefix(manifest.paths[:1000], list(trees.paths(target_root)), target_leaves),
+            _likely_prefix(manifest.paths[:1000], list(trees.paths(prepared.root)), target_leaves),
             intro="not one tensor of the target matches the source",
         )
     if strict:
-        missing = [i for i, j in enumerate(merged.partner) if j < 0]
-        problems += [f"{manifest.paths[i]}: missing in the target" for i in missing[:100]]
-        if len(missing) > 100:
-            problems.append(f"{len(missing) - 100} more missing in the target")
-        extra = [~origin for origin in merged.origin if origin < 0]
-        if extra:
-            target_paths = trees.paths(target_root)
-            problems += [f"{target_paths[j]}: only in the target" for j in extra]
+        problems += _unpaired(manifest, merged, prepared)
     if problems:
         raise TargetMismatch(problems)
-    result = Match(merged, target_leaves, destinations, {}, [], [])
-    problems = _tie(manifest, result)
-    problems += _collisions(manifest, result)
+    targets = _Targets(manifest)
+    targets.add(fitted.quick, prepared.tensors, fitted.rows)
+    if fitted.others:
+        others = columns.read_any(
+            [tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None]
+        )
+        targets.add(np.array(fitted.others, dtype=np.int64), others, np.arange(len(others)))
+    result = Match(merged, target_leaves, fitted.destinations, {}, [], [], targets.address, targets.as_lies)
+    problems = _tie(manifest, result, targets.placed)
+    problems += _collisions(manifest, result, targets)
     if problems:
         raise TargetMismatch(problems)
     _promise_fresh(manifest, result, room, kinds)
     return result
 
 
-def _fit(
-    manifest: Manifest, merged: trees.Merged, target_leaves: list[Any], room: Room, kinds: Kinds
-) -> tuple[list[torch.Tensor | None], list[str], int]:
+class _Fitted(NamedTuple):
+    """Targets that parts have found."""
+
+    destinations: list[torch.Tensor | None]
+    #: Parts whose leaf is a plain tensor in both trees, and the target's row among the prepared ones.
+    quick: Ints
+    rows: Ints
+    #: All other parts that have a target.
+    others: list[int]
+    problems: list[str]
+
+
+def _fit(manifest: Manifest, merged: trees.Merged, prepared: Prepared, room: Room, kinds: Kinds) -> _Fitted:
+    """Compare all pairs of plain tensors at once, and whatever else there is, or does not fit, leaf by leaf."""
+    partner = np.array(merged.partner, dtype=np.int64)
+    paired = np.flatnonzero(partner >= 0)
+    row = prepared.row[partner[paired]]
+    plain = (manifest.codes[paired] == Leaf.TENSOR) & (row >= 0)
+    parts = manifest.first_parts[paired[plain]]
+    plain[plain] = _alike(manifest, parts, prepared.tensors, row[plain])
+    parts, targets = manifest.first_parts[paired[plain]], partner[paired[plain]]
     destinations: list[torch.Tensor | None] = [None] * len(manifest.parts)
-    problems: list[str] = []
-    matched = 0
+    if len(parts) == len(destinations):
+        destinations = list(map(prepared.leaves.__getitem__, targets.tolist()))
+    else:
+        for part, target in zip(parts.tolist(), targets.tolist(), strict=True):
+            destinations[part] = prepared.leaves[target]
+    fitted = _Fitted(destinations, parts, row[plain], [], [])
     shared = Shared()
-    first_parts = manifest.first_parts.tolist()
-    for leaf, partner in enumerate(merged.partner):
-        if partner < 0:
-            continue
-        target = target_leaves[partner]
-        if manifest.kinds[leaf] == Leaf.VALUE:
-            if isinstance(target, torch.Tensor):
-                source = type(values.decode(manifest.detail(leaf))).__name__
-                problems.append(f"{manifest.paths[leaf]}: kind: source is a {source}, target is a tensor")
-            continue
-        try:
-            fitted, why = kinds.fit(manifest.detail(leaf), target, room, shared)
-        except CannotCarry as reason:
-            fitted, why = [], [f"the target is {reason}"]
-        if not why:
-            for part, destination in enumerate(fitted, first_parts[leaf]):
-                if destination is not None:
-                    why += _compare(manifest, part, destination)
-                    destinations[part] = destination
-                    matched += 1
-        problems += [f"{manifest.paths[leaf]}: {line}" for line in why]
-    return destinations, problems, matched
+    for leaf in paired[~plain].tolist():
+        why = _fit_leaf(manifest, leaf, prepared.leaves[merged.partner[leaf]], fitted, room, kinds, shared)
+        fitted.problems.extend(f"{manifest.paths[leaf]}: {line}" for line in why)
+    return fitted
+
+
+def _alike(manifest: Manifest, parts: Ints, tensors: columns.Tensors, rows: Ints) -> Bools:
+    """Which of these parts may be written into the tensor in the given row: same dtype, same shape, memory enough."""
+    ours = manifest.parts
+    numbers = {dtype: i for i, dtype in enumerate(tensors.dtypes)}
+    known = np.array([numbers.get(dtype, -1) for dtype in manifest.dtypes], dtype=np.int64)
+    alike: Bools = (ours.ndim[parts] == tensors.ndim[rows]) & ~tensors.beyond[rows]
+    if len(parts):
+        alike &= known[ours.dtype[parts]] == tensors.dtype[rows]
+    left = np.flatnonzero(alike)
+    parts, rows = parts[left], rows[left]
+    differ = ours.sizes[ours.dimensions(parts)] != tensors.sizes[tensors.dimensions(rows)]
+    alike[np.repeat(left, ours.ndim[parts])[differ]] = False
+    return alike
+
+
+def _fit_leaf(
+    manifest: Manifest, leaf: int, target: Any, fitted: _Fitted, room: Room, kinds: Kinds, shared: Shared
+) -> list[str]:
+    """Note the targets of one leaf's parts, and say what is wrong with them."""
+    if manifest.kinds[leaf] == Leaf.VALUE:
+        if not isinstance(target, torch.Tensor):
+            return []
+        return [f"kind: source is a {type(values.decode(manifest.detail(leaf))).__name__}, target is a tensor"]
+    try:
+        found, why = kinds.fit(manifest.detail(leaf), target, room, shared)
+    except CannotCarry as reason:
+        return [f"the target is {reason}"]
+    if why:
+        return why
+    for part, destination in enumerate(found, int(manifest.first_parts[leaf])):
+        if destination is not None:
+            why += _compare(manifest, part, destination)
+            fitted.destinations[part] = destination
+            fitted.others.append(part)
+    return why
 
 
 def _compare(manifest: Manifest, part: int, target: torch.Tensor) -> list[str]:
@@ -142,11 +228,45 @@ def _compare(manifest: Manifest, part: int, target: torch.Tensor) -> list[str]:
     return found
 
 
+class _Targets:
+    """Columns of the targets, one row for each part of the manifest."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        n = len(manifest.parts)
+        self._parts = manifest.parts
+        self.placed = np.zeros(n, dtype=bool)
+        self.device = np.full(n, -1, dtype=np.int64)
+        self.devices: list[str] = []
+        self.start, self.end = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        #: Whose elements share memory with each other.
+        self.folded = np.zeros(n, dtype=bool)
+        self.address = np.zeros(n, dtype=np.int64)
+        self.as_lies = np.zeros(n, dtype=bool)
+
+    def add(self, parts: Ints, tensors: columns.Tensors, rows: Ints) -> None:
+        """These parts go into the tensors in these rows."""
+        self.placed[parts] = True
+        self.device[parts] = tensors.device[rows] + len(self.devices)
+        self.devices += tensors.devices
+        self.start[parts], self.end[parts] = tensors.address[rows], tensors.end[rows]
+        self.folded[parts] = (tensors.overlapping | tensors.repeated)[rows]
+        self.address[parts] = np.where(tensors.on_cpu[rows], tensors.address[rows], 0)
+        signs = (tensors.flags[rows] ^ self._parts.flags[parts]) & SIGNS
+        self.as_lies[parts] = tensors.contiguous[rows] & self._parts.contiguous[parts] & (signs == 0)
+
+
+def _unpaired(manifest: Manifest, merged: trees.Merged, prepared: Prepared) -> list[str]:
+    missing = [i for i, j in enumerate(merged.partner) if j < 0]
+    problems = [f"{manifest.paths[i]}: missing in the target" for i in missing[:100]]
+    if len(missing) > 100:
+        problems.append(f"{len(missing) - 100} more missing in the target")
+    target_paths = trees.paths(prepared.root)
+    return problems + [f"{target_paths[~origin]}: only in the target" for origin in merged.origin if origin < 0]
+
+
 def _has_tensors(manifest: Manifest, kinds: Kinds) -> bool:
-    return any(
-        kind == Leaf.TENSOR or (kind == Leaf.COMPOSITE and not kinds.is_blob(manifest.detail(leaf)))
-        for leaf, kind in enumerate(manifest.kinds)
-    )
+    composites = np.flatnonzero(manifest.codes == Leaf.COMPOSITE).tolist()
+    return Leaf.TENSOR in manifest.kinds or any(not kinds.is_blob(manifest.detail(leaf)) for leaf in composites)
 
 
 def _likely_prefix(source: list[str], target: list[str], target_leaves: list[Any]) -> list[str]:
@@ -177,12 +297,13 @@ def _last_key(path: str) -> str:
 
 def _promise_fresh(manifest: Manifest, found: Match, room: Room, kinds: Kinds) -> None:
     """Make sure, before a byte moves, that every leaf that will be built here can be built."""
-    for leaf, kind in enumerate(manifest.kinds):
-        if kind == Leaf.VALUE:
-            values.decode(manifest.detail(leaf))
-        elif kind == Leaf.COMPOSITE and (found.merged.partner[leaf] < 0 or _is_blob(manifest, found, leaf)):
+    detailed = np.flatnonzero(manifest.codes != Leaf.TENSOR).tolist()
+    for leaf, detail in zip(detailed, manifest.details, strict=True):
+        if manifest.kinds[leaf] == Leaf.VALUE:
+            values.decode(detail)
+        elif found.merged.partner[leaf] < 0 or _is_blob(manifest, found, leaf):
             try:
-                kinds.promise(manifest.detail(leaf), room)
+                kinds.promise(detail, room)
             except CannotCarry as reason:
                 raise UnsupportedLeaf(manifest.paths[leaf], str(reason)) from reason
 
@@ -196,19 +317,17 @@ def _is_blob(manifest: Manifest, found: Match, leaf: int) -> bool:
 # -------------------------------------------------------------------------------------------- memory that is shared
 
 
-def _tie(manifest: Manifest, found: Match) -> list[str]:
+def _tie(manifest: Manifest, found: Match, placed: Bools) -> list[str]:
     """For storages that several parts share: what is asked for, and which fresh parts become views of targets."""
     parts = manifest.parts
-    placed = np.array([d is not None for d in found.destinations], dtype=bool)
     shown = parts.numel > 0
-    users = np.bincount(parts.storage[shown], minlength=len(manifest.storages))
+    # Storages of which some memory is shown twice: by two parts, or by one that overlaps itself.
+    tangled_storages = np.zeros(len(manifest.storages), dtype=bool)
+    tangled_storages[parts.storage[shown & (~parts.alone | parts.overlapping)]] = True
     has_target = np.zeros(len(manifest.storages), dtype=bool)
     has_target[parts.storage[placed]] = True
-    shared = users[parts.storage] > 1
-    for part in np.flatnonzero(shown & ~shared & ~parts.contiguous).tolist():
-        shared[part] = parts.form(part).overlapping  # It shares memory with itself.
     by_storage: dict[int, list[int]] = {}
-    for part in np.flatnonzero(shown & shared & has_target[parts.storage]).tolist():
+    for part in np.flatnonzero(shown & (tangled_storages & has_target)[parts.storage]).tolist():
         by_storage.setdefault(int(parts.storage[part]), []).append(part)
     problems = []
     for storage, numbers in by_storage.items():
@@ -260,50 +379,37 @@ def _shift(manifest: Manifest, part: int, target: torch.Tensor | None) -> tuple[
         return None
     parts = manifest.parts
     same = all(n == 1 or s == t for n, s, t in zip(parts.shape(part), parts.stride(part), target.stride(), strict=True))
-    bits = dense.Flags.CONJUGATE | dense.Flags.NEGATIVE
-    if not same or (dense.flags_of(target) ^ int(parts.flags[part])) & bits:
+    if not same or (dense.flags_of(target) ^ int(parts.flags[part])) & SIGNS:
         return None
     start = dense.start_of(target)
     return int(parts.storage[part]), target.device, start - int(parts.start[part])
 
 
-def _collisions(manifest: Manifest, found: Match) -> list[str]:
+def _collisions(manifest: Manifest, found: Match, targets: _Targets) -> list[str]:
     """Refuse targets of which one element would get two different source elements."""
-    spans: list[tuple[str, int, int, int]] = []
     problems: list[str] = []
-    for part, target in enumerate(found.destinations):
-        if target is None or not target.numel():
-            continue
-        item = target.element_size()
-        start = dense.start_of(target)
-        reach = 1 + sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True))
-        spans.append((str(target.device), start, start + reach * item, part))
-        if not target.is_contiguous():
-            form, theirs = canonical(target.shape, target.stride()), manifest.parts.form(part)
-            repeats = set(form.repeated) - set(theirs.repeated)
-            if (repeats or form.overlapping) and _shift(manifest, part, target) is None:
-                path = manifest.paths[manifest.leaf_of(part)]
-                problems.append(
-                    f"{path}: elements of the target share memory (strides {target.stride()}) and would each get "
-                    "several different source elements; give it a target with memory of its own"
-                )
-    spans.sort()
-    group: list[tuple[str, int, int, int]] = []
-    reach_end = -1
-    for span in spans:
-        if group and (span[0] != group[0][0] or span[1] >= reach_end):
-            problems += _clash(manifest, found, group)
-            group, reach_end = [], -1
-        group.append(span)
-        reach_end = max(reach_end, span[2])
-    return problems + _clash(manifest, found, group)
+    filled = targets.placed & (manifest.parts.numel > 0)
+    for part in np.flatnonzero(filled & targets.folded).tolist():
+        target = found.destinations[part]
+        assert target is not None
+        form, theirs = canonical(target.shape, target.stride()), manifest.parts.form(part)
+        repeats = set(form.repeated) - set(theirs.repeated)
+        if (repeats or form.overlapping) and _shift(manifest, part, target) is None:
+            path = manifest.paths[manifest.leaf_of(part)]
+            problems.append(
+                f"{path}: elements of the target share memory (strides {target.stride()}) and would each get "
+                "several different source elements; give it a target with memory of its own"
+            )
+    parts = np.flatnonzero(filled)
+    names = sorted(set(targets.devices))
+    device = np.array([names.index(name) for name in targets.devices], dtype=np.int64)[targets.device[parts]]
+    for crowd in crowds(device, targets.start[parts], targets.end[parts]):
+        problems += _clash(manifest, found, parts[crowd].tolist())
+    return problems
 
 
-def _clash(manifest: Manifest, found: Match, group: Sequence[tuple[str, int, int, int]]) -> list[str]:
-    """Check targets whose reaches in memory overlap."""
-    if len(group) < 2:
-        return []
-    numbers = [part for *_, part in group]
+def _clash(manifest: Manifest, found: Match, numbers: list[int]) -> list[str]:
+    """Check parts whose targets' reaches in memory overlap."""
     shifts = {_shift(manifest, part, found.destinations[part]) for part in numbers}
     if len(shifts) == 1 and None not in shifts:
         return []  # The targets' memory is an image of the source's: aliases meet their own aliases.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -18,8 +20,11 @@ __all__ = [
     "HEADER_BYTES",
     "MAGIC",
     "WIRE_VERSION",
+    "Agreed",
     "Header",
     "Intent",
+    "Link",
+    "Memory",
     "Message",
     "Offer",
     "Refusal",
@@ -27,14 +32,16 @@ __all__ = [
     "Want",
     "decode",
     "encode",
+    "numbers_in",
     "open_header",
+    "pairs_of",
     "seal",
     "timeout_in",
     "verify",
 ]
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 # magic, version, kind, transfer, note, body length, digest
 _HEADER = struct.Struct("<4sHHQQQQ")
@@ -43,7 +50,11 @@ _DIGEST_BYTES = 8
 
 
 class Message(enum.IntEnum):
-    """Kinds of message. ``note`` in the header is the transfer's tag (offer, refusal of an offer) or an Intent."""
+    """Kinds of message.
+
+    ``note`` in the header is the transfer's tag (offer, refusal of an offer), an Intent (records), or how many bytes
+    have arrived so far (working).
+    """
 
     OFFER = 1
     WANT = 2
@@ -70,6 +81,17 @@ class Header(NamedTuple):
     digest: int
 
 
+class Memory(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Where a source's bytes lie, for receivers that can read them there."""
+
+    pid: int
+    #: Who finds ``token`` at this address of that process reads the right memory, until it is wiped.
+    token_address: int
+    token: bytes
+    #: For each storage, the address of its window's first byte, or 0 (u64 each).
+    storages: bytes
+
+
 class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Source to receiver: what there is."""
 
@@ -79,16 +101,44 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     bursts_ahead: int
     timeout: float
     digests: bool
+    memory: Memory | None
+    #: This receiver's share of what the source may give away, if it is limited.
+    max_bytes_per_second: float | None
     manifest: manifest.Wire
 
 
 class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Receiver to source: everything, except that of the storages ``apart`` only the boxes of ``parts`` are wanted."""
+    """Receiver to source: which parcels to send.
+
+    They are cut from everything, except that of the storages ``apart`` only the boxes of ``parts`` count.
+    """
 
     fingerprint: int
     digests: bool
     apart: list[int]
     parts: list[int]
+    #: Numbers of parcels as pairs: from, to, from, to, …
+    parcels: list[int]
+    #: Whether the receiver may be part of a chain, and which host it is on: neighbours in a chain should share one.
+    relay: bool
+    host: int
+
+
+class Link(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """One hop of a chain of receivers: the neighbour, and the tag and transfer id that the two use."""
+
+    rank: int
+    tag: int
+    transfer: int
+
+
+class Agreed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Source to receiver: the parcels come now, from the source or from ``upstream``; ``downstream`` gets them too."""
+
+    upstream: Link | None = None
+    downstream: Link | None = None
+    #: How long a silent upstream is waited for, before the rest is asked for here.
+    patience: float = 0.0
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -99,9 +149,11 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Receiver to source: the parcels to send again. None: all is here and verified."""
+    """Receiver to source: the parcels to send again, as in a want. None: all is here and verified."""
 
     missing: list[int]
+    #: Bytes that the receiver has read from the source's memory.
+    read_bytes: int = 0
 
 
 class _Preface(msgspec.Struct, array_like=True, frozen=True):
@@ -114,10 +166,10 @@ class _Preface(msgspec.Struct, array_like=True, frozen=True):
     timeout: float
 
 
-Body = TypeVar("Body", Offer, Want, Refusal, Verdict)
+Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed)
 
 
-def encode(body: Offer | Want | Refusal | Verdict) -> bytes:
+def encode(body: Offer | Want | Refusal | Verdict | Agreed) -> bytes:
     return msgspec.msgpack.encode(body)
 
 
@@ -127,6 +179,27 @@ def decode(data: bytes | bytearray, cls: type[Body]) -> Body:
         return msgspec.msgpack.decode(data, type=cls)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"malformed {cls.__name__.lower()}: {error}") from error
+
+
+def pairs_of(numbers: Iterable[int]) -> list[int]:
+    """Rising numbers as pairs: from, to, from, to, …"""
+    result: list[int] = []
+    for number in numbers:
+        if result and result[-1] == number:
+            result[-1] += 1
+        else:
+            result += (number, number + 1)
+    return result
+
+
+def numbers_in(pairs: list[int], count: int) -> Sequence[int]:
+    """The inverse of :func:`pairs_of`; ``ValueError`` unless all are rising and below ``count``."""
+    rising = all(low < high for low, high in pairwise(pairs))
+    if len(pairs) % 2 or not rising or (pairs and (pairs[0] < 0 or pairs[-1] > count)):
+        raise ValueError("ranges that do not rise, or go beyond the end")
+    if len(pairs) == 2:
+        return range(*pairs)
+    return [n for low, high in zip(pairs[::2], pairs[1::2], strict=True) for n in range(low, high)]
 
 
 def timeout_in(offer: bytes | bytearray) -> float | None:

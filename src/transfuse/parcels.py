@@ -1,7 +1,7 @@
 """Parcels: in what pieces boxes travel. Pure; both ends derive the same sequence, so that no parcel has a header.
 
-A parcel is either several small boxes one after another, each at a multiple of its item size, or a range of one
-large box. A burst is a run of parcels after which both ends exchange one record.
+A parcel is either several small boxes of one device one after another, each at a multiple of the largest item among
+them, or a range of one large box. A burst is a run of parcels after which both ends exchange one record.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Parcels:
     count: Ints
     low: Ints
     nbytes: Ints
+    #: For each box: where in its parcel it begins. A box that is cut into several begins each of them.
+    position: Ints
 
     def __len__(self) -> int:
         return len(self.first)
@@ -45,49 +47,60 @@ class Parcels:
     def total_bytes(self) -> int:
         return int(self.nbytes.sum())
 
+    def columns(self, parcel: int) -> tuple[slice, Ints]:
+        """The boxes of a parcel, and for each the position in the parcel at which it begins.
+
+        All of each box, unless it is the only one: then its bytes from ``low``, as many as the parcel has.
+        """
+        chosen = slice(int(self.first[parcel]), int(self.first[parcel] + self.count[parcel]))
+        return chosen, self.position[chosen]
+
     def pieces(self, parcel: int) -> Iterator[Piece]:
-        first, count = int(self.first[parcel]), int(self.count[parcel])
-        if count == 1:
+        chosen, positions = self.columns(parcel)
+        if chosen.stop - chosen.start == 1:
             low = int(self.low[parcel])
-            yield Piece(first, low, low + int(self.nbytes[parcel]), 0)
+            yield Piece(chosen.start, low, low + int(self.nbytes[parcel]), 0)
             return
-        position = 0
-        sizes = self.boxes.nbytes[first : first + count].tolist()
-        items = self.boxes.item[first : first + count].tolist()
-        for box, (size, item) in enumerate(zip(sizes, items, strict=True), first):
-            position += -position % item
+        sizes = self.boxes.nbytes[chosen].tolist()
+        for box, (size, position) in enumerate(zip(sizes, positions.tolist(), strict=True), chosen.start):
             yield Piece(box, 0, size, position)
-            position += size
 
 
 def cut(boxes: Boxes, parcel_bytes: int) -> Parcels:
-    """Cut boxes into parcels of at most ``parcel_bytes``. A box of an eighth of that or more is not packed."""
-    columns: list[tuple[int, int, int, int]] = []
-    alone = parcel_bytes // 8
-    first, position = 0, 0
-    for i, (size, item) in enumerate(zip(boxes.nbytes.tolist(), boxes.item.tolist(), strict=True)):
-        aligned = position + -position % item
-        if size >= alone or aligned + size > parcel_bytes:
-            if position:
-                columns.append((first, i - first, 0, position))
-            first, position, aligned = i, 0, 0
-        if size >= alone:
-            columns += [(i, 1, low, min(parcel_bytes, size - low)) for low in range(0, size, parcel_bytes)]
-            first = i + 1
-        else:
-            position = aligned + size
-    if position:
-        columns.append((first, len(boxes) - first, 0, position))
-    table = np.array(columns, dtype=np.int64).reshape(-1, 4)
-    return Parcels(boxes, *(np.ascontiguousarray(table[:, i]) for i in range(4)))
+    """Cut boxes into parcels of at most ``parcel_bytes``. A box of an eighth of that or more is not packed.
+
+    Which parcel a small box goes into depends only on how many bytes come before it, so that all are placed at once:
+    a parcel takes the boxes that begin within its first seven eighths.
+    """
+    n, alone = len(boxes), parcel_bytes // 8
+    large = boxes.nbytes >= alone
+    # Runs of small boxes of one device; each large box is a run by itself.
+    begins = np.ones(n, dtype=bool)
+    begins[1:] = large[1:] | large[:-1] | (np.diff(boxes.device) != 0)
+    run, heads = np.cumsum(begins) - 1, np.flatnonzero(begins)
+    step = np.maximum.reduceat(boxes.item, heads)[run] if n else boxes.item
+    space = np.where(large, 0, -(-boxes.nbytes // step) * step)
+    before = np.cumsum(space) - space
+    begins[1:] |= np.diff((before - before[heads][run]) // (parcel_bytes - alone)) != 0
+    first = np.flatnonzero(begins)
+    position = before - before[first][np.cumsum(begins) - 1]
+
+    count = np.diff(first, append=n)
+    last = first + count - 1
+    nbytes = position[last] + boxes.nbytes[last]
+    pieces = np.where(large[first], -(-nbytes // parcel_bytes), 1)
+    which = np.repeat(np.arange(len(first)), pieces)
+    low = (np.arange(len(which)) - (np.cumsum(pieces) - pieces)[which]) * parcel_bytes
+    nbytes = np.minimum(nbytes[which] - low, parcel_bytes)
+    return Parcels(boxes, first[which], count[which], low, nbytes, position)
 
 
 def bursts(parcels: Parcels, numbers: Sequence[int], burst_bytes: int) -> list[list[int]]:
     """Group the parcels with these numbers into bursts of at most ``burst_bytes`` (one parcel at least)."""
     result: list[list[int]] = []
     room = 0
-    for number in numbers:
-        size = int(parcels.nbytes[number])
+    sizes = parcels.nbytes[np.asarray(numbers, dtype=np.int64)].tolist()
+    for number, size in zip(numbers, sizes, strict=True):
         if not result or size > room:
             result.append([])
             room = burst_bytes

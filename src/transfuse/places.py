@@ -12,11 +12,24 @@ from typing import Protocol
 
 import torch
 
+from transfuse import vm
 from transfuse.boxes import Box, Form, blocks
 from transfuse.leaves import dense
+from transfuse.manifest import Ints
 from transfuse.parcels import Parcels, Piece
 
-__all__ = ["Place", "Places", "Signs", "Staging", "as_bytes", "pack", "place_in_storage", "place_in_tensor", "unpack"]
+__all__ = [
+    "Place",
+    "Places",
+    "Signs",
+    "Staging",
+    "as_bytes",
+    "pack",
+    "place_in_storage",
+    "place_in_tensor",
+    "ranges",
+    "unpack",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,10 @@ class Place:
 
 class Places(Protocol):
     """Where boxes are."""
+
+    @property
+    def addresses(self) -> Ints:
+        """For each box, the address of its first byte if its only place is one run of main memory; otherwise 0."""
 
     def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
         """Bytes ``[low, high)`` of a box as they lie in memory, if the box has one place and that is one run."""
@@ -94,8 +111,27 @@ def as_bytes(places: Places, parcels: Parcels, parcel: int, device: torch.device
     return run if run is not None and run.device == device else None
 
 
+def ranges(places: Places, parcels: Parcels, parcel: int) -> tuple[vm.Ranges, Ints] | None:
+    """Where the bytes of a parcel lie in main memory, and at which of its bytes each range begins; or None."""
+    boxes, positions = parcels.columns(parcel)
+    addresses = places.addresses[boxes]
+    if not addresses.all():
+        return None
+    if len(addresses) == 1:
+        return vm.ranges(addresses + parcels.low[parcel], parcels.nbytes[parcel : parcel + 1]), positions
+    return vm.ranges(addresses, parcels.boxes.nbytes[boxes]), positions
+
+
 def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> torch.Tensor:
     """Copy a parcel's bytes from their places into ``buffer``; returns the filled part of it."""
+    filled = buffer[: int(parcels.nbytes[parcel])]
+    memory = ranges(places, parcels, parcel) if filled.is_cpu else None
+    if memory is not None:
+        theirs, positions = memory
+        if theirs[:, 1].sum() < filled.numel():
+            filled.zero_()
+        if _gather(theirs, vm.ranges(positions + filled.data_ptr(), theirs[:, 1])):
+            return filled
     used = 0
     runs, slots = [], []
     for piece in parcels.pieces(parcel):
@@ -110,11 +146,16 @@ def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) ->
             slots.append(buffer[piece.position : used])
     if runs:
         torch._foreach_copy_(slots, runs)
-    return buffer[:used]
+    return filled
 
 
 def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> None:
     """Copy a parcel's bytes from ``buffer`` to all their places."""
+    memory = ranges(places, parcels, parcel) if buffer.is_cpu else None
+    if memory is not None:
+        mine, positions = memory
+        if _gather(vm.ranges(positions + buffer.data_ptr(), mine[:, 1]), mine):
+            return
     runs, slots = [], []
     for piece in parcels.pieces(parcel):
         run = places.run(piece.box, piece.low, piece.high)
@@ -126,6 +167,17 @@ def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) 
             slots.append(buffer[piece.position : piece.position + piece.high - piece.low])
     if runs:
         torch._foreach_copy_(runs, slots)
+
+
+def _gather(theirs: vm.Ranges, mine: vm.Ranges) -> bool:
+    """Copy by address within this process, many ranges a call: no tensor object for each. False: not possible here."""
+    if not vm.AVAILABLE:
+        return False
+    try:
+        vm.copy(theirs, mine)
+    except OSError:
+        return False  # Forbidden by a container, perhaps.
+    return True
 
 
 def _copy(place: Place, piece: Piece, buffer: torch.Tensor, *, out: bool) -> None:

@@ -18,6 +18,7 @@ class Boxes:
     """Columns of the boxes that travel. Most are one run of memory; the few others are in ``strided``."""
 
     storage: Ints
+    device: Ints
     start: Ints
     nbytes: Ints
     item: Ints
@@ -43,56 +44,66 @@ class Boxes:
 
 
 def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int] = ()) -> Boxes:
-    """The boxes of all storages, each element once; of those ``apart`` only the boxes of the ``wanted`` parts."""
-    parts = manifest.parts
-    shown = parts.numel > 0
-    users = np.bincount(parts.storage[shown], minlength=len(manifest.storages))
-    simple = shown & parts.contiguous & (users[parts.storage] == 1)
-    if apart:
-        simple &= ~np.isin(parts.storage, np.array(apart, dtype=np.int64))
-    fast = np.flatnonzero(simple)
+    """The boxes of all storages, each element once; of those ``apart`` only the boxes of the ``wanted`` parts.
 
-    by_storage: dict[int, list[int]] = {}
-    chosen = shown & ~simple
+    They are in order of device, storage and first byte.
+    """
+    parts = manifest.parts
+    # Mostly a part is one run of memory that it has to itself, and is its box.
+    simple, others = parts.alone & parts.contiguous, parts.numel > 0
+    others &= ~simple
     if apart:
+        separate = np.isin(parts.storage, np.array(apart, dtype=np.int64))
         keep = np.zeros(len(parts), dtype=bool)
         keep[np.array(wanted, dtype=np.int64)] = True
-        chosen &= keep | ~np.isin(parts.storage, np.array(apart, dtype=np.int64))
-    for part in np.flatnonzero(chosen).tolist():
-        by_storage.setdefault(int(parts.storage[part]), []).append(part)
-    slow: list[tuple[int, Box, tuple[int, ...]]] = []
-    separate, budget = set(apart), Budget()
-    for number, numbers in by_storage.items():
-        boxes = [(part, *parts.box(part)) for part in numbers]
-        if number in separate:
-            same: dict[Box, list[int]] = {}
-            for part, box, _ in boxes:
-                same.setdefault(box, []).append(part)
-            slow += [(number, box, tuple(members)) for box, members in same.items()]
-        else:
-            slow += [(number, box, members) for box, members in cover(boxes, budget)]
-
-    storage = np.concatenate([parts.storage[fast], np.array([s for s, _, _ in slow], dtype=np.int64)])
-    order = np.argsort(storage, kind="stable")
-    count = len(fast)
+        others = (others | simple & separate) & (keep | ~separate)
+        simple &= ~separate
+    fast, slow = np.flatnonzero(simple), _slow(manifest, np.flatnonzero(others).tolist(), set(apart))
 
     def column(quick: Ints, rest: list[int]) -> Ints:
-        return np.concatenate([quick, np.array(rest, dtype=np.int64)])[order].astype(np.int64)
+        return np.concatenate([quick, np.array(rest, dtype=np.int64)]) if rest else quick
 
-    result = Boxes(
-        storage=storage[order].astype(np.int64),
-        start=column(parts.start[fast], [box.start for _, box, _ in slow]),
-        nbytes=column(parts.numel[fast] * parts.item[fast], [box.nbytes for _, box, _ in slow]),
-        item=column(parts.item[fast], [box.item for _, box, _ in slow]),
-        part=column(fast, [members[0] if members else -1 for _, _, members in slow]),
+    storage = column(parts.storage[fast], [s for s, _, _ in slow])
+    device = manifest.storages.device[storage]
+    start = column(parts.start[fast], [box.start for _, box, _ in slow])
+    order = np.lexsort((start, storage, device))
+    boxes = Boxes(
+        storage=storage[order],
+        device=device[order],
+        start=start[order],
+        nbytes=column(parts.numel[fast] * parts.item[fast], [box.nbytes for _, box, _ in slow])[order],
+        item=column(parts.item[fast], [box.item for _, box, _ in slow])[order],
+        part=column(fast, [members[0] if members else -1 for _, _, members in slow])[order],
         strided={},
         also={},
     )
-    for place, origin in enumerate(order.tolist()):
-        if origin >= count:
-            _, box, members = slow[origin - count]
-            if not box.contiguous:
-                result.strided[place] = box
-            if len(members) > 1:
-                result.also[place] = members[1:]
+    for place in np.flatnonzero(order >= len(fast)).tolist():
+        _, box, members = slow[order[place] - len(fast)]
+        if not box.contiguous:
+            boxes.strided[place] = box
+        if len(members) > 1:
+            boxes.also[place] = members[1:]
+    return boxes
+
+
+def _slow(manifest: Manifest, numbers: list[int], apart: set[int]) -> list[tuple[int, Box, tuple[int, ...]]]:
+    """Storage, box and members for parts that share memory or are strided."""
+    parts = manifest.parts
+    by_storage: dict[int, list[tuple[int, Box, bool]]] = {}
+    result: list[tuple[int, Box, tuple[int, ...]]] = []
+    for part in numbers:
+        storage, (box, overlapping) = int(parts.storage[part]), parts.box(part)
+        if parts.alone[part] and not overlapping:
+            result.append((storage, box, (part,)))
+        else:
+            by_storage.setdefault(storage, []).append((part, box, overlapping))
+    budget = Budget()
+    for storage, boxes in by_storage.items():
+        if storage in apart:
+            same: dict[Box, list[int]] = {}
+            for part, box, _ in boxes:
+                same.setdefault(box, []).append(part)
+            result += [(storage, box, tuple(members)) for box, members in same.items()]
+        else:
+            result += [(storage, box, members) for box, members in cover(boxes, budget)]
     return result

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections import deque
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from transfuse import messages, parcels, places, plan
-from transfuse.digest import digest_of
-from transfuse.errors import CorruptData, PeerError, ProtocolError, StateError, StepMismatch, TransfuseError
+from transfuse import messages, parcels, plan
+from transfuse.bursts import Incoming, Shape
+from transfuse.errors import CorruptData, PeerError, PeerLost, ProtocolError, StateError, StepMismatch, TransfuseError
 from transfuse.leaves.codec import MeshDescription, Room
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Manifest
-from transfuse.matching import match
-from transfuse.messages import Intent, Message
+from transfuse.matching import match, prepare
+from transfuse.messages import Message
+from transfuse.pace import Pace
 from transfuse.parcels import Parcels
-from transfuse.places import Staging
 from transfuse.progress import Progress
+from transfuse.reading import Reading
+from transfuse.relay import Relay, this_host
 from transfuse.report import Report
-from transfuse.routes.group import OFFER_TAG, Line, Posted
+from transfuse.routes.group import OFFER_TAG, Line, valid_link_tag
+from transfuse.routes.memory import Reader, SourceEnded, Unreadable
 from transfuse.talks import Caller
 from transfuse.target import Landing
 
 __all__ = ["Accepted", "Wishes", "accept", "receive"]
+
+logger = logging.getLogger("transfuse")
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Wishes:
     """What the receiver's caller asked for."""
 
     step: int | None = None
-    #: The state_dict callback's tree, or None to receive fresh; ``failure`` if the callback raised.
+    #: The state_dict callback's tree (later prepared), or None to receive fresh; ``failure`` if the callback raised.
     target: object | None = None
     failure: BaseException | None = None
     verify: bool | None = None
@@ -44,6 +50,8 @@ class Wishes:
     atomic: bool = False
     mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None
     weights_only_objects: bool = False
+    same_host: bool = True
+    relay: bool = True
 
 
 @dataclass
@@ -56,7 +64,11 @@ class Accepted:
     kinds: Kinds
     cut: Parcels
     landing: Landing
-    want: messages.Want
+    #: Whether digests are compared on the group route.
+    digests: bool
+    #: Storages of which only some parts are asked for, and which.
+    apart: list[int]
+    parts: list[int]
 
 
 def accept(body: bytes | bytearray, wishes: Wishes, limits: Limits, peer: int, device: torch.device) -> Accepted:
@@ -69,6 +81,9 @@ def accept(body: bytes | bytearray, wishes: Wishes, limits: Limits, peer: int, d
             raise ValueError("an impossible timeout")
         if offer.parcel_bytes < limits.min_parcel_bytes or offer.parcel_bytes % 16 or offer.bursts_ahead < 1:
             raise ValueError("impossible sizes of parcels or bursts")
+        rate = offer.max_bytes_per_second
+        if rate is not None and not 0 < rate < float("inf"):
+            raise ValueError("an impossible rate")
         if max(offer.burst_bytes, offer.parcel_bytes) * offer.bursts_ahead > limits.staging_bytes:
             raise ValueError(
                 f"{offer.bursts_ahead} bursts of {offer.burst_bytes} bytes do not fit into "
@@ -83,12 +98,12 @@ def accept(body: bytes | bytearray, wishes: Wishes, limits: Limits, peer: int, d
         boxes = plan.lay_out(manifest, found.apart, found.wanted)
         landing = Landing(manifest, found, boxes, device=device, atomic=wishes.atomic, limits=limits)
         cut = parcels.cut(boxes, offer.parcel_bytes)
-        want = messages.Want(parcels.fingerprint(cut), _digests(offer, wishes, device), found.apart, found.wanted)
+        digests = _digests(offer, wishes, device)
     except TransfuseError:
         raise
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
-    return Accepted(offer, manifest, room, kinds, cut, landing, want)
+    return Accepted(offer, manifest, room, kinds, cut, landing, digests, found.apart, found.wanted)
 
 
 def _digests(offer: messages.Offer, wishes: Wishes, device: torch.device) -> bool:
@@ -99,7 +114,14 @@ def _digests(offer: messages.Offer, wishes: Wishes, device: torch.device) -> boo
 
 
 def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, report: Report, result: list[Any]) -> None:
-    """Hear an offer, say what is wanted, receive it, verify it, and put the state into ``result``."""
+    """Hear an offer, take what is wanted of it, verify it, and put the state into ``result``."""
+    if wishes.failure is None:
+        with report.phase("prepare"):
+            # Before the offer: the source is describing its state meanwhile.
+            try:
+                wishes = replace(wishes, target=prepare(wishes.target, line.limits))
+            except Exception as error:
+                wishes = replace(wishes, failure=error)
     with report.phase("wait for offer"):
         line.phase = progress.phase = "waiting for the offer"
         try:
@@ -124,16 +146,13 @@ def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, repo
         progress.total_bytes = accepted.cut.total_bytes
         report.leaves = len(accepted.manifest)
         report.step = accepted.offer.step if wishes.step is None else wishes.step
-        report.verified = accepted.want.digests
-        line.phase = progress.phase = "sending the want"
-        line.send(Message.WANT, messages.encode(accepted.want))
-        line.expect(Message.AGREED)
     landing = accepted.landing
     try:
-        with report.phase("receive"):
-            _Taker(line, accepted, caller, progress).take(report)
+        missing = _Reading(line, wishes, accepted, caller, progress, report).read()
+        if missing:
+            _Taking(line, wishes, accepted, caller, progress, report).take(missing)
         with report.phase("finish"):
-            result.append(_finish(line, accepted))
+            result.append(_finish(line, accepted, report))
     except BaseException as error:
         if isinstance(error, ProtocolError) and not line.broken:
             line.refuse(error)
@@ -147,7 +166,7 @@ def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, repo
         landing.bump_versions()
 
 
-def _finish(line: Line, accepted: Accepted) -> Any:
+def _finish(line: Line, accepted: Accepted, report: Report) -> Any:
     try:
         with line.holding_turn():
             state = _build(line.peer, accepted)
@@ -158,7 +177,7 @@ def _finish(line: Line, accepted: Accepted) -> Any:
     line.phase = "sending the verdict"
     with suppress(PeerError):
         # Everything is here and verified: whether the source still lives no longer matters.
-        line.send(Message.VERDICT, messages.encode(messages.Verdict([])))
+        line.send(Message.VERDICT, messages.encode(messages.Verdict([], report.read_bytes)))
         line.settle()
     return state
 
@@ -173,128 +192,211 @@ def _build(peer: int, accepted: Accepted) -> Any:
         raise ProtocolError(peer, f"rank {peer} sent data that cannot be built: {error}") from error
 
 
-class _Burst(NamedTuple):
-    """A burst under way: for each parcel its number, its receive, and the staging buffer if it has one."""
+class _Reading:
+    """The memory route: everything that can be read where the source has it."""
 
-    parcels: list[tuple[int, Posted, torch.Tensor | None]]
-    record: Posted
-
-
-class _Taker:
-    """Receives parcels in bursts, several of them posted ahead, and answers the record after each."""
-
-    def __init__(self, line: Line, accepted: Accepted, caller: Caller, progress: Progress) -> None:
+    def __init__(
+        self, line: Line, wishes: Wishes, accepted: Accepted, caller: Caller, progress: Progress, report: Report
+    ) -> None:
         self._line = line
-        self._cut = accepted.cut
-        self._landing = accepted.landing
-        self._burst_bytes = accepted.offer.burst_bytes
-        self._ahead = accepted.offer.bursts_ahead
-        self._digests = accepted.want.digests
-        self._staging = Staging(accepted.offer.burst_bytes, line.group.device)
+        self._wishes = wishes
+        self._accepted = accepted
         self._caller = caller
         self._progress = progress
-        self._failure: BaseException | None = None
+        self._report = report
+        self._pace = Pace(accepted.offer.max_bytes_per_second)
 
-    def take(self, report: Report) -> None:
-        """Receive everything; ask again for what arrived wrong."""
-        line = self._line
-        numbers: Sequence[int] = range(len(self._cut))
+    def read(self) -> Sequence[int]:
+        """Read what can be read; the numbers of the parcels that have to be asked for."""
+        everything = range(len(self._accepted.cut))
+        memory, line = self._accepted.offer.memory, self._line
+        if memory is None or not self._wishes.same_host or not everything:
+            return everything
+        line.phase = self._progress.phase = "reading the source's memory"
+        try:
+            with (
+                self._report.phase("read"),
+                line.holding_turn(lambda: self._progress.bytes),
+                Reader(memory, len(self._accepted.manifest.storages)) as reader,
+            ):
+                return self._read_with(reader)
+        except Unreadable as reason:
+            if isinstance(reason, SourceEnded) and self._progress.bytes:
+                raise PeerLost(line.peer, f"rank {line.peer} ended while its memory was being read") from reason
+            logger.info("rank %d: %s; using the group route", line.peer, reason)
+        except ValueError as error:
+            raise ProtocolError(line.peer, f"rank {line.peer}: {error}") from error
+        except BaseException as error:
+            line.refuse(error)
+            raise
+        self._progress.bytes = 0
+        return everything
+
+    def _read_with(self, reader: Reader) -> Sequence[int]:
+        accepted, report = self._accepted, self._report
+        reading = Reading(reader, accepted.cut, accepted.landing, self._went_on)
+        numbers = reading.readable()
+        failed = set(reading.read(numbers))
+        if self._wishes.verify:
+            failed |= self._settle_differences(reading, [n for n in numbers if n not in failed])
+        reader.check()
+        done = [n for n in numbers if n not in failed]
+        if failed:
+            logger.info("rank %d: %d parcels cannot be read, they come over the group", self._line.peer, len(failed))
+        if done:
+            report.route = "memory"
+        report.parcels += len(done)
+        report.read_bytes = int(accepted.cut.nbytes[done].sum())
+        report.bytes += report.read_bytes
+        report.verified = bool(self._wishes.verify)
+        self._progress.bytes = report.read_bytes
+        missing: list[int] = np.setdiff1d(np.arange(len(accepted.cut)), np.array(done, dtype=np.int64)).tolist()
+        return missing
+
+    def _settle_differences(self, reading: Reading, numbers: list[int]) -> set[int]:
+        """Read again what differs from a second look at the source; the parcels that cannot be read any more."""
+        gone: set[int] = set()
+        for _ in range(self._line.limits.max_repairs + 1):
+            numbers = reading.differing(numbers)
+            if not numbers:
+                return gone
+            self._report.repaired += len(numbers)
+            gone |= set(reading.read(numbers))
+            numbers = [n for n in numbers if n not in gone]
+        raise _corrupt(self._line, self._accepted, numbers, "The source's tensors change while it sends")
+
+    def _went_on(self, nbytes: int) -> None:
+        self._progress.bytes += nbytes
+        if self._caller.cause is not None:
+            raise self._caller.cause
+        self._pace.take(nbytes, lambda: self._caller.cause is not None)
+        self._caller.tick()
+
+
+class _Taking:
+    """The group route: parcels that the source sends, or a receiver that has them already."""
+
+    def __init__(
+        self, line: Line, wishes: Wishes, accepted: Accepted, caller: Caller, progress: Progress, report: Report
+    ) -> None:
+        self._line = line
+        self._wishes = wishes
+        self._accepted = accepted
+        self._caller = caller
+        self._progress = progress
+        self._report = report
+        offer = accepted.offer
+        self._shape = Shape(offer.burst_bytes, offer.bursts_ahead, accepted.digests)
+
+    def take(self, numbers: Sequence[int]) -> None:
+        """Ask for these parcels, receive them, and ask again for what arrived wrong."""
+        line, accepted, report = self._line, self._accepted, self._report
+        with report.phase("want"):
+            agreed = self._ask(numbers)
+        report.verified = self._shape.digests and (report.verified or not report.read_bytes)
+        report.route = "memory+group" if report.read_bytes else "group"
+        relay = Relay(line, accepted.cut, accepted.landing, self._shape, self._caller)
+        if agreed.downstream is not None:
+            relay.start(agreed.downstream, numbers)
+        try:
+            with report.phase("receive"):
+                if agreed.upstream is not None:
+                    numbers = self._take_relayed(relay, agreed, numbers)
+                if numbers:
+                    self._take_from_source(relay, numbers)
+        except BaseException as error:
+            relay.finish(error)
+            raise
+        with line.holding_turn():
+            relay.finish()
+
+    def _ask(self, numbers: Sequence[int]) -> messages.Agreed:
+        line, accepted = self._line, self._accepted
+        line.phase = self._progress.phase = "sending the want"
+        want = messages.Want(
+            parcels.fingerprint(accepted.cut),
+            accepted.digests,
+            accepted.apart,
+            accepted.parts,
+            messages.pairs_of(numbers),
+            self._wishes.relay and line.group.relays,
+            this_host(),
+        )
+        line.send(Message.WANT, messages.encode(want))
+        _, body = line.expect(Message.AGREED)
+        agreed = line.decode(body, messages.Agreed)
+        for link in (agreed.upstream, agreed.downstream):
+            if link is not None and not (want.relay and valid_link_tag(link.tag) and link.rank >= 0):
+                raise ProtocolError(line.peer, f"rank {line.peer} agreed to a chain that was not wanted")
+        return agreed
+
+    def _take_relayed(self, relay: Relay, agreed: messages.Agreed, numbers: Sequence[int]) -> Sequence[int]:
+        """Take parcels from the neighbour; the numbers of those that the source has to send after all."""
+        assert agreed.upstream is not None
+        line, report = self._line, self._report
+        line.phase = self._progress.phase = "receiving relayed parcels"
+        try:
+            with line.holding_turn(lambda: self._progress.bytes):
+                wrong = relay.take(agreed.upstream, numbers, self._progress, agreed.patience)
+        except BaseException as error:
+            line.refuse(error)
+            raise
+        arrived = relay.gate.landed_among(numbers)
+        self._count(arrived)
+        report.relayed_bytes = self._bytes_of(arrived)
+        missing = sorted({*numbers} - {*arrived} | {*wrong})
+        if missing:
+            report.repaired += len(wrong)
+            self._ask_again(missing)
+        return missing
+
+    def _take_from_source(self, relay: Relay, numbers: Sequence[int]) -> None:
+        line, accepted = self._line, self._accepted
+        incoming = Incoming(
+            line,
+            accepted.cut,
+            accepted.landing,
+            self._shape,
+            self._caller,
+            self._progress,
+            landed=relay.gate.landed,
+        )
         for attempt in range(line.limits.max_repairs + 1):
             line.phase = self._progress.phase = "receiving parcels"
-            wrong = self._bursts(numbers)
-            report.bytes += sum(int(self._cut.nbytes[n]) for n in numbers)
-            report.parcels += len(numbers)
+            wrong = incoming.take(numbers)
+            self._count(numbers)
             if not wrong:
                 return
             if attempt == line.limits.max_repairs:
                 break
-            report.repaired += len(wrong)
-            line.phase = "sending the verdict"
-            line.send(Message.VERDICT, messages.encode(messages.Verdict(wrong)))
-            line.expect(Message.AGREED)
+            self._report.repaired += len(wrong)
+            self._ask_again(wrong)
             numbers = wrong
-        boxes = [piece.box for number in wrong for piece in self._cut.pieces(number)]
-        leaves = self._landing.paths_of(boxes)
-        error = CorruptData(
-            line.peer,
-            leaves,
-            f"rank {line.peer}: {len(wrong)} parcels still had wrong digests after {line.limits.max_repairs} repairs; "
-            f"leaves: {', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}. The bytes are damaged on the way, "
-            "or the source's tensors change while it sends",
-        )
+        why = "The bytes are damaged on the way, or the source's tensors change while it sends"
+        error = _corrupt(line, accepted, wrong, why)
         line.refuse(error)
         raise error
 
-    def _bursts(self, numbers: Sequence[int]) -> list[int]:
-        """Receive the bursts of these parcels; the numbers of those with a wrong digest."""
-        line = self._line
-        rounds = deque(parcels.bursts(self._cut, numbers, self._burst_bytes))
-        wrong: list[int] = []
-        flying: deque[_Burst] = deque()
-        while rounds and len(flying) < self._ahead:
-            flying.append(self._post(rounds.popleft()))
-        cause: BaseException | None = None
-        source_stops = False
-        while flying:
-            burst = flying.popleft()
-            intent, digests = line.read_sent(burst.record.wait())
-            computed = [self._land(*parcel) for parcel in burst.parcels]
-            if self._digests:
-                pairs = zip(burst.parcels, computed, digests, strict=True)
-                wrong += [number for (number, _, _), mine, theirs in pairs if mine != theirs]
-            if cause is not None or source_stops:
-                continue  # What was posted ahead is completed, and no longer answered.
-            if intent is Intent.CANCEL:
-                source_stops = True
-                continue
-            cause = self._caller.cause or self._failure
-            try:
-                line.send(Message.GOT, note=Intent.CANCEL if cause else Intent.GO_ON)
-            except PeerError:
-                # With nothing more to come, a source that is gone by now no longer matters.
-                if rounds or cause is not None:
-                    raise
-            if rounds and cause is None:
-                flying.append(self._post(rounds.popleft()))
-            self._caller.tick()
-        if source_stops:
-            line.expect()
-            raise ProtocolError(line.peer, f"rank {line.peer} cancelled without saying why")
-        if cause is not None:
-            line.refuse(cause)
-            raise cause
-        return wrong
+    def _ask_again(self, numbers: Sequence[int]) -> None:
+        self._line.phase = "sending the verdict"
+        self._line.send(Message.VERDICT, messages.encode(messages.Verdict(messages.pairs_of(numbers))))
+        self._line.expect(Message.AGREED)
 
-    def _post(self, numbers: Sequence[int]) -> _Burst:
-        """Post the receives of a burst and of the record that follows it."""
-        posted: list[tuple[int, Posted, torch.Tensor | None]] = []
-        for number in numbers:
-            self._landing.touch([piece.box for piece in self._cut.pieces(number)])
-            data = places.as_bytes(self._landing, self._cut, number, self._line.group.device)
-            buffer = None
-            if data is None:
-                size = int(self._cut.nbytes[number])
-                buffer = self._staging.take(size)
-                data = buffer[:size]
-            posted.append((number, self._line.post_recv(data), buffer))
-        return _Burst(posted, self._line.post_recv_sent(len(numbers) if self._digests else 0))
+    def _count(self, numbers: Sequence[int]) -> None:
+        self._report.bytes += self._bytes_of(numbers)
+        self._report.parcels += len(numbers)
 
-    def _land(self, number: int, posted: Posted, buffer: torch.Tensor | None) -> int:
-        """Take one parcel, which is here, to its places; the digest of what lies there then."""
-        data = posted.wait()
-        self._progress.bytes += data.numel()
-        try:
-            if buffer is not None and self._failure is None:
-                places.unpack(self._landing, self._cut, number, data)
-                if self._digests:
-                    data = places.pack(self._landing, self._cut, number, buffer)
-            return digest_of(data) if self._digests else 0
-        except Exception as error:
-            if not isinstance(error, TransfuseError):
-                peer = self._line.peer
-                error = ProtocolError(peer, f"rank {peer} sent data that cannot be put in its place: {error}")
-            self._failure = self._failure or error
-            return 0
-        finally:
-            if buffer is not None:
-                self._staging.give_back(buffer)
+    def _bytes_of(self, numbers: Sequence[int]) -> int:
+        return int(self._accepted.cut.nbytes[np.array(numbers, dtype=np.int64)].sum())
+
+
+def _corrupt(line: Line, accepted: Accepted, wrong: Sequence[int], why: str) -> CorruptData:
+    """The error for parcels that stay wrong."""
+    boxes = [piece.box for number in wrong for piece in accepted.cut.pieces(number)]
+    leaves = accepted.landing.paths_of(boxes)
+    return CorruptData(
+        line.peer,
+        leaves,
+        f"rank {line.peer}: {len(wrong)} parcels were still wrong after {line.limits.max_repairs} repairs; "
+        f"leaves: {', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}. {why}",
+    )

@@ -26,10 +26,15 @@ class Report:
     direction: Literal["send", "receive"]
     peers: tuple[int, ...]
     step: int | None = None
-    route: str = "group"
+    #: "memory", "group", or both joined by a plus; empty if nothing moved.
+    route: str = ""
     leaves: int = 0
     #: Payload that moved, without description and records; for a send, summed over receivers.
     bytes: int = 0
+    #: Of these, read straight from the source's memory.
+    read_bytes: int = 0
+    #: Of these, passed on by other receivers.
+    relayed_bytes: int = 0
     parcels: int = 0
     #: Parcels that were sent again because their digest was wrong.
     repaired: int = 0

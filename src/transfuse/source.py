@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from transfuse import messages, parcels, places, plan
-from transfuse.digest import digest_of
+from transfuse.bursts import Outgoing, Shape
+from transfuse.chains import Chains
 from transfuse.errors import ProtocolError
 from transfuse.leaves import dense
-from transfuse.manifest import Described
-from transfuse.messages import Intent, Message
+from transfuse.manifest import Described, Ints
+from transfuse.messages import Message
+from transfuse.pace import Pace
 from transfuse.parcels import Parcels
-from transfuse.places import Place, Staging
+from transfuse.places import Place
 from transfuse.plan import Boxes
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.routes.group import OFFER_TAG, Line, Posted
+from transfuse.routes.group import OFFER_TAG, Line
 from transfuse.talks import Caller
 
 __all__ = ["Cargo", "refuse", "serve"]
@@ -33,6 +34,12 @@ class Cargo:
     described: Described
     offer: messages.Offer
     body: torch.Tensor
+    chains: Chains | None
+    pace: Pace
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.described.manifest.storages.nbytes.sum())
 
 
 class _Memory:
@@ -41,6 +48,9 @@ class _Memory:
     def __init__(self, described: Described, boxes: Boxes) -> None:
         self._described = described
         self._boxes = boxes
+        base = described.addresses[boxes.storage]
+        self.addresses: Ints = np.where(base > 0, base + boxes.start, 0)
+        self.addresses[list(boxes.strided)] = 0
 
     def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
         if box in self._boxes.strided:
@@ -66,178 +76,137 @@ def serve(
     line: Line, transfer: int, tag: int, cargo: Cargo, caller: Caller, progress: Progress, report: Report
 ) -> None:
     """Offer, hear what is wanted, send it, and hear that it arrived."""
-    line.transfer, line.tag = transfer, tag
-    with report.phase("offer"):
-        line.phase = progress.phase = "sending the offer"
-        line.send(Message.OFFER, cargo.body, note=tag, tag=OFFER_TAG)
-    with report.phase("wait for want"):
-        line.phase = progress.phase = "waiting for the want"
-        try:
-            _, body = line.expect(Message.WANT)
-            want = line.decode(body, messages.Want)
-            cut = _plan(line, cargo, want)
-        except ProtocolError as error:
-            line.refuse(error)
-            raise
     try:
-        caller.lend(line.peer)
-    except BaseException as cause:
-        line.refuse(cause)
-        raise
-    # Only now may the receiver post for parcels: a refusal must never meet a receive that was posted for data.
-    line.send(Message.AGREED)
-    progress.total_bytes = cut.total_bytes
-    sender = _Sender(line, cargo, want, cut, caller, progress)
-    numbers: Sequence[int] = range(len(cut))
-    report.verified = want.digests
-    for attempt in range(line.limits.max_repairs + 1):
-        line.phase = progress.phase = "sending parcels"
-        with report.phase("send"):
-            sender.send(numbers)
-        report.bytes += sum(int(cut.nbytes[n]) for n in numbers)
-        report.parcels += len(numbers)
-        line.phase = progress.phase = "waiting for the verdict"
-        try:
-            with report.phase("verdict"):
-                _, body = line.expect(Message.VERDICT)
-            numbers = line.decode(body, messages.Verdict).missing
-            if sender.failure is not None:
-                if numbers:
-                    line.refuse(sender.failure)
-                raise sender.failure
-            if not numbers:
-                return
-            _check_missing(line, numbers, len(cut), attempt)
-        except ProtocolError as error:
-            if error is not sender.failure:
-                line.refuse(error)
-            raise
-        line.send(Message.AGREED)
-        report.repaired += len(numbers)
+        _Serving(line, transfer, tag, cargo, caller, progress, report).serve()
+    finally:
+        if cargo.chains is not None:
+            cargo.chains.leave(line.peer)
 
 
-def _check_missing(line: Line, numbers: list[int], count: int, attempt: int) -> None:
-    if sorted(set(numbers)) != numbers or numbers[-1] >= count or numbers[0] < 0:
-        raise ProtocolError(line.peer, f"rank {line.peer} asked again for parcels that do not exist")
-    if attempt == line.limits.max_repairs:
-        raise ProtocolError(line.peer, f"rank {line.peer} asked again for parcels more than {attempt} times")
-
-
-def _plan(line: Line, cargo: Cargo, want: messages.Want) -> Parcels:
-    manifest = cargo.described.manifest
-    for numbers, count in ((want.apart, len(manifest.storages)), (want.parts, len(manifest.parts))):
-        if numbers and (sorted(set(numbers)) != numbers or numbers[0] < 0 or numbers[-1] >= count):
-            raise ProtocolError(line.peer, f"rank {line.peer} wants tensors that were not offered")
-    if want.digests and not cargo.offer.digests:
-        raise ProtocolError(line.peer, f"rank {line.peer} wants digests that were not offered")
-    cut = parcels.cut(plan.lay_out(manifest, want.apart, want.parts), cargo.offer.parcel_bytes)
-    if parcels.fingerprint(cut) != want.fingerprint:
-        raise ProtocolError(
-            line.peer,
-            f"rank {line.peer} derived other parcels from the same offer (different transfuse versions?)",
-        )
-    return cut
-
-
-class _Burst(NamedTuple):
-    """A burst under way: its sends and its record's, the staging buffers they use, and how many bytes it carries."""
-
-    posted: list[Posted]
-    buffers: list[torch.Tensor]
-    nbytes: int
-
-
-class _Sender:
-    """Sends parcels in bursts, several of them under way, each followed by a record and answered by one.
-
-    Both ends post in one order, for backends that know no other. With ``ahead`` bursts under way: burst 0, sent 0,
-    … burst ahead - 1, sent ahead - 1, got 0, burst ahead, sent ahead, got 1, … So whoever cancels still completes
-    what the other end may have posted already.
-    """
+class _Serving:
+    """The conversation with one receiver."""
 
     def __init__(
-        self, line: Line, cargo: Cargo, want: messages.Want, cut: Parcels, caller: Caller, progress: Progress
+        self, line: Line, transfer: int, tag: int, cargo: Cargo, caller: Caller, progress: Progress, report: Report
     ) -> None:
         self._line = line
-        self._cut = cut
-        self._memory = _Memory(cargo.described, cut.boxes)
-        self._staging = Staging(cargo.offer.burst_bytes, line.group.device)
-        self._burst_bytes = cargo.offer.burst_bytes
-        self._ahead = cargo.offer.bursts_ahead
-        self._digests = want.digests
+        line.transfer, line.tag = transfer, tag
+        self._cargo = cargo
         self._caller = caller
         self._progress = progress
-        self._flying: deque[_Burst] = deque()
-        #: What went wrong here and the receiver has not been told yet.
-        self.failure: BaseException | None = None
+        self._report = report
+        progress.total_bytes = cargo.total_bytes
+        line.on_working = self._heard
 
-    def send(self, numbers: Sequence[int]) -> None:
-        rounds = parcels.bursts(self._cut, numbers, self._burst_bytes)
-        cause: BaseException | None = None
-        sent, end, first_cancelled = 0, len(rounds), 0
-        while sent < end or self._flying:
-            if sent < end and len(self._flying) < self._ahead:
-                stopping = self._post(rounds[sent])
-                if cause is None and stopping is not None:
-                    cause, first_cancelled, end = stopping, sent, min(end, sent + self._ahead)
-                sent += 1
-            elif cause is not None and sent - len(self._flying) >= first_cancelled:
-                break  # What is still under way says that it is cancelled, and is not answered.
-            else:
-                self._hear_answer()
-        if cause is not None:
-            self._line.refuse(cause)
-            raise cause
+    def _heard(self, nbytes: int) -> None:
+        """The receiver reads by itself, or gets its parcels from another."""
+        if nbytes <= self._cargo.total_bytes:
+            self._progress.bytes = max(self._progress.bytes, nbytes)
+            self._caller.tick()
 
-    def _hear_answer(self) -> None:
-        """The receiver's record about the oldest burst: it has arrived, and more may come or not."""
-        note = int(Intent.GO_ON)
+    def serve(self) -> None:
+        line, report = self._line, self._report
+        with report.phase("offer"):
+            line.phase = self._progress.phase = "sending the offer"
+            line.send(Message.OFFER, self._cargo.body, note=line.tag, tag=OFFER_TAG)
+        with report.phase("wait for want"):
+            line.phase = self._progress.phase = "waiting for the want"
+            try:
+                header, body = line.expect(Message.WANT, Message.VERDICT)
+                if header.kind is Message.VERDICT:
+                    # It has read everything by itself.
+                    if self._hear_verdict(body, 0):
+                        raise ProtocolError(line.peer, f"rank {line.peer} misses parcels that it never wanted")
+                    return
+                want = line.decode(body, messages.Want)
+                cut, numbers = self._plan(want)
+            except ProtocolError as error:
+                line.refuse(error)
+                raise
+        self._send(want, cut, numbers)
+
+    def _send(self, want: messages.Want, cut: Parcels, numbers: Sequence[int]) -> None:
+        line, report, cargo = self._line, self._report, self._cargo
+        agreed = messages.Agreed()
+        if want.relay and cargo.chains is not None and numbers:
+            key = (want.fingerprint, want.digests, *want.apart, -1, *want.parts, -1, *want.parcels)
+            agreed = cargo.chains.join(line.peer, key, want.host)
         try:
-            header, _ = self._line.expect(Message.GOT)
-            note = header.note
+            self._caller.lend(line.peer)
+        except BaseException as cause:
+            line.refuse(cause)
+            raise
+        # Only now may the receiver post for parcels: a refusal must never meet a receive that was posted for data.
+        line.send(Message.AGREED, messages.encode(agreed))
+        shape = Shape(cargo.offer.burst_bytes, cargo.offer.bursts_ahead, want.digests)
+        memory = _Memory(cargo.described, cut.boxes)
+        outgoing = Outgoing(line, cut, memory, shape, self._caller, self._progress, pace=cargo.pace)
+        report.verified = want.digests
+        report.route = "group"
+        if agreed.upstream is not None:
+            numbers = self._await_verdict(outgoing, cut)
+        for attempt in range(line.limits.max_repairs + 1):
+            if not numbers:
+                return
+            line.phase = self._progress.phase = "sending parcels"
+            with report.phase("send"):
+                outgoing.send(numbers)
+            report.bytes += int(cut.nbytes[np.array(numbers)].sum())
+            report.parcels += len(numbers)
+            numbers = self._await_verdict(outgoing, cut, last=attempt == line.limits.max_repairs)
+
+    def _await_verdict(self, outgoing: Outgoing, cut: Parcels, *, last: bool = False) -> Sequence[int]:
+        """The parcels that the receiver asks for again, which has been agreed to; or none."""
+        line = self._line
+        line.phase = self._progress.phase = "waiting for the verdict"
+        try:
+            with self._report.phase("verdict"):
+                _, body = line.expect(Message.VERDICT)
+            numbers = self._hear_verdict(body, len(cut))
+            if outgoing.failure is not None:
+                if numbers:
+                    line.refuse(outgoing.failure)
+                raise outgoing.failure
+            if numbers and last:
+                times = line.limits.max_repairs
+                raise ProtocolError(line.peer, f"rank {line.peer} asked again for parcels more than {times} times")
         except ProtocolError as error:
-            # The receiver has receives for parcels posted: no refusal may meet these. Cancel with the next record; if
-            # there is none, after its verdict.
-            self.failure = self.failure or error
-        burst = self._flying.popleft()
-        for posted in burst.posted:
-            posted.wait()
-        for buffer in burst.buffers:
-            self._staging.give_back(buffer)
-        self._progress.bytes += burst.nbytes
-        self._caller.tick()
-        if note == Intent.CANCEL:
-            self._line.expect()
-            raise ProtocolError(self._line.peer, f"rank {self._line.peer} cancelled without saying why")
+            if error is not outgoing.failure:
+                line.refuse(error)
+            raise
+        if numbers:
+            line.send(Message.AGREED, messages.encode(messages.Agreed()))
+            self._report.repaired += len(numbers)
+        return numbers
 
-    def _post(self, numbers: Sequence[int]) -> BaseException | None:
-        """Post a burst and the record after it; why this end stops with it, if it does."""
-        burst = _Burst([], [], sum(int(self._cut.nbytes[n]) for n in numbers))
-        digests: list[int] = []
-        for number in numbers:
-            data, buffer = self._fetch(number)
-            if buffer is not None:
-                burst.buffers.append(buffer)
-            burst.posted.append(self._line.post_send(data))
-            if self._digests:
-                digests.append(digest_of(data))
-        # Decided now, not before: a parcel that could not be packed must not pass for one that could.
-        cause = self._caller.cause or self.failure
-        burst.posted.append(self._line.post_sent(Intent.CANCEL if cause else Intent.GO_ON, digests))
-        self._flying.append(burst)
-        return cause
-
-    def _fetch(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A parcel's bytes on the wire's device, and the staging buffer that holds them, if any."""
-        size, buffer = int(self._cut.nbytes[number]), None
+    def _hear_verdict(self, body: bytearray, count: int) -> Sequence[int]:
+        line, report = self._line, self._report
+        verdict = line.decode(body, messages.Verdict)
         try:
-            direct = places.as_bytes(self._memory, self._cut, number, self._line.group.device)
-            if direct is not None:
-                return direct, None
-            buffer = self._staging.take(size)
-            return places.pack(self._memory, self._cut, number, buffer), buffer
-        except Exception as error:
-            # The burst has been promised: complete it, and cancel with its record.
-            self.failure = self.failure or error
-            buffer = self._staging.take(size) if buffer is None else buffer
-            return buffer[:size], buffer
+            numbers = messages.numbers_in(verdict.missing, count)
+        except ValueError as error:
+            message = f"rank {line.peer} asked again for parcels that do not exist"
+            raise ProtocolError(line.peer, message) from error
+        if not numbers and 0 < verdict.read_bytes <= self._cargo.total_bytes:
+            report.read_bytes = verdict.read_bytes
+            report.bytes += verdict.read_bytes
+            report.route = "memory+group" if report.route else "memory"
+            self._progress.bytes = self._cargo.total_bytes
+        return numbers
+
+    def _plan(self, want: messages.Want) -> tuple[Parcels, Sequence[int]]:
+        peer, manifest = self._line.peer, self._cargo.described.manifest
+        for numbers, count in ((want.apart, len(manifest.storages)), (want.parts, len(manifest.parts))):
+            if numbers and (sorted(set(numbers)) != numbers or numbers[0] < 0 or numbers[-1] >= count):
+                raise ProtocolError(peer, f"rank {peer} wants tensors that were not offered")
+        if want.digests and not self._cargo.offer.digests:
+            raise ProtocolError(peer, f"rank {peer} wants digests that were not offered")
+        cut = parcels.cut(plan.lay_out(manifest, want.apart, want.parts), self._cargo.offer.parcel_bytes)
+        if parcels.fingerprint(cut) != want.fingerprint:
+            raise ProtocolError(
+                peer, f"rank {peer} derived other parcels from the same offer (different transfuse versions?)"
+            )
+        try:
+            return cut, messages.numbers_in(want.parcels, len(cut))
+        except ValueError as error:
+            raise ProtocolError(peer, f"rank {peer} wants parcels that do not exist") from error

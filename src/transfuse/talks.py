@@ -24,7 +24,8 @@ GOODBYE_SECONDS = 1.0
 class Caller:
     """What conversations know of the calling thread: whether it wants to stop, and how to wake it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, watching: bool = True) -> None:
+        self._watching = watching
         #: Why the caller wants to stop. Conversations look at it between bursts.
         self.cause: BaseException | None = None
         self._lock = threading.Lock()
@@ -51,8 +52,9 @@ class Caller:
             return not self._lent
 
     def tick(self) -> None:
-        """There is progress to show."""
-        self.events.put(None)
+        """There is progress to show, if anybody watches: to wake the caller costs the conversations time."""
+        if self._watching:
+            self.events.put(None)
 
 
 def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[[], None]) -> dict[int, BaseException]:

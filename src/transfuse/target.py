@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import compress
+from operator import is_not
 from typing import Any
 
 import numpy as np
 import torch
 
 from transfuse import trees
+from transfuse.arena import Arena
 from transfuse.errors import LimitExceeded, UnsupportedLeaf
 from transfuse.leaves import dense, values
 from transfuse.leaves.codec import CannotCarry, Room
@@ -20,6 +23,7 @@ from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Leaf, Manifest
 from transfuse.matching import Match
+from transfuse.parts import Bools, Ints
 from transfuse.places import Place, place_in_storage, place_in_tensor
 from transfuse.plan import Boxes
 
@@ -44,43 +48,53 @@ class Landing:
         self._boxes = boxes
         self._atomic = atomic
         self._destinations = [None] * len(manifest.parts) if atomic else found.destinations
-        self._touched: set[int] = set()
+        #: For each part, whether its bytes go into a target.
+        self._placed: Bools = np.fromiter((d is not None for d in self._destinations), bool, len(manifest.parts))
+        #: For each part, whether it is built over fresh memory.
+        self._fresh: Bools = ~self._placed
+        if found.tied and not atomic:
+            self._fresh[list(found.tied)] = False
+        #: For each box, whether memory of it may have been written.
+        self._touched: Bools = np.zeros(len(boxes), dtype=bool)
         self._applied = False
-        #: Parts whose bytes a contiguous target without sign bits holds in the same order.
-        bits = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
-        self._as_lies: list[bool] = (manifest.parts.contiguous & (manifest.parts.flags & bits == 0)).tolist()
-        self._storages = self._allocate(device, limits)
+        self._arena = self._allocate(device, limits)
 
-    def _allocate(self, device: torch.device, limits: Limits) -> dict[int, torch.UntypedStorage]:
+    def _allocate(self, device: torch.device, limits: Limits) -> Arena:
         """One fresh storage for each storage that has a part without a target."""
-        parts, storages = self._manifest.parts, self._manifest.storages
-        fresh = np.array([d is None for d in self._destinations], dtype=bool)
-        for part in self._found.tied if not self._atomic else ():
-            fresh[part] = False
-        needed = np.unique(parts.storage[fresh])
+        parts, storages, fresh = self._manifest.parts, self._manifest.storages, self._fresh
+        needed = np.zeros(len(storages), dtype=bool)
+        needed[parts.storage[fresh]] = True
         # A fresh part that is empty needs a storage to look into, but none of its bytes.
-        filled = np.unique(parts.storage[fresh & (parts.numel > 0)])
+        filled = np.zeros(len(storages), dtype=bool)
+        filled[parts.storage[fresh & (parts.numel > 0)]] = True
         total = int(storages.nbytes[filled].astype(float).sum())
         if total > limits.max_receive_bytes:
             raise LimitExceeded(
                 f"the source offers {total} bytes of fresh tensors, more than max_receive_bytes="
                 f"{limits.max_receive_bytes}; raise it, or receive in place"
             )
-        result = {}
-        sizes = np.zeros(len(storages), dtype=np.int64)
-        sizes[filled] = storages.nbytes[filled]
-        for number in needed.tolist():
-            where = torch.device(storages.device_of(number))
-            where = device if where.type == device.type else torch.device("cpu")
-            try:
-                result[number] = torch.empty(int(sizes[number]), dtype=torch.uint8, device=where).untyped_storage()
-            except RuntimeError as error:
-                raise LimitExceeded(
-                    f"no memory for {total} bytes of fresh tensors; receive in place: {error}"
-                ) from error
-        return result
+        cpu = torch.device("cpu")
+        homes = [device if torch.device(name).type == device.type else cpu for name in storages.devices]
+        try:
+            return Arena(np.where(filled, storages.nbytes, 0), needed, homes, storages.device)
+        except RuntimeError as error:
+            raise LimitExceeded(f"no memory for {total} bytes of fresh tensors; receive in place: {error}") from error
 
     # -- Places
+
+    @cached_property
+    def addresses(self) -> Ints:
+        """For each box, the address of its first byte if its only place is one run of main memory; otherwise 0."""
+        boxes, found = self._boxes, self._found
+        # A tangle has no part, and is fresh.
+        part = np.maximum(boxes.part, 0)
+        placed = (boxes.part >= 0) & self._placed[part] if len(self._placed) else boxes.part >= 0
+        fresh = self._arena.address[boxes.storage]
+        result = np.where(~placed & (fresh > 0), fresh + boxes.start, 0)
+        if placed.any():
+            result = np.where(placed & found.as_lies[part], found.address[part], result)
+        result[[*boxes.strided, *boxes.also]] = 0
+        return result
 
     def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
         if box in self._boxes.strided or box in self._boxes.also:
@@ -88,12 +102,12 @@ class Landing:
         part = int(self._boxes.part[box])
         target = None if part < 0 else self._destinations[part]
         if target is None:
-            storage, start = self._storages[int(self._boxes.storage[box])], int(self._boxes.start[box])
-        elif self._as_lies[part] and target.is_contiguous() and not target.is_conj() and not target.is_neg():
-            storage, start = target.untyped_storage(), dense.offset_of(target) * target.element_size()
-        else:
+            start = int(self._boxes.start[box])
+            return self._arena.bytes_of(int(self._boxes.storage[box]))[start + low : start + high]
+        if not self._found.as_lies[part]:
             return None
-        return dense.over(storage, torch.uint8, start + low, (high - low,), (1,))
+        start = dense.offset_of(target) * target.element_size()
+        return dense.over(target.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
 
     def places(self, box: int) -> list[Place]:
         members = self._boxes.members(box)
@@ -104,48 +118,58 @@ class Landing:
                 place = place_in_tensor(target, self._manifest.parts.form(part), int(self._manifest.parts.flags[part]))
                 if not any(_same_place(place, other) for other in result):
                     result.append(place)
-        storage = self._storages.get(int(self._boxes.storage[box]))
-        if storage is not None and (not members or any(self._is_fresh(part) for part in members)):
-            result.append(place_in_storage(storage, 0, self._boxes.box(box)))
+        number = int(self._boxes.storage[box])
+        if number in self._arena and (not members or self._fresh[list(members)].any()):
+            memory = self._arena.bytes_of(number)
+            result.append(place_in_storage(memory.untyped_storage(), dense.offset_of(memory), self._boxes.box(box)))
         return result
-
-    def _is_fresh(self, part: int) -> bool:
-        return self._destinations[part] is None and (self._atomic or part not in self._found.tied)
 
     # -- what has been touched
 
-    def touch(self, boxes: Sequence[int]) -> None:
+    def touch(self, boxes: Sequence[int] | Ints | slice) -> None:
         """Note that memory of these boxes is about to be written."""
-        for box in boxes:
-            self._touched.update(p for p in self._boxes.members(box) if self._destinations[p] is not None)
+        if isinstance(boxes, range) and boxes.step == 1:
+            boxes = slice(boxes.start, boxes.stop)
+        self._touched[boxes if isinstance(boxes, slice) else np.asarray(boxes, dtype=np.int64)] = True
 
     def torn(self) -> tuple[str, ...]:
         """Paths of the target leaves that have been written to."""
-        leaves = {self._manifest.leaf_of(part) for part in self._with_aliases()}
-        return tuple(self._manifest.paths[leaf] for leaf in sorted(leaves))
+        return tuple(self._manifest.paths[leaf] for leaf in np.unique(self._leaves_of(self._written())).tolist())
 
-    def _with_aliases(self) -> set[int]:
-        """Touched parts, and those that see the same storage through a part that stands for them."""
-        if not self._touched or not self._found.apart:
-            return set(self._touched)
-        storages = {int(self._manifest.parts.storage[p]) for p in self._touched} & set(self._found.apart)
-        asked = set(self._found.wanted)
-        return self._touched | {
-            part
-            for part, target in enumerate(self._destinations)
-            if target is not None and int(self._manifest.parts.storage[part]) in storages and part not in asked
-        }
+    def _leaves_of(self, parts: Ints) -> Ints:
+        return np.searchsorted(self._manifest.first_parts, parts, side="right") - 1
+
+    def _written(self) -> Ints:
+        """Parts whose targets have been touched, or see the same storage through a part that stands for them."""
+        boxes, found = self._boxes, self._found
+        written = np.zeros(len(self._placed), dtype=bool)
+        members = boxes.part[self._touched]
+        written[members[members >= 0]] = True
+        for box, others in boxes.also.items():
+            if self._touched[box]:
+                written[list(others)] = True
+        written &= self._placed
+        if found.apart and written.any():
+            storage = self._manifest.parts.storage
+            apart = np.intersect1d(storage[written], np.array(found.apart, dtype=np.int64))
+            unasked = self._placed & np.isin(storage, apart)
+            unasked[found.wanted] = False
+            written |= unasked
+        return np.flatnonzero(written)
 
     def bump_versions(self) -> None:
         """Tell autograd which targets have changed: their parts, and the composites around these."""
-        parts = range(len(self._found.destinations)) if self._applied else sorted(self._with_aliases())
-        written = []
-        for part in parts:
-            target = self._found.destinations[part]
-            if target is not None:
-                written += [target, self._found.target_leaves[self._found.merged.partner[self._manifest.leaf_of(part)]]]
-        if written:
-            torch.autograd.graph.increment_version(written)
+        found = self._found
+        if self._applied:
+            numbers = np.array([p for p, target in enumerate(found.destinations) if target is not None], dtype=np.int64)
+        else:
+            numbers = self._written()
+        if not len(numbers):
+            return
+        targets = list(map(found.destinations.__getitem__, numbers.tolist()))
+        partners = map(found.merged.partner.__getitem__, self._leaves_of(numbers).tolist())
+        leaves = list(map(found.target_leaves.__getitem__, partners))
+        torch.autograd.graph.increment_version(targets + list(compress(leaves, map(is_not, leaves, targets))))
 
     def paths_of(self, boxes: Sequence[int]) -> list[str]:
         """Paths of the leaves that these boxes hold."""
@@ -162,24 +186,31 @@ class Landing:
     def finish(self, room: Room, kinds: Kinds) -> Any:
         """Build the state from what has landed."""
         manifest, found = self._manifest, self._found
-        built = [self._part(part) for part in range(len(manifest.parts))] if self._atomic else None
-        first_parts = manifest.first_parts.tolist()
-        leaves: list[Any] = []
+        partners = np.asarray(found.merged.partner, dtype=np.int64)
+        codes = np.frombuffer(manifest.kinds, np.uint8)
+        plain = codes == Leaf.TENSOR
+        alone = plain & (partners < 0)
+        built = self._build(np.arange(len(manifest.parts), dtype=np.int64)) if self._atomic else None
+        numbers = manifest.first_parts[:-1][alone]
+        tensors = self._build(numbers) if built is None else [built[part] for part in numbers.tolist()]
+        # A leaf without a partner (-1) gets the None at the end first.
+        leaves: list[Any] = list(map([*found.target_leaves, None].__getitem__, found.merged.partner))
+        for leaf, tensor in zip(np.flatnonzero(alone).tolist(), tensors, strict=True):
+            leaves[leaf] = tensor
         settling: list[tuple[int, Any]] = []
-        for leaf, kind in enumerate(manifest.kinds):
-            partner = found.merged.partner[leaf]
-            if kind == Leaf.VALUE:
-                leaves.append(values.decode(manifest.detail(leaf)))
+        for leaf in np.flatnonzero(~plain).tolist():
+            if codes[leaf] == Leaf.VALUE:
+                leaves[leaf] = values.decode(manifest.detail(leaf))
                 continue
-            numbers = range(first_parts[leaf], first_parts[leaf + 1])
-            parts = (built[part] if built is not None else self._part(part) for part in numbers)
-            if partner < 0 or any(found.destinations[part] is None for part in numbers):
-                leaves.append(self._close(kinds, leaf, parts, room))
+            partner = found.merged.partner[leaf]
+            own = range(*manifest.first_parts[leaf : leaf + 2].tolist())
+            parts = (built[part] if built is not None else self._part(part) for part in own)
+            if partner < 0 or any(found.destinations[part] is None for part in own):
+                leaves[leaf] = self._close(kinds, leaf, parts, room)
                 continue
             if built is not None:
                 self._examine(kinds, leaf, parts, room)
-            leaves.append(found.target_leaves[partner])
-            settling.append((leaf, found.target_leaves[partner]))
+            settling.append((leaf, leaves[leaf]))
         ordered = [leaves[o] if o >= 0 else found.target_leaves[~o] for o in found.merged.origin]
         state = trees.unflatten(found.merged.root, ordered)
         # Atomic: whatever could fail has been done, and only now the first target is written.
@@ -209,6 +240,43 @@ class Landing:
         except ValueError as error:
             raise ValueError(f"leaf {self._manifest.paths[leaf]}: {error}") from error
 
+    def _build(self, parts: Ints) -> list[torch.Tensor]:
+        """Fresh parts, each with its flags. Those that are the whole of a piece of a block come from there."""
+        p, arena = self._manifest.parts, self._arena
+        storage = p.storage[parts]
+        blocks = np.where(self._whole[parts], arena.block[storage], -1)
+        columns = (blocks, arena.offset[storage], p.dtype[parts], p.first[parts], p.first[parts + 1], p.flags[parts])
+        sizes, dtypes = p.sizes.tolist(), self._manifest.dtypes
+        result = []
+        for part, block, offset, dtype, first, end, flags in zip(
+            parts.tolist(), *(column.tolist() for column in columns), strict=True
+        ):
+            try:
+                if block < 0:
+                    tensor = self._part(part)
+                else:
+                    tensor = arena.tensor(block, offset, dtypes[dtype], sizes[first:end])
+                    if flags:
+                        tensor = dense.dress(tensor, flags)
+            except ValueError as error:
+                raise ValueError(f"leaf {self._manifest.paths[self._manifest.leaf_of(part)]}: {error}") from error
+            result.append(tensor)
+        return result
+
+    @cached_property
+    def _whole(self) -> Bools:
+        """Fresh parts that have a piece of a block to themselves and fill it in row-major order, strides included."""
+        p = self._manifest.parts
+        regular = np.ones(len(p.strides), dtype=bool)
+        regular[:-1] = p.strides[:-1] == p.strides[1:] * p.sizes[1:]
+        last = p.first[1:][p.ndim > 0] - 1
+        regular[last] = p.strides[last] == 1
+        result = self._fresh & (self._arena.block[p.storage] >= 0)
+        result[np.repeat(np.arange(len(p)), p.ndim)[~regular]] = False
+        users = np.bincount(p.storage, minlength=len(self._manifest.storages))
+        result &= (users[p.storage] == 1) & (p.numel * p.item == self._manifest.storages.nbytes[p.storage])
+        return result
+
     def _part(self, part: int) -> torch.Tensor:
         """A part that has arrived fresh, with its flags."""
         p = self._manifest.parts
@@ -221,7 +289,7 @@ class Landing:
             assert target is not None
             storage, offset = target.untyped_storage(), dense.offset_of(target)
         else:
-            storage = self._storages[int(p.storage[part])]
+            storage = self._arena.storage(int(p.storage[part]))
             offset = int(p.offset[part]) if p.numel[part] else 0
         tensor = dense.over(storage, self._manifest.dtype_of(part), offset, p.shape(part), p.stride(part))
         return dense.dress(tensor, int(p.flags[part]))
@@ -234,12 +302,11 @@ class Landing:
         """
         p = self._manifest.parts
         same: dict[tuple[Any, ...], list[int]] = {}
-        for leaf, kind in enumerate(self._manifest.kinds):
-            if kind == Leaf.COMPOSITE:
-                for i in range(*self._manifest.first_parts[leaf : leaf + 2].tolist()):
-                    if self._is_fresh(i):
-                        key = (p.storage[i], p.dtype[i], p.flags[i], p.offset[i], p.shape(i), p.stride(i))
-                        same.setdefault(key, []).append(i)
+        for leaf in np.flatnonzero(np.frombuffer(self._manifest.kinds, np.uint8) == Leaf.COMPOSITE).tolist():
+            for i in range(*self._manifest.first_parts[leaf : leaf + 2].tolist()):
+                if self._fresh[i]:
+                    key = (p.storage[i], p.dtype[i], p.flags[i], p.offset[i], p.shape(i), p.stride(i))
+                    same.setdefault(key, []).append(i)
         result: dict[int, torch.Tensor] = {}
         self.__dict__["_inner"] = result  # While these are built, none is known.
         for numbers in same.values():

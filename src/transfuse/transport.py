@@ -15,13 +15,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import messages, receiver, source, talks
+from transfuse.chains import Chains
 from transfuse.errors import SendFailed, StateError, TransfuseError
 from transfuse.leaves.codec import MeshDescription
-from transfuse.limits import Limits
+from transfuse.limits import Limits, allows_same_host
 from transfuse.manifest import describe
+from transfuse.pace import Pace
 from transfuse.progress import Progress, Show, show_with
 from transfuse.report import Report
 from transfuse.routes.group import Group, Line, ProcessGroupLike
+from transfuse.routes.memory import Lease
 
 __all__ = ["PGTransport"]
 
@@ -42,12 +45,17 @@ class PGTransport:
         device: where the backend wants its tensors (``cpu`` for gloo, an accelerator for NCCL).
         state_dict: called at the start of a receive; the bytes then land in the tensors of the tree it returns.
             Without it, tensors arrive fresh.
-        verify: compare a digest of every parcel where it has landed. None: on the CPU. True: always, False: never.
+        same_host: receivers on the source's host may read straight from its memory (the memory route). It must be
+            allowed at both ends, and ``TRANSFUSE_SAME_HOST=0`` in the environment forbids it.
+        verify: check what has landed. Over the group by a digest of every parcel, on the memory route by reading a
+            second time. None: over the group, on the CPU. True: always, False: never.
         atomic: touch no target unless all has arrived and been verified; needs memory for a second copy.
         strict: leaves that only the source or only the target has are an error.
         mesh: the DeviceMesh for DTensors that arrive fresh, or a callable that makes one from a
             :class:`MeshDescription`. Receiving never creates process groups by itself.
         weights_only_objects: accept Python objects that ``torch.load(weights_only=True)`` accepts.
+        relay: receivers that want the same may pass parcels on to each other, so that the source sends each byte once.
+        max_bytes_per_second: the most that a source gives away, to all its receivers together.
         max_receive_bytes: the most that one receive may allocate for fresh tensors. None: this machine's memory.
         progress: True for a bar, or a callable that gets a dict from rank to :class:`Progress`.
     """
@@ -59,11 +67,14 @@ class PGTransport:
         device: torch.device,
         state_dict: Callable[[], object] | None = None,
         *,
+        same_host: bool = True,
         verify: bool | None = None,
         atomic: bool = False,
         strict: bool = False,
         mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None,
         weights_only_objects: bool = False,
+        relay: bool = True,
+        max_bytes_per_second: float | None = None,
         max_receive_bytes: int | None = None,
         progress: bool | Show = False,
     ) -> None:
@@ -73,6 +84,12 @@ class PGTransport:
         self._limits = Limits.from_environment()
         if max_receive_bytes is not None:
             self._limits = replace(self._limits, max_receive_bytes=max_receive_bytes)
+        slowest = self._limits.min_parcel_bytes * 8 / self._seconds
+        if max_bytes_per_second is not None and not max_bytes_per_second >= slowest:
+            raise ValueError(f"max_bytes_per_second must be at least {slowest:.0f} with a timeout of {timeout}")
+        self._rate = max_bytes_per_second
+        self._same_host = same_host and allows_same_host()
+        self._relay = relay
         self._group = Group(pg, torch.device(device))
         self._state_dict = state_dict
         self._verify = verify
@@ -100,11 +117,17 @@ class PGTransport:
         if not ranks:
             return
         started = time.perf_counter()
+        with Lease() as lease:
+            self._send(ranks, state_dict, step, report, lease, started)
+
+    def _send(
+        self, ranks: tuple[int, ...], state_dict: object, step: int | None, report: Report, lease: Lease, started: float
+    ) -> None:
         cargo, failure = None, None
-        caller = talks.Caller()
+        caller = talks.Caller(watching=self._progress is not False)
         with report.phase("describe"):
             try:
-                cargo = self._load(state_dict, step, len(ranks))
+                cargo = self._load(state_dict, step, ranks, lease)
                 report.leaves = len(cargo.described.manifest)
             except BaseException as error:
                 failure = error
@@ -126,6 +149,7 @@ class PGTransport:
         try:
             failed = self._run({rank: partial(talk, rank) for rank in ranks}, caller, progress, "send")
         finally:
+            lease.end()
             report.seconds = time.perf_counter() - started
             _sum_up(report, list(reports.values()))
         if failure is not None:
@@ -146,7 +170,7 @@ class PGTransport:
         self._report = report = Report("receive", (rank,), step)
         started = time.perf_counter()
         target, failure = None, None
-        caller = talks.Caller()
+        caller = talks.Caller(watching=self._progress is not False)
         if self._state_dict is not None:
             with report.phase("state_dict callback"):
                 try:
@@ -166,6 +190,8 @@ class PGTransport:
             self._atomic and self._state_dict is not None,
             self._mesh,
             self._weights_only_objects,
+            self._same_host,
+            self._relay,
         )
         progress = {rank: Progress()}
         result: list[Any] = []
@@ -188,16 +214,20 @@ class PGTransport:
 
     # ----------------------------------------------------------------------------------------------------- helpers
 
-    def _load(self, state_dict: object, step: int | None, receivers: int) -> source.Cargo:
+    def _load(self, state_dict: object, step: int | None, ranks: Sequence[int], lease: Lease) -> source.Cargo:
         described = describe(state_dict, self._limits)
-        parcel_bytes, burst_bytes = self._limits.sizes_for(receivers)
+        nbytes = int(described.manifest.storages.nbytes.sum())
+        relay = self._relay and self._group.relays and len(ranks) > 1 and nbytes >= self._limits.min_relay_bytes
+        sizes = self._limits.sizes_for(len(ranks), nbytes if relay else None, self._rate)
         offer = messages.Offer(
             step,
-            parcel_bytes,
-            burst_bytes,
-            self._limits.bursts_ahead,
+            sizes.parcel_bytes,
+            sizes.burst_bytes,
+            sizes.bursts_ahead,
             self._seconds,
             self._verify is not False,
+            lease.describe(described.addresses) if self._same_host and described.addresses.any() else None,
+            None if self._rate is None else self._rate / len(ranks),
             described.manifest.encode(),
         )
         body = messages.encode(offer)
@@ -208,7 +238,8 @@ class PGTransport:
             )
         # One copy, on the wire's device, for all receivers.
         wire = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.device)
-        return source.Cargo(described, offer, wire)
+        chains = Chains(ranks, nbytes, self._seconds) if relay else None
+        return source.Cargo(described, offer, wire, chains, Pace(self._rate))
 
     def _run(
         self,
@@ -240,8 +271,10 @@ def _sum_up(report: Report, single: list[Report]) -> None:
     """Fold the reports of single receivers into one."""
     for one in single:
         report.bytes += one.bytes
+        report.read_bytes += one.read_bytes
         report.parcels += one.parcels
         report.repaired += one.repaired
         report.verified = report.verified or one.verified
+        report.route = "+".join(sorted({*report.route.split("+"), *one.route.split("+")} - {""}, reverse=True))
         for name, seconds in one.phases.items():
             report.phases[name] = max(report.phases.get(name, 0.0), seconds)

@@ -12,6 +12,7 @@ import enum
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, islice, repeat
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ class Kind(enum.IntEnum):
 
 _MAPPINGS = {Kind.DICT, Kind.ORDERED_DICT, Kind.DEFAULT_DICT}
 _SEQUENCES = {Kind.LIST, Kind.TUPLE, Kind.DEQUE}
+_PLAIN = {Kind.DICT, Kind.LIST, Kind.TUPLE}  # These have nothing but keys and children.
+
+#: Children of a container that is looked up among those already seen: for larger ones that does not pay.
+MAX_COMMON = 64
 
 #: Factories that a defaultdict may name. A factory is code: only these travel.
 _FACTORIES: dict[str, Callable[[], Any]] = {
@@ -57,19 +62,25 @@ def _shown(key: Any) -> str:
     return text if len(text) <= MAX_LABEL else text[:MAX_LABEL] + "…"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
     """One container. ``children`` holds a node for each container below and ``None`` for each leaf.
 
     ``keys`` are a mapping's keys, a registered node's labels (for display), and empty for sequences.
     ``extra``: ``_metadata`` (ordered dict), factory (default dict), class (named tuple), maxlen (deque),
-    (class, context) (registered).
+    (class, context) (registered). ``leaves`` counts those at any depth below.
     """
 
     kind: Kind
     children: list[Node | None]
     keys: list[Any] = field(default_factory=list)
     extra: Any = None
+    leaves: int = 0
+
+    @property
+    def flat(self) -> bool:
+        """Whether all children are leaves. Mostly the large containers are, and then need no look at each child."""
+        return self.children.count(None) == len(self.children)
 
     def label(self, i: int) -> str:
         """How the path goes on from here to child i."""
@@ -80,13 +91,21 @@ class Node:
         return f".{self.extra._fields[i]}" if self.kind is Kind.NAMED_TUPLE else f"[{i}]"
 
 
+def _path(trail: list[tuple[Node, int]]) -> str:
+    return "".join(node.label(i) for node, i in trail)
+
+
 def flatten(state: object, *, max_depth: int) -> tuple[Node | None, list[Any]]:
-    """Take a state apart. What is no known container is a leaf, and its own codec's business."""
+    """Take a state apart. What is no known container is a leaf, and its own codec's business.
+
+    Small containers that hold the same number of leaves under the same keys share one node.
+    """
     leaves: list[Any] = []
     trail: list[tuple[Node, int]] = []
+    alike: dict[tuple[Any, ...], Node] = {}
 
     def refuse(reason: str) -> UnsupportedLeaf:
-        return UnsupportedLeaf("".join(node.label(i) for node, i in trail), reason)
+        return UnsupportedLeaf(_path(trail), reason)
 
     def walk(item: Any) -> Node | None:
         cls = type(item)
@@ -120,6 +139,11 @@ def flatten(state: object, *, max_depth: int) -> tuple[Node | None, list[Any]]:
             if getattr(item, "__dict__", None):
                 raise refuse(f"a {cls.__name__} with attributes {sorted(vars(item))}, which do not travel; remove them")
             node.extra = cls if kind is Kind.NAMED_TUPLE else item.maxlen if kind is Kind.DEQUE else None
+        before = len(leaves)
+        if all(_kind_of(cls) is None for cls in set(map(type, children))):
+            leaves.extend(children)
+            node.children, node.leaves = [None] * len(children), len(children)
+            return alike.setdefault((kind, len(children), *node.keys), node) if _is_common(node) else node
         for i, child in enumerate(children):
             if type(child) is torch.Tensor:  # Most are: spare them the call.
                 leaves.append(child)
@@ -128,12 +152,20 @@ def flatten(state: object, *, max_depth: int) -> tuple[Node | None, list[Any]]:
                 trail.append((node, i))
                 node.children.append(walk(child))
                 trail.pop()
+        node.leaves = len(leaves) - before
         return node
 
     return walk(state), leaves
 
 
+def _is_common(node: Node) -> bool:
+    """Whether a container of leaves may well have thousands like it (an optimizer's, for each parameter)."""
+    return node.kind in _PLAIN and len(node.children) <= MAX_COMMON and _all_strings(node.keys)
+
+
 def _kind_of(cls: type) -> Kind | None:
+    if cls is torch.Tensor:  # Most are.
+        return None
     simple = _SIMPLE.get(cls)
     if simple is not None:
         return simple
@@ -183,7 +215,10 @@ def unflatten(root: Node | None, leaves: list[Any]) -> Any:
     def build(node: Node | None) -> Any:
         if node is None:
             return next(supply)
-        children = [next(supply) if child is None else build(child) for child in node.children]
+        if node.flat:
+            children = list(islice(supply, len(node.children)))
+        else:
+            children = [next(supply) if child is None else build(child) for child in node.children]
         match node.kind:
             case Kind.LIST:
                 return children
@@ -214,17 +249,9 @@ class Paths(Sequence[str]):
 
     def __init__(self, root: Node | None) -> None:
         self._root = root
-        self._counts: dict[int, int] = {}
-        self._length = self._count(root)
-
-    def _count(self, node: Node | None) -> int:
-        if node is None:
-            return 1
-        count = self._counts[id(node)] = sum(self._count(child) for child in node.children)
-        return count
 
     def __len__(self) -> int:
-        return self._length
+        return _leaves(self._root)
 
     def __getitem__(self, leaf: Any) -> Any:
         if isinstance(leaf, slice):
@@ -234,13 +261,17 @@ class Paths(Sequence[str]):
         node, path = self._root, []
         while node is not None:
             for i, child in enumerate(node.children):
-                count = 1 if child is None else self._counts[id(child)]
+                count = _leaves(child)
                 if leaf < count:
                     path.append(node.label(i))
                     node = child
                     break
                 leaf -= count
         return "".join(path)
+
+
+def _leaves(node: Node | None) -> int:
+    return 1 if node is None else node.leaves
 
 
 def paths(root: Node | None) -> Paths:
@@ -251,23 +282,46 @@ def paths(root: Node | None) -> Paths:
 
 
 def encode(root: Node | None) -> Any:
-    """Nodes as nested lists: ``0`` for a leaf, ``[kind, extra, keys, children]`` for a container."""
+    """Nodes as nested lists: ``0`` for a leaf, ``[kind, extra, keys, children]`` for a container.
 
-    def walk(node: Node | None, path: str) -> Any:
+    Where all children are leaves, they are so many zero bytes instead of a list of zeros. If that is so and the
+    container a plain one, it has a number from then on, counting from 1, which stands for the same node again.
+    """
+    trail: list[tuple[Node, int]] = []
+    numbers: dict[int, int] = {}
+
+    def walk(node: Node | None) -> Any:
         if node is None:
             return 0
+        if id(node) in numbers:
+            return numbers[id(node)]
         try:
             extra = _encode_extra(node)
-            if node.kind is Kind.REGISTERED:
-                keys: list[Any] = node.keys
-            else:
-                keys = [key if type(key) is str and key.isascii() else values.encode(key) for key in node.keys]
+            keys = node.keys if node.kind is Kind.REGISTERED else _encode_keys(node.keys)
         except (values.Unencodable, ValueError) as error:
-            raise UnsupportedLeaf(path, f"{error}") from error
-        children = [0 if child is None else walk(child, path + node.label(i)) for i, child in enumerate(node.children)]
+            raise UnsupportedLeaf(_path(trail), f"{error}") from error
+        if node.flat:
+            if node.kind in _PLAIN:
+                numbers[id(node)] = len(numbers) + 1
+            return [int(node.kind), extra, keys, bytes(len(node.children))]
+        children = []
+        for i, child in enumerate(node.children):
+            trail.append((node, i))
+            children.append(walk(child))
+            trail.pop()
         return [int(node.kind), extra, keys, children]
 
-    return walk(root, "")
+    return walk(root)
+
+
+def _encode_keys(keys: list[Any]) -> list[Any]:
+    if _all_strings(keys) and all(map(str.isascii, keys)):
+        return keys
+    return [key if type(key) is str and key.isascii() else values.encode(key) for key in keys]
+
+
+def _all_strings(keys: list[Any]) -> bool:
+    return set(map(type, keys)) <= {str}
 
 
 def _encode_extra(node: Node) -> Any:
@@ -297,37 +351,56 @@ def _encode_extra(node: Node) -> Any:
 def decode(plain: Any, *, max_depth: int) -> tuple[Node | None, int]:
     """The inverse of :func:`encode`, and the number of leaves. ``ValueError`` for anything that it did not write."""
     count = 0
+    numbered: list[Node] = []
 
     def walk(item: Any, depth: int) -> Node | None:
         nonlocal count
-        if type(item) is int and item == 0:
-            count += 1
-            return None
+        if type(item) is int:
+            if item == 0:
+                count += 1
+                return None
+            if depth > max_depth or not 0 < item <= len(numbered):
+                raise ValueError("malformed tree node")
+            node = numbered[item - 1]
+            count += node.leaves
+            return node
         if type(item) is not list or len(item) != 4 or depth > max_depth:
             raise ValueError("malformed tree node")
         code, extra, keys, children = item
-        if type(code) is not int or type(keys) is not list or type(children) is not list:
+        if type(code) is not int or type(keys) is not list or type(children) not in (list, bytes):
             raise ValueError("malformed tree node")
-        kind = Kind(code)
-        node = Node(kind, [])
-        if kind in _MAPPINGS:
-            node.keys = [key if type(key) is str else values.decode(key) for key in keys]
-            if len(set(node.keys)) != len(node.keys) or len(node.keys) != len(children):
-                raise ValueError("a mapping with repeated keys or keys that do not match its children")
-        elif kind is Kind.REGISTERED:
-            if len(keys) != len(children) or any(type(key) is not str for key in keys):
-                raise ValueError("a registered node whose labels do not match its children")
-            node.keys = keys
-        elif keys:
-            raise ValueError("a sequence with keys")
-        node.extra = _decode_extra(kind, extra, len(children))
-        node.children = [walk(child, depth + 1) for child in children]
+        kind, before = Kind(code), count
+        node = Node(kind, [], _decode_keys(kind, keys, len(children)), _decode_extra(kind, extra, len(children)))
+        if type(children) is list:
+            node.children = [walk(child, depth + 1) for child in children]
+        elif children.count(0) == len(children):
+            node.children = [None] * len(children)
+            count += len(children)
+            if kind in _PLAIN:
+                numbered.append(node)
+        else:
+            raise ValueError("malformed leaves of a tree node")
+        node.leaves = count - before
         return node
 
     try:
         return walk(plain, 1), count
     except (TypeError, LookupError, RecursionError) as error:
         raise ValueError(f"malformed tree: {error}") from error
+
+
+def _decode_keys(kind: Kind, keys: list[Any], children: int) -> list[Any]:
+    if kind in _MAPPINGS:
+        if not _all_strings(keys):
+            keys = [key if type(key) is str else values.decode(key) for key in keys]
+        if len(set(keys)) != len(keys) or len(keys) != children:
+            raise ValueError("a mapping with repeated keys or keys that do not match its children")
+    elif kind is Kind.REGISTERED:
+        if len(keys) != children or not _all_strings(keys):
+            raise ValueError("a registered node whose labels do not match its children")
+    elif keys:
+        raise ValueError("a sequence with keys")
+    return keys
 
 
 def _decode_extra(kind: Kind, extra: Any, children: int) -> Any:
@@ -379,82 +452,78 @@ def merge(source: Node | None, target: Node | None) -> Merged:
     origin: list[int] = []
     partner: list[int] = []
     conflicts: list[str] = []
+    trail: list[tuple[Node, int]] = []
     next_target = 0
-
-    def skip(node: Node | None) -> None:
-        nonlocal next_target
-        if node is None:
-            next_target += 1
-        else:
-            for child in node.children:
-                skip(child)
 
     def adopt(node: Node | None) -> Node | None:
         """Take over a subtree that only the target has."""
         nonlocal next_target
-        if node is None:
-            origin.append(~next_target)
-            next_target += 1
-            return None
-        return Node(node.kind, [adopt(child) for child in node.children], node.keys, node.extra)
+        origin.extend(range(~next_target, ~(next_target + _leaves(node)), -1))
+        next_target += _leaves(node)
+        return node
 
     def fresh(node: Node | None) -> Node | None:
         """Take over a subtree that only the source has."""
-        if node is None:
-            origin.append(len(partner))
-            partner.append(-1)
-            return None
-        return Node(node.kind, [fresh(child) for child in node.children], node.keys, node.extra)
+        origin.extend(range(len(partner), len(partner) + _leaves(node)))
+        partner.extend(repeat(-1, _leaves(node)))
+        return node
 
-    def starts(node: Node) -> list[int]:
-        """The number of the first leaf of each child, counting from the target's next leaf."""
+    def pair(count: int) -> None:
+        """The next leaves of both belong together, one by one."""
         nonlocal next_target
-        before, result = next_target, []
-        for child in node.children:
-            result.append(next_target)
-            skip(child)
-        result.append(next_target)
-        next_target = before
-        return result
+        origin.extend(range(len(partner), len(partner) + count))
+        partner.extend(range(next_target, next_target + count))
+        next_target += count
 
-    def walk(s: Node | None, t: Node | None, path: str) -> Node | None:
+    def walk(s: Node | None, t: Node | None) -> Node | None:
         nonlocal next_target
         if s is None and t is None:
-            origin.append(len(partner))
-            partner.append(next_target)
-            next_target += 1
+            pair(1)
             return None
         if s is None or t is None or not _same_family(s, t):
-            conflicts.append(f"{path or '<root>'}: source has {_describe(s)}, target has {_describe(t)}")
-            skip(t)
+            conflicts.append(f"{_path(trail) or '<root>'}: source has {_describe(s)}, target has {_describe(t)}")
+            next_target += _leaves(t)
             return fresh(s)
         mapping = s.kind in _MAPPINGS
-        at = starts(t)
-        end = at[-1]
+        if _same_leaves(s, t, mapping):
+            pair(len(s.children))
+            return s
+        at = list(accumulate(map(_leaves, t.children), initial=next_target))
         place = {key: i for i, key in enumerate(t.keys)} if mapping else {i: i for i in range(len(t.children))}
         keys = s.keys if mapping else range(len(s.children))
         children: list[Node | None] = []
+        before = len(origin)
         for number, (key, child) in enumerate(zip(keys, s.children, strict=True)):
             i = place.pop(key, None)
             if i is None:
                 children.append(fresh(child))
             else:
                 next_target = at[i]
-                children.append(walk(child, t.children[i], path + s.label(number)))
+                trail.append((s, number))
+                children.append(walk(child, t.children[i]))
+                trail.pop()
         extra_keys = list(place)
         for i in place.values():
             next_target = at[i]
             children.append(adopt(t.children[i]))
-        next_target = end
+        next_target = at[-1]
         maxlen = s.extra if s.kind is Kind.DEQUE else None
         if maxlen is not None and len(children) > maxlen:
             maxlen = len(children)
-        return Node(
-            s.kind, children, [*s.keys, *extra_keys] if mapping else s.keys, maxlen if s.kind is Kind.DEQUE else s.extra
-        )
+        all_keys = [*s.keys, *extra_keys] if mapping else s.keys
+        extra = maxlen if s.kind is Kind.DEQUE else s.extra
+        return Node(s.kind, children, all_keys, extra, len(origin) - before)
 
-    root = walk(source, target, "")
+    root = walk(source, target)
     return Merged(root, origin, partner, conflicts)
+
+
+def _same_leaves(s: Node, t: Node, mapping: bool) -> bool:
+    """Whether both containers of one family hold only leaves, the same number of them under the same keys."""
+    if len(s.children) != len(t.children) or not s.flat or not t.flat:
+        return False
+    # Only with strings: what other keys of a target make of == is their own business.
+    return not mapping or (_all_strings(t.keys) and s.keys == t.keys)
 
 
 def _same_family(s: Node, t: Node) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import transfuse
+from transfuse.cli.bench import bench
 from transfuse.cli.demo import demo
 
 __all__ = ["app"]
@@ -32,3 +33,4 @@ def _root(
 
 
 app.command()(demo)
+app.command()(bench)

@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -35,12 +35,15 @@ from transfuse.errors import PeerError, PeerLost, PeerRefused, PeerTimeout, Prot
 from transfuse.limits import Limits
 from transfuse.messages import HEADER_BYTES, Header, Intent, Message
 
-__all__ = ["Group", "Line", "Posted", "ProcessGroupLike", "WorkLike"]
+__all__ = ["Group", "Line", "Posted", "ProcessGroupLike", "WorkLike", "new_link_tag", "valid_link_tag"]
 
 #: All offers travel on this tag, matched in call order; everything after on a tag of the transfer's own.
 OFFER_TAG = 0x5446_0000
 FIRST_TAG = 0x5500_0000
 TAGS = 1 << 22
+#: Links between two receivers of a chain have tags that the source draws by lot from this range.
+FIRST_LINK_TAG = 0x6000_0000
+LINK_TAGS = 1 << 28
 
 #: As long as a wait may be: more milliseconds do not fit into an int32, which some groups want.
 FOREVER = timedelta(days=20)
@@ -51,7 +54,10 @@ MARK = b"\x01"
 # Random, so that two ranks that do not know theirs hardly ever give out the same tags at the same time.
 _transfers = itertools.count(secrets.randbelow(TAGS))
 
-Body = TypeVar("Body", messages.Offer, messages.Want, messages.Refusal, messages.Verdict)
+Body = TypeVar("Body", messages.Offer, messages.Want, messages.Refusal, messages.Verdict, messages.Agreed)
+
+#: What a peer that fell silent still holds of ours: its memory must stay until the connection is closed.
+_left_behind: list[Posted] = []
 
 
 class WorkLike(Protocol):
@@ -99,6 +105,11 @@ class Group:
             with _lanes.hold((id(self.pg), -1 if self.serial else peer), source):
                 yield
 
+    @property
+    def relays(self) -> bool:
+        """Whether receivers may pass parcels on: without tags their links would get mixed up with other transfers."""
+        return self.tagged and not self.serial
+
     def new_tag(self, peer: int) -> int:
         """A tag for a transfer to ``peer``: unique in this process, and apart from those that ``peer`` gives out."""
         upward = (self.rank() or 0) < peer
@@ -107,6 +118,14 @@ class Group:
 
 def valid_tag(tag: int) -> bool:
     return FIRST_TAG <= tag < FIRST_TAG + 2 * TAGS
+
+
+def new_link_tag() -> int:
+    return FIRST_LINK_TAG + secrets.randbelow(LINK_TAGS)
+
+
+def valid_link_tag(tag: int) -> bool:
+    return FIRST_LINK_TAG <= tag < FIRST_LINK_TAG + LINK_TAGS
 
 
 def _call(pg: object, name: str) -> int | None:
@@ -163,9 +182,10 @@ _lanes = _Lanes()
 
 
 class _Watch:
-    """Ends waits of a group whose connections share their fate, once every conversation of it is overdue.
+    """One thread that looks after all conversations of a group while there are any.
 
-    Until then a peer that is late costs the others nothing, and may still catch up.
+    It shows signs of life for those that hold the turn. And where connections share their fate, it ends waits, once
+    every conversation is overdue: until then a peer that is late costs the others nothing, and may still catch up.
     """
 
     _by_group: ClassVar[dict[int, _Watch]] = {}
@@ -206,12 +226,14 @@ class _Watch:
                 lines = list(self._lines)
             if not lines:
                 return
-            if all(line.overdue() for line in lines):
+            for line in lines:
+                line.pulse()
+            if lines[0].group.shares_fate and all(line.overdue() for line in lines):
                 for line in lines:
                     line.given_up = True
                 for line in lines:
                     line.break_off()
-            pause = min(0.1, min(line.timeout for line in lines) / 10)
+            pause = min(0.1, min(line.pulse_seconds / 2 for line in lines))
             del lines
             self._changed.wait(pause)
             self._changed.clear()
@@ -268,11 +290,17 @@ class Line:
         self.broken = False
         #: How long the peer waits for a sign of life, if it has said so.
         self.peer_timeout = timeout
+        #: Called with what a working peer says it has so far.
+        self.on_working: Callable[[int], object] | None = None
         self._unanswered: list[Posted] = []
+        self._watched = False
+        self._turn = threading.Lock()
+        self._so_far: Callable[[], int] | None = None
+        self._pulse_at = 0.0
 
     def __enter__(self) -> Line:
-        if self.group.shares_fate:
-            _Watch.add(self)
+        _Watch.add(self)
+        self._watched = True
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -284,8 +312,21 @@ class Line:
                     self.outstanding[0].wait()
         finally:
             self.outstanding.clear()
-            if self.group.shares_fate:
-                _Watch.remove(self)
+            self._unwatch()
+
+    def abandon(self) -> None:
+        """From another thread: leave a silent peer. Only for lines of which all memory in flight is staging.
+
+        The thread in the wait stays there until the peer goes on or is gone.
+        """
+        self.broken = True
+        _left_behind.extend(self.outstanding)
+        self._unwatch()
+
+    def _unwatch(self) -> None:
+        if self._watched:
+            self._watched = False
+            _Watch.remove(self)
 
     def overdue(self) -> bool:
         """Whether the conversation has waited for longer than its timeout."""
@@ -348,6 +389,8 @@ class Line:
             if header.kind is not Message.WORKING:
                 break
             self._verify(data, b"")
+            if self.on_working is not None:
+                self.on_working(header.note)
         else:
             raise ProtocolError(self.peer, f"rank {self.peer} says that it is working, but never that it is done")
         if tag is not None:
@@ -417,24 +460,31 @@ class Line:
             raise ProtocolError(self.peer, f"rank {self.peer} sent {header.kind.name} where a record was due")
         return Intent(header.note), struct.unpack(f"<{len(body) // 8}Q", body)
 
+    # ----------------------------------------------------------------------------------------------- signs of life
+
     @contextmanager
-    def holding_turn(self) -> Iterator[None]:
-        """While this end works and the peer waits for its next message: show signs of life."""
-        done = threading.Event()
-
-        def pulse() -> None:
-            # Not more often than this, whatever the peer says that it needs.
-            while not done.wait(max(min(self.timeout, self.peer_timeout) / 4, 0.05)):
-                with suppress(TransfuseError):
-                    self.send(Message.WORKING)
-
-        thread = threading.Thread(target=pulse, name=f"transfuse-pulse-{self.peer}", daemon=True)
-        thread.start()
+    def holding_turn(self, so_far: Callable[[], int] = lambda: 0) -> Iterator[None]:
+        """While this end works and the peer waits for its next message: show signs of life, and how many bytes."""
+        with self._turn:
+            self._so_far, self._pulse_at = so_far, time.monotonic() + self.pulse_seconds
         try:
             yield
         finally:
-            done.set()
-            thread.join()
+            with self._turn:
+                self._so_far = None
+
+    @property
+    def pulse_seconds(self) -> float:
+        """How often: not more often than this, whatever the peer says that it needs."""
+        return max(min(self.timeout, self.peer_timeout) / 4, 0.05)
+
+    def pulse(self) -> None:
+        """Show a sign of life if one is due. Called by the watch."""
+        with self._turn:
+            if self._so_far is not None and time.monotonic() >= self._pulse_at:
+                self._pulse_at = time.monotonic() + self.pulse_seconds
+                with suppress(TransfuseError):
+                    self.send(Message.WORKING, note=self._so_far())
 
     # ----------------------------------------------------------------------------------------------------- helpers
 

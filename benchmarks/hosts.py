@@ -1,0 +1,221 @@
+"""Several hosts on one machine: network namespaces around a switch, each behind a link of limited rate.
+
+    with Hosts(3, mbit=400) as hosts, hosts.workers([0, 1, 1, 2], function, *args) as workers:
+        for rank, said in workers:
+            ...
+
+Links, addresses and the switch lie in namespaces of their own: nothing of them is seen or reached from outside, and
+all of it goes with the namespaces. These are removed when the block is left; those of a run that was killed, at the
+next start. The kernel, its memory and its process ids are shared by all hosts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from transfuse.cli.workers import TIMEOUT, Workers
+
+__all__ = ["LINK", "Hosts", "Traffic", "Unavailable", "settle", "traffic"]
+
+#: Every host's one interface besides loopback.
+LINK = "wire"
+#: What waits in a link's queue before packets are dropped, as time at its rate.
+QUEUE_SECONDS = 0.05
+#: So long a link may go unserved on a busy machine before rate is lost. After a pause this much goes through at once.
+BURST_SECONDS = 0.005
+#: Room for the largest packet that is handed to a link in one piece, whatever the rate.
+LEAST_BURST_BYTES = 1 << 17
+
+_NAMESPACES = Path("/var/run/netns")
+_NAME = re.compile(r"transfuse-(?P<pid>\d+)-(?P<started>\d+)-\d+-(?:switch|host\d+)")
+_CLONE_NEWNET = 0x40000000
+_serial = itertools.count()
+
+
+class Unavailable(Exception):
+    """Hosts cannot be made here, and why."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that went over a host's link, with one header for each packet as the host saw it."""
+
+    received: int
+    sent: int
+
+
+class Hosts:
+    """``count`` hosts, each with a link of ``mbit`` Mbit/s in both directions. Raises :class:`Unavailable` on entry."""
+
+    def __init__(self, count: int, mbit: float = 400.0) -> None:
+        if not 1 <= count <= 200:
+            raise ValueError(f"1 to 200 hosts, got {count}")
+        if mbit <= 0:
+            raise ValueError(f"mbit must be positive, got {mbit}")
+        self.count, self.mbit = count, mbit
+        self._prefix = f"transfuse-{os.getpid()}-{_started(os.getpid())}-{next(_serial)}-"
+
+    def __enter__(self) -> Self:
+        if os.geteuid() != 0:
+            raise Unavailable("network namespaces need root")
+        _remove(name for name in _namespaces() if _abandoned(name))
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def namespace(self, host: int) -> str:
+        """Its name, for ``ip netns exec``."""
+        return f"{self._prefix}host{range(self.count)[host]}"
+
+    def address(self, host: int) -> str:
+        """Where the others reach it."""
+        return f"10.231.0.{range(self.count)[host] + 1}"
+
+    def workers(
+        self, placement: Sequence[int], function: Callable[..., None], *args: object, timeout: timedelta = TIMEOUT
+    ) -> Workers:
+        """A rank on each host that ``placement`` names, to enter with ``with``.
+
+        As in :class:`Workers`, the ``function(say, *args)`` finds a default group; here it goes over the hosts' links,
+        and ``timeout`` is the group's.
+        """
+        return Workers(len(placement), _work, [self.namespace(host) for host in placement], timeout, function, args)
+
+    def _make(self) -> None:
+        switch = self._prefix + "switch"
+        _call("ip", "netns", "add", switch)
+        _call("ip", "-n", switch, "link", "add", "bridge", "up", "type", "bridge")
+        for host in range(self.count):
+            name, port = self.namespace(host), f"port{host}"
+            _call("ip", "netns", "add", name)
+            _call("ip", "-n", name, "link", "set", "lo", "up")
+            _call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", LINK, "netns", name)
+            # No addresses of version 6: there is one way to reach a host.
+            _call("ip", "-n", name, "link", "set", LINK, "addrgenmode", "none", "up")
+            _call("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", LINK)
+            _call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
+            # A limit holds for what is sent: at the host's end for its uploads, at the switch's for its downloads.
+            self._limit(name, LINK)
+            self._limit(switch, port)
+
+    def _limit(self, namespace: str, device: str) -> None:
+        bytes_per_second = self.mbit * 1e6 / 8
+        burst = max(LEAST_BURST_BYTES, round(bytes_per_second * BURST_SECONDS))
+        limit = burst + max(LEAST_BURST_BYTES, round(bytes_per_second * QUEUE_SECONDS))
+        bucket = ("tbf", "rate", f"{round(bytes_per_second)}bps", "burst", str(burst), "limit", str(limit))
+        _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+
+    def _remove(self) -> None:
+        if left := _remove(name for name in _namespaces() if name.startswith(self._prefix)):
+            raise OSError("; ".join(left))
+
+
+def traffic() -> Traffic:
+    """In a worker: what has gone over its host's link so far."""
+    # Of the thread that reads, since a namespace is entered by threads.
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    numbers = next(line.split(":")[1] for line in lines if line.strip().startswith(f"{LINK}:")).split()
+    return Traffic(int(numbers[0]), int(numbers[8]))
+
+
+def settle(namespace: str, timeout: timedelta = TIMEOUT) -> None:
+    """In the main thread of each rank of a default group over loopback, before it starts threads: move to a host.
+
+    The group ends, and one over the hosts' links takes its place.
+    """
+    rank, count = dist.get_rank(), dist.get_world_size()
+    # The connection to it stays what it is, one of the machine's own loopback.
+    store = PrefixStore("hosts", dist.distributed_c10d._get_default_store())
+    # Until all have made the old group: to leave it earlier would break it for those who are still connecting.
+    store.set(f"rank{rank}", "here")
+    store.wait([f"rank{other}" for other in range(count)], timeout)
+    dist.destroy_process_group()
+    _enter(namespace)
+    os.environ["GLOO_SOCKET_IFNAME"] = LINK
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)
+
+
+def _work(
+    say: Callable[[object], None],
+    namespaces: list[str],
+    timeout: timedelta,
+    function: Callable[..., None],
+    args: tuple[object, ...],
+) -> None:
+    settle(namespaces[dist.get_rank()], timeout)
+    function(say, *args)
+
+
+def _enter(namespace: str) -> None:
+    """For this thread and those that it starts from now on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = os.open(_NAMESPACES / namespace, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if libc.setns(fd, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}", namespace)
+    finally:
+        os.close(fd)
+
+
+def _call(program: str, *args: str) -> str:
+    """What it prints."""
+    path = shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+    if path is None:
+        raise Unavailable(f"`{program}` is not installed (Debian: apt-get install iproute2)")
+    # In a session of its own, so that Ctrl-C reaches the caller alone.
+    done = subprocess.run([path, *args], capture_output=True, text=True, timeout=30, start_new_session=True)
+    if done.returncode != 0:
+        raise Unavailable(f"`{shlex.join([program, *args])}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _namespaces() -> list[str]:
+    """Those of all runs."""
+    with suppress(FileNotFoundError):
+        return sorted(name for name in os.listdir(_NAMESPACES) if _NAME.fullmatch(name))
+    return []
+
+
+def _remove(namespaces: Iterable[str]) -> list[str]:
+    """Remove them all, and say what did not work."""
+    failures = []
+    for name in namespaces:
+        try:
+            _call("ip", "netns", "delete", name)
+        except Unavailable as error:
+            failures.append(str(error))
+    return failures
+
+
+def _abandoned(namespace: str) -> bool:
+    """Whether its run has ended. A process id may be in use again, but not with the same time of its start."""
+    match = _NAME.fullmatch(namespace)
+    assert match is not None
+    return _started(int(match["pid"])) != int(match["started"])
+
+
+def _started(pid: int) -> int | None:
+    """When this process was started, in ticks since the machine was."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None

@@ -1,0 +1,363 @@
+"""One state to many hosts, against PyTorch's own PGTransport: network namespaces, links of limited rate, gloo.
+
+python -m benchmarks.network [--mib N] [--mbit N] [--runs N] [--topology NAME] [--json FILE]
+
+Times are multiples of one copy's wire time: that of a bare TCP stream of as many bytes between two of the hosts, in the
+same run. All moves are in place, in turns over the same group, and every receiver compares every move bit for bit. The
+hosts share a kernel, so transfuse's memory route is off. Needs Linux, root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import faulthandler
+import json
+import os
+import platform
+import re
+import shlex
+import socket
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import _pg_transport
+
+import transfuse
+from benchmarks.core import MIB, processor, tensors
+from benchmarks.hosts import Hosts, Traffic, Unavailable, traffic
+from transfuse.cli.workers import WorkersFailed
+from transfuse.testing.exact import differences
+
+#: The host of each rank. Rank 0 is the source, all others receive.
+TOPOLOGIES = {
+    "one-to-one": (0, 1),
+    "one-to-four": (0, 1, 2, 3, 4),
+    "one-to-eight": (0, 1, 2, 3, 4, 5, 6, 7, 8),
+    "two-by-two": (0, 1, 1, 2, 2),
+    # The same hosts, with neighbours in rank on different ones. Only if asked for.
+    "two-by-two-mixed": (0, 1, 2, 1, 2),
+}
+DEFAULT = tuple(TOPOLOGIES)[:4]
+
+STREAM, RELAY, NO_RELAY, TORCH = NAMES = (
+    "bare TCP stream",
+    "transfuse",
+    "transfuse, relay=False",
+    "torch PGTransport",
+)
+SOURCE = 0
+#: The stream goes to this rank alone.
+NEXT = 1
+#: A state is this many tensors.
+PARTS = 16
+#: A warm-up moves this part of it: connections and code are warm then, and memory is touched before every move.
+WARM_UP = 1 / 16
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move, as one rank saw it. The clock is the machine's, the same for all ranks."""
+
+    rank: int
+    turn: int
+    name: str
+    started: float
+    ended: float
+    #: Of this rank's process, all threads.
+    cpu_seconds: float
+    #: Over its host's link until all ranks had ended.
+    traffic: Traffic
+    #: What was not as it should be, one line each.
+    wrong: list[str]
+
+
+@dataclass
+class Result:
+    """All moves of one kind that count, over all ranks."""
+
+    name: str
+    #: From a barrier until the last rank has returned.
+    seconds: list[float] = field(default_factory=list)
+    #: Of all ranks together. Where it nears the seconds times the machine's cores, they are what is measured.
+    cpu_seconds: list[float] = field(default_factory=list)
+    #: Bytes that left the source's host, as copies of the state.
+    source_sent: list[float] = field(default_factory=list)
+    #: Bytes over the link that had the most to carry in one direction, likewise.
+    busiest_link: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class Measured:
+    """All results of one topology."""
+
+    placement: tuple[int, ...]
+    state_bytes: int
+    #: One copy at the link's rate, if there were no headers.
+    nominal_seconds: float
+    results: dict[str, Result]
+
+    @property
+    def wire_seconds(self) -> float:
+        """One copy's wire time, as measured."""
+        return self.results[STREAM].median
+
+    def to_dict(self) -> dict[str, Any]:
+        moves = [
+            {
+                **asdict(result),
+                "median_seconds": result.median,
+                "wire_times": result.median / self.wire_seconds,
+                "nominal_times": result.median / self.nominal_seconds,
+                "verified": not result.wrong,
+            }
+            for result in self.results.values()
+        ]
+        return {
+            "host_of_rank": self.placement,
+            "state_bytes": self.state_bytes,
+            "nominal_seconds": self.nominal_seconds,
+            "wire_seconds": self.wire_seconds,
+            "moves": moves,
+        }
+
+
+# In the workers
+
+
+def work(say: Callable[[object], None], listen: str, size: int, runs: int, limit: float) -> None:
+    """One rank. Tells of every move, those of the warm-up as turn 0."""
+    # Whatever happens, a move ends: this prints where it hangs and ends the process, if no timeout has ended it before.
+    faulthandler.dump_traceback_later(2 * limit, exit=True)
+    with ExitStack() as stack:
+        if (stream := _stream(listen, limit)) is not None:
+            stack.enter_context(stream)
+        # What is sent, and at a receiver what must be there afterwards.
+        states = [tensors(PARTS, max(4, round(size * part) // 4 * 4), seed=1) for part in (WARM_UP, 1)]
+        targets = [{name: torch.zeros_like(t) for name, t in state.items()} for state in states]
+        for turn in range(runs + 1):
+            for name in NAMES:
+                faulthandler.dump_traceback_later(2 * limit, exit=True)
+                say(_move(turn, name, states[turn > 0], targets[turn > 0], stream, limit))
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _stream(listen: str, limit: float) -> socket.socket | None:
+    """A connection from the source to the next rank; None for the others."""
+    rank, port = dist.get_rank(), torch.zeros(1, dtype=torch.int64)
+    if rank == NEXT:
+        with socket.create_server((listen, 0)) as server:
+            server.settimeout(limit)
+            port[0] = server.getsockname()[1]
+            dist.broadcast(port, NEXT)
+            stream, _ = server.accept()
+            stream.settimeout(limit)
+            return stream
+    dist.broadcast(port, NEXT)
+    return socket.create_connection((listen, int(port)), limit) if rank == SOURCE else None
+
+
+def _move(
+    turn: int,
+    name: str,
+    state: dict[str, torch.Tensor],
+    target: dict[str, torch.Tensor],
+    stream: socket.socket | None,
+    limit: float,
+) -> Move:
+    rank = dist.get_rank()
+    for tensor in target.values():
+        tensor.fill_(-1)
+    move = _streaming(state, target, stream) if name == STREAM else _transporting(name, state, target, limit)
+    with warnings.catch_warnings():
+        # PyTorch's transport warns of its own ways.
+        warnings.filterwarnings("ignore", module=re.escape(_pg_transport.__name__))
+        before = traffic()
+        dist.barrier()
+        cpu, started = time.process_time(), time.perf_counter()
+        got = move()
+        ended, cpu = time.perf_counter(), time.process_time() - cpu
+    dist.barrier()
+    after = traffic()
+    wrong = []
+    if rank == NEXT or (rank != SOURCE and name != STREAM):
+        wrong = differences(state, got, in_place=True)
+        if [t.data_ptr() for t in got.values()] != [t.data_ptr() for t in target.values()]:
+            wrong.append("tensors did not land in the target's own memory")
+    moved = Traffic(after.received - before.received, after.sent - before.sent)
+    return Move(rank, turn, name, started, ended, cpu, moved, [f"rank {rank}, {name}: {line}" for line in wrong])
+
+
+def _streaming(
+    state: dict[str, torch.Tensor], target: dict[str, torch.Tensor], stream: socket.socket | None
+) -> Callable[[], dict[str, torch.Tensor]]:
+    def move() -> dict[str, torch.Tensor]:
+        if stream is not None and dist.get_rank() == SOURCE:
+            for tensor in state.values():
+                stream.sendall(tensor.numpy().data.cast("B"))
+        elif stream is not None:
+            for tensor in target.values():
+                left = tensor.numpy().data.cast("B")
+                while left:
+                    count = stream.recv_into(left)
+                    if count == 0:
+                        raise ConnectionError("the source ended the stream early")
+                    left = left[count:]
+        return target
+
+    return move
+
+
+def _transporting(
+    name: str, state: dict[str, torch.Tensor], target: dict[str, torch.Tensor], limit: float
+) -> Callable[[], dict[str, torch.Tensor]]:
+    group = dist.group.WORLD
+    assert group is not None
+    timeout, device = datetime.timedelta(seconds=limit), torch.device("cpu")
+    transport: Any
+    if name == TORCH:
+        transport = _pg_transport.PGTransport(group, timeout, device, lambda: target)
+    else:
+        transport = transfuse.PGTransport(
+            group, timeout, device, lambda: target, same_host=False, relay=name != NO_RELAY
+        )
+
+    def move() -> dict[str, torch.Tensor]:
+        if dist.get_rank() == SOURCE:
+            transport.send_checkpoint(list(range(1, dist.get_world_size())), state)
+            return state
+        got: dict[str, torch.Tensor] = transport.recv_checkpoint(SOURCE)
+        return got
+
+    return move
+
+
+# In the parent
+
+
+def measure(placement: tuple[int, ...], mib: float, mbit: float, runs: int) -> Measured:
+    """One topology, with one set of processes."""
+    size = max(4, round(mib * MIB / PARTS) // 4 * 4)
+    nominal = size * PARTS * 8 / (mbit * 1e6)
+    # For one move: several times what it takes to send every receiver its own copy.
+    limit = 20 + 4 * nominal * (len(placement) - 1)
+    timeout = datetime.timedelta(seconds=limit)
+    moves: dict[tuple[int, str], list[Move]] = {}
+    with (
+        Hosts(max(placement) + 1, mbit) as hosts,
+        hosts.workers(placement, work, hosts.address(placement[NEXT]), size, runs, limit, timeout=timeout) as workers,
+    ):
+        for _, move in workers:
+            moves.setdefault((move.turn, move.name), []).append(move)
+    results = {name: Result(name) for name in NAMES}
+    for (turn, name), ranks in moves.items():
+        result = results[name]
+        result.wrong += [line for move in ranks for line in move.wrong]
+        if turn > 0:
+            result.seconds.append(max(move.ended for move in ranks) - min(move.started for move in ranks))
+            result.cpu_seconds.append(sum(move.cpu_seconds for move in ranks))
+            result.busiest_link.append(max(max(move.traffic) for move in ranks) / (size * PARTS))
+            (source,) = (move for move in ranks if move.rank == SOURCE)
+            result.source_sent.append(source.traffic.sent / (size * PARTS))
+    return Measured(placement, size * PARTS, nominal, results)
+
+
+def table(measured: dict[str, Measured]) -> str:
+    lines = [("topology", "", "median", "range", "x wire time", "x nominal", "CPU", "source sent", "checked")]
+    for topology, one in measured.items():
+        for i, r in enumerate(one.results.values()):
+            lines.append(
+                (
+                    topology if i == 0 else "",
+                    r.name,
+                    f"{r.median:.3f} s",
+                    f"{min(r.seconds):.3f}-{max(r.seconds):.3f} s",
+                    f"{r.median / one.wire_seconds:.2f}",
+                    f"{r.median / one.nominal_seconds:.2f}",
+                    f"{statistics.median(r.cpu_seconds):.2f} s",
+                    f"{statistics.median(r.source_sent):.2f} copies",
+                    "DIFFERS" if r.wrong else "bit for bit",
+                )
+            )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def record(measured: dict[str, Measured], options: argparse.Namespace, argv: Sequence[str], load: float) -> Any:
+    """Everything one needs to judge the numbers later."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", "-m", "benchmarks.network", *argv]),
+        "machine": {
+            "cpus": os.cpu_count(),
+            "platform": platform.platform(),
+            "processor": processor(),
+            "tcp_congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
+        },
+        # Other work on the machine shows here.
+        "load_average_before": load,
+        "versions": {
+            "transfuse": transfuse.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "group": f"gloo, each host a network namespace behind a link of {options.mbit:g} Mbit/s in both directions",
+        "mbit": options.mbit,
+        "runs": options.runs,
+        "seconds": "from a barrier until the last rank has returned; all runs after one smaller warm-up, in turns",
+        "wire_seconds": "median of a bare TCP stream of as many bytes between two of the hosts",
+        "topologies": {name: one.to_dict() for name, one in measured.items()},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="benchmarks.network", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--mib", type=float, default=64, help="size of the state (default 64)")
+    parser.add_argument("--mbit", type=float, default=400, help="rate of every host's link (default 400)")
+    parser.add_argument("--runs", type=int, default=3, help="moves of each kind that count (default 3)")
+    parser.add_argument("--topology", choices=TOPOLOGIES, action="append", help="only this one; may be given again")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
+    options = parser.parse_args(argv)
+    if options.runs < 1 or options.mib <= 0 or options.mbit <= 0:
+        parser.error("--runs, --mib and --mbit must be positive")
+    load = os.getloadavg()[0]
+    measured: dict[str, Measured] = {}
+    try:
+        for name in options.topology or DEFAULT:
+            measured[name] = measure(TOPOLOGIES[name], options.mib, options.mbit, options.runs)
+    except Unavailable as error:
+        print(f"cannot make hosts on this machine: {error}", file=sys.stderr)
+        return 2
+    except WorkersFailed as error:
+        print(f"{name}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+        return 1
+    print(table(measured))
+    print(
+        f"{options.mib:g} MiB over links of {options.mbit:g} Mbit/s; medians of {options.runs} runs after a warm-up, "
+        f"in turns; wire time is that of the {STREAM}"
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(record(measured, options, argv, load), indent=2) + "\n")
+    wrong = [line for one in measured.values() for result in one.results.values() for line in result.wrong]
+    for line in wrong[:10]:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

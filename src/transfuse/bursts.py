@@ -1,0 +1,297 @@
+"""Bursts: parcels under way on one line, several bursts at a time, each followed by a record and answered by one.
+
+Both ends post in one order, for backends that know no other. With ``ahead`` bursts under way: burst 0, sent 0, …
+burst ahead - 1, sent ahead - 1, got 0, burst ahead, sent ahead, got 1, … So whoever cancels still completes what the
+other end may have posted already.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from transfuse import parcels, places
+from transfuse.digest import digest_of
+from transfuse.errors import PeerError, ProtocolError, TransfuseError
+from transfuse.manifest import Ints
+from transfuse.messages import Intent, Message
+from transfuse.pace import Pace
+from transfuse.parcels import Parcels
+from transfuse.places import Places, Staging
+from transfuse.progress import Progress
+from transfuse.routes.group import Line, Posted
+from transfuse.talks import Caller
+
+__all__ = ["Incoming", "Land", "Outgoing", "Shape"]
+
+
+class Shape(NamedTuple):
+    """How parcels are grouped and checked on a line. Both ends have the same."""
+
+    burst_bytes: int
+    ahead: int
+    digests: bool
+
+
+class _Sending(NamedTuple):
+    """A burst under way: its sends and its record's, the staging buffers they use, and how many bytes it carries."""
+
+    posted: list[Posted]
+    buffers: list[torch.Tensor]
+    nbytes: int
+
+
+class Outgoing:
+    """Sends parcels from ``memory``, and hears the answers."""
+
+    def __init__(
+        self,
+        line: Line,
+        cut: Parcels,
+        memory: Places,
+        shape: Shape,
+        caller: Caller,
+        progress: Progress,
+        *,
+        pace: Pace | None = None,
+        digest: Callable[[int, torch.Tensor], int] = lambda _, data: digest_of(data),
+        ready: Callable[[Sequence[int]], BaseException | None] = lambda _: None,
+        always_staged: bool = False,
+    ) -> None:
+        self._line = line
+        self._cut = cut
+        self._memory = memory
+        self._shape = shape
+        self._staging = Staging(shape.burst_bytes, line.group.device)
+        self._caller = caller
+        self._progress = progress
+        self._pace = pace or Pace(None)
+        self._digest = digest
+        #: Waits until these parcels can be sent, or says why they never will.
+        self._ready = ready
+        #: Whether the parcels' own memory stays out of the backend's hands, so that a silent peer can be left.
+        self._always_staged = always_staged
+        self._flying: deque[_Sending] = deque()
+        #: What went wrong here and the receiver has not been told yet.
+        self.failure: BaseException | None = None
+
+    def send(self, numbers: Sequence[int]) -> None:
+        rounds = parcels.bursts(self._cut, numbers, self._shape.burst_bytes)
+        cause: BaseException | None = None
+        sent, end, first_cancelled = 0, len(rounds), 0
+        while sent < end or self._flying:
+            if sent < end and len(self._flying) < self._shape.ahead:
+                stopping = self._post(rounds[sent])
+                if cause is None and stopping is not None:
+                    cause, first_cancelled, end = stopping, sent, min(end, sent + self._shape.ahead)
+                sent += 1
+            elif cause is not None and sent - len(self._flying) >= first_cancelled:
+                break  # What is still under way says that it is cancelled, and is not answered.
+            else:
+                self._hear_answer()
+        if cause is not None:
+            self._line.refuse(cause)
+            raise cause
+
+    def _hear_answer(self) -> None:
+        """The receiver's record about the oldest burst: it has arrived, and more may come or not."""
+        note = int(Intent.GO_ON)
+        try:
+            header, _ = self._line.expect(Message.GOT)
+            note = header.note
+        except ProtocolError as error:
+            # The receiver has receives for parcels posted: no refusal may meet these. Cancel with the next record; if
+            # there is none, after its verdict.
+            self.failure = self.failure or error
+        burst = self._flying.popleft()
+        for posted in burst.posted:
+            posted.wait()
+        for buffer in burst.buffers:
+            self._staging.give_back(buffer)
+        self._progress.bytes += burst.nbytes
+        self._caller.tick()
+        if note == Intent.CANCEL:
+            self._line.expect()
+            raise ProtocolError(self._line.peer, f"rank {self._line.peer} cancelled without saying why")
+
+    def _post(self, numbers: Sequence[int]) -> BaseException | None:
+        """Post a burst and the record after it; why this end stops with it, if it does."""
+        burst = _Sending([], [], sum(int(self._cut.nbytes[n]) for n in numbers))
+        self.failure = self.failure or self._ready(numbers)
+        if self.failure is None:
+            self._pace.take(burst.nbytes, lambda: self._caller.cause is not None)
+        digests: list[int] = []
+        for number in numbers:
+            data, buffer = self._fetch(number)
+            if buffer is not None:
+                burst.buffers.append(buffer)
+            burst.posted.append(self._line.post_send(data))
+            if self._shape.digests:
+                digests.append(self._digest(number, data))
+        # Decided now, not before: a parcel that could not be packed must not pass for one that could.
+        cause = self._caller.cause or self.failure
+        burst.posted.append(self._line.post_sent(Intent.CANCEL if cause else Intent.GO_ON, digests))
+        self._flying.append(burst)
+        return cause
+
+    def _fetch(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A parcel's bytes on the wire's device, and the staging buffer that holds them, if any."""
+        size, buffer = int(self._cut.nbytes[number]), None
+        try:
+            if self.failure is None:
+                direct = None
+                if not self._always_staged:
+                    direct = places.as_bytes(self._memory, self._cut, number, self._line.group.device)
+                if direct is not None:
+                    return direct, None
+                buffer = self._staging.take(size)
+                return places.pack(self._memory, self._cut, number, buffer), buffer
+        except Exception as error:
+            self.failure = error
+        # The burst has been promised: complete it, and cancel with its record.
+        buffer = self._staging.take(size) if buffer is None else buffer
+        return buffer[:size], buffer
+
+
+class Land(Places, Protocol):
+    """Where parcels land."""
+
+    def touch(self, boxes: Sequence[int] | Ints) -> None: ...
+
+
+class _Receiving(NamedTuple):
+    """A burst under way: for each parcel its number, its receive, and the staging buffer if it has one."""
+
+    parcels: list[tuple[int, Posted, torch.Tensor | None]]
+    record: Posted
+
+
+class Incoming:
+    """Receives parcels, takes them to their places, and answers."""
+
+    def __init__(
+        self,
+        line: Line,
+        cut: Parcels,
+        landing: Land,
+        shape: Shape,
+        caller: Caller,
+        progress: Progress,
+        *,
+        landed: Callable[[Sequence[int], Sequence[int]], object] = lambda numbers, digests: None,
+        always_staged: bool = False,
+    ) -> None:
+        self._line = line
+        self._cut = cut
+        self._landing = landing
+        self._shape = shape
+        self._staging = Staging(shape.burst_bytes, line.group.device)
+        self._caller = caller
+        self._progress = progress
+        #: Told about each burst that has landed: its parcels, and the source's digests of them.
+        self._landed = landed
+        self._always_staged = always_staged
+        self._failure: BaseException | None = None
+        #: Parcels of the last take whose digest is wrong.
+        self.wrong: list[int] = []
+        self._left = False
+        self._landing_lock = threading.Lock()
+
+    def leave(self) -> None:
+        """From another thread: the peer is silent, others bring the rest. Nothing lands from here any more."""
+        with self._landing_lock:
+            self._left = True
+        self._line.abandon()
+
+    def take(self, numbers: Sequence[int]) -> list[int]:
+        """Receive the bursts of these parcels; the numbers of those with a wrong digest."""
+        line = self._line
+        rounds = deque(parcels.bursts(self._cut, numbers, self._shape.burst_bytes))
+        wrong = self.wrong = []
+        flying: deque[_Receiving] = deque()
+        while rounds and len(flying) < self._shape.ahead:
+            flying.append(self._post(rounds.popleft()))
+        cause: BaseException | None = None
+        source_stops = False
+        while flying:
+            burst = flying.popleft()
+            intent, digests = line.read_sent(burst.record.wait())
+            stopped = cause is not None or source_stops or intent is Intent.CANCEL
+            with self._landing_lock:
+                if self._left:
+                    return wrong
+                computed = [self._land(*parcel, keep=not stopped) for parcel in burst.parcels]
+            if stopped:
+                # What was posted ahead is completed, and no longer answered.
+                source_stops = source_stops or cause is None
+                continue
+            brought = [number for number, _, _ in burst.parcels]
+            if self._shape.digests:
+                wrong += [n for n, mine, theirs in zip(brought, computed, digests, strict=True) if mine != theirs]
+            cause = self._caller.cause or self._failure
+            if cause is None:
+                self._landed(brought, digests)
+            try:
+                line.send(Message.GOT, note=Intent.CANCEL if cause else Intent.GO_ON)
+            except PeerError:
+                # With nothing more to come, a source that is gone by now no longer matters.
+                if rounds or cause is not None:
+                    raise
+            if rounds and cause is None:
+                flying.append(self._post(rounds.popleft()))
+            self._caller.tick()
+        if source_stops:
+            line.expect()
+            raise ProtocolError(line.peer, f"rank {line.peer} cancelled without saying why")
+        if cause is not None:
+            line.refuse(cause)
+            raise cause
+        return wrong
+
+    def _post(self, numbers: Sequence[int]) -> _Receiving:
+        """Post the receives of a burst and of the record that follows it."""
+        posted: list[tuple[int, Posted, torch.Tensor | None]] = []
+        for number in numbers:
+            data, buffer = None, None
+            if not self._always_staged:
+                self._touch(number)
+                data = places.as_bytes(self._landing, self._cut, number, self._line.group.device)
+            if data is None:
+                size = int(self._cut.nbytes[number])
+                buffer = self._staging.take(size)
+                data = buffer[:size]
+            posted.append((number, self._line.post_recv(data), buffer))
+        return _Receiving(posted, self._line.post_recv_sent(len(numbers) if self._shape.digests else 0))
+
+    def _touch(self, number: int) -> None:
+        first = int(self._cut.first[number])
+        self._landing.touch(range(first, first + int(self._cut.count[number])))
+
+    def _land(self, number: int, posted: Posted, buffer: torch.Tensor | None, *, keep: bool) -> int:
+        """Take one parcel, which is here, to its places; the digest of what lies there then."""
+        data = posted.wait()
+        try:
+            if not keep or self._failure is not None:
+                return 0
+            self._progress.bytes += data.numel()
+            if buffer is not None:
+                self._touch(number)
+                places.unpack(self._landing, self._cut, number, data)
+                if self._shape.digests:
+                    # Of what lies there, not of what was copied from.
+                    landed = places.as_bytes(self._landing, self._cut, number, data.device)
+                    data = places.pack(self._landing, self._cut, number, buffer) if landed is None else landed
+            return digest_of(data) if self._shape.digests else 0
+        except Exception as error:
+            if not isinstance(error, TransfuseError):
+                peer = self._line.peer
+                error = ProtocolError(peer, f"rank {peer} sent data that cannot be put in its place: {error}")
+            self._failure = self._failure or error
+            return 0
+        finally:
+            if buffer is not None:
+                self._staging.give_back(buffer)

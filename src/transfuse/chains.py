@@ -1,0 +1,83 @@
+"""Chains: receivers that want the same parcels pass them on, so that the source sends each byte once.
+
+The conversations of one send meet here after their wants. Those that want the same are lined up, neighbours on one
+host next to each other; the source serves the first, and each serves the next.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from transfuse.messages import Agreed, Link
+from transfuse.routes.group import new_link_tag
+
+__all__ = ["Chains"]
+
+#: How long the first to come wait for the others: so many seconds for each byte that a chain would save, within bounds.
+WAIT_SECONDS_PER_BYTE = 1e-9
+MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.25, 1.0
+
+
+@dataclass
+class _Member:
+    rank: int
+    key: Hashable
+    host: int
+    agreed: Agreed | None = None
+
+
+class Chains:
+    """Where the conversations of one send agree on who gets parcels from whom."""
+
+    def __init__(self, ranks: Sequence[int], nbytes: int, timeout: float) -> None:
+        self._changed = threading.Condition()
+        #: Receivers of which nothing is known yet: a chain is made without them when the wait is over.
+        self._expected = set(ranks)
+        self._waiting: list[_Member] = []
+        wait = min(max(nbytes * WAIT_SECONDS_PER_BYTE, MIN_WAIT_SECONDS), MAX_WAIT_SECONDS)
+        self._wait = min(wait, timeout / 2)
+        self._until = float("inf")
+        self._timeout = timeout
+
+    def leave(self, rank: int) -> None:
+        """This receiver will not be in any chain: nobody waits for it."""
+        with self._changed:
+            self._expected.discard(rank)
+            self._changed.notify_all()
+
+    def join(self, rank: int, key: Hashable, host: int) -> Agreed:
+        """Line up with those who want the same; what this receiver is told."""
+        me = _Member(rank, key, host)
+        with self._changed:
+            self._expected.discard(rank)
+            if not self._waiting:
+                self._until = time.monotonic() + self._wait
+            self._waiting.append(me)
+            self._changed.notify_all()
+            while me.agreed is None:
+                left = self._until - time.monotonic()
+                if not self._expected or left <= 0:
+                    self._line_up()
+                    self._changed.notify_all()
+                else:
+                    self._changed.wait(left)
+            return me.agreed
+
+    def _line_up(self) -> None:
+        by_key: dict[Hashable, list[_Member]] = {}
+        for member in sorted(self._waiting, key=lambda member: (member.host, member.rank)):
+            by_key.setdefault(member.key, []).append(member)
+        self._waiting.clear()
+        for members in by_key.values():
+            tags = [new_link_tag() for _ in members]
+            ids = [secrets.randbits(63) for _ in members]
+            for i, member in enumerate(members):
+                before = Link(members[i - 1].rank, tags[i], ids[i]) if i > 0 else None
+                after = Link(members[i + 1].rank, tags[i + 1], ids[i + 1]) if i + 1 < len(members) else None
+                # Whoever is next to a silent receiver notices first, and has parcels for the others before they do.
+                patience = self._timeout * (0.25 + 0.25 * i / len(members))
+                member.agreed = Agreed(before, after, patience)

@@ -1,0 +1,192 @@
+"""A receiver's part in a chain: parcels come from the neighbour before, and go to the one after while others arrive.
+
+Whatever is in flight between two receivers lies in staging, never in their tensors: a neighbour that falls silent is
+left, and the source brings the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import pathlib
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+import xxhash
+
+from transfuse.bursts import Incoming, Land, Outgoing, Shape
+from transfuse.errors import PeerError, PeerTimeout, TransfuseError
+from transfuse.messages import Link
+from transfuse.parcels import Parcels
+from transfuse.progress import Progress
+from transfuse.routes.group import Line
+from transfuse.talks import Caller
+
+__all__ = ["Gate", "Relay", "this_host"]
+
+logger = logging.getLogger("transfuse")
+
+
+@functools.cache
+def this_host() -> int:
+    """A number that two ranks of one host, and of one network within it, have in common. Only to order a chain by."""
+    names = [socket.gethostname()]
+    with suppress(OSError):
+        names.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text())
+        names.append(str(os.stat("/proc/self/ns/net").st_ino))
+    return xxhash.xxh3_64_intdigest("\n".join(names).encode())
+
+
+class Gate:
+    """Which parcels have landed here, with their digests: those can be passed on."""
+
+    def __init__(self, count: int) -> None:
+        self._changed = threading.Condition()
+        self._landed = np.zeros(count, dtype=bool)
+        self._digests = np.zeros(count, dtype=np.uint64)
+        self._cause: BaseException | None = None
+
+    def landed(self, numbers: Sequence[int], digests: Sequence[int]) -> None:
+        with self._changed:
+            self._landed[numbers] = True
+            if digests:
+                self._digests[numbers] = np.array(digests, dtype=np.uint64)
+            self._changed.notify_all()
+
+    def landed_among(self, numbers: Sequence[int]) -> list[int]:
+        with self._changed:
+            return [n for n in numbers if self._landed[n]]
+
+    def close(self, cause: BaseException) -> None:
+        """No more will land."""
+        with self._changed:
+            self._cause = self._cause or cause
+            self._changed.notify_all()
+
+    def wait(self, numbers: Sequence[int]) -> BaseException | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._cause is not None or bool(self._landed[numbers].all()))
+            return None if self._landed[numbers].all() else self._cause
+
+    def digest(self, number: int) -> int:
+        return int(self._digests[number])
+
+
+class _Side:
+    """One neighbour: its line, and the thread that talks with it."""
+
+    def __init__(self, line: Line, link: Link, talk: Callable[[Line], None]) -> None:
+        self.line = line
+        line.tag, line.transfer = link.tag, link.transfer
+        self._talk = talk
+        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"transfuse-link-{line.peer}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            with torch.inference_mode(False), torch.no_grad(), self.line:
+                self._talk(self.line)
+        except BaseException as caught:
+            error = caught
+        self.ended.put(error)
+
+    def wait(self, progress: Callable[[], int], patience: float, leave: Callable[[], object]) -> BaseException | None:
+        """Wait for its end, for as long as there is progress; how it failed, if it did."""
+        seen = progress()
+        while True:
+            try:
+                error = self.ended.get(timeout=patience)
+                self._thread.join()
+                return error
+            except queue.Empty:
+                if progress() == seen:
+                    leave()
+                    return PeerTimeout(self.line.peer, self.line.phase, patience)
+                seen = progress()
+
+
+class Relay:
+    """Takes the parcels of one receive from a neighbour, and passes them on to another."""
+
+    def __init__(self, source: Line, cut: Parcels, landing: Land, shape: Shape, caller: Caller) -> None:
+        self._line = lambda peer: Line(source.group, peer, source.timeout, source.limits)
+        self._timeout = source.timeout
+        self._cut = cut
+        self._landing = landing
+        self._shape = shape
+        self._caller = caller
+        self.gate = Gate(len(cut))
+        self._after: _Side | None = None
+        self._passed_on = Progress()
+
+    def start(self, downstream: Link, numbers: Sequence[int]) -> None:
+        """Begin to pass these parcels on, each as soon as it has landed."""
+
+        def talk(line: Line) -> None:
+            line.phase = "passing parcels on"
+            Outgoing(
+                line,
+                self._cut,
+                self._landing,
+                self._shape,
+                Caller(watching=False),
+                self._passed_on,
+                digest=lambda number, _: self.gate.digest(number),
+                ready=self.gate.wait,
+                always_staged=True,
+            ).send(numbers)
+
+        self._after = _Side(self._line(downstream.rank), downstream, talk)
+        self._after.start()
+
+    def take(self, upstream: Link, numbers: Sequence[int], progress: Progress, patience: float) -> list[int]:
+        """Receive these parcels from the neighbour before, as far as they come; those with a wrong digest."""
+        line = self._line(upstream.rank)
+        incoming = Incoming(
+            line,
+            self._cut,
+            self._landing,
+            self._shape,
+            self._caller,
+            progress,
+            landed=self.gate.landed,
+            always_staged=True,
+        )
+
+        def talk(line: Line) -> None:
+            line.phase = "receiving relayed parcels"
+            incoming.take(numbers)
+
+        side = _Side(line, upstream, talk)
+        side.start()
+        error = side.wait(lambda: progress.bytes, patience, incoming.leave)
+        if error is self._caller.cause and error is not None:
+            raise error
+        if isinstance(error, PeerError):
+            logger.info("rank %d no longer passes parcels on (%s); the source brings the rest", upstream.rank, error)
+        elif error is not None:
+            raise error
+        return incoming.wrong
+
+    def finish(self, cause: BaseException | None = None) -> None:
+        """Wait until the neighbour after has everything, or is gone; with a cause, until it has been told."""
+        if cause is not None:
+            self.gate.close(cause)
+        if self._after is None:
+            return
+        side = self._after
+        error = side.wait(lambda: self._passed_on.bytes, self._timeout, side.line.abandon)
+        if isinstance(error, TransfuseError) and error is not cause:
+            logger.info("rank %d did not take what was passed on: %s", side.line.peer, error)
+        elif error is not None and error is not cause:
+            raise error

@@ -1,0 +1,291 @@
+"""One to many: receivers pass parcels on, the source sends each byte once, and nobody depends on a neighbour's luck."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import transfuse
+from moves import CPU
+from ranks import Fleet, Outcome, Ranks, announce
+from transfuse import chains
+from transfuse.chains import Chains
+from transfuse.limits import KIB, MIB, Limits
+from transfuse.messages import Agreed
+from transfuse.testing.exact import assert_exact
+
+TIMEOUT = timedelta(seconds=10)
+NBYTES = 5 * MIB
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    large = torch.randn(NBYTES // 4 - 4100, generator=generator)
+    return {"large": large, "small": [torch.randn(41, generator=generator) for _ in range(100)], "step": 3}
+
+
+def fan_out(receivers: int, **options: Any) -> list[Outcome[Any]]:
+    """Rank 0 sends to all others over the group; each returns its report."""
+    expected = state()
+
+    def work(rank: int, pg: Any) -> Any:
+        mine = {name: value[rank] if isinstance(value, dict) else value for name, value in options.items()}
+        delay, wrap = mine.pop("delay", 0.0), mine.pop("wrap", None)
+        mover = transfuse.PGTransport(wrap(pg) if wrap else pg, TIMEOUT, CPU, same_host=False, **mine)
+        time.sleep(delay)
+        if rank == 0:
+            mover.send_checkpoint(list(range(1, receivers + 1)), expected)
+        else:
+            assert_exact(expected, mover.recv_checkpoint(0))
+        return mover.report
+
+    with Ranks(receivers + 1) as ranks:
+        return ranks.outcomes(work)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine threads may come to a chain seconds apart: let it wait for them."""
+    monkeypatch.setattr(chains, "MIN_WAIT_SECONDS", 5.0)
+    monkeypatch.setattr(chains, "MAX_WAIT_SECONDS", 5.0)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("receivers", [1, 2, 3, 4, 7, 16])
+def test_the_source_sends_each_byte_once_however_many_receivers(receivers: int) -> None:
+    sent, *received = (outcome.get() for outcome in fan_out(receivers))
+    assert [report.bytes for report in received] == [sent.bytes] * receivers
+    assert sum(report.relayed_bytes for report in received) == (receivers - 1) * sent.bytes
+    assert all(report.verified and not report.repaired for report in received)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("who", [0, 2])
+def test_relaying_can_be_turned_off_at_either_end(who: int) -> None:
+    sent, *received = (outcome.get() for outcome in fan_out(3, relay={r: r != who for r in range(4)}))
+    copies = 3 if who == 0 else 2
+    assert sent.bytes == copies * received[0].bytes
+    if who == 2:
+        assert received[1].relayed_bytes == 0
+
+
+@pytest.mark.usefixtures("patient")
+def test_receivers_that_want_something_else_are_not_in_the_chain() -> None:
+    """One compares no digests: its bursts have other records."""
+    sent, *received = (outcome.get() for outcome in fan_out(4, verify={0: None, 1: None, 2: False, 3: None, 4: None}))
+    assert sent.bytes == 2 * received[0].bytes
+    assert received[1].relayed_bytes == 0
+    assert not received[1].verified
+    assert sum(report.relayed_bytes > 0 for report in received) == 2
+
+
+def test_a_late_receiver_is_served_by_the_source() -> None:
+    sent, *received = (outcome.get() for outcome in fan_out(3, delay={0: 0, 1: 0, 2: 2.0, 3: 0}))
+    assert sent.bytes == 2 * received[0].bytes
+    assert received[1].relayed_bytes == 0
+    assert received[0].seconds < 2.0
+    assert received[2].seconds < 2.0
+
+
+def test_small_states_are_not_worth_a_chain() -> None:
+    def work(rank: int, pg: Any) -> Any:
+        mover = transfuse.PGTransport(pg, TIMEOUT, CPU, same_host=False)
+        if rank == 0:
+            mover.send_checkpoint([1, 2], {"w": torch.ones(1000)})
+        else:
+            mover.recv_checkpoint(0)
+        assert mover.report is not None
+        return mover.report
+
+    with Ranks(3) as ranks:
+        sent, *received = ranks.run(work)
+    assert sent.bytes == 8000
+    assert not any(report.relayed_bytes for report in received)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_receiver_that_refuses_is_not_waited_for() -> None:
+    expected = state()
+
+    def work(rank: int, pg: Any) -> Any:
+        target = {"large": torch.zeros(3)} if rank == 2 else None
+        mover = transfuse.PGTransport(pg, TIMEOUT, CPU, None if target is None else lambda: target, same_host=False)
+        if rank == 0:
+            return mover.send_checkpoint([1, 2, 3], expected)
+        assert_exact(expected, mover.recv_checkpoint(0))
+        return mover.report
+
+    with Ranks(4) as ranks:
+        outcomes = ranks.outcomes(work)
+    assert isinstance(outcomes[0].error, transfuse.SendFailed)
+    assert set(outcomes[0].error.causes) == {2}
+    assert isinstance(outcomes[2].error, transfuse.TargetMismatch)
+    assert outcomes[1].get().bytes == outcomes[3].get().bytes == outcomes[3].get().relayed_bytes
+
+
+# ------------------------------------------------------------------------------------------------- neighbours that fail
+
+
+class Damaging:
+    """A group that damages one parcel that it sends to another receiver."""
+
+    def __init__(self, pg: Any) -> None:
+        self._pg, self._left = pg, 1
+
+    def rank(self) -> int:
+        return int(self._pg.rank())
+
+    def size(self) -> int:
+        return int(self._pg.size())
+
+    def name(self) -> str:
+        return "gloo"
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        if rank > 0 and tensors[0].numel() > 16 * KIB and self._left:
+            self._left -= 1
+            tensors = [tensors[0].clone()]
+            tensors[0][99] ^= 1
+        return self._pg.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._pg.recv(tensors, rank, tag)
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_a_neighbour_damages_comes_again_from_the_source() -> None:
+    sent, *received = (outcome.get() for outcome in fan_out(3, wrap={0: None, 1: Damaging, 2: None, 3: None}))
+    assert [report.repaired for report in received] == [0, 1, 1]
+    assert sent.repaired == 2
+    assert received[0].bytes < sent.bytes < 2 * received[0].bytes
+
+
+@pytest.mark.parametrize("who", [1, 2, 3])
+def test_a_receiver_that_stops_midway_does_not_stop_the_others(who: int) -> None:
+    def stop(progress: dict[int, transfuse.Progress]) -> None:
+        if progress[0].bytes > MIB:
+            raise RuntimeError("stop here")
+
+    outcomes = fan_out(3, progress={r: stop if r == who else False for r in range(4)})
+    assert isinstance(outcomes[0].error, transfuse.SendFailed)
+    assert set(outcomes[0].error.causes) == {who}
+    assert "stop here" in str(outcomes[0].error)
+    assert isinstance(outcomes[who].error, RuntimeError)
+    for rank in {1, 2, 3} - {who}:
+        assert outcomes[rank].get().bytes >= NBYTES - 4100
+
+
+def test_a_source_that_stops_midway_stops_all_with_its_cause() -> None:
+    def stop(progress: dict[int, transfuse.Progress]) -> None:
+        if any(p.bytes > MIB for p in progress.values()):
+            raise RuntimeError("stop here")
+
+    outcomes = fan_out(3, progress={0: stop, 1: False, 2: False, 3: False})
+    assert isinstance(outcomes[0].error, RuntimeError)
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome.error, transfuse.PeerError)
+        assert "stop here" in str(outcome.error)
+
+
+def pass_on_slowly(rank: int, timeout: float) -> Any:
+    """Rank 0 sends 64 MiB to all others, at a rate at which they take about two seconds."""
+    announced: list[int] = []
+
+    def show(progress: dict[int, transfuse.Progress]) -> None:
+        if progress and any(p.bytes > 8 * MIB for p in progress.values()) and not announced:
+            announced.append(1)
+            announce("moving")
+
+    own = torch.full((16 * MIB,), 3.0 if rank == 0 else 0.0)
+    mover = transfuse.PGTransport(
+        cast(Any, dist.group.WORLD),
+        timedelta(seconds=timeout),
+        CPU,
+        lambda: {"w": own},
+        same_host=False,
+        max_bytes_per_second=32e6,
+        progress=show,
+    )
+    dist.barrier()
+    if rank == 0:
+        mover.send_checkpoint(list(range(1, dist.get_world_size())), {"w": own})
+    else:
+        mover.recv_checkpoint(0)
+    assert mover.report is not None
+    return bool((own == 3.0).all()), mover.report.relayed_bytes
+
+
+@pytest.mark.parametrize("who", [1, 2, 3])
+def test_a_receiver_that_dies_midway_does_not_break_the_chain(who: int) -> None:
+    with Fleet(4) as fleet:
+        fleet.start(pass_on_slowly, 8.0)
+        fleet.wait_for(who, "moving")
+        fleet.kill(who)
+        outcomes = fleet.outcomes(deadline=60)
+    assert isinstance(outcomes[0].error, transfuse.SendFailed)
+    assert set(outcomes[0].error.causes) == {who}
+    for rank in {1, 2, 3} - {who}:
+        assert outcomes[rank].get()[0] is True
+
+
+def test_a_receiver_that_freezes_midway_is_left_and_the_others_finish() -> None:
+    with Fleet(4) as fleet:
+        fleet.start(pass_on_slowly, 6.0)
+        fleet.wait_for(2, "moving")
+        fleet.freeze(2)
+        first, last = fleet.outcomes(deadline=60, ranks=[1, 3])
+        assert first.get()[0] is True
+        assert last.get()[0] is True
+        (sent,) = fleet.outcomes(deadline=60, ranks=[0])
+    assert isinstance(sent.error, transfuse.SendFailed)
+    assert set(sent.error.causes) == {2}
+    assert isinstance(sent.error.causes[2], transfuse.PeerTimeout)
+
+
+# ------------------------------------------------------------------------------------------------------- pure parts
+
+
+def lined_up(members: list[tuple[int, str, int]]) -> dict[int, Agreed]:
+    """Rank, key and host of each; what each is told."""
+    chains = Chains([rank for rank, _, _ in members], 64 * MIB, 100.0)
+    with ThreadPoolExecutor(len(members)) as threads:
+        told = {rank: threads.submit(chains.join, rank, key, host) for rank, key, host in members}
+    return {rank: future.result() for rank, future in told.items()}
+
+
+def test_neighbours_in_a_chain_share_a_host_and_a_want() -> None:
+    told = lined_up([(1, "a", 20), (2, "a", 10), (3, "b", 10), (4, "a", 20), (5, "a", 10)])
+    order = {
+        rank: (agreed.upstream and agreed.upstream.rank, agreed.downstream and agreed.downstream.rank)
+        for rank, agreed in told.items()
+    }
+    assert order == {2: (None, 5), 5: (2, 1), 1: (5, 4), 4: (1, None), 3: (None, None)}
+    assert told[2].downstream is not None
+    assert told[5].upstream is not None
+    assert told[2].downstream.tag == told[5].upstream.tag
+    assert told[2].downstream.transfer == told[5].upstream.transfer
+    assert told[5].patience < told[1].patience < told[4].patience < 100.0
+
+
+def test_a_chain_does_not_wait_long_for_the_absent() -> None:
+    chains = Chains([1, 2], 64 * MIB, 100.0)
+    started = time.monotonic()
+    assert chains.join(1, "a", 1) == Agreed(None, None, 25.0)
+    assert time.monotonic() - started < 5.0
+
+
+def test_bursts_shrink_as_a_chain_grows() -> None:
+    limits = Limits()
+    assert limits.sizes_for(4, 64 * MIB).burst_bytes == 512 * KIB
+    assert limits.sizes_for(8, 64 * MIB).burst_bytes == 256 * KIB
+    assert limits.sizes_for(4, 64 << 30).burst_bytes <= limits.parcel_bytes
+    for peers in (1, 2, 16, 100):
+        sizes = limits.sizes_for(peers, 1 << 30)
+        assert sizes.burst_bytes * sizes.bursts_ahead * 2 <= limits.staging_bytes
+        assert sizes.parcel_bytes <= sizes.burst_bytes
