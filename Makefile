@@ -2,9 +2,11 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+RESULTS := benchmarks/results
+TODAY   := $(shell date +%Y-%m-%d)
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test check bench soak format clean
+.PHONY: demo test check bench peers soak format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,8 +25,16 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# What is not installed is listed as absent; `make peers` brings it.
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.core
+	mkdir -p $(RESULTS)
+	$(BIN)/transfuse bench --json $(RESULTS)/$(TODAY)-bench.json --plot $(RESULTS)/$(TODAY)-bench.svg
+
+# Without dependencies where those would pull builds of torch with CUDA. Mooncake also needs Debian's libibverbs1,
+# ibverbs-providers, librdmacm1 and libnuma1.
+peers: $(STAMP)
+	$(PIP) install --constraint constraints.txt ray safetensors mooncake-transfer-engine-non-cuda
+	$(PIP) install --constraint constraints.txt --no-deps nixl nixl-cu12
 
 .PHONY: network
 network: $(STAMP)

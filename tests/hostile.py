@@ -900,6 +900,8 @@ NOTES = [0, 1, 1000, (1 << 31) - 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) -
 #: Numbers for seconds and rates.
 FLOATS = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -1.0, 5e-324, 1e-300, 1e-9, 0.001, 1e9, 1e10, 1e300]
 _PAGE = 4096
+#: More than any storage of the corpus has.
+_HOLE = 1 * MIB
 
 
 def _map_up_to_a_hole(nbytes: int) -> int:
@@ -908,8 +910,8 @@ def _map_up_to_a_hole(nbytes: int) -> int:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    base: int = libc.mmap(None, nbytes + _PAGE, 3, 0x22, -1, 0)
-    assert libc.mprotect(base + nbytes, _PAGE, 0) == 0
+    base: int = libc.mmap(None, nbytes + _HOLE, 3, 0x22, -1, 0)
+    assert libc.mprotect(base + nbytes, _HOLE, 0) == 0
     return base
 
 
@@ -954,9 +956,7 @@ def forge_memory(rng: random.Random, member: Member, storages: int) -> list[Any]
     for _ in range(rng.choice([1, 1, 2])):
         match rng.randrange(12):
             case 0:
-                pid = rng.choice(
-                    [0, -1, ABSENT_PID, ABSENT_PID, (1 << 31) - 1, 1 << 31, 1 << 40, -(1 << 63), (1 << 64) - 1]
-                )
+                pid = rng.choice([0, -1, ABSENT_PID, (1 << 31) - 1, 1 << 31, 1 << 40, -(1 << 63), (1 << 64) - 1])
             case 1:
                 token = rng.choice([b"", bytes(TOKEN_BYTES), rng.randbytes(TOKEN_BYTES), token[1:], token + b"x"])
             case 2:

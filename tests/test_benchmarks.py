@@ -1,38 +1,208 @@
-"""The benchmarks run, tiny, and check what they measure."""
+"""``transfuse bench`` runs, tiny, checks what it measures, and outlives peers that do not behave."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import pathlib
-from types import ModuleType
+import re
+import time
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+import torch
+from typer.testing import CliRunner
+
+from transfuse.cli.app import app
+from transfuse.cli.bench import command, plot, run, table
+from transfuse.cli.bench.cases import cases
+from transfuse.cli.bench.checks import differences, digests
+from transfuse.cli.bench.peers import LIMIT, OURS, PEERS, REFERENCE, Peer, tensors_of
+from transfuse.cli.bench.peers.bare import BareRead
+from transfuse.cli.bench.peers.ours import Memory
+from transfuse.cli.bench.results import Limit, Move, Outcome, Result
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-@pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.core")
+@pytest.mark.timeout(300)
+def test_bench(tmp_path: pathlib.Path) -> None:
+    """The real thing: everything here that needs no daemon, in place and fresh."""
+    data, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
+    keys = ("memory", "group*", "torch*", "http", "dcp", "safetensors")
+    only = [option for key in keys for option in ("--only", f"gpt2*/{key}")]
+    files = ["--json", str(data), "--plot", str(picture)]
+    done = CliRunner().invoke(app, ["bench", "--scale", "0.002", "--runs", "1", *only, *files])
+    assert done.exit_code == 0, done.output + done.stderr
+    written = json.loads(data.read_text())
+    assert {"date", "command", "machine", "versions", "limits", "peers", "load_average_before"} <= set(written)
+    assert {"memcpy_one", "memcpy_all", "readv_one", "readv_all", "tcp", "touch_one"} <= set(written["limits"])
+    assert [case["key"] for case in written["cases"]] == ["gpt2", "gpt2-fresh"]
+    for case in written["cases"]:
+        mode = {"dcp"} if case["mode"] == "in place" else {"http"}
+        results = {result["peer"]: result for result in case["results"]}
+        assert {"memory", "group", "group-unverified", "torch", "torchft", "torch-save", "readv"} | mode <= set(results)
+        for result in results.values():
+            assert result["verified"], result
+            assert len(result["seconds"]) == 1
+        assert results["group"]["routes"] == ["group"]
+    assert done.output.count("exact") == sum(len(case["results"]) for case in written["cases"])
+    assert "warm" in done.output
+    assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
 
 
-def test_core(core: ModuleType, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "core.json"
-    assert core.main(["--scale", "0.01", "--runs", "1", "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert out.count("bit for bit") == 9
-    written = json.loads(path.read_text())
-    assert len(written["cases"]) == 3
-    assert all(move["verified"] for moves in written["cases"].values() for move in moves)
-    assert {"date", "command", "machine", "versions", "runs"} <= set(written)
+# ------------------------------------------------------------------------------------------------------- unruly peers
 
 
-@pytest.mark.parametrize("arguments", [["--runs", "0"], ["--scale", "-1"]])
-def test_core_refuses_nonsense(core: ModuleType, arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        core.main(arguments)
+class Hangs(Memory):
+    key, name = "hangs", "one that hangs"
+
+    def send(self) -> None:
+        time.sleep(600)
+
+
+class Raises(Memory):
+    key, name = "raises", "one that raises"
+
+    def receive(self) -> Any:
+        raise LookupError("on purpose")
+
+
+class Lies(BareRead):
+    key, name = "lies", "one that is wrong in one bit"
+
+    def receive(self) -> Any:
+        got = super().receive()
+        next(iter(tensors_of(got).values())).view(torch.int32)[0] ^= 1
+        return got
+
+
+@pytest.mark.timeout(300)
+def test_unruly_peers_do_not_end_the_run(tmp_path: pathlib.Path) -> None:
+    (case,) = (case for case in cases(0.001) if case.key == "1gib")
+    unruly: list[type[Peer]] = [Hangs, Raises, Lies]
+    (outcome,) = run.measure([(case, [*unruly, LIMIT])], 1, 4.0, tmp_path, lambda _: None)
+    hangs, raises, lies, limit = outcome.results
+    assert hangs.failed == "not done within 4 s"
+    assert raises.failed == "LookupError: on purpose"
+    assert lies.wrong == ["rank 1: ['tensor0'] differs"] * 2, "the warm-up's bits count as well"
+    assert lies.median is None
+    assert limit.median is not None
+
+
+def test_the_cause_of_a_failure_is_one_line(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("terminate called\nout of luck\n\n")
+    lost = "failed: RuntimeError: Connection closed by peer"
+    assert run._reason({0: lost, 1: "failed: OSError: no\nreally"}, 9, log) == "OSError: no really"
+    assert run._reason({0: lost, 1: "died: exit code 1"}, 9, log) == "not done within 9 s"
+    assert run._reason({0: "died: signal SIGABRT", 1: lost}, 9, log) == "died: signal SIGABRT (out of luck)"
+
+
+def test_a_wrong_result_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = (case for case in cases(0.001) if case.key == "1gib")
+    wrong = Outcome(case, 1, 1, [Result(Memory, [1.0], ["rank 1: ['tensor0'] differs"])])
+    monkeypatch.setattr(command, "run", lambda *_: ([wrong], {}))
+    done = CliRunner().invoke(app, ["bench", "--only", "1gib/memory", "--scale", "0.001"])
+    assert (done.exit_code, "1gib/memory: rank 1: ['tensor0'] differs" in done.stderr) == (1, True)
+
+
+# ------------------------------------------------------------------------------------------------------------ the parts
+
+
+def test_cases_are_what_they_say() -> None:
+    found = {case.key: case for case in cases()}
+    assert found["1gib"].size() == (1 << 30, 1)
+    assert found["64x16mib"].size() == (1 << 30, 64)
+    assert found["20000x4kib"].size() == (20_000 << 12, 20_000)
+    assert [found[f"to{n}"].size()[0] for n in (1, 2, 3, 4)] == [256 << 20] * 4
+    size, count = found["gpt2"].size()
+    parameters = 148
+    assert count == 4 * parameters
+    assert (size - 4 * parameters) // 12 == 124_439_808, "GPT-2 small's"
+    assert {case.mode for case in found.values()} == {"in place", "fresh"}
+    state = {case.key: case for case in cases(0.01)}["gpt2"].state()
+    assert state["model"]["lm_head.weight"] is state["model"]["transformer.wte.weight"]
+
+
+def test_every_difference_is_found() -> None:
+    case = {case.key: case for case in cases(0.001)}["gpt2"]
+    state, again = case.state(), case.state()
+    expected, unique = digests(state), set(tensors_of(state))
+    assert not differences(expected, unique, again, True, again)
+    assert not differences(expected, unique, tensors_of(again), False, again)
+    assert differences(expected, unique, tensors_of(again), True, None), "a whole state has more than tensors"
+    assert differences(expected, unique, again, True, state) == [f"{len(unique)} tensors are not the target's own"]
+    again["step"] += 1
+    assert differences(expected, unique, again, True, None) == ["['step'] differs"]
+    again["step"] -= 1
+    again["optimizer"]["state"][0]["step"] = again["optimizer"]["state"][0]["step"].double()
+    assert differences(expected, unique, again, True, None) == ["['optimizer']['state'][0]['step'] differs"]
+    del again["optimizer"]["state"][0]["step"]
+    assert differences(expected, unique, again, True, None) == ["['optimizer']['state'][0]['step'] is missing"]
+
+
+def test_ratios() -> None:
+    (case,) = (case for case in cases() if case.key == "1gib")
+    ours, torchs, limit = Result(Memory, [0.2, 0.1, 9.0]), Result(REFERENCE, [1.0]), Result(LIMIT, [0.1])
+    outcome = Outcome(case, 1000, 1, [ours, torchs, limit])
+    limits = {"tcp": Limit("tcp", "", 4000, [1.0])}
+    assert ours.median == 0.2
+    assert outcome.speed(ours) == pytest.approx(5)
+    assert outcome.of_limit(ours, limits) == pytest.approx(0.5)
+    assert outcome.of_limit(torchs, limits) == pytest.approx(0.25)
+    ours.add(Move("1gib", "memory", True, 0.1, ["wrong"], "memory"))
+    assert (len(ours.seconds), ours.routes) == (3, {"memory"})
+    assert outcome.median(Memory) is None
+
+
+def test_only_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Peer, "absent", classmethod(lambda cls: "not installed" if cls.key == "nixl" else None))
+    entries, absent = command.choose(1.0, False, ["gpt2/*", "to?/nixl", "*-fresh/dcp"])
+    assert [case.key for case, _ in entries] == ["gpt2"]
+    assert entries[0][1][-1] is LIMIT
+    assert {peer.key: reason for peer, reason in absent.items()} == {"nixl": "not installed"}
+    done = CliRunner().invoke(app, ["bench", "--only", "gpt3"])
+    assert done.exit_code == 2
+    assert "nothing is called 'gpt3'. Cases: 1gib," in done.stderr
+
+
+def test_quick_is_small_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def note(*arguments: object) -> tuple[list[Outcome], dict[str, Limit]]:
+        seen.append(arguments)
+        return [], {}
+
+    monkeypatch.setattr(command, "run", note)
+    monkeypatch.setattr(Peer, "absent", classmethod(lambda _: None))
+    done = CliRunner().invoke(app, ["bench", "--quick"])
+    assert done.exit_code == 0, done.output
+    _, entries, runs, scale, _ = seen[0]
+    assert (runs, scale) == (3, 0.125)
+    assert {peer for _, peers in entries for peer in peers} >= {*OURS, REFERENCE}
+    assert "Left out:" in done.output
+
+
+def test_help() -> None:
+    usage = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"})
+    assert usage.exit_code == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", usage.output)
+    assert all(option in text for option in ("--quick", "--only", "--json", "--plot", "--runs", "--timeout"))
+    for arguments in (["--runs", "0"], ["--scale", "-1"]):
+        assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 2
+
+
+def test_a_file_that_cannot_be_written_is_said_beforehand(tmp_path: pathlib.Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "--json", str(tmp_path / "nowhere" / "x.json")])
+    assert done.exit_code == 1
+    assert "cannot be written" in done.stderr
+
+
+def test_every_peer_is_told_apart() -> None:
+    for names in ([peer.key for peer in (*PEERS, LIMIT)], [plot.label(peer) for peer in PEERS]):
+        assert len(set(names)) == len(names)
+    assert table.duration(1.5) == "1,500 ms"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.name)

@@ -19,6 +19,7 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import warnings
@@ -27,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,8 +37,9 @@ from torch._C._distributed_c10d import HashStore
 import hostile
 from hostile import CAP, CPU, LIMITS, PEER, Audit, Ground, Member, Wire
 from ranks import Fleet, Ranks
-from transfuse import messages, parcels, plan, receiver, source
+from transfuse import messages, parcels, plan, receiver, relay, source
 from transfuse.arena import ALIGNMENT
+from transfuse.chains import Chains
 from transfuse.errors import (
     CorruptData,
     PeerError,
@@ -53,11 +56,12 @@ from transfuse.leaves.sparse import JaggedCodec
 from transfuse.leaves.wrapped import WrapperCodec
 from transfuse.limits import MIB, Limits
 from transfuse.manifest import Leaf
-from transfuse.messages import Intent, Message
+from transfuse.messages import Agreed, Intent, Link, Memory, Message
 from transfuse.progress import Progress
 from transfuse.receiver import Accepted, Wishes
 from transfuse.report import Report
-from transfuse.routes.group import FIRST_TAG, Group, Line, Posted
+from transfuse.routes.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
+from transfuse.routes.memory import Lease, Reader, Unreadable
 from transfuse.talks import Caller
 from transfuse.transport import PGTransport
 
@@ -75,7 +79,7 @@ TRACE = os.environ.get("TRANSFUSE_HOSTILE_TRACE")
 #: Memory beyond what the process has that a case may ask for: what a hostile number asks for is refused beyond doubt.
 HEADROOM = 512 * MIB
 
-OFFERS, WANTS, VERDICTS, REFUSALS, STREAMS, RECORDS, AGREEMENTS = 17_000, 1500, 700, 300, 1000, 500, 500
+OFFERS, WANTS, VERDICTS, REFUSALS, STREAMS, RECORDS, AGREEMENTS = 17_000, 1500, 700, 300, 1000, 500, 300
 
 
 @pytest.fixture(scope="module")
@@ -381,6 +385,7 @@ def little_memory() -> Iterator[None]:
 
 def warm_up(corpus: list[Member]) -> None:
     """Messages of all kinds once: torch imports lazily, and msgspec evaluates our annotations when first used."""
+    Ground.get()
     for cls in (MeshDescription, *msgspec.Struct.__subclasses__()):
         with contextlib.suppress(msgspec.ValidationError):
             msgspec.convert([], cls)
@@ -733,6 +738,281 @@ def test_a_refusal_may_quote_anything(corpus: list[Member]) -> None:
     line.refuse(ValueError("a lone \ud800"))
 
 
+# ------------------------------------------------------------------------------- memory, links, rates and ranges
+
+
+class Stuck(TransfuseError):
+    """A receive that would not have ended."""
+
+
+class Received:
+    """One receive of an honest member in place, but for what the source says about its memory, its rate or a chain."""
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        memory: Any = None,
+        rate: Any = None,
+        agreed: Any = None,
+        seconds: float = 10,
+        **wishes: Any,
+    ) -> None:
+        plain = member.plain if memory is None else hostile.put(member.plain, (hostile.MEMORY,), memory)
+        plain = plain if rate is None else hostile.put(plain, (hostile.RATE,), rate)
+        said = b"" if agreed is None else msgspec.msgpack.encode(agreed)
+        wire = Wire(random.Random(0), member, [msgspec.msgpack.encode(plain)], agreed=said, relays=True)
+        wire._filling = "honest"
+        self.member, self.report, self.error, caller = member, Report("receive", (PEER,)), None, Caller()
+        self._target = member.target
+        alarm = threading.Timer(seconds, caller.stop, [Stuck(f"{seconds} s")])
+        alarm.start()
+        try:
+            with patched_accept(wire), torch.no_grad():
+                receiver.receive(
+                    wire, Wishes(target=member.target.state, **wishes), caller, Progress(), self.report, []
+                )
+        except TransfuseError as error:
+            self.error: TransfuseError | None = error
+        finally:
+            alarm.cancel()
+        self.arrived = member.target.unchanged()
+        self.memory = member.target.memory.copy()
+        assert member.target.intact()
+        assert Ground.get().intact()
+        member.target.restore()
+
+    def refused(self, text: str) -> None:
+        assert isinstance(self.error, ProtocolError), repr(self.error)
+        assert re.search(text, str(self.error)), str(self.error)
+        assert self.error.rank == PEER
+        assert self.arrived  # Nothing was written.
+
+    def came_by(self, route: str) -> None:
+        assert self.error is None, repr(self.error)
+        assert self.report.route == route
+        assert self.arrived
+
+
+@pytest.fixture(scope="module")
+def large(corpus: list[Member]) -> Member:
+    return next(m for m in corpus if m.name == "large")
+
+
+def described(member: Member, **changes: Any) -> Any:
+    """What a member's offer says about its memory, with changes; ``storages`` is a function of their addresses."""
+    memory = member.cargo.offer.memory
+    assert memory is not None
+    found = np.frombuffer(memory.storages, dtype="<u8").tolist()
+    if "storages" in changes:
+        changed = changes["storages"](found)
+        changes["storages"] = changed if isinstance(changed, bytes) else np.array(changed, dtype="<u8").tobytes()
+    return [{**msgspec.structs.asdict(memory), **changes}[name] for name in Memory.__struct_fields__]
+
+
+#: None of these is where the source's bytes are: they come over the group.
+ELSEWHERE: dict[str, Callable[[], dict[str, Any]]] = {
+    "a process that does not exist": lambda: {"pid": hostile.ABSENT_PID},
+    "another token": lambda: {"token": b"x" * 32},
+    "a token of zeros": lambda: {"token": bytes(32)},
+    "a token at 0": lambda: {"token_address": 0},
+    "a token beyond user space": lambda: {"token_address": 1 << 61},
+    "a token that may not be read": lambda: {"token_address": Ground.get().hole},
+    "a token that ends where nothing may be read": lambda: {"token_address": Ground.get().hole - 8},
+    "storages at 0": lambda: {"storages": lambda found: [0 for _ in found]},
+    "storages at 1": lambda: {"storages": lambda found: [1 for _ in found]},
+    "storages that may not be read": lambda: {"storages": lambda found: [Ground.get().hole for _ in found]},
+    "storages beyond user space": lambda: {"storages": lambda found: [(1 << 62) - 1 for _ in found]},
+}
+
+#: None of these can be meant.
+NO_MEMORY: dict[str, dict[str, Any]] = {
+    "process 0": {"pid": 0},
+    "a negative process": {"pid": -1},
+    "a process beyond 31 bits": {"pid": 1 << 31},
+    "a short token": {"token": b"x"},
+    "a long token": {"token": b"x" * 33},
+    "a negative address": {"token_address": -1},
+    "an impossible address": {"token_address": 1 << 63},
+    "an impossible storage": {"storages": lambda found: [1 << 62] * len(found)},
+    "a storage at the end of all addresses": {"storages": lambda found: [(1 << 64) - 1] * len(found)},
+    "no storages": {"storages": lambda found: []},
+    "a storage too many": {"storages": lambda found: [*found, 0]},
+    "half an address": {"storages": lambda found: bytes(8 * len(found) - 4)},
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_cannot_be_read_comes_over_the_group(name: str, large: Member) -> None:
+    memory = described(large, **ELSEWHERE[name]())
+    for verify in (None, True):
+        Received(large, memory=memory, verify=verify).came_by("group")
+    Received(large, memory=memory, same_host=False).came_by("group")
+
+
+@pytest.mark.parametrize("name", NO_MEMORY)
+def test_impossible_memory_is_refused(name: str, large: Member) -> None:
+    memory = described(large, **NO_MEMORY[name])
+    Received(large, memory=memory).refused("malformed description of memory|impossible address|multiple of element")
+    Received(large, memory=memory, same_host=False).came_by("group")
+
+
+@pytest.mark.parametrize("verify", [None, True])
+def test_single_parcels_that_cannot_be_read_come_over_the_group(verify: bool | None, large: Member) -> None:
+    for bad in (0, 1, 4096, Ground.get().hole, Ground.get().hole - 8):
+        for number in range(len(large.windows)):
+            memory = described(large, storages=lambda found, at=bad, n=number: [*found[:n], at, *found[n + 1 :]])
+            Received(large, memory=memory, verify=verify).came_by("memory+group")
+
+
+def test_other_memory_lands_in_the_target_only() -> None:
+    """A source may name whatever the receiver may read. It gets nothing of that, and nothing else is written."""
+    one, ground = hostile.member("one", {"a": torch.arange(1000.0)}), Ground.get()
+    own_token = {"token_address": ground.zeros, "token": bytes(32)}
+    memory = described(one, storages=lambda found: [ground.secret for _ in found], **own_token)
+    received = Received(one, memory=memory)
+    assert received.error is None
+    assert received.report.route == "memory"
+    landed = received.memory[one.target.ZONE :][:4000]
+    assert np.array_equal(landed, ground.memory[ground.secret - ground.zeros :][:4000])
+    Received(one, memory=memory, same_host=False).came_by("group")
+
+
+def test_memory_that_changes_while_it_is_read_is_corrupt() -> None:
+    """Here because it is the target's own, a little further on: what lands changes what is read."""
+    one = hostile.member("one", {"a": torch.arange(1000.0)})
+    inside = one.target.memory.ctypes.data + one.target.ZONE
+    received = Received(one, memory=described(one, storages=lambda found: [inside + 4 for _ in found]), verify=True)
+    assert isinstance(received.error, CorruptData), repr(received.error)
+    assert received.error.torn == ("['a']",)
+
+
+def test_a_token_is_looked_for_in_the_process_that_was_named() -> None:
+    with Lease() as lease, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        memory = lease.describe(np.zeros(1, dtype=np.int64))
+        Reader(memory, 1).close()
+        with pytest.raises(Unreadable):
+            Reader(msgspec.structs.replace(memory, pid=other.pid), 1)
+        assert other.stdin is not None
+        other.stdin.close()
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.0, -1.0, float("nan"), float("inf"), -float("inf")])
+def test_impossible_rates_are_refused(rate: float, large: Member) -> None:
+    for same_host in (True, False):
+        Received(large, rate=rate, same_host=same_host).refused("malformed offer: an impossible rate")
+
+
+@pytest.mark.parametrize("rate", [5e-324, 1e-300, 1e-9, 1.0])
+def test_rates_are_not_waited_for_beyond_the_timeout(rate: float, large: Member) -> None:
+    """Who reads waits by its own clock: a source that never lets it go on has to be noticed all the same."""
+    began = time.monotonic()
+    for same_host in (True, False):
+        Received(large, rate=rate, same_host=same_host).came_by("group")
+    assert time.monotonic() - began < 5
+
+
+def test_any_other_rate_is_kept(large: Member) -> None:
+    Received(large, rate=1e308).came_by("memory")
+
+
+def link(rank: int = 1, tag: int = FIRST_LINK_TAG, transfer: int = 7) -> list[int]:
+    return [rank, tag, transfer]
+
+
+#: Neighbours that cannot be: the group has ranks 0 (this one) to 7.
+IMPOSSIBLE_LINKS = {
+    "rank -1": link(-1),
+    "itself": link(0),
+    "rank 8": link(8),
+    "a far rank": link(1_000_000),  # gloo ends the process
+    "a rank beyond 32 bits": link(1 << 32),
+    "a rank beyond 63 bits": link((1 << 64) - 1),
+    "the tag of offers": link(tag=OFFER_TAG),
+    "the tag of a transfer": link(tag=FIRST_TAG),
+    "the tag before": link(tag=FIRST_LINK_TAG - 1),
+    "the tag after": link(tag=FIRST_LINK_TAG + LINK_TAGS),
+    "a negative tag": link(tag=-1),
+    "a tag beyond 32 bits": link(tag=1 << 32),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE_LINKS)
+def test_impossible_links_are_refused(name: str, large: Member) -> None:
+    for agreed in ([IMPOSSIBLE_LINKS[name], None, 0.1], [None, IMPOSSIBLE_LINKS[name], 0.1]):
+        Received(large, agreed=agreed, same_host=False).refused("agreed to a chain")
+
+
+@pytest.mark.parametrize("agreed", [[link(), None, 0.1], [None, link(), 0.1], [link(), link(), 0.1]])
+def test_links_that_were_not_wanted_are_refused(agreed: Any, large: Member) -> None:
+    Received(large, agreed=agreed, same_host=False, relay=False).refused("agreed to a chain that was not wanted")
+
+
+@pytest.mark.parametrize("patience", [-1.0, -1e300, float("nan"), float("inf"), -float("inf")])
+def test_impossible_patience_is_refused(patience: float, large: Member) -> None:
+    Received(large, agreed=[link(), None, patience], same_host=False).refused("agreed to a chain")
+
+
+@pytest.mark.parametrize("patience", [0.0, 5e-324, 0.1, 1e9, 1e10, 1e300])
+def test_neighbours_that_talk_nonsense_are_left(patience: float, large: Member) -> None:
+    """Whatever is received on a link here is what the memory held before."""
+    for agreed in ([link(), None, patience], [None, link(), patience], [link(1), link(2), patience]):
+        Received(large, agreed=agreed, same_host=False).came_by("group")
+
+
+@pytest.mark.parametrize("read_bytes", [-1, -(1 << 63), 1 << 20, 1 << 62, (1 << 64) - 1])
+@pytest.mark.parametrize("first", [True, False], ids=["instead of a want", "at the end"])
+def test_impossible_numbers_of_bytes_read_are_not_counted(read_bytes: int, first: bool, large: Member) -> None:
+    cut = parcels.cut(plan.lay_out(large.manifest), large.cargo.offer.parcel_bytes)
+    want = [parcels.fingerprint(cut), False, [], [], [0, len(cut)], False, 0]
+    verdict = (Message.VERDICT, msgspec.msgpack.encode([[], read_bytes]))
+    answers = [verdict] if first else [msgspec.msgpack.encode(want), verdict]
+    progress, report = Progress(), Report("send", (PEER,))
+    wire = Wire(random.Random(0), large, answers)
+    source.serve(wire, 1, FIRST_TAG, large.cargo, Caller(), progress, report)
+    assert report.read_bytes == 0
+    assert report.bytes == (0 if first else cut.total_bytes)
+    assert progress.bytes <= cut.total_bytes
+
+
+def test_signs_of_life_do_not_count_beyond_what_there_is(large: Member) -> None:
+    progress, total = Progress(), large.cargo.total_bytes
+    shown: list[int] = []
+    notes = [0, 5, 3, total, total + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+    wire = Wire(random.Random(0), large, [*notes, (Message.VERDICT, msgspec.msgpack.encode([[], total]))])
+
+    class Shown(Caller):
+        def tick(self) -> None:
+            shown.append(progress.bytes)
+
+    source.serve(wire, 1, FIRST_TAG, large.cargo, Shown(), progress, Report("send", (PEER,)))
+    assert shown == [0, 5, 5, total]
+
+
+@pytest.mark.parametrize("host", [0, -(1 << 63), (1 << 64) - 1])
+def test_a_chain_of_one_is_no_chain(host: int, large: Member) -> None:
+    """The others are not waited for longer than a chain is worth."""
+    cut = parcels.cut(plan.lay_out(large.manifest), large.cargo.offer.parcel_bytes)
+    want = [parcels.fingerprint(cut), True, [], [], [0, len(cut)], True, host]
+    told: list[Agreed] = []
+
+    class Told(Wire):
+        def send(self, kind: Message, body: Any = b"", *, note: int = 0, tag: int | None = None) -> None:
+            if kind is Message.AGREED:
+                told.append(messages.decode(body, Agreed))
+            super().send(kind, body, note=note, tag=tag)
+
+    chains = Chains([PEER, PEER + 1], large.cargo.total_bytes, 1.0)
+    began = time.monotonic()
+    wire = Told(random.Random(0), large, [msgspec.msgpack.encode(want), msgspec.msgpack.encode([[], 0])])
+    cargo = dataclasses.replace(large.cargo, chains=chains)
+    source.serve(wire, 1, FIRST_TAG, cargo, Caller(), Progress(), Report("send", (PEER,)))
+    assert time.monotonic() - began < 2
+    assert [(agreed.upstream, agreed.downstream) for agreed in told] == [(None, None)]
+    late = chains.join(PEER + 1, None, host)
+    assert (late.upstream, late.downstream) == (None, None)
+
+
 # ---------------------------------------------------------------------------------------------- whole conversations
 
 HONEST_SECONDS, HOSTILE_SECONDS = 3.0, 0.5
@@ -785,6 +1065,18 @@ def instead(of: Message, body: Any, kind: Message | None = None) -> Callable[[Me
     """Another body, or another kind of message, where one of this kind is due."""
     data = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     return lambda k, b: (kind or k, data) if k is of else (k, b)
+
+
+def altered(kind: Message, cls: Any, **changes: Any) -> Callable[[Message, bytes], tuple[Message, bytes]]:
+    """The same body with other fields."""
+
+    def change(k: Message, body: bytes) -> tuple[Message, bytes]:
+        if k is kind:
+            plain = msgspec.structs.asdict(messages.decode(body, cls)) | changes
+            body = msgspec.msgpack.encode([plain[name] for name in cls.__struct_fields__])
+        return k, body
+
+    return change
 
 
 def resealed(**changes: Any) -> Bytes:
@@ -848,19 +1140,32 @@ RECEIVER_LIES = {
     "magic": Lie("while waiting for the want: not a transfuse message", head=lambda d: b"HTTP" + d[4:]),
     "transfer": Lie("sent a message of transfer 7", head=resealed(transfer=7)),
     "garbage": Lie("malformed want", message=instead(Message.WANT, b"\xc1" * 9)),
-    "another message": Lie("sent VERDICT where WANT was due", message=instead(Message.WANT, [[]], Message.VERDICT)),
-    "fingerprint": Lie("derived other parcels", message=instead(Message.WANT, [1, True, [], []]), last=Message.WANT),
+    "another message": Lie("sent GOT where WANT or VERDICT was", message=instead(Message.WANT, b"", Message.GOT)),
+    "fingerprint": Lie(
+        "derived other parcels", message=altered(Message.WANT, messages.Want, fingerprint=1), last=Message.WANT
+    ),
     "absent storages": Lie(
-        "wants tensors that were not", message=instead(Message.WANT, [1, True, [9], []]), last=Message.WANT
+        "wants tensors that were not", message=altered(Message.WANT, messages.Want, apart=[9]), last=Message.WANT
     ),
     "negative parts": Lie(
-        "wants tensors that were not", message=instead(Message.WANT, [1, True, [0], [-1]]), last=Message.WANT
+        "wants tensors that were not",
+        message=altered(Message.WANT, messages.Want, apart=[0], parts=[-1]),
+        last=Message.WANT,
+    ),
+    **{
+        f"parcels {pairs}": Lie(
+            "wants parcels that do not", message=altered(Message.WANT, messages.Want, parcels=pairs), last=Message.WANT
+        )
+        for pairs in ([1, 2], [0, 1 << 63], [-1, 1], [1, 0], [0], [0, 0], [0, 1, 0, 1])
+    },
+    "parcels that it never wanted": Lie(
+        "asked .* that do not exist", message=instead(Message.WANT, [[0, 1], 0], Message.VERDICT), last=Message.WANT
     ),
     "a refusal": Lie("Spite: why not", PeerRefused, message=instead(Message.WANT, SPITE, Message.REFUSAL)),
     "answers of another transfer": Lie("sent a message of transfer 7", head=only(Message.GOT, resealed(transfer=7))),
     "cancelled for no reason": Lie("", PeerError, head=only(Message.GOT, resealed(note=Intent.CANCEL))),
     "a garbled verdict": Lie("malformed verdict", message=instead(Message.VERDICT, b"\xc1")),
-    "absent parcels": Lie("asked .* that do not exist", message=instead(Message.VERDICT, [[1]])),
+    "absent parcels": Lie("asked .* that do not exist", message=instead(Message.VERDICT, [[1, 2], 0])),
     "parcels for ever": Lie("asked .* more than 3 times", heard=lambda digest: digest ^ 1),
 }
 
@@ -886,8 +1191,10 @@ def converse(honest: Callable[[Any], Any], lie: Callable[[Any], Any], honest_ran
         return ranks.outcomes(one)[honest_rank].error
 
 
-def new_transport(pg: Any, target: object = None) -> PGTransport:
-    return PGTransport(pg, datetime.timedelta(seconds=HONEST_SECONDS), CPU, None if target is None else lambda: target)
+def new_transport(pg: Any, target: object = None, seconds: float = HONEST_SECONDS) -> PGTransport:
+    """Over the group: in these tests all ranks are one process, and could read each other's memory."""
+    timeout, state_dict = datetime.timedelta(seconds=seconds), None if target is None else lambda: target
+    return PGTransport(pg, timeout, CPU, state_dict, same_host=False)
 
 
 @pytest.mark.parametrize("name", SOURCE_LIES)
@@ -895,7 +1202,7 @@ def test_hostile_source(name: str) -> None:
     w = torch.zeros(1000)
 
     def lie(pg: Any) -> None:
-        cargo = PGTransport(pg, datetime.timedelta(seconds=1), CPU)._load(STATE, None, 1)
+        cargo = new_transport(pg, seconds=1)._load(STATE, None, (1,), Lease())
         with (liar := Liar(pg, 1, **SOURCE_LIES[name].how)):
             source.serve(liar, 9, liar.group.new_tag(1), cargo, Caller(), Progress(), Report("send", (1,)))
 
@@ -915,6 +1222,76 @@ def test_hostile_receiver(name: str) -> None:
     error = converse(lambda pg: new_transport(pg).send_checkpoint([1], STATE), lie, 0)
     assert isinstance(error, SendFailed), repr(error)
     RECEIVER_LIES[name].check(error.causes[1], 1)
+
+
+@pytest.mark.parametrize("patience", [1e6, 1e300])
+def test_patience_ends_with_the_timeout(patience: float) -> None:
+    """The source says that a rank passes parcels on which knows nothing of it, and that this takes its time."""
+    w, transports = torch.zeros(1000), {}
+
+    def honest(pg: Any) -> None:
+        transports[1] = new_transport(pg, {"w": w, "step": 0}, seconds=1.5)
+        transports[1].recv_checkpoint(0)
+
+    def lie(pg: Any) -> None:
+        cargo = new_transport(pg)._load(STATE, None, (1,), Lease())
+        chain = hostile.Lined(Agreed(Link(0, FIRST_LINK_TAG, 7), None, patience))
+        with Line(Group(pg, CPU), 1, 10.0, Limits()) as line:
+            cargo = dataclasses.replace(cargo, chains=chain)
+            source.serve(line, 9, line.group.new_tag(1), cargo, Caller(), Progress(), Report("send", (1,)))
+
+    error = converse(honest, lie, 1)
+    assert error is None, repr(error)
+    assert torch.equal(w, STATE["w"])  # type: ignore[arg-type]
+    assert transports[1].report is not None
+    assert transports[1].report.relayed_bytes == 0
+
+
+#: What a receiver does to the one after it in a chain, and to the one before.
+LINK_LIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "a record of another transfer": (1, {"record": resealed(transfer=7)}),
+    "a damaged record": (1, {"record": damaged}),
+    "another message for a record": (1, {"record": resealed(kind=Message.GOT)}),
+    "cancelled for no reason": (1, {"record": resealed(note=Intent.CANCEL)}),
+    "wrong digests": (1, {"said": lambda digest: digest ^ 1}),
+    "no message at all": (2, {"head": lambda data: b"HTTP" + data[4:]}),
+    "answers of another transfer": (2, {"head": only(Message.GOT, resealed(transfer=7))}),
+    "answers that cancel": (2, {"head": only(Message.GOT, resealed(note=Intent.CANCEL))}),
+}
+
+
+@pytest.mark.parametrize("name", LINK_LIES)
+def test_hostile_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever one receiver does to its neighbour: the neighbour has everything in the end, from the source."""
+    monkeypatch.setenv("TRANSFUSE_MIN_RELAY_BYTES", "1")
+    liar, how = LINK_LIES[name]
+    state = {"w": torch.arange(100_000.0)}
+    lied: list[int] = []
+
+    with Ranks(3) as ranks:
+        groups = ranks.pgs
+
+        def new_line(group: Group, peer: int, timeout: float, limits: Limits) -> Line:
+            if group.pg is not groups[liar]:
+                return Line(group, peer, timeout, limits)
+            lied.append(peer)
+            return Liar(group.pg, peer, **how)
+
+        def one(rank: int, pg: Any) -> Any:
+            transport = new_transport(pg, seconds=HONEST_SECONDS / 2)
+            began = time.monotonic()
+            try:
+                return transport.recv_checkpoint(0) if rank else transport.send_checkpoint([1, 2], state)
+            finally:
+                assert time.monotonic() - began < 2 * HONEST_SECONDS + 1
+
+        with mock.patch.object(relay, "Line", new_line):
+            sent, *received = ranks.outcomes(one)
+    honest = received[(3 - liar) - 1]
+    assert lied == [3 - liar]
+    assert honest.error is None, repr(honest.error)
+    assert torch.equal(honest.get()["w"], state["w"])
+    assert sent.error is None or list(sent.error.causes) == [liar], repr(sent.error)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("honest_rank", [0, 1])

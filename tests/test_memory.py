@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import transfuse
-from moves import CPU
+from moves import CPU, pair
 from ranks import Fleet
 from transfuse.limits import KIB, MIB
 
@@ -94,3 +94,14 @@ def test_peak_beyond_the_tensors(shape: str, fresh: bool, same_host: bool) -> No
         assert extra <= allowed, (
             f"rank {rank} used {extra / MIB:.1f} MiB beyond its tensors, {allowed / MIB:.1f} allowed"
         )
+
+
+def test_a_transfer_leaves_storages_that_can_be_resized() -> None:
+    """FSDP frees and refills storages by resizing them: hashing must not forbid that."""
+    sent, own = {"w": torch.ones(1 << 19)}, {"w": torch.zeros(1 << 19)}
+    with pair() as two:
+        two.move(sent, own, same_host=False)
+        fresh = two.move(sent, same_host=False)
+    for state in (sent, own, fresh):
+        assert state["w"].untyped_storage().resizable()
+        state["w"].untyped_storage().resize_(0)

@@ -32,7 +32,7 @@ from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.transport import PGTransport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CorruptData",

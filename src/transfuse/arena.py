@@ -4,9 +4,9 @@ What costs in fresh memory is not asking for it but touching it first: a fault f
 allocated as torch does, and asked to lie on huge pages. Small ones are cut out of blocks, each as a storage of its
 own over its piece of the block; the block goes when the last tensor that looks into it goes.
 
-Such a small storage cannot be resized (``untyped_storage().resize_()``), like those that ``torch.from_numpy``,
-``torch.load(mmap=True)`` and safetensors make. Otherwise it is like any other: it is saved, copied, pickled and shared
-with its own bytes only.
+Such a small storage cannot be resized (``untyped_storage().resize_()``), like those that ``torch.from_numpy`` and
+``torch.load(mmap=True)`` make. Otherwise it is like any other: it is saved, copied, pickled and shared with its own
+bytes only.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 import xxhash
 
@@ -9,5 +11,7 @@ __all__ = ["digest_of"]
 
 
 def digest_of(data: torch.Tensor) -> int:
-    """The digest of a uint8 tensor's bytes, wherever it lives."""
-    return xxhash.xxh3_64_intdigest(data.cpu().numpy().data) if data.numel() else xxhash.xxh3_64_intdigest(b"")
+    """The digest of a contiguous uint8 tensor's bytes, wherever it lives."""
+    data = data.cpu()
+    # By address: numpy() would make the storage one that can never be resized again, as FSDP does with its own.
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * data.numel()).from_address(data.data_ptr()))

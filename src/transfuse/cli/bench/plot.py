@@ -12,13 +12,15 @@ from transfuse.cli.bench.table import duration
 __all__ = ["draw"]
 
 #: Greys that stand out from white and from black alike.
-TEXT, FAINT, BAR, LINE = "#7d8590", "#7d8590", "#8c959f", "#d29922"
-OURS_COLOR, OURS_TEXT = "#2da44e", "#2da44e"
+TEXT, BAR, LINE = "#7d8590", "#8c959f", "#d29922"
+OURS_COLOR = "#2da44e"
 
 COLUMNS, PANEL, GAP = 2, 560, 40
 LABEL, VALUE = 214, 120
 ROW, BAR_HEIGHT, HEAD, FOOT = 19, 12, 34, 26
 TOP, MARGIN = 62, 16
+#: Of a small letter, roughly.
+WIDTH = 6.5
 
 
 def draw(outcomes: Sequence[Outcome], caption: str) -> str:
@@ -36,11 +38,11 @@ def draw(outcomes: Sequence[Outcome], caption: str) -> str:
     width, height = 2 * MARGIN + columns * PANEL + (columns - 1) * GAP, top + 14
     head = [
         _text(MARGIN, 24, "Moving a state between processes of one machine", size=17, bold=True),
-        _text(MARGIN, 43, "Speed: longer is better. × is against torch PGTransport.", color=FAINT),
-        f'<line x1="{MARGIN + 410}" y1="32" x2="{MARGIN + 410}" y2="46" stroke="{LINE}" stroke-width="2"/>',
-        _text(MARGIN + 418, 43, "the kernel reading the same bytes, nothing else", color=FAINT),
+        _text(MARGIN, 43, "Speed: longer is better. × is against torch PGTransport."),
+        _line(MARGIN + 410, 32, 46),
+        _text(MARGIN + 418, 43, "the kernel reading the same bytes, nothing else"),
     ]
-    foot = _text(MARGIN, height - 10, caption, size=11, color=FAINT)
+    foot = _text(MARGIN, height - 10, caption, size=11)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
@@ -67,26 +69,35 @@ def _panel(outcome: Outcome, left: float, top: float) -> list[str]:
     best = min(r.median for r in results if r.median)
     best = min(best, limit) if limit else best
     start, length = left + LABEL, PANEL - LABEL - VALUE
+    line = start + length * best / limit if limit else None
     lines = [_text(left, top + 20, outcome.case.full_title, size=13, bold=True)]
     for index, result in enumerate(results):
         assert result.median is not None
         y, ours = top + HEAD + index * ROW, result.peer in OURS
         size = max(1.5, length * best / result.median)
-        fill, weight = (OURS_COLOR, OURS_TEXT) if ours else (BAR, TEXT)
-        speed = outcome.speed(result)
-        value = duration(result.median) + (f"  {speed:.2g}×" if speed and speed < 10 else "")
-        value += f"  {speed:.0f}×" if speed and speed >= 10 else ""
+        fill, ink = (OURS_COLOR, OURS_COLOR) if ours else (BAR, TEXT)
+        value = duration(result.median) + times(outcome.speed(result))
+        at = start + size + 6
+        # Not across the line.
+        at = line + 6 if line and at - 6 < line < at + WIDTH * len(value) else at
         lines += [
-            _text(start - 8, y + 10, label(result.peer), end=True, color=weight, bold=ours),
+            _text(start - 8, y + 10, label(result.peer), end=True, color=ink, bold=ours),
             f'<rect x="{start}" y="{y}" width="{size:.1f}" height="{BAR_HEIGHT}" rx="2" fill="{fill}"/>',
-            _text(start + size + 6, y + 10, value, size=11, color=weight, bold=ours),
+            _text(at, y + 10, value, size=11, color=ink, bold=ours),
         ]
-    if limit:
-        x = start + length * best / limit
-        bottom = top + HEAD + len(results) * ROW - 3
-        lines.append(f'<line x1="{x:.1f}" y1="{top + HEAD - 4}" x2="{x:.1f}" y2="{bottom}" stroke="{LINE}" ')
-        lines[-1] += 'stroke-width="2"/>'
+    if line:
+        lines.append(_line(line, top + HEAD - 4, top + HEAD + len(results) * ROW - 3))
     return lines
+
+
+def times(speed: float | None) -> str:
+    if speed is None:
+        return ""
+    return f" · {speed:.2g}×" if speed < 1 else f" · {speed:.1f}×" if speed < 10 else f" · {speed:.0f}×"
+
+
+def _line(x: float, top: float, bottom: float) -> str:
+    return f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="{LINE}" stroke-width="2"/>'
 
 
 def label(peer: type[Peer]) -> str:

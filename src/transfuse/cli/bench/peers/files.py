@@ -69,7 +69,7 @@ class Safetensors(_File):
 
 
 class DistributedCheckpoint(_File):
-    key, name, package, module = "dcp", "DCP, /dev/shm", "torch", "torch.distributed.checkpoint"
+    key, name, package = "dcp", "DCP, /dev/shm", "torch"
     modes = frozenset({"in place"})
 
     def send(self) -> None:

@@ -13,7 +13,6 @@ __all__ = ["HTTPTransport", "TorchPGTransport", "TorchftPGTransport"]
 
 class TorchPGTransport(Peer):
     key, name, package, bound = "torch", "torch PGTransport", "torch", "tcp"
-    module = "torch.distributed.checkpoint._pg_transport"
 
     def prepare(self) -> None:
         from torch.distributed.checkpoint._pg_transport import PGTransport
