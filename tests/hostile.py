@@ -927,7 +927,7 @@ class Ground:
         #: Where the memory ends that may be read.
         self.hole = self.zeros + self.NBYTES
         memory = (ctypes.c_ubyte * self.NBYTES).from_address(self.zeros)
-        self.memory: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(memoryview(memory), dtype=np.uint8)
         self.memory[_PAGE:] = np.arange(self.NBYTES - _PAGE, dtype=np.int64) % 251 + 1
         self._before = self.memory.copy()
 

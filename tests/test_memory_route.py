@@ -221,6 +221,7 @@ def test_a_reader_notices_that_the_lease_has_ended() -> None:
 def test_permission_under_yama_is_asked_for_while_any_lease_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     """This kernel may be without Yama: what is asked of it is recorded."""
     asked: list[int] = []
+    monkeypatch.setattr(memory, "_permission", memory._Permission())
     monkeypatch.setattr(memory._Permission, "_set", staticmethod(lambda who: asked.append(who.value)))
     with Lease():
         with Lease():

@@ -67,7 +67,12 @@ def test_who_stops_does_not_wait(clock: Clock) -> None:
 
 def test_threads_share_one_rate() -> None:
     pace, started = Pace(1e6), time.monotonic()
-    threads = [threading.Thread(target=lambda: [pace.take(10_000) for _ in range(10)]) for _ in range(4)]
+
+    def take() -> None:
+        for _ in range(10):
+            pace.take(10_000)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -36,12 +36,25 @@ _ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 
 
 class Reading:
-    """One receiver's reading of parcels from one source. ``went_on`` is told about bytes, and may raise to stop it."""
+    """One receiver's reading of parcels from one source, with buffers of ``staging_bytes`` in all.
 
-    def __init__(self, reader: Reader, cut: Parcels, landing: Land, went_on: Callable[[int], object]) -> None:
+    ``pace`` is told about all bytes that were read, ``went_on`` about those that are new; both may raise to stop it.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        cut: Parcels,
+        landing: Land,
+        staging_bytes: int,
+        pace: Callable[[int], object],
+        went_on: Callable[[int], object],
+    ) -> None:
         self._reader = reader
         self._cut = cut
         self._landing = landing
+        self._staging_bytes = staging_bytes
+        self._pace = pace
         self._went_on = went_on
         boxes = cut.boxes
         base = reader.storages[boxes.storage].astype(np.uint64)
@@ -92,7 +105,7 @@ class Reading:
         finally:
             self._landing.touch(box[np.cumsum(nbytes) - nbytes < max(begun)])
         # Rare: once more without joining neighbours, to know exactly which could not be read.
-        return sorted({int(parcel[row]) for row in self._reader.read(theirs, mine)})
+        return sorted({int(parcel[row]) for row in self._reader.read(theirs, mine, went_on=self._pace)})
 
     def _read_aside(self, number: int, buffer: torch.Tensor) -> bool:
         """Read one parcel by way of a buffer; whether that was possible."""
@@ -109,6 +122,7 @@ class Reading:
 
         def same(number: int, buffer: torch.Tensor) -> bool:
             size = int(self._cut.nbytes[number])
+            self._pace(size)
             landed = places.as_bytes(self._landing, self._cut, number, buffer.device)
             if landed is None:
                 landed = places.pack(self._landing, self._cut, number, torch.empty(size, dtype=torch.uint8))
@@ -133,9 +147,11 @@ class Reading:
             except BaseException as error:
                 errors.append(error)
 
+        # A thread may hold two buffers, and what it knows about runs.
+        most = self._staging_bytes // (4 * max(largest, 1))
         helpers = [
             threading.Thread(target=work, name="transfuse-reader", daemon=True)
-            for _ in range(min(vm.threads(), len(numbers) // 4) - 1)
+            for _ in range(min(vm.threads(), len(numbers) // 4, most) - 1)
         ]
         for helper in helpers:
             helper.start()

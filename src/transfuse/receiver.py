@@ -212,6 +212,8 @@ class _Reading:
         memory, line = self._accepted.offer.memory, self._line
         if memory is None or not self._wishes.same_host or not everything:
             return everything
+        if self._pace.rate is not None and self._pace.rate * line.timeout < line.limits.min_parcel_bytes:
+            return everything  # Slower than the timeout allows: over the group such a source is noticed.
         line.phase = self._progress.phase = "reading the source's memory"
         try:
             with (
@@ -234,7 +236,8 @@ class _Reading:
 
     def _read_with(self, reader: Reader) -> Sequence[int]:
         accepted, report = self._accepted, self._report
-        reading = Reading(reader, accepted.cut, accepted.landing, self._went_on)
+        staging = self._line.limits.staging_bytes
+        reading = Reading(reader, accepted.cut, accepted.landing, staging, self._pace_or_stop, self._went_on)
         numbers = reading.readable()
         failed = set(reading.read(numbers))
         if self._wishes.verify:
@@ -267,10 +270,13 @@ class _Reading:
 
     def _went_on(self, nbytes: int) -> None:
         self._progress.bytes += nbytes
+        self._caller.tick()
+        self._pace_or_stop(nbytes)
+
+    def _pace_or_stop(self, nbytes: int) -> None:
+        self._pace.take(nbytes, lambda: self._caller.cause is not None)
         if self._caller.cause is not None:
             raise self._caller.cause
-        self._pace.take(nbytes, lambda: self._caller.cause is not None)
-        self._caller.tick()
 
 
 class _Taking:
@@ -325,9 +331,13 @@ class _Taking:
         line.send(Message.WANT, messages.encode(want))
         _, body = line.expect(Message.AGREED)
         agreed = line.decode(body, messages.Agreed)
-        for link in (agreed.upstream, agreed.downstream):
-            if link is not None and not (want.relay and valid_link_tag(link.tag) and link.rank >= 0):
-                raise ProtocolError(line.peer, f"rank {line.peer} agreed to a chain that was not wanted")
+        links = [link for link in (agreed.upstream, agreed.downstream) if link is not None]
+        if links and not want.relay:
+            raise ProtocolError(line.peer, f"rank {line.peer} agreed to a chain that was not wanted")
+        if not all(valid_link_tag(link.tag) and line.group.has(link.rank) for link in links):
+            raise ProtocolError(line.peer, f"rank {line.peer} agreed to a chain with impossible links")
+        if not 0 <= agreed.patience < float("inf"):
+            raise ProtocolError(line.peer, f"rank {line.peer} agreed to a chain with an impossible patience")
         return agreed
 
     def _take_relayed(self, relay: Relay, agreed: messages.Agreed, numbers: Sequence[int]) -> Sequence[int]:
@@ -337,7 +347,9 @@ class _Taking:
         line.phase = self._progress.phase = "receiving relayed parcels"
         try:
             with line.holding_turn(lambda: self._progress.bytes):
-                wrong = relay.take(agreed.upstream, numbers, self._progress, agreed.patience)
+                # Whatever the source thinks: no silence is longer than the caller allows.
+                patience = min(agreed.patience, line.timeout)
+                wrong = relay.take(agreed.upstream, numbers, self._progress, patience)
         except BaseException as error:
             line.refuse(error)
             raise

@@ -119,8 +119,7 @@ class Relay:
     """Takes the parcels of one receive from a neighbour, and passes them on to another."""
 
     def __init__(self, source: Line, cut: Parcels, landing: Land, shape: Shape, caller: Caller) -> None:
-        self._line = lambda peer: Line(source.group, peer, source.timeout, source.limits)
-        self._timeout = source.timeout
+        self._source = source
         self._cut = cut
         self._landing = landing
         self._shape = shape
@@ -128,6 +127,9 @@ class Relay:
         self.gate = Gate(len(cut))
         self._after: _Side | None = None
         self._passed_on = Progress()
+
+    def _line_to(self, peer: int) -> Line:
+        return Line(self._source.group, peer, self._source.timeout, self._source.limits)
 
     def start(self, downstream: Link, numbers: Sequence[int]) -> None:
         """Begin to pass these parcels on, each as soon as it has landed."""
@@ -146,12 +148,12 @@ class Relay:
                 always_staged=True,
             ).send(numbers)
 
-        self._after = _Side(self._line(downstream.rank), downstream, talk)
+        self._after = _Side(self._line_to(downstream.rank), downstream, talk)
         self._after.start()
 
     def take(self, upstream: Link, numbers: Sequence[int], progress: Progress, patience: float) -> list[int]:
         """Receive these parcels from the neighbour before, as far as they come; those with a wrong digest."""
-        line = self._line(upstream.rank)
+        line = self._line_to(upstream.rank)
         incoming = Incoming(
             line,
             self._cut,
@@ -185,7 +187,7 @@ class Relay:
         if self._after is None:
             return
         side = self._after
-        error = side.wait(lambda: self._passed_on.bytes, self._timeout, side.line.abandon)
+        error = side.wait(lambda: self._passed_on.bytes, self._source.timeout, side.line.abandon)
         if isinstance(error, TransfuseError) and error is not cause:
             logger.info("rank %d did not take what was passed on: %s", side.line.peer, error)
         elif error is not None and error is not cause:

@@ -36,7 +36,8 @@ class Move:
     warm_up: bool
     #: From a barrier until both ends have returned.
     seconds: float
-    #: All that the receiver asked the group for, descriptions and records included. Counted in the warm-up only.
+    #: All that the receiver asked the group for, descriptions and records included, and what it read from memory.
+    #: Counted in the warm-up only.
     wire_bytes: int
     #: What was not as it should be, one line each.
     wrong: list[str]
@@ -118,7 +119,9 @@ def _move(name: str, state: object, target: object, warm_up: bool, show: Show | 
     seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     wrong = [f"{name}: {line}" for line in _wrong(state, got, target)] if receiving else []
-    return Move(name, warm_up, seconds.item(), counted.bytes, wrong, getattr(transport, "report", None))
+    report = getattr(transport, "report", None)
+    read = report.bytes if receiving and report is not None and report.route == "memory" else 0
+    return Move(name, warm_up, seconds.item(), counted.bytes + read, wrong, report)
 
 
 def _transport(name: str, group: Any, target: object, show: Show | None) -> Any:

@@ -108,7 +108,12 @@ class Group:
     @property
     def relays(self) -> bool:
         """Whether receivers may pass parcels on: without tags their links would get mixed up with other transfers."""
-        return self.tagged and not self.serial
+        return self.tagged and not self.serial and self.size() is not None
+
+    def has(self, rank: int) -> bool:
+        """Whether there is another such rank. gloo ends the process over one that does not exist."""
+        size = self.size()
+        return rank >= 0 and (size is None or rank < size) and rank != self.rank()
 
     def new_tag(self, peer: int) -> int:
         """A tag for a transfer to ``peer``: unique in this process, and apart from those that ``peer`` gives out."""

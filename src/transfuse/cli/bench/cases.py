@@ -93,19 +93,21 @@ def gpt2(scale: float) -> dict[str, Any]:
 
 
 def _parameters(scale: float) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "transformer.wte.weight", (max(1, round(VOCABULARY * scale)), WIDTH)
-    yield "transformer.wpe.weight", (CONTEXT, WIDTH)
-    layers = {"attn.c_attn": 3 * WIDTH, "attn.c_proj": WIDTH, "mlp.c_fc": 4 * WIDTH, "mlp.c_proj": WIDTH}
+    # One block is an eighth of the model and more; below that, it gets narrower.
+    width = WIDTH if scale >= 1 / 8 else 64 * max(1, round(WIDTH / 64 * scale * 8))
+    yield "transformer.wte.weight", (max(1, round(VOCABULARY * scale)), width)
+    yield "transformer.wpe.weight", (CONTEXT, width)
+    layers = {"attn.c_attn": 3 * width, "attn.c_proj": width, "mlp.c_fc": 4 * width, "mlp.c_proj": width}
     for block in range(max(1, round(BLOCKS * scale))):
         at = f"transformer.h.{block}"
         for norm in ("ln_1", "ln_2"):
-            yield f"{at}.{norm}.weight", (WIDTH,)
-            yield f"{at}.{norm}.bias", (WIDTH,)
-        for name, width in layers.items():
-            yield f"{at}.{name}.weight", (4 * WIDTH if name == "mlp.c_proj" else WIDTH, width)
-            yield f"{at}.{name}.bias", (width,)
-    yield "transformer.ln_f.weight", (WIDTH,)
-    yield "transformer.ln_f.bias", (WIDTH,)
+            yield f"{at}.{norm}.weight", (width,)
+            yield f"{at}.{norm}.bias", (width,)
+        for name, out in layers.items():
+            yield f"{at}.{name}.weight", (4 * width if name == "mlp.c_proj" else width, out)
+            yield f"{at}.{name}.bias", (out,)
+    yield "transformer.ln_f.weight", (width,)
+    yield "transformer.ln_f.bias", (width,)
 
 
 def fill(state: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,9 @@ def bench(
     ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="CASE/PEER", help="Only these, with * and ?: gpt2, '*/nixl', 'to*/torch*'. Repeatable."),
+        typer.Option(
+            metavar="CASE/PEER", help="Only these, with wildcards: `gpt2`, `*/nixl`, `to?/torch*`. Repeatable."
+        ),
     ] = None,
     scale: Annotated[
         float | None, typer.Option(min=1e-4, max=8, help="Part of the bytes to move. Default: 1, with --quick 0.125.")
@@ -127,9 +129,11 @@ def choose(scale: float, quick: bool, only: Sequence[str]) -> tuple[list[Entry],
                 f"Peers: {', '.join(peer.key for peer in wanted)}."
             )
     named = [peer for peer in wanted if any(peer in peers for _, peers in chosen)]
+    # Importing takes seconds: each module once, all at the same time.
+    modules = {peer.module: peer for peer in named}
     with ThreadPoolExecutor() as pool:
-        reasons = zip(named, pool.map(lambda peer: peer.absent(), named), strict=True)
-    absent = {peer: reason for peer, reason in reasons if reason}
+        reasons = dict(zip(modules, pool.map(lambda peer: peer.absent(), modules.values()), strict=True))
+    absent = {peer: reason for peer in named if (reason := reasons[peer.module])}
     present = [(case, [peer for peer in peers if peer not in absent]) for case, peers in chosen]
     return [(case, [*peers, LIMIT]) for case, peers in present if peers], absent
 

@@ -123,6 +123,9 @@ def contest(
     expected, unique = (digests(state), set(tensors_of(state))) if rank else ({}, set())
     kept = state if rank == 0 or case.mode == "in place" else None
     del state
+    # What is there now stays: collecting a peer's garbage before the next one's move would cost more than the move.
+    gc.collect()
+    gc.freeze()
     scene = Scene(case.mode, rank, tuple(range(1, case.receivers + 1)), kept, tensors_of(kept), folder)
     peers = [kind(scene) for kind in needed]
     for turn in range(max(needed.values()) + 1):
@@ -141,6 +144,7 @@ def contest(
         yield Begun(case.key, peer.key)
         with bounded(timeout, log):
             peer.close()
+    gc.unfreeze()
 
 
 def move(peer: Peer) -> tuple[float, object]:

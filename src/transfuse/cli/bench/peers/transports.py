@@ -29,7 +29,7 @@ class TorchPGTransport(Peer):
 
 class TorchftPGTransport(Peer):
     key, name, package, bound = "torchft", "torchft PGTransport", "torchft", "tcp"
-    module = "torchft.checkpointing.pg_transport"
+    module = "torchft.checkpointing"
 
     def prepare(self) -> None:
         from torchft.checkpointing.pg_transport import PGTransport
@@ -46,7 +46,7 @@ class TorchftPGTransport(Peer):
 
 class HTTPTransport(Peer):
     key, name, package, bound = "http", "torchft HTTPTransport, 8 chunks", "torchft", "tcp"
-    module = "torchft.checkpointing.http_transport"
+    module = "torchft.checkpointing"
     modes = frozenset({"fresh"})
 
     def prepare(self) -> None:
