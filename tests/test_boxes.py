@@ -113,7 +113,8 @@ def test_parcels_carry_every_box_once(seed: int, parcel_bytes: int) -> None:
         ranges = seen[box]
         assert [low for low, _ in ranges] == [0] + [high for _, high in ranges[:-1]]
         assert ranges[-1][1] == int(boxes.nbytes[box])
-    bursts = parcels.bursts(cut, range(len(cut)), 2 * parcel_bytes)
+    most = parcels.Most(2 * parcel_bytes, 2 * parcel_bytes)
+    bursts = parcels.bursts(cut, range(len(cut)), most)
     assert [n for burst in bursts for n in burst] == list(range(len(cut)))
     assert all(sum(int(cut.nbytes[n]) for n in burst) <= 2 * parcel_bytes for burst in bursts)
 

@@ -18,9 +18,9 @@ from transfuse import parcels, places
 from transfuse.digest import digest_of
 from transfuse.errors import PeerError, ProtocolError, TransfuseError
 from transfuse.manifest import Ints
-from transfuse.messages import Intent, Message
+from transfuse.messages import Agreed, Intent, Message, Offer
 from transfuse.pace import Pace
-from transfuse.parcels import Parcels
+from transfuse.parcels import Most, Parcels
 from transfuse.places import Places, Staging
 from transfuse.progress import Progress
 from transfuse.routes.group import Line, Posted
@@ -28,13 +28,24 @@ from transfuse.talks import Caller
 
 __all__ = ["Incoming", "Land", "Outgoing", "Shape"]
 
+#: What is under way at most between two receivers of a chain.
+CHAIN_BYTES, CHAIN_PARCELS = 4 << 20, 12
+
 
 class Shape(NamedTuple):
     """How parcels are grouped and checked on a line. Both ends have the same."""
 
-    burst_bytes: int
+    most: Most
     ahead: int
     digests: bool
+
+    @classmethod
+    def of(cls, offer: Offer, agreed: Agreed, digests: bool) -> Shape:
+        if agreed.upstream is None and agreed.downstream is None:
+            return cls(Most(offer.burst_bytes, offer.staged_bytes), offer.bursts_ahead, digests)
+        # In a chain whatever has arrived goes on at once: a parcel at a time, and more of them under way.
+        parcel = offer.parcel_bytes
+        return cls(Most(parcel, parcel), max(3, min(CHAIN_BYTES // parcel, CHAIN_PARCELS)), digests)
 
 
 class _Sending(NamedTuple):
@@ -66,7 +77,7 @@ class Outgoing:
         self._cut = cut
         self._memory = memory
         self._shape = shape
-        self._staging = Staging(shape.burst_bytes, line.group.device)
+        self._staging = Staging(shape.most.staged_bytes, line.group.device)
         self._caller = caller
         self._progress = progress
         self._pace = pace or Pace(None)
@@ -80,7 +91,7 @@ class Outgoing:
         self.failure: BaseException | None = None
 
     def send(self, numbers: Sequence[int]) -> None:
-        rounds = parcels.bursts(self._cut, numbers, self._shape.burst_bytes)
+        rounds = parcels.bursts(self._cut, numbers, self._shape.most)
         cause: BaseException | None = None
         sent, end, first_cancelled = 0, len(rounds), 0
         while sent < end or self._flying:
@@ -129,9 +140,10 @@ class Outgoing:
             data, buffer = self._fetch(number)
             if buffer is not None:
                 burst.buffers.append(buffer)
-            burst.posted.append(self._line.post_send(data))
             if self._shape.digests:
+                # First, so that the backend finds the bytes in the cache.
                 digests.append(self._digest(number, data))
+            burst.posted.append(self._line.post_send(data))
         # Decided now, not before: a parcel that could not be packed must not pass for one that could.
         cause = self._caller.cause or self.failure
         burst.posted.append(self._line.post_sent(Intent.CANCEL if cause else Intent.GO_ON, digests))
@@ -189,7 +201,7 @@ class Incoming:
         self._cut = cut
         self._landing = landing
         self._shape = shape
-        self._staging = Staging(shape.burst_bytes, line.group.device)
+        self._staging = Staging(shape.most.staged_bytes, line.group.device)
         self._caller = caller
         self._progress = progress
         #: Told about each burst that has landed: its parcels, and the source's digests of them.
@@ -210,7 +222,7 @@ class Incoming:
     def take(self, numbers: Sequence[int]) -> list[int]:
         """Receive the bursts of these parcels; the numbers of those with a wrong digest."""
         line = self._line
-        rounds = deque(parcels.bursts(self._cut, numbers, self._shape.burst_bytes))
+        rounds = deque(parcels.bursts(self._cut, numbers, self._shape.most))
         wrong = self.wrong = []
         flying: deque[_Receiving] = deque()
         while rounds and len(flying) < self._shape.ahead:

@@ -26,6 +26,7 @@ class Sizes(NamedTuple):
 
     parcel_bytes: int
     burst_bytes: int
+    staged_bytes: int
     bursts_ahead: int
 
 
@@ -38,9 +39,9 @@ class Limits:
     #: Smallest parcel a peer may announce: bounds the number of parcels that a hostile offer can cause.
     min_parcel_bytes: int = 16 * KIB
     #: Bytes between two records, and so the grain in which progress is seen.
-    burst_bytes: int = 16 * MIB
-    #: Bursts under way per peer. What they hold at most counts as staging, and comes even after a cancel.
-    bursts_ahead: int = 3
+    burst_bytes: int = 24 * MIB
+    #: Bursts under way per peer. What they hold comes even after a cancel.
+    bursts_ahead: int = 2
     #: Smaller states are not worth a chain of receivers.
     min_relay_bytes: int = 4 * MIB
     #: In a chain bursts are not cut smaller than this.
@@ -87,21 +88,21 @@ class Limits:
         return cls(**values)
 
     def sizes_for(self, peers: int, chained_bytes: int | None = None, rate: float | None = None) -> Sizes:
-        """Sizes with which staging for this many peers stays within ``staging_bytes``.
+        """Sizes with which staging for this many peers stays within half of ``staging_bytes``.
 
-        Receivers in a chain pass on burst by burst: with a state of ``chained_bytes`` these are so small that filling
-        the chain costs little. Under a ``rate`` they are so small that bytes go out evenly.
+        Receivers in a chain pass on parcel by parcel: with a state of ``chained_bytes`` these are so small that filling
+        the chain costs little. Under a ``rate`` bursts are so small that bytes go out evenly.
         """
-        most = self.burst_bytes
-        ahead = self.bursts_ahead
+        parcel, burst = self.parcel_bytes, self.burst_bytes
+        staged = self.staging_bytes // (2 * max(peers, 1) * self.bursts_ahead)
         if chained_bytes is not None:
-            most = min(most, self.parcel_bytes, max(self.min_chained_bytes, chained_bytes // (32 * peers)))
-            ahead = min(max(ahead, self.parcel_bytes // most), 4 * ahead)
+            parcel = min(parcel, max(self.min_chained_bytes, chained_bytes // (32 * peers)))
         if rate is not None:
-            most = min(most, int(rate * 0.05))
-        most = min(most, self.staging_bytes // (2 * max(peers, 1) * ahead))
-        burst = max(self.min_parcel_bytes, most)
-        return Sizes(max(self.min_parcel_bytes, min(self.parcel_bytes, burst // 16 * 16)), burst, ahead)
+            burst = min(burst, int(rate * 0.05))
+        burst = max(burst, self.min_parcel_bytes)
+        staged = max(min(staged, burst), self.min_parcel_bytes)
+        parcel = max(min(parcel, staged) // 16 * 16, self.min_parcel_bytes)
+        return Sizes(parcel, burst, staged, self.bursts_ahead)
 
 
 def allows_same_host(environ: Mapping[str, str] = os.environ) -> bool:

@@ -98,6 +98,7 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     step: int | None
     parcel_bytes: int
     burst_bytes: int
+    staged_bytes: int
     bursts_ahead: int
     timeout: float
     digests: bool
@@ -162,6 +163,7 @@ class _Preface(msgspec.Struct, array_like=True, frozen=True):
     step: int | None
     parcel_bytes: int
     burst_bytes: int
+    staged_bytes: int
     bursts_ahead: int
     timeout: float
 

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from transfuse.manifest import Ints
 from transfuse.plan import Boxes
 
-__all__ = ["Parcels", "Piece", "bursts", "cut", "fingerprint"]
+__all__ = ["Most", "Parcels", "Piece", "bursts", "cut", "fingerprint"]
+
+
+class Most(NamedTuple):
+    """What a burst holds at most: bytes in all, and bytes of parcels that pass through staging at the source."""
+
+    nbytes: int
+    staged_bytes: int
 
 
 class Piece(NamedTuple):
@@ -42,6 +51,13 @@ class Parcels:
 
     def __len__(self) -> int:
         return len(self.first)
+
+    @cached_property
+    def staged(self) -> npt.NDArray[np.bool_]:
+        """Which parcels are no single run of memory at the source."""
+        strided = np.zeros(len(self.boxes), dtype=bool)
+        strided[list(self.boxes.strided)] = True
+        return (self.count > 1) | strided[self.first]
 
     @property
     def total_bytes(self) -> int:
@@ -95,17 +111,19 @@ def cut(boxes: Boxes, parcel_bytes: int) -> Parcels:
     return Parcels(boxes, first[which], count[which], low, nbytes, position)
 
 
-def bursts(parcels: Parcels, numbers: Sequence[int], burst_bytes: int) -> list[list[int]]:
-    """Group the parcels with these numbers into bursts of at most ``burst_bytes`` (one parcel at least)."""
+def bursts(parcels: Parcels, numbers: Sequence[int], most: Most) -> list[list[int]]:
+    """Group the parcels with these numbers into bursts, one parcel at least in each."""
     result: list[list[int]] = []
-    room = 0
-    sizes = parcels.nbytes[np.asarray(numbers, dtype=np.int64)].tolist()
-    for number, size in zip(numbers, sizes, strict=True):
-        if not result or size > room:
+    room = staged_room = 0
+    chosen = np.asarray(numbers, dtype=np.int64)
+    sizes, staged = parcels.nbytes[chosen], parcels.staged[chosen]
+    for number, size, aside in zip(numbers, sizes.tolist(), np.where(staged, sizes, 0).tolist(), strict=True):
+        if not result or size > room or aside > staged_room:
             result.append([])
-            room = burst_bytes
+            room, staged_room = most
         result[-1].append(number)
         room -= size
+        staged_room -= aside
     return result
 
 

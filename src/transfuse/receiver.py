@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import messages, parcels, plan
 from transfuse.bursts import Incoming, Shape
+from transfuse.chains import this_host
 from transfuse.errors import CorruptData, PeerError, PeerLost, ProtocolError, StateError, StepMismatch, TransfuseError
 from transfuse.leaves.codec import MeshDescription, Room
 from transfuse.leaves.kinds import Kinds
@@ -25,7 +26,7 @@ from transfuse.pace import Pace
 from transfuse.parcels import Parcels
 from transfuse.progress import Progress
 from transfuse.reading import Reading
-from transfuse.relay import Relay, this_host
+from transfuse.relay import Relay
 from transfuse.report import Report
 from transfuse.routes.group import OFFER_TAG, Line, valid_link_tag
 from transfuse.routes.memory import Reader, SourceEnded, Unreadable
@@ -84,6 +85,8 @@ def accept(body: bytes | bytearray, wishes: Wishes, limits: Limits, peer: int, d
         rate = offer.max_bytes_per_second
         if rate is not None and not 0 < rate < float("inf"):
             raise ValueError("an impossible rate")
+        if not 0 < offer.staged_bytes <= offer.burst_bytes:
+            raise ValueError("impossible sizes of bursts")
         if max(offer.burst_bytes, offer.parcel_bytes) * offer.bursts_ahead > limits.staging_bytes:
             raise ValueError(
                 f"{offer.bursts_ahead} bursts of {offer.burst_bytes} bytes do not fit into "
@@ -291,17 +294,16 @@ class _Taking:
         self._caller = caller
         self._progress = progress
         self._report = report
-        offer = accepted.offer
-        self._shape = Shape(offer.burst_bytes, offer.bursts_ahead, accepted.digests)
 
     def take(self, numbers: Sequence[int]) -> None:
         """Ask for these parcels, receive them, and ask again for what arrived wrong."""
         line, accepted, report = self._line, self._accepted, self._report
         with report.phase("want"):
             agreed = self._ask(numbers)
-        report.verified = self._shape.digests and (report.verified or not report.read_bytes)
+        shape = Shape.of(accepted.offer, agreed, accepted.digests)
+        report.verified = accepted.digests and (report.verified or not report.read_bytes)
         report.route = "memory+group" if report.read_bytes else "group"
-        relay = Relay(line, accepted.cut, accepted.landing, self._shape, self._caller)
+        relay = Relay(line, accepted.cut, accepted.landing, shape, self._caller)
         if agreed.downstream is not None:
             relay.start(agreed.downstream, numbers)
         try:
@@ -309,11 +311,11 @@ class _Taking:
                 if agreed.upstream is not None:
                     numbers = self._take_relayed(relay, agreed, numbers)
                 if numbers:
-                    self._take_from_source(relay, numbers)
+                    self._take_from_source(shape, relay, numbers)
         except BaseException as error:
             relay.finish(error)
             raise
-        with line.holding_turn():
+        with report.phase("pass on"), line.holding_turn():
             relay.finish()
 
     def _ask(self, numbers: Sequence[int]) -> messages.Agreed:
@@ -362,13 +364,13 @@ class _Taking:
             self._ask_again(missing)
         return missing
 
-    def _take_from_source(self, relay: Relay, numbers: Sequence[int]) -> None:
+    def _take_from_source(self, shape: Shape, relay: Relay, numbers: Sequence[int]) -> None:
         line, accepted = self._line, self._accepted
         incoming = Incoming(
             line,
             accepted.cut,
             accepted.landing,
-            self._shape,
+            shape,
             self._caller,
             self._progress,
             landed=relay.gate.landed,

@@ -6,19 +6,13 @@ left, and the source brings the rest.
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
-import pathlib
 import queue
-import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import numpy as np
 import torch
-import xxhash
 
 from transfuse.bursts import Incoming, Land, Outgoing, Shape
 from transfuse.errors import PeerError, PeerTimeout, TransfuseError
@@ -28,19 +22,9 @@ from transfuse.progress import Progress
 from transfuse.routes.group import Line
 from transfuse.talks import Caller
 
-__all__ = ["Gate", "Relay", "this_host"]
+__all__ = ["Gate", "Relay"]
 
 logger = logging.getLogger("transfuse")
-
-
-@functools.cache
-def this_host() -> int:
-    """A number that two ranks of one host, and of one network within it, have in common. Only to order a chain by."""
-    names = [socket.gethostname()]
-    with suppress(OSError):
-        names.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text())
-        names.append(str(os.stat("/proc/self/ns/net").st_ino))
-    return xxhash.xxh3_64_intdigest("\n".join(names).encode())
 
 
 class Gate:

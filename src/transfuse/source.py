@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from transfuse import messages, parcels, places, plan
 from transfuse.bursts import Outgoing, Shape
-from transfuse.chains import Chains
+from transfuse.chains import Chains, this_host
+from transfuse.digest import digest_of
 from transfuse.errors import ProtocolError
 from transfuse.leaves import dense
 from transfuse.manifest import Described, Ints
@@ -36,6 +37,8 @@ class Cargo:
     body: torch.Tensor
     chains: Chains | None
     pace: Pace
+    #: Digests of parcels that were sent already, by fingerprint of the plan: each is hashed once for all receivers.
+    digests: dict[int, dict[int, int]] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -128,7 +131,12 @@ class _Serving:
     def _send(self, want: messages.Want, cut: Parcels, numbers: Sequence[int]) -> None:
         line, report, cargo = self._line, self._report, self._cargo
         agreed = messages.Agreed()
-        if want.relay and cargo.chains is not None and numbers:
+        if cargo.chains is None or not numbers:
+            pass
+        elif not want.relay or want.host == this_host():
+            # Within this host a chain would save no link, and cost every hop.
+            cargo.chains.leave(line.peer)
+        else:
             key = (want.fingerprint, want.digests, *want.apart, -1, *want.parts, -1, *want.parcels)
             agreed = cargo.chains.join(line.peer, key, want.host)
         try:
@@ -138,9 +146,16 @@ class _Serving:
             raise
         # Only now may the receiver post for parcels: a refusal must never meet a receive that was posted for data.
         line.send(Message.AGREED, messages.encode(agreed))
-        shape = Shape(cargo.offer.burst_bytes, cargo.offer.bursts_ahead, want.digests)
+        shape = Shape.of(cargo.offer, agreed, want.digests)
         memory = _Memory(cargo.described, cut.boxes)
-        outgoing = Outgoing(line, cut, memory, shape, self._caller, self._progress, pace=cargo.pace)
+        known = cargo.digests.setdefault(want.fingerprint, {})
+
+        def digest(number: int, data: torch.Tensor) -> int:
+            if number not in known:
+                known[number] = digest_of(data)
+            return known[number]
+
+        outgoing = Outgoing(line, cut, memory, shape, self._caller, self._progress, pace=cargo.pace, digest=digest)
         report.verified = want.digests
         report.route = "group"
         if agreed.upstream is not None:

@@ -223,6 +223,7 @@ class PGTransport:
             step,
             sizes.parcel_bytes,
             sizes.burst_bytes,
+            sizes.staged_bytes,
             sizes.bursts_ahead,
             self._seconds,
             self._verify is not False,
