@@ -155,12 +155,12 @@ class Outgoing:
         size, buffer = int(self._cut.nbytes[number]), None
         try:
             if self.failure is None:
-                direct = None
-                if not self._always_staged:
-                    direct = places.as_bytes(self._memory, self._cut, number, self._line.group.device)
-                if direct is not None:
+                direct = places.as_bytes(self._memory, self._cut, number, self._line.group.device)
+                if direct is not None and not self._always_staged:
                     return direct, None
                 buffer = self._staging.take(size)
+                if direct is not None:
+                    return buffer[:size].copy_(direct), buffer
                 return places.pack(self._memory, self._cut, number, buffer), buffer
         except Exception as error:
             self.failure = error
@@ -292,11 +292,13 @@ class Incoming:
             self._progress.bytes += data.numel()
             if buffer is not None:
                 self._touch(number)
-                places.unpack(self._landing, self._cut, number, data)
-                if self._shape.digests:
-                    # Of what lies there, not of what was copied from.
-                    landed = places.as_bytes(self._landing, self._cut, number, data.device)
-                    data = places.pack(self._landing, self._cut, number, buffer) if landed is None else landed
+                landed = places.as_bytes(self._landing, self._cut, number, data.device)
+                if landed is None:
+                    places.unpack(self._landing, self._cut, number, data)
+                    landed = places.pack(self._landing, self._cut, number, buffer) if self._shape.digests else data
+                else:
+                    landed.copy_(data)
+                data = landed  # The digest is of what lies there, not of what was copied from.
             return digest_of(data) if self._shape.digests else 0
         except Exception as error:
             if not isinstance(error, TransfuseError):

@@ -96,7 +96,7 @@ class Limits:
         parcel, burst = self.parcel_bytes, self.burst_bytes
         staged = self.staging_bytes // (2 * max(peers, 1) * self.bursts_ahead)
         if chained_bytes is not None:
-            parcel = min(parcel, max(self.min_chained_bytes, chained_bytes // (32 * peers)))
+            parcel = min(parcel, max(self.min_chained_bytes, chained_bytes // (16 * peers)))
         if rate is not None:
             burst = min(burst, int(rate * 0.05))
         burst = max(burst, self.min_parcel_bytes)

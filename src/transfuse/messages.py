@@ -66,6 +66,9 @@ class Message(enum.IntEnum):
     AGREED = 8
 
 
+_KINDS = {message.value: message for message in Message}
+
+
 class Intent(enum.IntEnum):
     """What a record after a burst says: more bursts than those already under way will come, or will not."""
 
@@ -228,9 +231,9 @@ def open_header(data: bytes) -> Header:
         raise ValueError(
             f"wire version {version}, this end speaks {WIRE_VERSION}; install the same transfuse on both ends"
         )
-    if kind not in Message.__members__.values():
+    if kind not in _KINDS:
         raise ValueError(f"unknown kind of message {kind}")
-    return Header(Message(kind), transfer, note, length, digest)
+    return Header(_KINDS[kind], transfer, note, length, digest)
 
 
 def verify(header: bytes, body: bytes | bytearray | memoryview) -> None:
