@@ -93,11 +93,19 @@ class Landing:
         result = np.where(~placed & (fresh > 0), fresh + boxes.start, 0)
         if placed.any():
             result = np.where(placed & found.as_lies[part], found.address[part], result)
-        result[[*boxes.strided, *boxes.also]] = 0
+        result[[*boxes.strided, *(box for box in boxes.also if not self._is_one_place(box))]] = 0
         return result
 
+    def _is_one_place(self, box: int) -> bool:
+        """Whether the parts of a box that has several are one memory here too, and lie in it as at the source."""
+        members = list(self._boxes.members(box))
+        if not self._placed[members].any():
+            return bool(self._fresh[members].all())
+        addresses, as_lies = self._found.address[members], self._found.as_lies[members]
+        return bool(self._placed[members].all() and as_lies.all() and (addresses == addresses[0]).all())
+
     def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
-        if box in self._boxes.strided or box in self._boxes.also:
+        if box in self._boxes.strided or (box in self._boxes.also and not self._is_one_place(box)):
             return None
         part = int(self._boxes.part[box])
         target = None if part < 0 else self._destinations[part]
