@@ -33,9 +33,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import _pg_transport
 
 import transfuse
-from benchmarks.core import MIB, processor, tensors
 from benchmarks.hosts import Hosts, Traffic, Unavailable, traffic
+from transfuse.cli.bench import machine
 from transfuse.cli.workers import WorkersFailed
+from transfuse.limits import MIB
 from transfuse.testing.exact import differences
 
 #: The host of each rank. Rank 0 is the source, all others receive.
@@ -139,6 +140,12 @@ class Measured:
 # In the workers
 
 
+def tensors(count: int, size: int) -> dict[str, torch.Tensor]:
+    """Random numbers, always the same."""
+    generator = torch.Generator().manual_seed(1)
+    return {f"tensor{i}": torch.randn(size // 4, generator=generator) for i in range(count)}
+
+
 def work(say: Callable[[object], None], listen: str, size: int, runs: int, limit: float) -> None:
     """One rank. Tells of every move, those of the warm-up as turn 0."""
     # Whatever happens, a move ends: this prints where it hangs and ends the process, if no timeout has ended it before.
@@ -147,7 +154,7 @@ def work(say: Callable[[object], None], listen: str, size: int, runs: int, limit
         if (stream := _stream(listen, limit)) is not None:
             stack.enter_context(stream)
         # What is sent, and at a receiver what must be there afterwards.
-        states = [tensors(PARTS, max(4, round(size * part) // 4 * 4), seed=1) for part in (WARM_UP, 1)]
+        states = [tensors(PARTS, max(4, round(size * part) // 4 * 4)) for part in (WARM_UP, 1)]
         targets = [{name: torch.zeros_like(t) for name, t in state.items()} for state in states]
         for turn in range(runs + 1):
             for name in NAMES:
@@ -303,9 +310,7 @@ def record(measured: dict[str, Measured], options: argparse.Namespace, argv: Seq
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", "benchmarks.network", *argv]),
         "machine": {
-            "cpus": os.cpu_count(),
-            "platform": platform.platform(),
-            "processor": processor(),
+            **machine.describe(),
             "tcp_congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
         },
         # Other work on the machine shows here.

@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree
 
 from transfuse import manifest, messages, source, trees
+from transfuse.accepting import Accepted
 from transfuse.chains import Chains
 from transfuse.digest import digest_of
 from transfuse.errors import PeerLost, TransfuseError
@@ -49,7 +50,6 @@ from transfuse.limits import KIB, MIB, Limits
 from transfuse.manifest import Leaf, Manifest
 from transfuse.messages import Agreed, Header, Intent, Link, Message
 from transfuse.parcels import Piece
-from transfuse.receiver import Accepted
 from transfuse.routes.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
 from transfuse.routes.memory import TOKEN_BYTES, Lease
 from transfuse.transport import PGTransport
@@ -1116,8 +1116,8 @@ class Lined(Chains):
         super().__init__([PEER], 0, 1.0)
         self._agreed = agreed
 
-    def join(self, rank: int, key: Hashable, host: int) -> Agreed:
-        return self._agreed
+    def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, int]:
+        return self._agreed, 2
 
 
 #: What one receiver may be told of its neighbours.

@@ -94,7 +94,7 @@ def test_demo_json() -> None:
     ours, _, torchs = result["moves"]
     assert ours["wire_bytes"] >= result["state"]["bytes"] == result["first_report"]["bytes"]
     assert torchs["wire_bytes"] > ours["wire_bytes"], "the tied weights travel twice"
-    assert result["first_report"]["verified"] is True
+    assert result["first_report"]["route"] == "memory"
 
 
 def test_interrupted_demo_leaves_nothing_behind() -> None:
@@ -122,7 +122,7 @@ def outcome(*, wrong: tuple[str, ...] = (), seconds: tuple[float, float, float] 
         name: compare.Result(name, 1100 if name == compare.TORCH else 1000, [took])
         for name, took in zip(compare.NAMES, seconds, strict=True)
     }
-    results[compare.DIGESTS].wrong.extend(wrong)
+    results[compare.OURS].wrong.extend(wrong)
     return demo.Outcome(facts, 1, Report("receive", (0,)), results)
 
 

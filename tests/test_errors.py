@@ -23,7 +23,7 @@ import torch.distributed as dist
 import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
 from ranks import Fleet, Ranks, announce
-from transfuse import places, receiver, source
+from transfuse import accepting, places, receiver, source
 from transfuse.testing.exact import assert_exact
 
 pytestmark = pytest.mark.usefixtures("group_route")
@@ -533,7 +533,7 @@ def test_a_receiver_that_dies_does_not_disturb_the_others() -> None:
 
 def test_a_receiver_that_plans_for_longer_than_the_timeout_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """The source's timeout is 1 s; the receiver thinks for 3."""
-    accept = receiver.accept
+    accept = accepting.accept
 
     def slowly(*args: Any) -> Any:
         time.sleep(3)
@@ -547,7 +547,7 @@ def test_a_receiver_that_plans_for_longer_than_the_timeout_shows_signs_of_life(m
 
 def test_signs_of_life_keep_to_the_shorter_of_two_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The source waits for 1 s, the receiver would for 20; it thinks for 3."""
-    accept = receiver.accept
+    accept = accepting.accept
 
     def slowly(*args: Any) -> Any:
         time.sleep(3)
@@ -650,7 +650,7 @@ def test_a_receiver_that_builds_for_long_shows_signs_of_life(
 
 def test_a_call_that_was_interrupted_touches_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller gives up while the receiver plans: no byte may land after the call has raised."""
-    accept = receiver.accept
+    accept = accepting.accept
 
     def slowly(*args: Any) -> Any:
         time.sleep(2.5)

@@ -37,7 +37,8 @@ from torch._C._distributed_c10d import HashStore
 import hostile
 from hostile import CAP, CPU, LIMITS, PEER, Audit, Ground, Member, Wire
 from ranks import Fleet, Ranks
-from transfuse import messages, parcels, plan, receiver, relay, source
+from transfuse import accepting, messages, parcels, plan, receiver, relay, source
+from transfuse.accepting import Accepted, Wishes
 from transfuse.arena import ALIGNMENT
 from transfuse.chains import Chains
 from transfuse.errors import (
@@ -58,7 +59,6 @@ from transfuse.limits import MIB, Limits
 from transfuse.manifest import Leaf
 from transfuse.messages import Agreed, Intent, Link, Memory, Message
 from transfuse.progress import Progress
-from transfuse.receiver import Accepted, Wishes
 from transfuse.report import Report
 from transfuse.routes.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
 from transfuse.routes.memory import Lease, Reader, Unreadable
@@ -143,7 +143,7 @@ def accept_offer(rng: random.Random, corpus: list[Member]) -> str:
 
 @contextlib.contextmanager
 def patched_accept(wire: Wire) -> Iterator[None]:
-    real = receiver.accept
+    real = accepting.accept
 
     def accept(*args: Any) -> Accepted:
         accepted = real(*args)
@@ -721,7 +721,7 @@ def test_names_of_classes_ask_them_nothing(corpus: list[Member]) -> None:
         for plain in offers:
             sprung.clear()
             with pytest.raises(TransfuseError):
-                receiver.accept(msgspec.msgpack.encode(plain), Wishes(), LIMITS, PEER, CPU)
+                accepting.accept(msgspec.msgpack.encode(plain), Wishes(), LIMITS, PEER, CPU)
             assert not sprung, f"{plain[hostile.MANIFEST][:3]} asked for {sprung}"
 
 
@@ -1020,7 +1020,7 @@ def test_a_chain_of_one_is_no_chain(host: int, large: Member) -> None:
     source.serve(wire, 1, FIRST_TAG, cargo, Caller(), Progress(), Report("send", (PEER,)))
     assert time.monotonic() - began < 2
     assert [(agreed.upstream, agreed.downstream) for agreed in told] == [(None, None)]
-    late = chains.join(PEER + 1, None, host)
+    late, _ = chains.join(PEER + 1, None, host)
     assert (late.upstream, late.downstream) == (None, None)
 
 

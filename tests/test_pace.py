@@ -60,6 +60,12 @@ def test_without_a_rate_nothing_waits(clock: Clock) -> None:
     assert clock.now == 1000.0
 
 
+def test_a_rate_makes_small_portions() -> None:
+    assert Pace(None).at_once(100) == 100
+    assert Pace(1000.0).at_once(100) == 50
+    assert Pace(1.0).at_once(100) == 1
+
+
 def test_who_stops_does_not_wait(clock: Clock) -> None:
     Pace(1.0).take(1000, lambda: clock.now > 1000.2)
     assert clock.now < 1001
@@ -80,15 +86,18 @@ def test_threads_share_one_rate() -> None:
     assert time.monotonic() - started >= 0.3, "400 kB at 1 MB/s, less the credit"
 
 
-@pytest.mark.parametrize("same_host", [True, False])
-@pytest.mark.parametrize("receivers", [1, 3])
-def test_a_transfer_is_not_faster_than_its_cap(same_host: bool, receivers: int) -> None:
+@pytest.mark.parametrize(
+    ("same_host", "receivers"),
+    [([True], 1), ([False], 1), ([True] * 3, 3), ([False] * 3, 3), ([True, False, False], 3)],
+)
+def test_a_transfer_is_not_faster_than_its_cap(same_host: list[bool], receivers: int) -> None:
     """Faster would be wrong; how much slower it may be is for the benchmarks."""
-    state = {"w": torch.randn(2 << 20)}
+    state, receivers = {"w": torch.randn(2 << 20)}, len(same_host)
     rate = 16e6
 
     def work(rank: int, pg: Any) -> Any:
-        mover = transfuse.PGTransport(pg, TIMEOUT, CPU, same_host=same_host, max_bytes_per_second=rate, relay=False)
+        mine = rank == 0 or same_host[rank - 1]
+        mover = transfuse.PGTransport(pg, TIMEOUT, CPU, same_host=mine, max_bytes_per_second=rate)
         if rank == 0:
             mover.send_checkpoint(list(range(1, receivers + 1)), state)
         else:

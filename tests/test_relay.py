@@ -266,7 +266,7 @@ def lined_up(members: list[tuple[int, str, int]]) -> dict[int, Agreed]:
     chains = Chains([rank for rank, _, _ in members], 64 * MIB, 100.0)
     with ThreadPoolExecutor(len(members)) as threads:
         told = {rank: threads.submit(chains.join, rank, key, host) for rank, key, host in members}
-    return {rank: future.result() for rank, future in told.items()}
+    return {rank: future.result()[0] for rank, future in told.items()}
 
 
 def test_neighbours_in_a_chain_share_a_host_and_a_want() -> None:
@@ -286,7 +286,7 @@ def test_neighbours_in_a_chain_share_a_host_and_a_want() -> None:
 def test_a_chain_does_not_wait_long_for_the_absent() -> None:
     chains = Chains([1, 2], 64 * MIB, 100.0)
     started = time.monotonic()
-    assert chains.join(1, "a", 1) == Agreed(None, None, 25.0)
+    assert chains.join(1, "a", 1) == (Agreed(None, None, 25.0), 1)
     assert time.monotonic() - started < 5.0
 
 
@@ -299,8 +299,8 @@ def test_receivers_on_the_sources_host_are_not_chained(monkeypatch: pytest.Monke
 
 def test_parcels_shrink_as_a_chain_grows() -> None:
     limits = Limits()
-    assert limits.sizes_for(4, 64 * MIB).parcel_bytes == 512 * KIB
-    assert limits.sizes_for(8, 64 * MIB).parcel_bytes == 256 * KIB
+    assert limits.sizes_for(4, 64 * MIB).parcel_bytes == 1 * MIB
+    assert limits.sizes_for(8, 64 * MIB).parcel_bytes == 512 * KIB
     assert limits.sizes_for(4, 64 << 30).parcel_bytes == limits.parcel_bytes
     assert limits.sizes_for(4, 1 * MIB).parcel_bytes == limits.min_chained_bytes
 

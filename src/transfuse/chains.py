@@ -45,6 +45,7 @@ class _Member:
     key: Hashable
     host: int
     agreed: Agreed | None = None
+    members: int = 1
 
 
 class Chains:
@@ -66,8 +67,8 @@ class Chains:
             self._expected.discard(rank)
             self._changed.notify_all()
 
-    def join(self, rank: int, key: Hashable, host: int) -> Agreed:
-        """Line up with those who want the same; what this receiver is told."""
+    def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, int]:
+        """Line up with those who want the same; what this receiver is told, and how many are in its chain."""
         me = _Member(rank, key, host)
         with self._changed:
             self._expected.discard(rank)
@@ -82,7 +83,7 @@ class Chains:
                     self._changed.notify_all()
                 else:
                     self._changed.wait(left)
-            return me.agreed
+            return me.agreed, me.members
 
     def _line_up(self) -> None:
         by_key: dict[Hashable, list[_Member]] = {}
@@ -97,4 +98,4 @@ class Chains:
                 after = Link(members[i + 1].rank, tags[i + 1], ids[i + 1]) if i + 1 < len(members) else None
                 # Whoever is next to a silent receiver notices first, and has parcels for the others before they do.
                 patience = self._timeout * (0.25 + 0.25 * i / len(members))
-                member.agreed = Agreed(before, after, patience)
+                member.agreed, member.members = Agreed(before, after, patience), len(members)

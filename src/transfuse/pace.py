@@ -21,6 +21,10 @@ class Pace:
         self._lock = threading.Lock()
         self._due = time.monotonic()
 
+    def at_once(self, most: int) -> int:
+        """How many bytes to move at a time, so that they go evenly: ``most`` without a rate."""
+        return most if self.rate is None else max(1, min(most, int(self.rate * CREDIT_SECONDS)))
+
     def take(self, nbytes: int, stopped: Callable[[], bool] = lambda: False) -> None:
         """Return when these bytes may go, or as soon as ``stopped`` says so."""
         if self.rate is None:

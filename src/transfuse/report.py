@@ -67,7 +67,7 @@ class Report:
         return [
             ("direction", f"{self.direction} {'to' if self.direction == 'send' else 'from'} {list(self.peers)}"),
             ("step", "any" if self.step is None else str(self.step)),
-            ("route", self.route),
+            ("route", self.route or "nothing moved"),
             ("leaves", f"{self.leaves:,}"),
             ("payload", f"{human_bytes(self.bytes)} in {self.parcels:,} parcels"),
             ("integrity", f"{verified}, {self.repaired} parcels repaired"),

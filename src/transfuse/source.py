@@ -36,7 +36,6 @@ class Cargo:
     offer: messages.Offer
     body: torch.Tensor
     chains: Chains | None
-    pace: Pace
     #: Digests of parcels that were sent already, by fingerprint of the plan: each is hashed once for all receivers.
     digests: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -130,15 +129,7 @@ class _Serving:
 
     def _send(self, want: messages.Want, cut: Parcels, numbers: Sequence[int]) -> None:
         line, report, cargo = self._line, self._report, self._cargo
-        agreed = messages.Agreed()
-        if cargo.chains is None or not numbers:
-            pass
-        elif not want.relay or want.host == this_host():
-            # Within this host a chain would save no link, and cost every hop.
-            cargo.chains.leave(line.peer)
-        else:
-            key = (want.fingerprint, want.digests, *want.apart, -1, *want.parts, -1, *want.parcels)
-            agreed = cargo.chains.join(line.peer, key, want.host)
+        agreed, members = self._line_up(want) if numbers else (messages.Agreed(), 1)
         try:
             self._caller.lend(line.peer)
         except BaseException as cause:
@@ -155,7 +146,10 @@ class _Serving:
                 known[number] = digest_of(data)
             return known[number]
 
-        outgoing = Outgoing(line, cut, memory, shape, self._caller, self._progress, pace=cargo.pace, digest=digest)
+        share = cargo.offer.max_bytes_per_second
+        # What goes to the first of a chain is sent on behalf of all of them.
+        pace = Pace(None if share is None else share * (members if agreed.upstream is None else 1))
+        outgoing = Outgoing(line, cut, memory, shape, self._caller, self._progress, pace=pace, digest=digest)
         report.verified = want.digests
         report.route = "group"
         if agreed.upstream is not None:
@@ -169,6 +163,17 @@ class _Serving:
             report.bytes += int(cut.nbytes[np.array(numbers)].sum())
             report.parcels += len(numbers)
             numbers = self._await_verdict(outgoing, cut, last=attempt == line.limits.max_repairs)
+
+    def _line_up(self, want: messages.Want) -> tuple[messages.Agreed, int]:
+        """Find this receiver's place among those that want the same; what it is told, and how many they are."""
+        chains, peer = self._cargo.chains, self._line.peer
+        # Within this host a chain would save no link, and cost every hop.
+        if chains is None or not want.relay or want.host == this_host():
+            if chains is not None:
+                chains.leave(peer)
+            return messages.Agreed(), 1
+        key = (want.fingerprint, want.digests, *want.apart, -1, *want.parts, -1, *want.parcels)
+        return chains.join(peer, key, want.host)
 
     def _await_verdict(self, outgoing: Outgoing, cut: Parcels, *, last: bool = False) -> Sequence[int]:
         """The parcels that the receiver asks for again, which has been agreed to; or none."""

@@ -15,12 +15,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import messages, receiver, source, talks
+from transfuse.accepting import Wishes
 from transfuse.chains import Chains
 from transfuse.errors import SendFailed, StateError, TransfuseError
 from transfuse.leaves.codec import MeshDescription
 from transfuse.limits import Limits, allows_same_host
 from transfuse.manifest import describe
-from transfuse.pace import Pace
 from transfuse.progress import Progress, Show, show_with
 from transfuse.report import Report
 from transfuse.routes.group import Group, Line, ProcessGroupLike
@@ -181,7 +181,7 @@ class PGTransport:
                     failure = error
                     if not isinstance(error, Exception):
                         caller.stop(error)
-        wishes = receiver.Wishes(
+        wishes = Wishes(
             step,
             target,
             failure,
@@ -240,7 +240,7 @@ class PGTransport:
         # One copy, on the wire's device, for all receivers.
         wire = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.device)
         chains = Chains(ranks, nbytes, self._seconds) if relay else None
-        return source.Cargo(described, offer, wire, chains, Pace(self._rate))
+        return source.Cargo(described, offer, wire, chains)
 
     def _run(
         self,

@@ -70,21 +70,21 @@ def join(theirs: Ranges, mine: Ranges) -> tuple[Ranges, Ranges]:
     return ranges(theirs[first, 0], sizes), ranges(mine[first, 0], sizes)
 
 
-def _split(theirs: Ranges, mine: Ranges) -> tuple[Ranges, Ranges, npt.NDArray[np.int64]]:
+def _split(theirs: Ranges, mine: Ranges, call_bytes: int) -> tuple[Ranges, Ranges, npt.NDArray[np.int64]]:
     """The same pairs with none longer than a call, and where each call begins (and the last one ends)."""
     sizes = theirs[:, 1].astype(np.int64)
-    pieces = -(-sizes // CALL_BYTES)
+    pieces = -(-sizes // call_bytes)
     if len(sizes) and pieces.max() > 1:
         row = np.repeat(np.arange(len(sizes)), pieces)
-        at = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * CALL_BYTES
-        length = np.minimum(CALL_BYTES, sizes[row] - at)
+        at = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * call_bytes
+        length = np.minimum(call_bytes, sizes[row] - at)
         theirs, mine = (ranges(side[row, 0] + at.astype(np.uint64), length) for side in (theirs, mine))
         sizes = length
     ends = np.cumsum(sizes)
     starts = [0]
     while starts[-1] < len(sizes):
         begun = int(ends[starts[-1] - 1]) if starts[-1] else 0
-        by_bytes = int(np.searchsorted(ends, begun + CALL_BYTES, side="right"))
+        by_bytes = int(np.searchsorted(ends, begun + call_bytes, side="right"))
         starts.append(max(starts[-1] + 1, min(by_bytes, starts[-1] + MAX_RANGES)))
     return np.ascontiguousarray(theirs), np.ascontiguousarray(mine), np.array(starts, dtype=np.int64)
 
@@ -95,16 +95,18 @@ def read(
     mine: Ranges,
     *,
     workers: int = 1,
+    call_bytes: int = 0,
     begins: Callable[[int], object] = lambda upto: None,
     went_on: Callable[[int], object] = lambda nbytes: None,
 ) -> npt.NDArray[np.int64]:
     """Copy ``theirs`` of process ``pid`` into ``mine``, range by range; the rows of the ranges that could not be read.
 
-    Calls are made in the order of the ranges, in any of the threads. ``begins`` is told before each how far, in bytes
-    of all ranges, ``mine`` may be written now; ``went_on`` after each how many bytes it read. What they raise ends the
-    read. ``PermissionError`` and ``ProcessLookupError`` say that the process cannot be read at all.
+    A call asks for ``call_bytes`` at most. Calls are made in the order of the ranges, in any of the threads.
+    ``begins`` is told before each how far, in bytes of all ranges, ``mine`` may be written now; ``went_on`` after each
+    how many bytes it read. What they raise ends the read. ``PermissionError`` and ``ProcessLookupError`` say that the
+    process cannot be read at all.
     """
-    split_theirs, split_mine, starts = _split(theirs, mine)
+    split_theirs, split_mine, starts = _split(theirs, mine, call_bytes or CALL_BYTES)
     upto = np.concatenate([[0], np.cumsum(split_theirs[:, 1].astype(np.int64))])[starts]
     calls = itertools.count()
     failed: list[int] = []

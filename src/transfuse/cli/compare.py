@@ -22,7 +22,7 @@ from transfuse.testing.exact import differences
 
 __all__ = ["NAMES", "Move", "Result", "race", "summarize"]
 
-DIGESTS, NO_DIGESTS, TORCH = NAMES = ("transfuse", "transfuse, verify=False", "torch PGTransport")
+OURS, OVER_THE_GROUP, TORCH = NAMES = ("transfuse", "transfuse, same_host=False", "torch PGTransport")
 
 SOURCE, RECEIVER = 0, 1
 
@@ -93,7 +93,7 @@ def race(state: object, target: object, runs: int, show: Show | None = None) -> 
     """
     for turn in range(runs + 1):
         for name in NAMES:
-            yield _move(name, state, target, turn == 0, show if turn == 0 and name == DIGESTS else None)
+            yield _move(name, state, target, turn == 0, show if turn == 0 and name == OURS else None)
 
 
 def _move(name: str, state: object, target: object, warm_up: bool, show: Show | None) -> Move:
@@ -128,8 +128,9 @@ def _transport(name: str, group: Any, target: object, show: Show | None) -> Any:
     device = torch.device("cpu")
     if name == TORCH:
         return _pg_transport.PGTransport(group, TIMEOUT, device, lambda: target)
-    verify = False if name == NO_DIGESTS else None
-    return transfuse.PGTransport(group, TIMEOUT, device, lambda: target, verify=verify, progress=show or False)
+    return transfuse.PGTransport(
+        group, TIMEOUT, device, lambda: target, same_host=name != OVER_THE_GROUP, progress=show or False
+    )
 
 
 def _wrong(expected: object, got: object, target: object) -> list[str]:

@@ -101,10 +101,11 @@ class Lease:
 class Reader:
     """A receiver's view of a source's memory, proven by the token. :class:`Unreadable` if it cannot be had."""
 
-    def __init__(self, memory: Memory, storages: int) -> None:
+    def __init__(self, memory: Memory, storages: int, call_bytes: int = 0) -> None:
         if not vm.AVAILABLE:
             raise Unreadable("this system has no process_vm_readv")
         self._memory = memory
+        self._call_bytes = call_bytes
         #: The address of each storage's window, or 0.
         self.storages = np.frombuffer(memory.storages, dtype="<u8")
         highest = max(memory.token_address, int(self.storages.max(initial=0)))
@@ -153,7 +154,8 @@ class Reader:
     def read(self, theirs: Ranges, mine: Ranges, **watchers: Callable[[int], object]) -> npt.NDArray[np.int64]:
         """Read ranges of the source's memory into ranges of our own, as :func:`vm.read` does; the rows that failed."""
         try:
-            return vm.read(self._memory.pid, theirs, mine, workers=vm.threads(), **watchers)
+            pid, calls = self._memory.pid, self._call_bytes
+            return vm.read(pid, theirs, mine, workers=vm.threads(), call_bytes=calls, **watchers)
         except OSError as error:
             pid = self._memory.pid
             if error.errno == errno.ESRCH:
