@@ -49,6 +49,7 @@ from transfuse.leaves.kinds import Kinds
 from transfuse.limits import KIB, MIB, Limits
 from transfuse.manifest import Leaf, Manifest
 from transfuse.messages import Agreed, Header, Intent, Link, Message
+from transfuse.pace import Pace
 from transfuse.parcels import Piece
 from transfuse.routes.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
 from transfuse.routes.memory import TOKEN_BYTES, Lease
@@ -1116,8 +1117,8 @@ class Lined(Chains):
         super().__init__([PEER], 0, 1.0)
         self._agreed = agreed
 
-    def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, int]:
-        return self._agreed, 2
+    def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, Pace]:
+        return self._agreed, Pace(None)
 
 
 #: What one receiver may be told of its neighbours.

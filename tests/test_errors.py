@@ -23,7 +23,7 @@ import torch.distributed as dist
 import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
 from ranks import Fleet, Ranks, announce
-from transfuse import accepting, places, receiver, source
+from transfuse import accepting, messages, places, receiver, source
 from transfuse.testing.exact import assert_exact
 
 pytestmark = pytest.mark.usefixtures("group_route")
@@ -728,3 +728,67 @@ def test_a_parcel_that_cannot_be_packed_never_passes_for_one_that_could(
     assert "out of memory" in str(sent)
     assert "out of memory" in str(received)
     assert two.move({"still": "usable"}) == {"still": "usable"}
+
+
+class DamagedAnswer:
+    """A group that damages the first answer to a burst."""
+
+    def __init__(self, pg: Any) -> None:
+        self._pg, self._left = pg, 1
+
+    def rank(self) -> int:
+        return int(self._pg.rank())
+
+    def size(self) -> int:
+        return int(self._pg.size())
+
+    def name(self) -> str:
+        return "gloo"
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        if self._left and tensors[0].numel() == messages.HEADER_BYTES and int(tensors[0][6]) == messages.Message.GOT:
+            self._left -= 1
+            tensors = [tensors[0].clone()]
+            tensors[0][-1] ^= 1
+        return self._pg.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._pg.recv(tensors, rank, tag)
+
+
+def test_a_receiver_that_talks_nonsense_does_not_spoil_the_digests_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFUSE_PARCEL_BYTES", str(256 << 10))
+    monkeypatch.setenv("TRANSFUSE_BURST_BYTES", str(1 << 20))
+    state = {"w": torch.randn(2 << 20)}
+
+    def work(rank: int, pg: Any) -> Any:
+        mover = transfuse.PGTransport(DamagedAnswer(pg) if rank == 1 else pg, TIMEOUT, CPU, relay=False)
+        if rank == 0:
+            return mover.send_checkpoint([1, 2], state)
+        time.sleep(1.0 if rank == 2 else 0.0)
+        assert_exact(state, mover.recv_checkpoint(0))
+        return mover.report
+
+    with Ranks(3) as ranks:
+        outcomes = ranks.outcomes(work)
+    assert isinstance(outcomes[0].error, transfuse.SendFailed)
+    assert set(outcomes[0].error.causes) == {1}
+    assert outcomes[2].get().repaired == 0
+
+
+def test_signs_of_life_with_progress_are_listened_to_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those without, only so many in a row."""
+    monkeypatch.setenv("TRANSFUSE_MAX_WORKING_RECORDS", "2")
+    monkeypatch.setenv("TRANSFUSE_SAME_HOST", "1")
+    state = {"w": torch.randn(12 << 20)}
+    with pair() as two:
+        options = {"max_bytes_per_second": 16e6}
+        assert_exact(state, two.move(state, source=options, timeout=timedelta(seconds=1)))
+
+
+@pytest.mark.parametrize("staging", [1 << 20, 16 << 20])
+def test_a_small_staging_budget_is_kept_to(monkeypatch: pytest.MonkeyPatch, staging: int) -> None:
+    monkeypatch.setenv("TRANSFUSE_STAGING_BYTES", str(staging))
+    state = {"w": torch.randn(8 << 20), "s": torch.randn(1000, 1000)[:, ::2]}
+    with pair() as two:
+        assert_exact(state, two.move(state))

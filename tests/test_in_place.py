@@ -12,6 +12,7 @@ from torch import nn
 
 import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
+from transfuse import matching
 from transfuse.testing.exact import assert_exact, differences
 
 pytestmark = pytest.mark.usefixtures("either_route")
@@ -288,3 +289,20 @@ def test_calls_under_inference_mode(two: Pair) -> None:
 
     _, arrived = two.ranks.run(work)
     assert torch.equal(arrived["w"], torch.ones(3))
+
+
+def test_targets_without_an_address_are_never_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of an accelerator has no address here: tied weights still reach every target that is not tied."""
+    add = matching._Targets.add
+
+    def hidden(self: Any, *args: Any) -> None:
+        add(self, *args)
+        self.address[:] = 0
+
+    monkeypatch.setattr(matching._Targets, "add", hidden)
+    weight = torch.arange(8.0)
+    own = {"a": torch.zeros(8), "b": torch.zeros(8)}
+    with pair() as two:
+        two.move({"a": weight, "b": weight}, own)
+    assert torch.equal(own["a"], weight)
+    assert torch.equal(own["b"], weight)

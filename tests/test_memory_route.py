@@ -6,6 +6,7 @@ import ctypes
 import logging
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -336,6 +337,38 @@ def test_an_address_that_is_wrong_falls_back_for_that_box_alone(two: Pair, monke
     assert report.route == "memory+group"
     assert report.read_bytes == 16 << 20
     assert report.bytes == 24 << 20
+
+
+def receive_with_many_files(rank: int) -> Any:
+    if rank == 0:
+        return transport().send_checkpoint([1], state(1))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    taker = transport()
+    assert_exact(state(1), taker.recv_checkpoint(0))
+    assert taker.report is not None
+    for file in files:
+        os.close(file)
+    return taker.report.route
+
+
+def test_a_receiver_with_many_open_files_reads_too(pool4: ProcessPool) -> None:
+    outcomes = pool4.run(receive_with_many_files, ranks=[0, 1])
+    outcomes[0].get()
+    assert outcomes[1].get() == "memory"
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError])
+def test_what_the_callers_own_callback_raises_is_nobody_elses_fault(two: Pair, kind: type[Exception]) -> None:
+    def stop(progress: dict[int, transfuse.Progress]) -> None:
+        if progress[0].bytes:
+            raise kind("my own")
+
+    options = {"max_bytes_per_second": 40e6}
+    sent, received = two.errors({"w": torch.randn(4 << 20)}, progress=stop, source=options)
+    assert type(received) is kind
+    assert isinstance(sent, transfuse.SendFailed)
+    assert kind.__name__ in str(sent.causes[1])
 
 
 # ---------------------------------------------------------------------------------------------------------- verifying

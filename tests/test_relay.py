@@ -258,6 +258,57 @@ def test_a_receiver_that_freezes_midway_is_left_and_the_others_finish() -> None:
     assert isinstance(sent.error.causes[2], transfuse.PeerTimeout)
 
 
+def test_a_source_that_freezes_is_given_up_by_all_of_its_chain() -> None:
+    with Fleet(3) as fleet:
+        fleet.start(pass_on_slowly, 3.0)
+        fleet.wait_for(2, "moving")
+        fleet.freeze(0)
+        started = time.monotonic()
+        outcomes = fleet.outcomes(deadline=40, ranks=[1, 2])
+        assert time.monotonic() - started < 15
+    assert all(isinstance(outcome.error, transfuse.PeerTimeout) for outcome in outcomes)
+    assert all("rank 0" in str(outcome.error) for outcome in outcomes)
+
+
+def overwrite_after_return(rank: int) -> Any:
+    """As above without digests; a receiver that has returned goes on to use its tensor."""
+    setattr(receiver, "this_host", lambda: rank)  # noqa: B010 - a host of its own
+    own = torch.full((16 * MIB,), 3.0 if rank == 0 else 0.0)
+    group = cast(Any, dist.group.WORLD)
+    mover = transfuse.PGTransport(
+        group,
+        timedelta(seconds=2),
+        CPU,
+        lambda: {"w": own},
+        same_host=False,
+        verify=False,
+        max_bytes_per_second=64e6,
+        progress=lambda progress: announce("moving") if any(p.bytes > 8 * MIB for p in progress.values()) else None,
+    )
+    dist.barrier()
+    if rank == 0:
+        mover.send_checkpoint([1, 2], {"w": own})
+        return None
+    mover.recv_checkpoint(0)
+    if rank == 1:
+        own.fill_(7.0)
+        announce("overwritten")
+        time.sleep(4)
+    return bool((own == 3.0).all())
+
+
+def test_what_a_receiver_does_with_its_tensors_afterwards_never_reaches_a_neighbour() -> None:
+    with Fleet(3) as fleet:
+        fleet.start(overwrite_after_return)
+        fleet.wait_for(2, "moving")
+        fleet.freeze(2)
+        fleet.wait_for(1, "overwritten")
+        fleet.thaw(2)
+        (neighbour,) = fleet.outcomes(deadline=60, ranks=[2])
+    assert isinstance(neighbour.error, transfuse.PeerError)
+    assert neighbour.error.torn == ("['w']",)
+
+
 # ------------------------------------------------------------------------------------------------------- pure parts
 
 
@@ -286,7 +337,7 @@ def test_neighbours_in_a_chain_share_a_host_and_a_want() -> None:
 def test_a_chain_does_not_wait_long_for_the_absent() -> None:
     chains = Chains([1, 2], 64 * MIB, 100.0)
     started = time.monotonic()
-    assert chains.join(1, "a", 1) == (Agreed(None, None, 25.0), 1)
+    assert chains.join(1, "a", 1)[0] == Agreed(None, None, 25.0)
     assert time.monotonic() - started < 5.0
 
 

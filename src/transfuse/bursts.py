@@ -16,7 +16,7 @@ import torch
 
 from transfuse import parcels, places
 from transfuse.digest import digest_of
-from transfuse.errors import PeerError, ProtocolError, TransfuseError
+from transfuse.errors import PeerError, PeerLost, ProtocolError, TransfuseError
 from transfuse.manifest import Ints
 from transfuse.messages import Agreed, Intent, Message, Offer
 from transfuse.pace import Pace
@@ -87,8 +87,16 @@ class Outgoing:
         #: Whether the parcels' own memory stays out of the backend's hands, so that a silent peer can be left.
         self._always_staged = always_staged
         self._flying: deque[_Sending] = deque()
+        self._left = False
+        self._memory_lock = threading.Lock()
         #: What went wrong here and the receiver has not been told yet.
         self.failure: BaseException | None = None
+
+    def leave(self) -> None:
+        """From another thread: the peer is silent. The memory is not looked at from here any more."""
+        with self._memory_lock:
+            self._left = True
+        self._line.abandon()
 
     def send(self, numbers: Sequence[int]) -> None:
         rounds = parcels.bursts(self._cut, numbers, self._shape.most)
@@ -142,7 +150,7 @@ class Outgoing:
                 burst.buffers.append(buffer)
             if self._shape.digests:
                 # First, so that the backend finds the bytes in the cache.
-                digests.append(self._digest(number, data))
+                digests.append(self._digest(number, data) if self.failure is None else 0)
             burst.posted.append(self._line.post_send(data))
         # Decided now, not before: a parcel that could not be packed must not pass for one that could.
         cause = self._caller.cause or self.failure
@@ -154,14 +162,17 @@ class Outgoing:
         """A parcel's bytes on the wire's device, and the staging buffer that holds them, if any."""
         size, buffer = int(self._cut.nbytes[number]), None
         try:
-            if self.failure is None:
-                direct = places.as_bytes(self._memory, self._cut, number, self._line.group.device)
-                if direct is not None and not self._always_staged:
-                    return direct, None
-                buffer = self._staging.take(size)
-                if direct is not None:
-                    return buffer[:size].copy_(direct), buffer
-                return places.pack(self._memory, self._cut, number, buffer), buffer
+            with self._memory_lock:
+                if self._left:
+                    raise PeerLost(self._line.peer, f"rank {self._line.peer} was silent for too long and was left")
+                if self.failure is None:
+                    direct = places.as_bytes(self._memory, self._cut, number, self._line.group.device)
+                    if direct is not None and not self._always_staged:
+                        return direct, None
+                    buffer = self._staging.take(size)
+                    if direct is not None:
+                        return buffer[:size].copy_(direct), buffer
+                    return places.pack(self._memory, self._cut, number, buffer), buffer
         except Exception as error:
             self.failure = error
         # The burst has been promised: complete it, and cancel with its record.
@@ -234,8 +245,9 @@ class Incoming:
             intent, digests = line.read_sent(burst.record.wait())
             stopped = cause is not None or source_stops or intent is Intent.CANCEL
             with self._landing_lock:
-                if self._left:
-                    return wrong
+                if self._left and self._failure is None:
+                    # Others bring the rest: cancel here as for any other cause.
+                    self._failure = PeerLost(line.peer, f"rank {line.peer} was silent for too long and was left")
                 computed = [self._land(*parcel, keep=not stopped) for parcel in burst.parcels]
             if stopped:
                 # What was posted ahead is completed, and no longer answered.

@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
 from transfuse.messages import Agreed, Link
+from transfuse.pace import Pace
 from transfuse.routes.group import new_link_tag
 
 __all__ = ["Chains", "this_host"]
@@ -45,13 +46,13 @@ class _Member:
     key: Hashable
     host: int
     agreed: Agreed | None = None
-    members: int = 1
+    pace: Pace = field(default_factory=lambda: Pace(None))
 
 
 class Chains:
     """Where the conversations of one send agree on who gets parcels from whom."""
 
-    def __init__(self, ranks: Sequence[int], nbytes: int, timeout: float) -> None:
+    def __init__(self, ranks: Sequence[int], nbytes: int, timeout: float, share: float | None = None) -> None:
         self._changed = threading.Condition()
         #: Receivers of which nothing is known yet: a chain is made without them when the wait is over.
         self._expected = set(ranks)
@@ -60,6 +61,8 @@ class Chains:
         self._wait = min(wait, timeout / 2)
         self._until = float("inf")
         self._timeout = timeout
+        #: Bytes a second for each receiver, if they are limited: a chain goes at the sum of its members' shares.
+        self._share = share
 
     def leave(self, rank: int) -> None:
         """This receiver will not be in any chain: nobody waits for it."""
@@ -67,8 +70,8 @@ class Chains:
             self._expected.discard(rank)
             self._changed.notify_all()
 
-    def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, int]:
-        """Line up with those who want the same; what this receiver is told, and how many are in its chain."""
+    def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, Pace]:
+        """Line up with those who want the same; what this receiver is told, and the pace of its whole chain."""
         me = _Member(rank, key, host)
         with self._changed:
             self._expected.discard(rank)
@@ -83,7 +86,7 @@ class Chains:
                     self._changed.notify_all()
                 else:
                     self._changed.wait(left)
-            return me.agreed, me.members
+            return me.agreed, me.pace
 
     def _line_up(self) -> None:
         by_key: dict[Hashable, list[_Member]] = {}
@@ -91,6 +94,7 @@ class Chains:
             by_key.setdefault(member.key, []).append(member)
         self._waiting.clear()
         for members in by_key.values():
+            pace = Pace(None if self._share is None else self._share * len(members))
             tags = [new_link_tag() for _ in members]
             ids = [secrets.randbits(63) for _ in members]
             for i, member in enumerate(members):
@@ -98,4 +102,4 @@ class Chains:
                 after = Link(members[i + 1].rank, tags[i + 1], ids[i + 1]) if i + 1 < len(members) else None
                 # Whoever is next to a silent receiver notices first, and has parcels for the others before they do.
                 patience = self._timeout * (0.25 + 0.25 * i / len(members))
-                member.agreed, member.members = Agreed(before, after, patience), len(members)
+                member.agreed, member.pace = Agreed(before, after, patience), pace

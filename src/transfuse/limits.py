@@ -99,7 +99,7 @@ class Limits:
             parcel = min(parcel, max(self.min_chained_bytes, chained_bytes // (16 * peers)))
         if rate is not None:
             burst = min(burst, int(rate * 0.05))
-        burst = max(burst, self.min_parcel_bytes)
+        burst = max(min(burst, self.staging_bytes // self.bursts_ahead), self.min_parcel_bytes)
         staged = max(min(staged, burst), self.min_parcel_bytes)
         parcel = max(min(parcel, staged) // 16 * 16, self.min_parcel_bytes)
         return Sizes(parcel, burst, staged, self.bursts_ahead)

@@ -61,6 +61,10 @@ class Reading:
         #: The address of each box at the source, or 0.
         self._theirs = np.where(base > 0, base + boxes.start.astype(np.uint64), 0)
 
+    def check(self) -> None:
+        """Make sure that the source still holds its lease."""
+        self._reader.check()
+
     def readable(self) -> list[int]:
         """Numbers of the parcels of which all boxes lie in memory that the source has named."""
         return np.flatnonzero(self._of_all_boxes(self._theirs > 0)).tolist()
@@ -153,11 +157,7 @@ class Reading:
             threading.Thread(target=work, name="transfuse-reader", daemon=True)
             for _ in range(min(vm.threads(), len(numbers) // 4, most) - 1)
         ]
-        for helper in helpers:
-            helper.start()
-        work()
-        for helper in helpers:
-            helper.join()
+        vm.run_in(helpers, work)
         if errors:
             raise errors[0]
         return failed

@@ -23,7 +23,7 @@ from transfuse.reading import Reading
 from transfuse.relay import Relay
 from transfuse.report import Report
 from transfuse.routes.group import OFFER_TAG, Line, valid_link_tag
-from transfuse.routes.memory import Reader, SourceEnded, Unreadable
+from transfuse.routes.memory import Malformed, Reader, SourceEnded, Unreadable
 from transfuse.talks import Caller
 
 __all__ = ["receive"]
@@ -144,7 +144,7 @@ class _Reading:
             if isinstance(reason, SourceEnded) and self._progress.bytes:
                 raise PeerLost(line.peer, f"rank {line.peer} ended while its memory was being read") from reason
             logger.info("rank %d: %s; using the group route", line.peer, reason)
-        except ValueError as error:
+        except Malformed as error:
             raise ProtocolError(line.peer, f"rank {line.peer}: {error}") from error
         except BaseException as error:
             line.refuse(error)
@@ -184,6 +184,7 @@ class _Reading:
             self._report.repaired += len(numbers)
             gone |= set(reading.read(numbers))
             numbers = [n for n in numbers if n not in gone]
+        reading.check()  # What a source that has left does with its tensors is its own business.
         raise _corrupt(self._line, self._accepted, numbers, "The source's tensors change while it sends")
 
     def _went_on(self, nbytes: int) -> None:
@@ -219,9 +220,9 @@ class _Taking:
         report.verified = accepted.digests and (report.verified or not report.read_bytes)
         report.route = "memory+group" if report.read_bytes else "group"
         relay = Relay(line, accepted.cut, accepted.landing, shape, self._caller)
-        if agreed.downstream is not None:
-            relay.start(agreed.downstream, numbers)
         try:
+            if agreed.downstream is not None:
+                relay.start(agreed.downstream, numbers)
             with report.phase("receive"):
                 if agreed.upstream is not None:
                     numbers = self._take_relayed(relay, agreed, numbers)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from transfuse.bursts import Incoming, Land, Outgoing, Shape
-from transfuse.errors import PeerError, PeerTimeout, TransfuseError
+from transfuse.errors import PeerError, PeerTimeout
 from transfuse.messages import Link
 from transfuse.parcels import Parcels
 from transfuse.progress import Progress
@@ -86,17 +87,18 @@ class _Side:
 
     def wait(self, progress: Callable[[], int], patience: float, leave: Callable[[], object]) -> BaseException | None:
         """Wait for its end, for as long as there is progress; how it failed, if it did."""
-        seen = progress()
+        seen, since = progress(), time.monotonic()
         while True:
             try:
-                error = self.ended.get(timeout=patience)
+                error = self.ended.get(timeout=max(0.01, min(patience / 8, 0.5)))
                 self._thread.join()
                 return error
             except queue.Empty:
-                if progress() == seen:
+                if progress() != seen:
+                    seen, since = progress(), time.monotonic()
+                elif time.monotonic() - since >= patience:
                     leave()
                     return PeerTimeout(self.line.peer, self.line.phase, patience)
-                seen = progress()
 
 
 class Relay:
@@ -110,6 +112,7 @@ class Relay:
         self._caller = caller
         self.gate = Gate(len(cut))
         self._after: _Side | None = None
+        self._outgoing: Outgoing | None = None
         self._passed_on = Progress()
 
     def _line_to(self, peer: int) -> Line:
@@ -120,19 +123,27 @@ class Relay:
 
         def talk(line: Line) -> None:
             line.phase = "passing parcels on"
-            Outgoing(
-                line,
-                self._cut,
-                self._landing,
-                self._shape,
-                Caller(watching=False),
-                self._passed_on,
-                digest=lambda number, _: self.gate.digest(number),
-                ready=self.gate.wait,
-                always_staged=True,
-            ).send(numbers)
+            outgoing.send(numbers)
 
-        self._after = _Side(self._line_to(downstream.rank), downstream, talk)
+        line = self._line_to(downstream.rank)
+
+        def ready(some: Sequence[int]) -> BaseException | None:
+            # What holds this line up is another one's wait, which may be overdue.
+            with line.resting():
+                return self.gate.wait(some)
+
+        outgoing = self._outgoing = Outgoing(
+            line,
+            self._cut,
+            self._landing,
+            self._shape,
+            Caller(watching=False),
+            self._passed_on,
+            digest=lambda number, _: self.gate.digest(number),
+            ready=ready,
+            always_staged=True,
+        )
+        self._after = _Side(line, downstream, talk)
         self._after.start()
 
     def take(self, upstream: Link, numbers: Sequence[int], progress: Progress, patience: float) -> list[int]:
@@ -168,11 +179,10 @@ class Relay:
         """Wait until the neighbour after has everything, or is gone; with a cause, until it has been told."""
         if cause is not None:
             self.gate.close(cause)
-        if self._after is None:
+        if self._after is None or self._outgoing is None:
             return
         side = self._after
-        error = side.wait(lambda: self._passed_on.bytes, self._source.timeout, side.line.abandon)
-        if isinstance(error, TransfuseError) and error is not cause:
+        error = side.wait(lambda: self._passed_on.bytes, self._source.timeout, self._outgoing.leave)
+        if error is not None and error is not cause:
+            # It gets the rest from the source: nothing that concerns this receive.
             logger.info("rank %d did not take what was passed on: %s", side.line.peer, error)
-        elif error is not None and error is not cause:
-            raise error

@@ -129,7 +129,8 @@ class _Serving:
 
     def _send(self, want: messages.Want, cut: Parcels, numbers: Sequence[int]) -> None:
         line, report, cargo = self._line, self._report, self._cargo
-        agreed, members = self._line_up(want) if numbers else (messages.Agreed(), 1)
+        alone = messages.Agreed(), Pace(cargo.offer.max_bytes_per_second)
+        agreed, pace = (self._line_up(want) if numbers else None) or alone
         try:
             self._caller.lend(line.peer)
         except BaseException as cause:
@@ -146,9 +147,6 @@ class _Serving:
                 known[number] = digest_of(data)
             return known[number]
 
-        share = cargo.offer.max_bytes_per_second
-        # What goes to the first of a chain is sent on behalf of all of them.
-        pace = Pace(None if share is None else share * (members if agreed.upstream is None else 1))
         outgoing = Outgoing(line, cut, memory, shape, self._caller, self._progress, pace=pace, digest=digest)
         report.verified = want.digests
         report.route = "group"
@@ -164,14 +162,14 @@ class _Serving:
             report.parcels += len(numbers)
             numbers = self._await_verdict(outgoing, cut, last=attempt == line.limits.max_repairs)
 
-    def _line_up(self, want: messages.Want) -> tuple[messages.Agreed, int]:
-        """Find this receiver's place among those that want the same; what it is told, and how many they are."""
+    def _line_up(self, want: messages.Want) -> tuple[messages.Agreed, Pace] | None:
+        """Find this receiver's place among those that want the same; what it is told, and their pace. None: alone."""
         chains, peer = self._cargo.chains, self._line.peer
         # Within this host a chain would save no link, and cost every hop.
         if chains is None or not want.relay or want.host == this_host():
             if chains is not None:
                 chains.leave(peer)
-            return messages.Agreed(), 1
+            return None
         key = (want.fingerprint, want.digests, *want.apart, -1, *want.parts, -1, *want.parcels)
         return chains.join(peer, key, want.host)
 

@@ -102,7 +102,9 @@ class Landing:
         if not self._placed[members].any():
             return bool(self._fresh[members].all())
         addresses, as_lies = self._found.address[members], self._found.as_lies[members]
-        return bool(self._placed[members].all() and as_lies.all() and (addresses == addresses[0]).all())
+        # Without an address, outside main memory, nothing is known to be the same.
+        same = addresses[0] > 0 and bool((addresses == addresses[0]).all())
+        return bool(same and self._placed[members].all() and as_lies.all())
 
     def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
         if box in self._boxes.strided or (box in self._boxes.also and not self._is_one_place(box)):

@@ -85,9 +85,9 @@ class PGTransport:
         if max_receive_bytes is not None:
             self._limits = replace(self._limits, max_receive_bytes=max_receive_bytes)
         slowest = self._limits.min_parcel_bytes * 8 / self._seconds
-        if max_bytes_per_second is not None and not max_bytes_per_second >= slowest:
+        if max_bytes_per_second is not None and not slowest <= max_bytes_per_second < float("inf"):
             raise ValueError(f"max_bytes_per_second must be at least {slowest:.0f} with a timeout of {timeout}")
-        self._rate = max_bytes_per_second
+        self._rate, self._slowest = max_bytes_per_second, slowest
         self._same_host = same_host and allows_same_host()
         self._relay = relay
         self._group = Group(pg, torch.device(device))
@@ -116,8 +116,12 @@ class PGTransport:
         self._report = report = Report("send", ranks, step)
         if not ranks:
             return
+        if self._rate is not None and self._rate < len(ranks) * self._slowest:
+            raise ValueError(
+                f"max_bytes_per_second={self._rate:g} is too slow for {len(ranks)} receivers and this timeout"
+            )
         started = time.perf_counter()
-        with Lease() as lease:
+        with Lease(allowed=self._same_host) as lease:
             self._send(ranks, state_dict, step, report, lease, started)
 
     def _send(
@@ -239,7 +243,7 @@ class PGTransport:
             )
         # One copy, on the wire's device, for all receivers.
         wire = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.device)
-        chains = Chains(ranks, nbytes, self._seconds) if relay else None
+        chains = Chains(ranks, nbytes, self._seconds, offer.max_bytes_per_second) if relay else None
         return source.Cargo(described, offer, wire, chains)
 
     def _run(

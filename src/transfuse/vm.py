@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AVAILABLE", "Ranges", "copy", "join", "ranges", "read", "threads"]
+__all__ = ["AVAILABLE", "Ranges", "ReadFailed", "copy", "join", "ranges", "read", "run_in", "threads"]
 
 #: Rows of (address, bytes): what the kernel calls an iovec.
 Ranges = npt.NDArray[np.uint64]
@@ -44,6 +44,10 @@ if AVAILABLE:
         ctypes.c_ulong,
         ctypes.c_ulong,
     )
+
+
+class ReadFailed(OSError):
+    """A process cannot be read at all."""
 
 
 def threads() -> int:
@@ -103,8 +107,8 @@ def read(
 
     A call asks for ``call_bytes`` at most. Calls are made in the order of the ranges, in any of the threads.
     ``begins`` is told before each how far, in bytes of all ranges, ``mine`` may be written now; ``went_on`` after each
-    how many bytes it read. What they raise ends the read. ``PermissionError`` and ``ProcessLookupError`` say that the
-    process cannot be read at all.
+    how many bytes it read. What they raise ends the read. :class:`ReadFailed` says that the process cannot be read at
+    all.
     """
     split_theirs, split_mine, starts = _split(theirs, mine, call_bytes or CALL_BYTES)
     upto = np.concatenate([[0], np.cumsum(split_theirs[:, 1].astype(np.int64))])[starts]
@@ -126,11 +130,7 @@ def read(
         threading.Thread(target=work, name="transfuse-reader", daemon=True)
         for _ in range(min(workers, len(starts) - 1, int(upto[-1]) // THREAD_BYTES) - 1)
     ]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
+    run_in(helpers, work)
     if errors:
         raise errors[0]
     if not failed:
@@ -141,6 +141,21 @@ def read(
     return np.unique(np.searchsorted(ends, before[np.array(failed, dtype=np.int64)], side="right"))
 
 
+def run_in(helpers: list[threading.Thread], work: Callable[[], None]) -> None:
+    """Do work here and in helpers, as many as can be started; all are done when this returns."""
+    started: list[threading.Thread] = []
+    try:
+        for helper in helpers:
+            helper.start()
+            started.append(helper)
+    except RuntimeError:
+        pass  # No more threads to be had: fewer do it too.
+    finally:
+        work()
+        for helper in started:
+            helper.join()
+
+
 def _read(pid: int, theirs: Ranges, mine: Ranges, low: int, high: int) -> list[int]:
     """One call for rows ``low`` to ``high``, repeated where the kernel stops early; the rows it cannot read."""
     failed: list[int] = []
@@ -149,7 +164,7 @@ def _read(pid: int, theirs: Ranges, mine: Ranges, low: int, high: int) -> list[i
         if done < 0:
             code = ctypes.get_errno()
             if code not in (errno.EFAULT, errno.EINVAL, errno.ENOMEM):
-                raise OSError(code, os.strerror(code))
+                raise ReadFailed(code, os.strerror(code))
             done = 0
         ends = np.cumsum(theirs[low:high, 1].astype(np.int64))
         if done == ends[-1]:

@@ -233,7 +233,11 @@ class _Watch:
                 return
             for line in lines:
                 line.pulse()
-            if lines[0].group.shares_fate and all(line.overdue() for line in lines):
+            if (
+                lines[0].group.shares_fate
+                and all(line.overdue() for line in lines)
+                and any(line.waiting_since is not None for line in lines)
+            ):
                 for line in lines:
                     line.given_up = True
                 for line in lines:
@@ -299,6 +303,7 @@ class Line:
         self.on_working: Callable[[int], object] | None = None
         self._unanswered: list[Posted] = []
         self._watched = False
+        self._rests = False
         self._turn = threading.Lock()
         self._so_far: Callable[[], int] | None = None
         self._pulse_at = 0.0
@@ -333,10 +338,19 @@ class Line:
             self._watched = False
             _Watch.remove(self)
 
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """While this line has to wait for another one: then it does not keep that one's wait from being ended."""
+        self._rests = True
+        try:
+            yield
+        finally:
+            self._rests = False
+
     def overdue(self) -> bool:
-        """Whether the conversation has waited for longer than its timeout."""
+        """Whether the conversation has waited for longer than its timeout, or for another one that may have."""
         since = self.waiting_since
-        return since is not None and time.monotonic() - since > self.timeout
+        return self._rests or (since is not None and time.monotonic() - since > self.timeout)
 
     def break_off(self) -> None:
         """Close the connection under waits that would not end. Called by the watch."""
@@ -388,16 +402,19 @@ class Line:
 
     def expect(self, *kinds: Message, tag: int | None = None) -> tuple[Header, bytearray]:
         """Receive the next message, which is one of ``kinds``, or raise what the peer's refusal says."""
-        for _ in range(self.limits.max_working_records):
+        signs = so_far = 0
+        while True:
             data = self._recv_bytes(HEADER_BYTES, tag)
             header = self._open(data)
             if header.kind is not Message.WORKING:
                 break
             self._verify(data, b"")
+            # Only bytes are progress: a peer that works without any is not waited for without end.
+            signs, so_far = (0, header.note) if header.note > so_far else (signs + 1, so_far)
+            if signs >= self.limits.max_working_records:
+                raise ProtocolError(self.peer, f"rank {self.peer} says that it is working, but never that it is done")
             if self.on_working is not None:
                 self.on_working(header.note)
-        else:
-            raise ProtocolError(self.peer, f"rank {self.peer} says that it is working, but never that it is done")
         if tag is not None:
             # The first message of a transfer brings its name and its own tag.
             if not valid_tag(header.note):

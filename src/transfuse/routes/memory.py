@@ -26,7 +26,7 @@ from transfuse import vm
 from transfuse.messages import Memory
 from transfuse.vm import Ranges
 
-__all__ = ["Lease", "Reader", "SourceEnded", "Unreadable"]
+__all__ = ["Lease", "Malformed", "Reader", "SourceEnded", "Unreadable"]
 
 TOKEN_BYTES = 32
 #: No user space reaches this far, and offsets within a storage can be added to what is below.
@@ -38,6 +38,10 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 class Unreadable(Exception):
     """Why a source's memory cannot be read, or can no longer be."""
+
+
+class Malformed(ValueError):
+    """A description of memory that no source gives."""
 
 
 class SourceEnded(Unreadable):
@@ -76,18 +80,21 @@ _permission = _Permission()
 class Lease:
     """A source's permission to read its memory, from ``with`` until its end. Nothing is readable by it afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, allowed: bool = True) -> None:
+        self._allowed = allowed
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._page = ctypes.create_string_buffer(TOKEN_BYTES)
 
     def __enter__(self) -> Lease:
-        _permission.take()
-        ctypes.memmove(self._page, self._token, TOKEN_BYTES)
+        if self._allowed:
+            _permission.take()
+            ctypes.memmove(self._page, self._token, TOKEN_BYTES)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
-        _permission.give_back()
+        if self._allowed:
+            _permission.give_back()
 
     def end(self) -> None:
         """Wipe the token: whoever reads on, knows."""
@@ -110,9 +117,9 @@ class Reader:
         self.storages = np.frombuffer(memory.storages, dtype="<u8")
         highest = max(memory.token_address, int(self.storages.max(initial=0)))
         if len(self.storages) != storages or len(memory.token) != TOKEN_BYTES or not 0 < memory.pid < 1 << 31:
-            raise ValueError("a malformed description of memory")
+            raise Malformed("a malformed description of memory")
         if memory.token_address < 0 or highest >= HIGHEST_ADDRESS:
-            raise ValueError("an impossible address")
+            raise Malformed("an impossible address")
         #: Becomes readable when the source's process ends, whoever has its number by then.
         self._process: int | None = None
         if memory.pid != os.getpid():
@@ -148,7 +155,11 @@ class Reader:
         self._check_alive()
 
     def _check_alive(self) -> None:
-        if self._process is not None and select.select([self._process], [], [], 0)[0]:
+        if self._process is None:
+            return
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        if poll.poll(0):
             raise SourceEnded(f"process {self._memory.pid} has ended")
 
     def read(self, theirs: Ranges, mine: Ranges, **watchers: Callable[[int], object]) -> npt.NDArray[np.int64]:
@@ -156,7 +167,7 @@ class Reader:
         try:
             pid, calls = self._memory.pid, self._call_bytes
             return vm.read(pid, theirs, mine, workers=vm.threads(), call_bytes=calls, **watchers)
-        except OSError as error:
+        except vm.ReadFailed as error:
             pid = self._memory.pid
             if error.errno == errno.ESRCH:
                 raise SourceEnded(f"there is no process {pid} on this host") from error
