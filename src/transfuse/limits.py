@@ -42,6 +42,8 @@ class Limits:
     burst_bytes: int = 24 * MIB
     #: Bursts under way per peer. What they hold comes even after a cancel.
     bursts_ahead: int = 2
+    #: A link as slow as this is not taken for a dead one.
+    slowest_bytes_per_second: int = 1 * MIB
     #: Smaller states are not worth a chain of receivers.
     min_relay_bytes: int = 4 * MIB
     #: In a chain bursts are not cut smaller than this.
@@ -87,11 +89,18 @@ class Limits:
                     raise ValueError(f"TRANSFUSE_{item.name.upper()} must be a whole number, got {text!r}") from None
         return cls(**values)
 
-    def sizes_for(self, peers: int, chained_bytes: int | None = None, rate: float | None = None) -> Sizes:
+    def sizes_for(
+        self,
+        peers: int,
+        chained_bytes: int | None = None,
+        rate: float | None = None,
+        timeout: float = float("inf"),
+    ) -> Sizes:
         """Sizes with which staging for this many peers stays within half of ``staging_bytes``.
 
         Receivers in a chain pass on parcel by parcel: with a state of ``chained_bytes`` these are so small that filling
-        the chain costs little. Under a ``rate`` bursts are so small that bytes go out evenly.
+        the chain costs little. Under a ``rate`` bursts are so small that bytes go out evenly. Under a ``timeout`` they
+        are so small that one arrives within it over the slowest link.
         """
         parcel, burst = self.parcel_bytes, self.burst_bytes
         staged = self.staging_bytes // (2 * max(peers, 1) * self.bursts_ahead)
@@ -99,7 +108,8 @@ class Limits:
             parcel = min(parcel, max(self.min_chained_bytes, chained_bytes // (16 * peers)))
         if rate is not None:
             burst = min(burst, int(rate * 0.05))
-        burst = max(min(burst, self.staging_bytes // self.bursts_ahead), self.min_parcel_bytes)
+        burst = min(burst, self.staging_bytes // self.bursts_ahead)
+        burst = max(int(min(burst, timeout * self.slowest_bytes_per_second)), self.min_parcel_bytes)
         staged = max(min(staged, burst), self.min_parcel_bytes)
         parcel = max(min(parcel, staged) // 16 * 16, self.min_parcel_bytes)
         return Sizes(parcel, burst, staged, self.bursts_ahead)

@@ -209,9 +209,6 @@ class Storages:
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def device_of(self, i: int) -> str:
-        return self.devices[int(self.device[i])]
-
     @cached_property
     def on_cpu(self) -> Bools:
         """Which storages are in main memory."""

@@ -144,10 +144,9 @@ class Landing:
 
     def torn(self) -> tuple[str, ...]:
         """Paths of the target leaves that have been written to."""
-        return tuple(self._manifest.paths[leaf] for leaf in np.unique(self._leaves_of(self._written())).tolist())
-
-    def _leaves_of(self, parts: Ints) -> Ints:
-        return np.searchsorted(self._manifest.first_parts, parts, side="right") - 1
+        return tuple(
+            self._manifest.paths[leaf] for leaf in np.unique(self._manifest.leaves_of(self._written())).tolist()
+        )
 
     def _written(self) -> Ints:
         """Parts whose targets have been touched, or see the same storage through a part that stands for them."""
@@ -177,7 +176,7 @@ class Landing:
         if not len(numbers):
             return
         targets = list(map(found.destinations.__getitem__, numbers.tolist()))
-        partners = map(found.merged.partner.__getitem__, self._leaves_of(numbers).tolist())
+        partners = map(found.merged.partner.__getitem__, self._manifest.leaves_of(numbers).tolist())
         leaves = list(map(found.target_leaves.__getitem__, partners))
         torch.autograd.graph.increment_version(targets + list(compress(leaves, map(is_not, leaves, targets))))
 

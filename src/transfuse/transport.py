@@ -222,7 +222,7 @@ class PGTransport:
         described = describe(state_dict, self._limits)
         nbytes = int(described.manifest.storages.nbytes.sum())
         relay = self._relay and self._group.relays and len(ranks) > 1 and nbytes >= self._limits.min_relay_bytes
-        sizes = self._limits.sizes_for(len(ranks), nbytes if relay else None, self._rate)
+        sizes = self._limits.sizes_for(len(ranks), nbytes if relay else None, self._rate, self._seconds)
         offer = messages.Offer(
             step,
             sizes.parcel_bytes,
