@@ -23,9 +23,9 @@ from transfuse.routes.memory import Reader
 __all__ = ["Reading"]
 
 #: What one more range costs, and one more item picked out of a span that was read whole, in bytes read meanwhile.
-#: Measured by benchmarks/ranges.py: 0.15 us and 8 ns at 6 GB/s.
-RANGE_COST = 900
-ITEM_COST = 48
+#: As benchmarks/ranges.py measures them: 3,400 to 4,500 and 13 to 18 (2026-11-16, one core of an AMD EPYC, 8 GB/s).
+RANGE_COST = 3500
+ITEM_COST = 16
 #: So many runs, and so much of a span, are handled at a time: what is known about each takes memory too.
 MAX_RUNS = 1 << 15
 SPAN_BYTES = 1 << 20
