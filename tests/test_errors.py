@@ -619,8 +619,8 @@ class Dying:
 def die_after_the_last_burst(rank: int) -> Any:
     timeout = timedelta(seconds=6)
     if rank == 0:
-        transfuse.PGTransport(Dying(), timeout, CPU).send_checkpoint([1], {"w": torch.full((5 << 20,), 3.0)})
-    own = torch.zeros(5 << 20)
+        transfuse.PGTransport(Dying(), timeout, CPU).send_checkpoint([1], {"w": torch.full((2 << 20,), 3.0)})
+    own = torch.zeros(2 << 20)
     transfuse.PGTransport(cast(Any, dist.group.WORLD), timeout, CPU, lambda: {"w": own}).recv_checkpoint(0)
     return bool((own == 3.0).all())
 

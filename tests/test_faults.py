@@ -182,7 +182,7 @@ def test_15_a_source_that_stops_midway_leaves_a_list_of_torn_leaves() -> None:
     count = [0]
 
     def stop(tensor: torch.Tensor) -> torch.Tensor:
-        count[0] += tensor.numel() == 4 << 20
+        count[0] += tensor.numel() >= 1 << 20
         if count[0] > 12:
             raise ConnectionResetError("the cable was pulled")
         return tensor

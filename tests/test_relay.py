@@ -180,7 +180,7 @@ def test_a_receiver_that_stops_midway_does_not_stop_the_others(who: int) -> None
         if progress[0].bytes > MIB:
             raise RuntimeError("stop here")
 
-    outcomes = fan_out(3, progress={r: stop if r == who else False for r in range(4)})
+    outcomes = fan_out(3, progress={r: stop if r == who else False for r in range(4)}, max_bytes_per_second=8e6)
     assert isinstance(outcomes[0].error, transfuse.SendFailed)
     assert set(outcomes[0].error.causes) == {who}
     assert "stop here" in str(outcomes[0].error)
@@ -194,7 +194,7 @@ def test_a_source_that_stops_midway_stops_all_with_its_cause() -> None:
         if any(p.bytes > MIB for p in progress.values()):
             raise RuntimeError("stop here")
 
-    outcomes = fan_out(3, progress={0: stop, 1: False, 2: False, 3: False})
+    outcomes = fan_out(3, progress={0: stop, 1: False, 2: False, 3: False}, max_bytes_per_second=8e6)
     assert isinstance(outcomes[0].error, RuntimeError)
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, transfuse.PeerError)

@@ -114,6 +114,8 @@ class Reader:
         self._memory = memory
         self._call_bytes = call_bytes
         #: The address of each storage's window, or 0.
+        if len(memory.storages) % 8:
+            raise Malformed("a malformed description of memory")
         self.storages = np.frombuffer(memory.storages, dtype="<u8")
         highest = max(memory.token_address, int(self.storages.max(initial=0)))
         if len(self.storages) != storages or len(memory.token) != TOKEN_BYTES or not 0 < memory.pid < 1 << 31:
