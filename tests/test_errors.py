@@ -20,10 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hostile
 import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
 from ranks import Fleet, Ranks, announce
 from transfuse import accepting, messages, places, receiver, source
+from transfuse.limits import Limits
+from transfuse.routes.group import FIRST_TAG, Group, Line
 from transfuse.testing.exact import assert_exact
 
 pytestmark = pytest.mark.usefixtures("group_route")
@@ -784,6 +787,17 @@ def test_signs_of_life_with_progress_are_listened_to_for_as_long_as_it_takes(mon
     with pair() as two:
         options = {"max_bytes_per_second": 16e6}
         assert_exact(state, two.move(state, source=options, timeout=timedelta(seconds=1)))
+
+
+@pytest.mark.parametrize(("notes", "total"), [([0, 0], 1 << 20), ([1, 2], 1 << 20), ([1 << 40, 1 << 41], 0)])
+def test_a_peer_that_only_says_it_is_working_is_given_up(notes: list[int], total: int) -> None:
+    """However its count of bytes rises: a byte at a time is no progress, and more than there are is none either."""
+    limits = Limits(max_working_records=2)
+    signs = b"".join(messages.seal(messages.Message.WORKING, 1, note, b"") for note in notes)
+    line = Line(Group(hostile.Stream(signs), CPU), 3, 1.0, limits)
+    line.transfer, line.tag, line.most_bytes = 1, FIRST_TAG, total
+    with pytest.raises(transfuse.ProtocolError, match="never that it is done"):
+        line.expect(messages.Message.WANT)
 
 
 @pytest.mark.parametrize("staging", [1 << 20, 16 << 20])

@@ -1,4 +1,6 @@
-"""Every default number in one place, each with the environment variable that overrides it.
+"""Every number that may be set, in one place, each with the environment variable that overrides it.
+
+Numbers that follow from how a module works stand in that module.
 
 ``Limits()`` holds the defaults, ``Limits.from_environment()`` applies ``TRANSFUSE_<NAME>`` (upper case) to each
 field. This module imports nothing of the package.
@@ -62,7 +64,8 @@ class Limits:
     max_object_bytes: int = 16 * MIB
     #: Deepest nesting of a state.
     max_depth: int = 128
-    #: Signs of life, one every quarter of the timeout, before a peer that only works is given up.
+    #: Signs of life, one every quarter of the timeout, before a peer that only works is given up; every
+    #: ``min_parcel_bytes`` that it says have arrived allow it one more.
     max_working_records: int = 400
     #: How often a parcel with a wrong digest is asked for again.
     max_repairs: int = 3

@@ -98,13 +98,13 @@ class _Serving:
         self._progress = progress
         self._report = report
         progress.total_bytes = cargo.total_bytes
+        line.most_bytes = cargo.total_bytes
         line.on_working = self._heard
 
     def _heard(self, nbytes: int) -> None:
         """The receiver reads by itself, or gets its parcels from another."""
-        if nbytes <= self._cargo.total_bytes:
-            self._progress.bytes = max(self._progress.bytes, nbytes)
-            self._caller.tick()
+        self._progress.bytes = max(self._progress.bytes, min(nbytes, self._cargo.total_bytes))
+        self._caller.tick()
 
     def serve(self) -> None:
         line, report = self._line, self._report

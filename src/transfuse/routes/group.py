@@ -299,6 +299,8 @@ class Line:
         self.broken = False
         #: How long the peer waits for a sign of life, if it has said so.
         self.peer_timeout = timeout
+        #: How many bytes a working peer can have at most.
+        self.most_bytes = 0
         #: Called with what a working peer says it has so far.
         self.on_working: Callable[[int], object] | None = None
         self._unanswered: list[Posted] = []
@@ -402,16 +404,17 @@ class Line:
 
     def expect(self, *kinds: Message, tag: int | None = None) -> tuple[Header, bytearray]:
         """Receive the next message, which is one of ``kinds``, or raise what the peer's refusal says."""
-        signs = so_far = 0
+        signs = 0
         while True:
             data = self._recv_bytes(HEADER_BYTES, tag)
             header = self._open(data)
             if header.kind is not Message.WORKING:
                 break
             self._verify(data, b"")
-            # Only bytes are progress: a peer that works without any is not waited for without end.
-            signs, so_far = (0, header.note) if header.note > so_far else (signs + 1, so_far)
-            if signs >= self.limits.max_working_records:
+            # Only bytes are progress, and there are only so many: no peer is waited for without end.
+            signs += 1
+            arrived = min(header.note, self.most_bytes)
+            if signs >= self.limits.max_working_records + arrived // self.limits.min_parcel_bytes:
                 raise ProtocolError(self.peer, f"rank {self.peer} says that it is working, but never that it is done")
             if self.on_working is not None:
                 self.on_working(header.note)
