@@ -2,13 +2,14 @@
 
 Modules, each importing only from those before it:
 
-    errors, limits, classes            what can go wrong, every default number, naming classes
+    errors, limits, classes            what can go wrong, every number that may be set, naming classes
     leaves                             one codec for each kind of leaf
     boxes, trees, manifest             a state as plain data
     plan, parcels, digest, messages    what travels, in what pieces, and the messages around it
     places, matching, target           the memory it is read from, and lands in
     report, progress, talks            what a caller sees
     routes                             how bytes move
+    ledger, partial, gathering         which parcels are here, from which of several sources
     source, receiver, transport        the two ends of the conversation, and PGTransport
 """
 
@@ -20,36 +21,46 @@ from transfuse.errors import (
     PeerRefused,
     PeerTimeout,
     ProtocolError,
+    ReceiveFailed,
     SendFailed,
+    SourceMutated,
+    SourcesDiffer,
     StateError,
     StepMismatch,
     TargetMismatch,
+    TornState,
     TransfuseError,
     UnsupportedLeaf,
 )
 from transfuse.leaves.codec import MeshDescription
+from transfuse.partial import Partial
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.transport import PGTransport
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "CorruptData",
     "LimitExceeded",
     "MeshDescription",
     "PGTransport",
+    "Partial",
     "PeerError",
     "PeerLost",
     "PeerRefused",
     "PeerTimeout",
     "Progress",
     "ProtocolError",
+    "ReceiveFailed",
     "Report",
     "SendFailed",
+    "SourceMutated",
+    "SourcesDiffer",
     "StateError",
     "StepMismatch",
     "TargetMismatch",
+    "TornState",
     "TransfuseError",
     "UnsupportedLeaf",
     "__version__",

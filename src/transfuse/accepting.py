@@ -16,9 +16,10 @@ from transfuse.limits import Limits
 from transfuse.manifest import Manifest
 from transfuse.matching import match
 from transfuse.parcels import Parcels
+from transfuse.partial import Partial
 from transfuse.target import Landing
 
-__all__ = ["Accepted", "Wishes", "accept"]
+__all__ = ["Accepted", "Wishes", "accept", "check", "compares_digests", "read_offer"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Wishes:
     weights_only_objects: bool = False
     same_host: bool = True
     relay: bool = True
+    #: What an earlier receive has left.
+    resume: Partial | None = None
 
 
 @dataclass
@@ -43,24 +46,21 @@ class Accepted:
     """An offer that has been read, checked, matched and planned. No byte of data has moved."""
 
     offer: messages.Offer
+    parcel_bytes: int
     manifest: Manifest
     room: Room
     kinds: Kinds
     cut: Parcels
     landing: Landing
-    #: Whether digests are compared on the group route.
-    digests: bool
     #: Storages of which only some parts are asked for, and which.
     apart: list[int]
     parts: list[int]
 
 
-def accept(body: bytes | bytearray, wishes: Wishes, limits: Limits, peer: int, device: torch.device) -> Accepted:
-    """Turn an offer's bytes, which anybody may have written, into a plan; or raise a ``transfuse`` error."""
+def read_offer(body: bytes | bytearray, limits: Limits, peer: int) -> messages.Offer:
+    """Read an offer's bytes, which anybody may have written. Its manifest is looked at later."""
     try:
         offer = messages.decode(body, messages.Offer)
-        if wishes.step is not None and offer.step is not None and wishes.step != offer.step:
-            raise StepMismatch(f"the source sends step {offer.step}, the receiver expects step {wishes.step}")
         if not 0 < offer.timeout < float("inf"):
             raise ValueError("an impossible timeout")
         if offer.parcel_bytes < limits.min_parcel_bytes or offer.parcel_bytes % 16 or offer.bursts_ahead < 1:
@@ -70,11 +70,31 @@ def accept(body: bytes | bytearray, wishes: Wishes, limits: Limits, peer: int, d
             raise ValueError("an impossible rate")
         if not 0 < offer.staged_bytes <= offer.burst_bytes:
             raise ValueError("impossible sizes of bursts")
+        for name in offer.manifest.devices:  # In these alone, sources of the same state may differ.
+            torch.device(name)
         if max(offer.burst_bytes, offer.parcel_bytes) * offer.bursts_ahead > limits.staging_bytes:
             raise ValueError(
                 f"{offer.bursts_ahead} bursts of {offer.burst_bytes} bytes do not fit into "
                 f"TRANSFUSE_STAGING_BYTES={limits.staging_bytes}"
             )
+    except (ValueError, RuntimeError) as error:
+        raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
+    return offer
+
+
+def check(offer: messages.Offer, wishes: Wishes) -> None:
+    """Raise unless a source has what the caller asked for, as far as the offer itself says."""
+    if wishes.verify and not offer.digests:
+        raise StateError("verify=True, but the source was made with verify=False and offers no digests")
+    if wishes.step is not None and offer.step is not None and wishes.step != offer.step:
+        raise StepMismatch(f"the source sends step {offer.step}, the receiver expects step {wishes.step}")
+
+
+def accept(
+    offer: messages.Offer, wishes: Wishes, limits: Limits, peer: int, device: torch.device, parcel_bytes: int
+) -> Accepted:
+    """Turn an offer into a plan; or raise a ``transfuse`` error."""
+    try:
         manifest = Manifest.decode(offer.manifest, limits)
         room = Room(manifest.shared, wishes.mesh, wishes.weights_only_objects)
         kinds = Kinds(limits)
@@ -82,18 +102,17 @@ def accept(body: bytes | bytearray, wishes: Wishes, limits: Limits, peer: int, d
         if wishes.atomic:
             found.apart, found.wanted = [], []
         boxes = plan.lay_out(manifest, found.apart, found.wanted)
-        landing = Landing(manifest, found, boxes, device=device, atomic=wishes.atomic, limits=limits)
-        cut = parcels.cut(boxes, offer.parcel_bytes)
-        digests = _digests(offer, wishes, device)
+        kept = None if wishes.resume is None else wishes.resume.memory
+        landing = Landing(manifest, found, boxes, device=device, atomic=wishes.atomic, limits=limits, kept=kept)
+        cut = parcels.cut(boxes, parcel_bytes)
     except TransfuseError:
         raise
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
-    return Accepted(offer, manifest, room, kinds, cut, landing, digests, found.apart, found.wanted)
+    return Accepted(offer, parcel_bytes, manifest, room, kinds, cut, landing, found.apart, found.wanted)
 
 
-def _digests(offer: messages.Offer, wishes: Wishes, device: torch.device) -> bool:
-    if wishes.verify and not offer.digests:
-        raise StateError("verify=True, but the source was made with verify=False and offers no digests")
+def compares_digests(offer: messages.Offer, wishes: Wishes, device: torch.device) -> bool:
+    """Whether digests are compared on the group route."""
     # Elsewhere than on the CPU a digest would first copy every byte to the host: only on request.
     return offer.digests and (device.type == "cpu" if wishes.verify is None else wishes.verify)

@@ -18,7 +18,7 @@ from transfuse import parcels, places
 from transfuse.digest import digest_of
 from transfuse.errors import PeerError, PeerLost, ProtocolError, TransfuseError
 from transfuse.manifest import Ints
-from transfuse.messages import Agreed, Intent, Message, Offer
+from transfuse.messages import Agreed, Answer, Intent, Message, Offer, Want
 from transfuse.pace import Pace
 from transfuse.parcels import Most, Parcels
 from transfuse.places import Places, Staging
@@ -40,12 +40,13 @@ class Shape(NamedTuple):
     digests: bool
 
     @classmethod
-    def of(cls, offer: Offer, agreed: Agreed, digests: bool) -> Shape:
+    def of(cls, offer: Offer, want: Want, agreed: Agreed) -> Shape:
         if agreed.upstream is None and agreed.downstream is None:
-            return cls(Most(offer.burst_bytes, offer.staged_bytes), offer.bursts_ahead, digests)
+            most = Most(want.burst_bytes, min(offer.staged_bytes, want.burst_bytes))
+            return cls(most, offer.bursts_ahead, want.digests)
         # In a chain whatever has arrived goes on at once: a parcel at a time, and more of them under way.
-        parcel = offer.parcel_bytes
-        return cls(Most(parcel, parcel), max(3, min(CHAIN_BYTES // parcel, CHAIN_PARCELS)), digests)
+        parcel = want.parcel_bytes
+        return cls(Most(parcel, parcel), max(3, min(CHAIN_BYTES // parcel, CHAIN_PARCELS)), want.digests)
 
 
 class _Sending(NamedTuple):
@@ -71,6 +72,7 @@ class Outgoing:
         pace: Pace | None = None,
         digest: Callable[[int, torch.Tensor], int] = lambda _, data: digest_of(data),
         ready: Callable[[Sequence[int]], BaseException | None] = lambda _: None,
+        count_more: Callable[[range], object] = lambda more: None,
         always_staged: bool = False,
     ) -> None:
         self._line = line
@@ -84,11 +86,15 @@ class Outgoing:
         self._digest = digest
         #: Waits until these parcels can be sent, or says why they never will.
         self._ready = ready
+        #: Told what the receiver asks for while parcels are under way.
+        self._count_more = count_more
         #: Whether the parcels' own memory stays out of the backend's hands, so that a silent peer can be left.
         self._always_staged = always_staged
         self._flying: deque[_Sending] = deque()
         self._left = False
         self._memory_lock = threading.Lock()
+        #: What has been sent.
+        self.nbytes = self.parcels = 0
         #: What went wrong here and the receiver has not been told yet.
         self.failure: BaseException | None = None
 
@@ -101,27 +107,28 @@ class Outgoing:
     def send(self, numbers: Sequence[int]) -> None:
         rounds = parcels.bursts(self._cut, numbers, self._shape.most)
         cause: BaseException | None = None
-        sent, end, first_cancelled = 0, len(rounds), 0
-        while sent < end or self._flying:
-            if sent < end and len(self._flying) < self._shape.ahead:
+        sent, end = 0, float("inf")
+        while True:
+            if sent < min(end, len(rounds)) and len(self._flying) < self._shape.ahead:
                 stopping = self._post(rounds[sent])
                 if cause is None and stopping is not None:
-                    cause, first_cancelled, end = stopping, sent, min(end, sent + self._shape.ahead)
+                    # The receiver may have posted so many, those that it has just asked for included.
+                    cause, end = stopping, sent + self._shape.ahead
                 sent += 1
-            elif cause is not None and sent - len(self._flying) >= first_cancelled:
+            elif not self._flying or (cause is not None and sent - len(self._flying) + self._shape.ahead >= end):
                 break  # What is still under way says that it is cancelled, and is not answered.
             else:
-                self._hear_answer()
+                rounds += parcels.bursts(self._cut, self._hear_answer(), self._shape.most)
         if cause is not None:
             self._line.refuse(cause)
             raise cause
 
-    def _hear_answer(self) -> None:
-        """The receiver's record about the oldest burst: it has arrived, and more may come or not."""
-        note = int(Intent.GO_ON)
+    def _hear_answer(self) -> Sequence[int]:
+        """The receiver's record about the oldest burst; the parcels that it asks for in addition."""
+        answer = Answer(Intent.GO_ON)
         try:
             header, _ = self._line.expect(Message.GOT)
-            note = header.note
+            answer = Answer.of(header.note)
         except ProtocolError as error:
             # The receiver has receives for parcels posted: no refusal may meet these. Cancel with the next record; if
             # there is none, after its verdict.
@@ -133,9 +140,16 @@ class Outgoing:
             self._staging.give_back(buffer)
         self._progress.bytes += burst.nbytes
         self._caller.tick()
-        if note == Intent.CANCEL:
+        if answer.intent is Intent.CANCEL:
             self._line.expect()
             raise ProtocolError(self._line.peer, f"rank {self._line.peer} cancelled without saying why")
+        more = range(answer.first, answer.first + answer.number)
+        try:
+            self._count_more(more)
+        except ProtocolError as error:
+            self.failure = self.failure or error
+            return ()
+        return more
 
     def _post(self, numbers: Sequence[int]) -> BaseException | None:
         """Post a burst and the record after it; why this end stops with it, if it does."""
@@ -156,6 +170,8 @@ class Outgoing:
         cause = self._caller.cause or self.failure
         burst.posted.append(self._line.post_sent(Intent.CANCEL if cause else Intent.GO_ON, digests))
         self._flying.append(burst)
+        self.nbytes += burst.nbytes
+        self.parcels += len(numbers)
         return cause
 
     def _fetch(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -205,7 +221,7 @@ class Incoming:
         caller: Caller,
         progress: Progress,
         *,
-        landed: Callable[[Sequence[int], Sequence[int]], object] = lambda numbers, digests: None,
+        landed: Callable[[Sequence[int], Sequence[int], Sequence[int]], object],
         always_staged: bool = False,
     ) -> None:
         self._line = line
@@ -215,7 +231,7 @@ class Incoming:
         self._staging = Staging(shape.most.staged_bytes, line.group.device)
         self._caller = caller
         self._progress = progress
-        #: Told about each burst that has landed: its parcels, and the source's digests of them.
+        #: Told about each burst that has landed: its parcels, the source's digests of them, and which are wrong.
         self._landed = landed
         self._always_staged = always_staged
         self._failure: BaseException | None = None
@@ -230,8 +246,11 @@ class Incoming:
             self._left = True
         self._line.abandon()
 
-    def take(self, numbers: Sequence[int]) -> list[int]:
-        """Receive the bursts of these parcels; the numbers of those with a wrong digest."""
+    def take(self, numbers: Sequence[int], more: Callable[[], range] = lambda: range(0)) -> list[int]:
+        """Receive the bursts of these parcels; the numbers of those with a wrong digest.
+
+        When all are under way, ``more`` says what to ask for in addition.
+        """
         line = self._line
         rounds = deque(parcels.bursts(self._cut, numbers, self._shape.most))
         wrong = self.wrong = []
@@ -254,13 +273,20 @@ class Incoming:
                 source_stops = source_stops or cause is None
                 continue
             brought = [number for number, _, _ in burst.parcels]
+            bad: Sequence[int] = ()
             if self._shape.digests:
-                wrong += [n for n, mine, theirs in zip(brought, computed, digests, strict=True) if mine != theirs]
+                # Digests that are damaged themselves fit nothing.
+                sent = digests or [~digest for digest in computed]
+                bad = [n for n, mine, theirs in zip(brought, computed, sent, strict=True) if mine != theirs]
+                wrong += bad
             cause = self._caller.cause or self._failure
             if cause is None:
-                self._landed(brought, digests)
+                self._landed(brought, digests or (), bad)
+            further = more() if not rounds and cause is None else range(0)
+            rounds += parcels.bursts(self._cut, further, self._shape.most)
+            intent = Intent.CANCEL if cause else Intent.GO_ON
             try:
-                line.send(Message.GOT, note=Intent.CANCEL if cause else Intent.GO_ON)
+                line.send(Message.GOT, note=Answer(intent, further.start, len(further)).note)
             except PeerError:
                 # With nothing more to come, a source that is gone by now no longer matters.
                 if rounds or cause is not None:

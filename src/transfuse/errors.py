@@ -5,22 +5,28 @@
     │   ├── UnsupportedLeaf       a leaf that cannot be carried exactly
     │   ├── TargetMismatch        source and target do not fit
     │   ├── StepMismatch          the two ends speak of different steps
+    │   ├── SourcesDiffer         several sources do not offer the same state
+    │   ├── TornState             a half-received state, asked to be a source
     │   └── LimitExceeded         larger than a configured limit allows
     ├── PeerError             the other end or the way to it: repair the group, choose another source
     │   ├── PeerTimeout           no progress within the timeout (also a TimeoutError)
     │   ├── PeerLost              the connection broke (also a ConnectionError)
     │   ├── PeerRefused           the peer declined, and said why
     │   ├── ProtocolError         bytes that no honest peer of this version sends
-    │   └── CorruptData           digests stayed wrong after every repair
-    └── SendFailed            a send to several receivers: a map from rank to cause
+    │   ├── CorruptData           digests stayed wrong after every repair
+    │   └── SourceMutated         the source's tensors changed while it sent them
+    ├── SendFailed            a send: a map from rank to cause
+    └── ReceiveFailed         a receive from several sources: a map from rank to cause
 
-An error raised by an in-place receive lists the leaves whose memory may already hold new bytes in ``torn``.
+An error raised by a receive says what became of it: ``received`` and ``missing`` leaves, ``torn`` targets, and in
+``partial`` what a later receive may go on from.
 This module imports nothing of the package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "CorruptData",
@@ -30,10 +36,14 @@ __all__ = [
     "PeerRefused",
     "PeerTimeout",
     "ProtocolError",
+    "ReceiveFailed",
     "SendFailed",
+    "SourceMutated",
+    "SourcesDiffer",
     "StateError",
     "StepMismatch",
     "TargetMismatch",
+    "TornState",
     "TransfuseError",
     "UnsupportedLeaf",
 ]
@@ -44,17 +54,27 @@ class TransfuseError(Exception):
 
     #: Paths of the target leaves that a failed in-place receive touched. Empty: no target was touched.
     torn: tuple[str, ...] = ()
+    #: After a failed receive: paths of the leaves that have arrived whole and verified, and of those that have not.
+    received: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    #: What a failed receive has, for ``recv_checkpoint(…, resume=…)``. It does not travel to other processes.
+    partial: Any = None
 
     def __str__(self) -> str:
         text = super().__str__()
-        if not self.torn:
-            return text
-        shown = ", ".join(self.torn[:10]) + (", …" if len(self.torn) > 10 else "")
-        return f"{text}\ntorn: {len(self.torn)} target leaves may hold a mix of old and new values: {shown}"
+        if self.received:
+            text += f"\nreceived: {len(self.received)} leaves; missing: {_some(self.missing)}"
+        if self.torn:
+            text += f"\ntorn: {len(self.torn)} target leaves may hold a mix of old and new values: {_some(self.torn)}"
+        return text
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors travel between processes (launchers, pools), though constructors take more than the message.
-        return _restore, (type(self), self.args, self.__dict__)
+        return _restore, (type(self), self.args, {**self.__dict__, "partial": None})
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:10]) + (", …" if len(paths) > 10 else "")
 
 
 def _restore(cls: type[TransfuseError], args: tuple[object, ...], attributes: dict[str, object]) -> TransfuseError:
@@ -90,6 +110,21 @@ class TargetMismatch(StateError):
 
 class StepMismatch(StateError):
     """Source and receiver were called for different steps."""
+
+
+class SourcesDiffer(StateError):
+    """Several sources offer states that are not the same. The message names the first difference."""
+
+
+class TornState(StateError):
+    """The last receive of this transport failed half-way: what it tore is not sent on. ``leaves`` names it."""
+
+    def __init__(self, leaves: Sequence[str]) -> None:
+        self.leaves = tuple(leaves)
+        super().__init__(
+            f"the last receive of this transport failed and left {len(self.leaves)} leaves half-written "
+            f"({_some(self.leaves)}): receive successfully before sending, or make a new PGTransport for another state"
+        )
 
 
 class LimitExceeded(StateError):
@@ -138,6 +173,14 @@ class CorruptData(PeerError):
         super().__init__(rank, message)
 
 
+class SourceMutated(PeerError):
+    """The source's tensors were changed before ``send_checkpoint`` returned. ``leaves`` names them."""
+
+    def __init__(self, rank: int, leaves: Sequence[str], message: str) -> None:
+        self.leaves = tuple(leaves)
+        super().__init__(rank, message)
+
+
 class SendFailed(TransfuseError):
     """A send failed for some receivers; all others have everything. ``causes`` maps rank to error."""
 
@@ -147,3 +190,12 @@ class SendFailed(TransfuseError):
         lines = "".join(f"\n  rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(self.causes.items()))
         done = f"; complete for {list(self.completed)}" if self.completed else ""
         super().__init__(f"send failed for {len(self.causes)} receiver(s){done}:{lines}")
+
+
+class ReceiveFailed(TransfuseError):
+    """A receive from several sources failed: none of them is left. ``causes`` maps rank to error."""
+
+    def __init__(self, causes: Mapping[int, BaseException]) -> None:
+        self.causes = dict(causes)
+        lines = "".join(f"\n  rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(self.causes.items()))
+        super().__init__(f"no source is left of {sorted(self.causes)}:{lines}")

@@ -55,6 +55,10 @@ class Wire(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     part_sizes: bytes
     part_strides: bytes
 
+    def of_any_device(self) -> Wire:
+        """The same without saying which of several devices of a kind: replicas have their own."""
+        return msgspec.structs.replace(self, devices=[name.split(":")[0] for name in self.devices])
+
 
 class Manifest:
     """A described state."""

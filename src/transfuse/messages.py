@@ -1,6 +1,7 @@
 """Control messages: a fixed header, then a body of exactly the announced length.
 
-The header's digest covers header and body. Bodies are typed msgpack; what does not fit its type is refused.
+The header has a digest of itself, without which its length would not be believed, and one of the body. Bodies are
+typed msgpack; what does not fit its type is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import enum
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -21,30 +22,36 @@ __all__ = [
     "MAGIC",
     "WIRE_VERSION",
     "Agreed",
+    "Answer",
+    "Compare",
     "Header",
     "Intent",
     "Link",
     "Memory",
     "Message",
+    "More",
     "Offer",
     "Refusal",
     "Verdict",
     "Want",
     "decode",
+    "digests_in",
     "encode",
     "numbers_in",
     "open_header",
     "pairs_of",
+    "record_bytes",
     "seal",
+    "seal_record",
     "timeout_in",
     "verify",
 ]
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
-# magic, version, kind, transfer, note, body length, digest
-_HEADER = struct.Struct("<4sHHQQQQ")
+# magic, version, kind, transfer, note, body length, digest of the body, digest of all that
+_HEADER = struct.Struct("<4sHHQQQQQ")
 HEADER_BYTES = _HEADER.size
 _DIGEST_BYTES = 8
 
@@ -52,8 +59,8 @@ _DIGEST_BYTES = 8
 class Message(enum.IntEnum):
     """Kinds of message.
 
-    ``note`` in the header is the transfer's tag (offer, refusal of an offer), an Intent (records), or how many bytes
-    have arrived so far (working).
+    ``note`` in the header is the transfer's tag (offer, refusal of an offer), an Intent (sent), an Answer (got), or how
+    many bytes have arrived so far (working).
     """
 
     OFFER = 1
@@ -64,6 +71,10 @@ class Message(enum.IntEnum):
     VERDICT = 6
     WORKING = 7
     AGREED = 8
+    MORE = 9
+    CHECK = 10
+    COMPARE = 11
+    DIFFER = 12
 
 
 _KINDS = {message.value: message for message in Message}
@@ -74,6 +85,23 @@ class Intent(enum.IntEnum):
 
     GO_ON = 0
     CANCEL = 1
+
+
+class Answer(NamedTuple):
+    """What a receiver says about a burst that has arrived (got), in the note: 1 bit, 32 bits and 31 bits."""
+
+    intent: Intent
+    #: Parcels that it wants in addition: from this one on, so many.
+    first: int = 0
+    number: int = 0
+
+    @property
+    def note(self) -> int:
+        return self.intent | self.first << 1 | self.number << 33
+
+    @classmethod
+    def of(cls, note: int) -> Answer:
+        return cls(Intent(note & 1), note >> 1 & 0xFFFF_FFFF, note >> 33)
 
 
 class Header(NamedTuple):
@@ -118,6 +146,9 @@ class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     """
 
     fingerprint: int
+    #: At most what was offered: with several sources all parcels are cut alike.
+    parcel_bytes: int
+    burst_bytes: int
     digests: bool
     apart: list[int]
     parts: list[int]
@@ -152,10 +183,25 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     cause: str
 
 
-class Verdict(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Receiver to source: the parcels to send again, as in a want. None: all is here and verified."""
+class More(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Parcels, as in a want.
 
-    missing: list[int]
+    Receiver to source (MORE): send these too, or again. Source to receiver (DIFFER): these are not as compared.
+    """
+
+    parcels: list[int]
+
+
+class Compare(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Receiver to source: parcels that it holds already, as in a want, and a digest of each (u64)."""
+
+    parcels: list[int]
+    digests: bytes
+
+
+class Verdict(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Receiver to source: all is here and verified."""
+
     #: Bytes that the receiver has read from the source's memory.
     read_bytes: int = 0
 
@@ -171,17 +217,24 @@ class _Preface(msgspec.Struct, array_like=True, frozen=True):
     timeout: float
 
 
-Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed)
+Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed, More, Compare)
+
+# msgspec looks into a type when it is first used, and two threads that do so at the same time end the process: hence
+# here, once, and not when several conversations hear their first message.
+_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    cls: msgspec.msgpack.Decoder(cls) for cls in (Offer, Want, Refusal, Verdict, Agreed, More, Compare, _Preface)
+}
 
 
-def encode(body: Offer | Want | Refusal | Verdict | Agreed) -> bytes:
+def encode(body: Offer | Want | Refusal | Verdict | Agreed | More | Compare) -> bytes:
     return msgspec.msgpack.encode(body)
 
 
 def decode(data: bytes | bytearray, cls: type[Body]) -> Body:
     """Typed decoding; ``ValueError`` for anything else."""
     try:
-        return msgspec.msgpack.decode(data, type=cls)
+        body: Body = _DECODERS[cls].decode(data)
+        return body
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"malformed {cls.__name__.lower()}: {error}") from error
 
@@ -210,36 +263,62 @@ def numbers_in(pairs: list[int], count: int) -> Sequence[int]:
 def timeout_in(offer: bytes | bytearray) -> float | None:
     """How long the source of an offer waits for a sign of life, if the offer says so in a sound way."""
     try:
-        timeout = msgspec.msgpack.decode(offer, type=_Preface).timeout
+        timeout: float = _DECODERS[_Preface].decode(offer).timeout
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     return timeout if 0 < timeout < float("inf") else None
 
 
+def record_bytes(digests: int) -> int:
+    """How long a record about a burst with so many digests is."""
+    return HEADER_BYTES + (8 * digests + _DIGEST_BYTES if digests else 0)
+
+
+def seal_record(transfer: int, intent: Intent, digests: Sequence[int]) -> bytes:
+    """A record: a header, and digests that are sealed by themselves. So damage to these costs only their parcels."""
+    head = seal(Message.SENT, transfer, intent, b"")
+    if not digests:
+        return head
+    body = struct.pack(f"<{len(digests)}Q", *digests)
+    return head + body + struct.pack("<Q", _digest(head, body))
+
+
+def digests_in(record: bytes) -> Sequence[int] | None:
+    """The digests of a record; None if they have arrived damaged."""
+    if len(record) <= HEADER_BYTES:
+        return ()
+    head, body, seal = record[:HEADER_BYTES], record[HEADER_BYTES:-_DIGEST_BYTES], record[-_DIGEST_BYTES:]
+    if struct.pack("<Q", _digest(head, body)) != seal:
+        return None
+    return struct.unpack(f"<{len(body) // 8}Q", body)
+
+
 def seal(kind: Message, transfer: int, note: int, body: bytes | bytearray | memoryview) -> bytes:
     """The header for a body."""
-    head = _HEADER.pack(MAGIC, WIRE_VERSION, kind, transfer, note, len(body), 0)[:-_DIGEST_BYTES]
-    return head + struct.pack("<Q", _digest(head, body))
+    digest = xxhash.xxh3_64_intdigest(body)
+    head = _HEADER.pack(MAGIC, WIRE_VERSION, kind, transfer, note, len(body), digest, 0)[:-_DIGEST_BYTES]
+    return head + xxhash.xxh3_64_digest(head)[::-1]
 
 
 def open_header(data: bytes) -> Header:
     """Read a header. ``ValueError`` says what is foreign about it."""
-    magic, version, kind, transfer, note, length, digest = _HEADER.unpack(data)
+    magic, version, kind, transfer, note, length, digest, own = _HEADER.unpack(data)
     if magic != MAGIC:
         raise ValueError(f"not a transfuse message (starts with {magic!r})")
     if version != WIRE_VERSION:
         raise ValueError(
             f"wire version {version}, this end speaks {WIRE_VERSION}; install the same transfuse on both ends"
         )
+    if xxhash.xxh3_64_intdigest(data[:-_DIGEST_BYTES]) != own:
+        raise ValueError("the header of a control message arrived damaged (its digest does not match)")
     if kind not in _KINDS:
         raise ValueError(f"unknown kind of message {kind}")
     return Header(_KINDS[kind], transfer, note, length, digest)
 
 
-def verify(header: bytes, body: bytes | bytearray | memoryview) -> None:
-    """Check the digest of a message that has arrived whole."""
-    (digest,) = struct.unpack("<Q", header[-_DIGEST_BYTES:])
-    if _digest(header[:-_DIGEST_BYTES], body) != digest:
+def verify(header: Header, body: bytes | bytearray | memoryview) -> None:
+    """Check the digest of a body that has arrived whole."""
+    if xxhash.xxh3_64_intdigest(body) != header.digest:
         raise ValueError("a control message arrived damaged (its digest does not match)")
 
 

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from transfuse import vm
 from transfuse.boxes import Box, Form, blocks
+from transfuse.digest import digest_of
 from transfuse.leaves import dense
 from transfuse.manifest import Ints
 from transfuse.parcels import Parcels, Piece
@@ -24,6 +27,7 @@ __all__ = [
     "Signs",
     "Staging",
     "as_bytes",
+    "digests_of",
     "pack",
     "place_in_storage",
     "place_in_tensor",
@@ -167,6 +171,18 @@ def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) 
             slots.append(buffer[piece.position : piece.position + piece.high - piece.low])
     if runs:
         torch._foreach_copy_(runs, slots)
+
+
+def digests_of(parcels: Parcels, places: Places, numbers: list[int]) -> npt.NDArray[np.uint64]:
+    """Digests of parcels as they lie in memory."""
+    result = np.zeros(len(numbers), dtype=np.uint64)
+    cpu = torch.device("cpu")
+    for i, number in enumerate(numbers):
+        data = as_bytes(places, parcels, number, cpu)
+        if data is None:
+            data = pack(places, parcels, number, torch.empty(int(parcels.nbytes[number]), dtype=torch.uint8))
+        result[i] = digest_of(data)
+    return result
 
 
 def _gather(theirs: vm.Ranges, mine: vm.Ranges) -> bool:

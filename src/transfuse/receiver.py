@@ -1,45 +1,57 @@
-"""The receiver's end of the conversation."""
+"""The receiver's end of the conversation with one source."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from contextlib import nullcontext, suppress
 
 import numpy as np
 
 from transfuse import messages, parcels, vm
-from transfuse.accepting import Accepted, Wishes, accept
+from transfuse.accepting import compares_digests, read_offer
 from transfuse.bursts import Incoming, Shape
 from transfuse.chains import this_host
-from transfuse.errors import CorruptData, PeerError, PeerLost, ProtocolError, TransfuseError
-from transfuse.matching import prepare
-from transfuse.messages import Message
+from transfuse.errors import CorruptData, PeerError, PeerLost, ProtocolError, SourceMutated
+from transfuse.gathering import Compare, Confirm, Fetch, Gathering
+from transfuse.ledger import Ledger
+from transfuse.messages import Message, Offer
 from transfuse.pace import Pace
-from transfuse.progress import Progress
+from transfuse.parts import Bools
 from transfuse.reading import Reading
 from transfuse.relay import Relay
-from transfuse.report import Report
 from transfuse.routes.group import OFFER_TAG, Line, valid_link_tag
 from transfuse.routes.memory import Malformed, Reader, SourceEnded, Unreadable
-from transfuse.talks import Caller
 
 __all__ = ["receive"]
 
 logger = logging.getLogger("transfuse")
 
+#: After so many bytes read from memory the lease is looked at, and they are known to be good.
+READ_BYTES = 512 << 20
 
-def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, report: Report, result: list[Any]) -> None:
-    """Hear an offer, take what is wanted of it, verify it, and put the state into ``result``."""
-    if wishes.failure is None:
-        with report.phase("prepare"):
-            # Before the offer: the source is describing its state meanwhile.
-            try:
-                wishes = replace(wishes, target=prepare(wishes.target, line.limits))
-            except Exception as error:
-                wishes = replace(wishes, failure=error)
+
+def receive(line: Line, gathering: Gathering) -> None:
+    """Hear an offer, take from this source what it is to bring, and tell it how the receive has ended."""
+    gathering.join(line)
+    gathering.prepare()
+    try:
+        _Conversation(line, gathering, _hear(line, gathering)).run()
+    except BaseException as error:
+        left = gathering.left(line.peer)
+        if left is not None:
+            line.refuse(left)  # It has come back, too late.
+            gathering.give_back(line.peer)
+        else:
+            if not line.broken:
+                line.refuse(error)
+            gathering.lost(line.peer, error)
+        raise
+
+
+def _hear(line: Line, gathering: Gathering) -> Offer:
+    """Hear the source's offer, and that it is what the other sources offer too."""
+    report, progress = gathering.report, gathering.progress[line.peer]
     with report.phase("wait for offer"):
         line.phase = progress.phase = "waiting for the offer"
         try:
@@ -47,132 +59,168 @@ def receive(line: Line, wishes: Wishes, caller: Caller, progress: Progress, repo
         except ProtocolError as error:
             if line.tag != OFFER_TAG:
                 line.refuse(error)  # The header was sound: the source can be told.
+            else:
+                line.broken = True
             raise
+    gathering.may_leave(line, None)
     with report.phase("plan"):
         line.phase = progress.phase = "planning"
-        try:
-            if wishes.failure is not None:
-                raise wishes.failure
-            line.peer_timeout = messages.timeout_in(body) or line.timeout
-            with line.holding_turn():
-                accepted = accept(body, wishes, line.limits, line.peer, line.group.device)
-            caller.lend(line.peer)
-        except BaseException as error:
-            line.refuse(error)
-            raise
-        del body
-        progress.total_bytes = accepted.cut.total_bytes
-        report.leaves = len(accepted.manifest)
-        report.step = accepted.offer.step if wishes.step is None else wishes.step
-    landing = accepted.landing
-    try:
-        missing = _Reading(line, wishes, accepted, caller, progress, report).read()
-        if missing:
-            _Taking(line, wishes, accepted, caller, progress, report).take(missing)
-        with report.phase("finish"):
-            result.append(_finish(line, accepted, report))
-    except BaseException as error:
-        if isinstance(error, ProtocolError) and not line.broken:
-            line.refuse(error)
-        report.torn = landing.torn()
-        if isinstance(error, TransfuseError):
-            error.torn = report.torn
-        elif report.torn:
-            error.add_note(f"torn target leaves: {', '.join(report.torn[:100])}")
-        raise
-    finally:
-        landing.bump_versions()
-
-
-def _finish(line: Line, accepted: Accepted, report: Report) -> Any:
-    try:
+        if gathering.wishes.failure is not None:
+            gathering.fail(gathering.wishes.failure)
+            raise gathering.wishes.failure
+        line.peer_timeout = messages.timeout_in(body) or line.timeout
         with line.holding_turn():
-            state = _build(line.peer, accepted)
-    except TransfuseError as error:
-        if not isinstance(error, ProtocolError):
-            line.refuse(error)
-        raise
-    line.phase = "sending the verdict"
-    with suppress(PeerError):
-        # Everything is here and verified: whether the source still lives no longer matters.
-        line.send(Message.VERDICT, messages.encode(messages.Verdict([], report.read_bytes)))
-        line.settle()
-    return state
+            offer = read_offer(body, line.limits, line.peer)
+            del body
+            gathering.agree(line, offer)
+        gathering.caller.lend(line.peer)
+    return offer
 
 
-def _build(peer: int, accepted: Accepted) -> Any:
-    """Build the state from what has landed, which may still be nonsense: indices of a sparse tensor are data."""
-    try:
-        return accepted.landing.finish(accepted.room, accepted.kinds)
-    except TransfuseError:
-        raise
-    except Exception as error:
-        raise ProtocolError(peer, f"rank {peer} sent data that cannot be built: {error}") from error
+class _Conversation:
+    """With one source, from its offer on."""
 
-
-class _Reading:
-    """The memory route: everything that can be read where the source has it."""
-
-    def __init__(
-        self, line: Line, wishes: Wishes, accepted: Accepted, caller: Caller, progress: Progress, report: Report
-    ) -> None:
+    def __init__(self, line: Line, gathering: Gathering, offer: Offer) -> None:
         self._line = line
-        self._wishes = wishes
-        self._accepted = accepted
-        self._caller = caller
-        self._progress = progress
-        self._report = report
-        self._pace = Pace(accepted.offer.max_bytes_per_second)
+        self._gathering = gathering
+        self._offer = offer
+        self._caller = gathering.caller
+        self._accepted = gathering.accepted
+        self._ledger: Ledger = gathering.ledger
+        self._report = gathering.report
+        self._progress = gathering.progress[line.peer]
+        self._pace = Pace(offer.max_bytes_per_second)
+        self._read_bytes = 0
+        #: Which parcels can be read from its memory.
+        self._readable: Bools = np.zeros(len(self._ledger), dtype=bool)
+        self._want: messages.Want | None = None
+        self._shape: Shape | None = None
+        self._relay: Relay | None = None
+        #: How often each parcel has arrived wrong.
+        self._wrong: dict[int, int] = {}
 
-    def read(self) -> Sequence[int]:
-        """Read what can be read; the numbers of the parcels that have to be asked for."""
-        everything = range(len(self._accepted.cut))
-        memory, line = self._accepted.offer.memory, self._line
-        if memory is None or not self._wishes.same_host or not everything:
-            return everything
-        if self._pace.rate is not None and self._pace.rate * line.timeout < line.limits.min_parcel_bytes:
-            return everything  # Slower than the timeout allows: over the group such a source is noticed.
-        line.phase = self._progress.phase = "reading the source's memory"
+    def run(self) -> None:
+        line, gathering = self._line, self._gathering
+        cause: BaseException | None = None
         try:
-            with (
-                self._report.phase("read"),
-                line.holding_turn(lambda: self._progress.bytes),
-                Reader(memory, len(self._accepted.manifest.storages), self._pace.at_once(vm.CALL_BYTES)) as reader,
-            ):
-                return self._read_with(reader)
+            self._read()
+            while True:
+                with line.holding_turn(lambda: self._progress.bytes):
+                    task = gathering.next_task(line, self._share())
+                if task is None:
+                    break
+                if isinstance(task, Fetch) and self._readable[np.asarray(task.numbers)].any():
+                    # Somebody else owed them.
+                    self._ledger.give_back(line.peer)
+                    self._read()
+                elif isinstance(task, Fetch):
+                    self._fetch(task.numbers)
+                elif isinstance(task, Compare):
+                    self._compare(task.numbers)
+                elif isinstance(task, Confirm):
+                    self._confirm()
+        except BaseException as error:
+            cause = error
+            raise
+        finally:
+            self._pass_on(cause)
+        line.phase = "sending the verdict"
+        with suppress(PeerError):
+            # Everything is here and verified: whether the source still lives no longer matters.
+            line.send(Message.VERDICT, messages.encode(messages.Verdict(self._read_bytes)))
+            if gathering.several:
+                gathering.may_leave(line, line.abandon)  # A frozen one takes no verdict.
+            line.settle()
+
+    def _share(self) -> float:
+        """How much to ask this source for at a time: all, unless there are others."""
+        if not self._gathering.several:
+            return float("inf")
+        return self._burst_bytes() * self._offer.bursts_ahead
+
+    def _burst_bytes(self) -> int:
+        """With several sources bursts are small: all of them are staged, and the last ones should end together."""
+        sources = len(self._gathering.ranks)
+        if sources == 1:
+            return self._offer.burst_bytes
+        staged = self._line.limits.staging_bytes // (sources * self._offer.bursts_ahead)
+        fair = self._accepted.cut.total_bytes // (16 * sources)
+        # One that takes half the timeout is left as silent.
+        timely = int(self._line.timeout / 4 * self._line.limits.slowest_bytes_per_second)
+        return max(min(self._offer.burst_bytes, staged, fair, timely), min(self._accepted.parcel_bytes, staged), 1)
+
+    # -- memory
+
+    def _read(self) -> None:
+        """Read from the source's memory whatever can be read."""
+        line, gathering, memory = self._line, self._gathering, self._offer.memory
+        try:
+            if memory is None or not gathering.wishes.same_host or not len(self._ledger):
+                return
+            if self._pace.rate is not None and self._pace.rate * line.timeout < line.limits.min_parcel_bytes:
+                return  # Slower than the timeout allows: over the group such a source is noticed.
+            line.phase = self._progress.phase = "reading the source's memory"
+            # One reader uses all threads, unless it is limited.
+            turn = gathering.reading if self._pace.rate is None else nullcontext()
+            with line.holding_turn(lambda: self._progress.bytes), turn, self._report.phase("read"):
+                if self._ledger.complete and not self._ledger.kept():
+                    return
+                call_bytes = self._pace.at_once(vm.CALL_BYTES)
+                with Reader(memory, len(self._accepted.manifest.storages), call_bytes) as reader:
+                    self._read_with(reader)
         except Unreadable as reason:
+            self._readable[:] = False
+            self._ledger.give_back(line.peer)
             if isinstance(reason, SourceEnded) and self._progress.bytes:
                 raise PeerLost(line.peer, f"rank {line.peer} ended while its memory was being read") from reason
             logger.info("rank %d: %s; using the group route", line.peer, reason)
         except Malformed as error:
             raise ProtocolError(line.peer, f"rank {line.peer}: {error}") from error
-        except BaseException as error:
-            line.refuse(error)
-            raise
-        self._progress.bytes = 0
-        return everything
+        finally:
+            self._progress.bytes = self._ledger.bytes_from(line.peer)
+            gathering.done_reading(line.peer)
 
-    def _read_with(self, reader: Reader) -> Sequence[int]:
-        accepted, report = self._accepted, self._report
-        staging = self._line.limits.staging_bytes
+    def _read_with(self, reader: Reader) -> None:
+        accepted, report, line, ledger = self._accepted, self._report, self._line, self._ledger
+        staging = line.limits.staging_bytes
         reading = Reading(reader, accepted.cut, accepted.landing, staging, self._pace_or_stop, self._went_on)
-        numbers = reading.readable()
-        failed = set(reading.read(numbers))
-        if self._wishes.verify:
-            failed |= self._settle_differences(reading, [n for n in numbers if n not in failed])
-        reader.check()
-        done = [n for n in numbers if n not in failed]
-        if failed:
-            logger.info("rank %d: %d parcels cannot be read, they come over the group", self._line.peer, len(failed))
-        if done:
-            report.route = "memory"
-        report.parcels += len(done)
-        report.read_bytes = int(accepted.cut.nbytes[done].sum())
-        report.bytes += report.read_bytes
-        report.verified = bool(self._wishes.verify)
-        self._progress.bytes = report.read_bytes
-        missing: list[int] = np.setdiff1d(np.arange(len(accepted.cut)), np.array(done, dtype=np.int64)).tolist()
-        return missing
+        readable = self._readable
+        if not readable.any():
+            readable[reading.readable()] = True
+        if readable[np.asarray(ledger.kept(), dtype=np.int64)].all():
+            self._compare_by_reading(reading)
+        unreadable = 0
+        rate = self._pace.rate
+        share = READ_BYTES if rate is None else min(READ_BYTES, int(rate * line.timeout / 8))
+        while len(numbers := self._gathering.read_share(line.peer, share, readable)):
+            failed = set(reading.read(numbers))
+            if self._gathering.wishes.verify:
+                failed |= self._settle_differences(reading, [n for n in numbers if n not in failed])
+            reader.check()
+            done = [n for n in numbers if n not in failed]
+            ledger.land(line.peer, done)
+            ledger.give_back(line.peer)
+            readable[list(failed)] = False
+            unreadable += len(failed)
+            nbytes = ledger.bytes_of(done)
+            self._read_bytes += nbytes
+            if done:
+                report.count(line.peer, nbytes, len(done), "memory")
+            report.read_bytes += nbytes
+            report.verified = bool(self._gathering.wishes.verify)
+        if unreadable:
+            logger.info("rank %d: %d parcels cannot be read, they come over the group", line.peer, unreadable)
+
+    def _compare_by_reading(self, reading: Reading) -> None:
+        """Compare what was kept from an earlier receive with the source's memory itself."""
+        kept, differing = self._gathering.claim_comparing(), None
+        if not len(kept):
+            return
+        try:
+            differing = reading.differing(kept)
+            reading.check()
+        finally:
+            self._gathering.compared(differing)
 
     def _settle_differences(self, reading: Reading, numbers: list[int]) -> set[int]:
         """Read again what differs from a second look at the source; the parcels that cannot be read any more."""
@@ -185,7 +233,13 @@ class _Reading:
             gone |= set(reading.read(numbers))
             numbers = [n for n in numbers if n not in gone]
         reading.check()  # What a source that has left does with its tensors is its own business.
-        raise _corrupt(self._line, self._accepted, numbers, "The source's tensors change while it sends")
+        leaves = self._leaves_of(numbers)
+        raise SourceMutated(
+            self._line.peer,
+            leaves,
+            f"rank {self._line.peer} changed its tensors while it sent them: {_some(leaves)}. Nothing may step the "
+            "optimizer or write to the state before send_checkpoint has returned",
+        )
 
     def _went_on(self, nbytes: int) -> None:
         self._progress.bytes += nbytes
@@ -197,58 +251,96 @@ class _Reading:
         if self._caller.cause is not None:
             raise self._caller.cause
 
+    # -- group
 
-class _Taking:
-    """The group route: parcels that the source sends, or a receiver that has them already."""
-
-    def __init__(
-        self, line: Line, wishes: Wishes, accepted: Accepted, caller: Caller, progress: Progress, report: Report
-    ) -> None:
-        self._line = line
-        self._wishes = wishes
-        self._accepted = accepted
-        self._caller = caller
-        self._progress = progress
-        self._report = report
-
-    def take(self, numbers: Sequence[int]) -> None:
-        """Ask for these parcels, receive them, and ask again for what arrived wrong."""
-        line, accepted, report = self._line, self._accepted, self._report
-        with report.phase("want"):
-            agreed = self._ask(numbers)
-        shape = Shape.of(accepted.offer, agreed, accepted.digests)
-        report.verified = accepted.digests and (report.verified or not report.read_bytes)
-        report.route = "memory+group" if report.read_bytes else "group"
-        relay = Relay(line, accepted.cut, accepted.landing, shape, self._caller)
-        try:
+    def _fetch(self, numbers: Sequence[int]) -> None:
+        """Ask for these parcels and receive them, or what comes of them."""
+        agreed = self._ask(numbers)
+        assert self._want is not None
+        shape = self._shape = self._shape or Shape.of(self._offer, self._want, agreed)
+        report, gathering, line = self._report, self._gathering, self._line
+        report.verified = shape.digests and (report.verified or not report.read_bytes)
+        if agreed.downstream is not None or agreed.upstream is not None:
+            self._relay = Relay(line, self._accepted.cut, self._accepted.landing, shape, self._caller)
             if agreed.downstream is not None:
-                relay.start(agreed.downstream, numbers)
-            with report.phase("receive"):
-                if agreed.upstream is not None:
-                    numbers = self._take_relayed(relay, agreed, numbers)
-                if numbers:
-                    self._take_from_source(shape, relay, numbers)
-        except BaseException as error:
-            relay.finish(error)
-            raise
-        with report.phase("pass on"), line.holding_turn():
-            relay.finish()
+                self._relay.start(agreed.downstream, numbers)
+        with report.phase("receive"):
+            if agreed.upstream is not None:
+                self._take_relayed(agreed, numbers)
+                return
+            incoming = Incoming(
+                line,
+                self._accepted.cut,
+                self._accepted.landing,
+                shape,
+                self._caller,
+                self._progress,
+                landed=self._landed,
+                always_staged=gathering.several or line.group.moves_tensors,
+            )
+            line.phase = self._progress.phase = "receiving parcels"
+            gathering.may_leave(line, incoming.leave if gathering.several else None)
+            try:
+                incoming.take(numbers, self._more if gathering.several else lambda: range(0))
+            finally:
+                gathering.may_leave(line, None)
+        self._sort_out(incoming.wrong)
+
+    def _more(self) -> range:
+        return self._gathering.more(self._line.peer, self._burst_bytes())
+
+    def _landed(self, numbers: Sequence[int], digests: Sequence[int], wrong: Sequence[int]) -> None:
+        """A burst has landed; of its parcels, these are wrong."""
+        if self._relay is not None:
+            self._relay.gate.landed(numbers, digests)
+        self._ledger.damaged(self._line.peer, wrong)
+        good = [i for i, n in enumerate(numbers) if n not in wrong] if wrong else range(len(numbers))
+        done = [numbers[i] for i in good]
+        self._ledger.land(self._line.peer, done, [digests[i] for i in good] if digests else ())
+        self._report.count(self._line.peer, self._ledger.bytes_of(numbers), len(numbers), "group")
+
+    def _sort_out(self, wrong: Sequence[int]) -> None:
+        """Let parcels that arrived wrong be wanted again, here or elsewhere; but not from here without end."""
+        line = self._line
+        self._report.repaired += len(wrong)
+        for number in wrong:
+            self._wrong[number] = self._wrong.get(number, 0) + 1
+        lasting = [number for number in wrong if self._wrong[number] > line.limits.max_repairs]
+        if lasting:
+            self._report.repaired -= len(lasting)
+            leaves = self._leaves_of(lasting)
+            raise CorruptData(
+                line.peer,
+                leaves,
+                f"rank {line.peer}: {len(lasting)} parcels were still wrong after {line.limits.max_repairs} repairs; "
+                f"leaves: {_some(leaves)}. The bytes are damaged on the way",
+            )
+        self._ledger.give_back(line.peer)
+        self._progress.bytes = self._ledger.bytes_from(line.peer)
 
     def _ask(self, numbers: Sequence[int]) -> messages.Agreed:
+        """Ask for parcels; what the source agrees to."""
         line, accepted = self._line, self._accepted
-        line.phase = self._progress.phase = "sending the want"
-        want = messages.Want(
-            parcels.fingerprint(accepted.cut),
-            accepted.digests,
-            accepted.apart,
-            accepted.parts,
-            messages.pairs_of(numbers),
-            self._wishes.relay and line.group.relays,
-            this_host(),
-        )
-        line.send(Message.WANT, messages.encode(want))
-        _, body = line.expect(Message.AGREED)
-        agreed = line.decode(body, messages.Agreed)
+        with self._report.phase("want"):
+            line.phase = self._progress.phase = "sending the want"
+            if self._want is not None:
+                line.send(Message.MORE, messages.encode(messages.More(messages.pairs_of(numbers))))
+                self._expect_agreed()
+                return messages.Agreed()
+            several = self._gathering.several
+            want = self._want = messages.Want(
+                parcels.fingerprint(accepted.cut),
+                accepted.parcel_bytes,
+                self._burst_bytes(),
+                compares_digests(self._offer, self._gathering.wishes, line.group.device),
+                accepted.apart,
+                accepted.parts,
+                messages.pairs_of(numbers),
+                self._gathering.wishes.relay and line.group.relays and not several and not self._ledger.kept(),
+                this_host(),
+            )
+            line.send(Message.WANT, messages.encode(want))
+            agreed = line.decode(self._expect_agreed(), messages.Agreed)
         links = [link for link in (agreed.upstream, agreed.downstream) if link is not None]
         if links and not want.relay:
             raise ProtocolError(line.peer, f"rank {line.peer} agreed to a chain that was not wanted")
@@ -258,75 +350,82 @@ class _Taking:
             raise ProtocolError(line.peer, f"rank {line.peer} agreed to a chain with an impossible patience")
         return agreed
 
-    def _take_relayed(self, relay: Relay, agreed: messages.Agreed, numbers: Sequence[int]) -> Sequence[int]:
-        """Take parcels from the neighbour; the numbers of those that the source has to send after all."""
-        assert agreed.upstream is not None
-        line, report = self._line, self._report
-        line.phase = self._progress.phase = "receiving relayed parcels"
+    def _expect_agreed(self, *kinds: Message) -> bytearray:
+        """Wait for an answer, during which nothing of ours is in flight."""
+        line = self._line
+        self._gathering.may_leave(line, line.abandon)
         try:
-            with line.holding_turn(lambda: self._progress.bytes):
-                # Whatever the source thinks: no silence is longer than the caller allows.
-                patience = min(agreed.patience, line.timeout)
-                wrong = relay.take(agreed.upstream, numbers, self._progress, patience)
-        except BaseException as error:
-            line.refuse(error)
-            raise
-        arrived = relay.gate.landed_among(numbers)
-        self._count(arrived)
-        report.relayed_bytes = self._bytes_of(arrived)
-        missing = sorted({*numbers} - {*arrived} | {*wrong})
-        if missing:
-            report.repaired += len(wrong)
-            self._ask_again(missing)
-        return missing
+            _, body = line.expect(*(kinds or (Message.AGREED,)))
+        finally:
+            self._gathering.may_leave(line, None)
+        left = self._gathering.left(line.peer)
+        if left is not None:
+            raise left
+        return body
 
-    def _take_from_source(self, shape: Shape, relay: Relay, numbers: Sequence[int]) -> None:
-        line, accepted = self._line, self._accepted
-        incoming = Incoming(
-            line,
-            accepted.cut,
-            accepted.landing,
-            shape,
-            self._caller,
-            self._progress,
-            landed=relay.gate.landed,
-        )
-        for attempt in range(line.limits.max_repairs + 1):
-            line.phase = self._progress.phase = "receiving parcels"
-            wrong = incoming.take(numbers)
-            self._count(numbers)
-            if not wrong:
-                return
-            if attempt == line.limits.max_repairs:
-                break
-            self._report.repaired += len(wrong)
-            self._ask_again(wrong)
-            numbers = wrong
-        why = "The bytes are damaged on the way, or the source's tensors change while it sends"
-        error = _corrupt(line, accepted, wrong, why)
-        line.refuse(error)
-        raise error
+    def _take_relayed(self, agreed: messages.Agreed, numbers: Sequence[int]) -> None:
+        """Take parcels from the neighbour; what does not come from there is wanted from the source."""
+        assert agreed.upstream is not None
+        assert self._relay is not None
+        line = self._line
+        line.phase = self._progress.phase = "receiving relayed parcels"
+        with line.holding_turn(lambda: self._progress.bytes):
+            # Whatever the source thinks: no silence is longer than the caller allows.
+            patience = min(agreed.patience, line.timeout)
+            wrong = self._relay.take(agreed.upstream, numbers, self._progress, self._landed, patience)
+        self._report.relayed_bytes = self._ledger.bytes_of(self._relay.gate.landed_among(numbers))
+        self._report.repaired += len(wrong)
+        self._ledger.give_back(line.peer)
 
-    def _ask_again(self, numbers: Sequence[int]) -> None:
-        self._line.phase = "sending the verdict"
-        self._line.send(Message.VERDICT, messages.encode(messages.Verdict(messages.pairs_of(numbers))))
-        self._line.expect(Message.AGREED)
+    def _pass_on(self, cause: BaseException | None = None) -> None:
+        """Wait until the neighbour after has everything; with a cause, until it has been told."""
+        relay, self._relay = self._relay, None
+        if relay is None:
+            return
+        if cause is not None:
+            relay.finish(cause)
+            return
+        with self._report.phase("pass on"), self._line.holding_turn():
+            relay.finish()
 
-    def _count(self, numbers: Sequence[int]) -> None:
-        self._report.bytes += self._bytes_of(numbers)
-        self._report.parcels += len(numbers)
+    # -- questions
 
-    def _bytes_of(self, numbers: Sequence[int]) -> int:
-        return int(self._accepted.cut.nbytes[np.array(numbers, dtype=np.int64)].sum())
+    def _compare(self, numbers: Sequence[int]) -> None:
+        """Ask the source which of these parcels, kept from an earlier receive, are not as it has them."""
+        line, gathering = self._line, self._gathering
+        differing: Sequence[int] | None = None
+        try:
+            if self._want is None:
+                self._ask(())
+            line.phase = self._progress.phase = "comparing what was kept"
+            digests, _ = self._ledger.digests
+            held = digests[np.asarray(numbers, dtype=np.int64)].astype("<u8").tobytes()
+            line.send(Message.COMPARE, messages.encode(messages.Compare(messages.pairs_of(numbers), held)))
+            answer = line.decode(self._expect_agreed(Message.DIFFER), messages.More)
+            try:
+                found = messages.numbers_in(answer.parcels, len(self._ledger))
+            except ValueError as error:
+                raise ProtocolError(line.peer, f"rank {line.peer} compared parcels that do not exist") from error
+            asked = set(numbers)
+            if not asked.issuperset(found):
+                raise ProtocolError(line.peer, f"rank {line.peer} compared parcels that it was not asked about")
+            differing = found
+        finally:
+            gathering.compared(differing)
+
+    def _confirm(self) -> None:
+        """Ask the source whether its tensors are still what they were when it described them."""
+        line = self._line
+        self._pass_on()
+        line.phase = self._progress.phase = "asking whether the source has changed"
+        line.send(Message.CHECK)
+        self._expect_agreed()
+        self._gathering.confirmed(line.peer)
+
+    def _leaves_of(self, numbers: Sequence[int]) -> list[str]:
+        boxes = [piece.box for number in numbers for piece in self._accepted.cut.pieces(number)]
+        return self._accepted.landing.paths_of(boxes)
 
 
-def _corrupt(line: Line, accepted: Accepted, wrong: Sequence[int], why: str) -> CorruptData:
-    """The error for parcels that stay wrong."""
-    boxes = [piece.box for number in wrong for piece in accepted.cut.pieces(number)]
-    leaves = accepted.landing.paths_of(boxes)
-    return CorruptData(
-        line.peer,
-        leaves,
-        f"rank {line.peer}: {len(wrong)} parcels were still wrong after {line.limits.max_repairs} repairs; "
-        f"leaves: {', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}. {why}",
-    )
+def _some(leaves: Sequence[str]) -> str:
+    return f"{', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}"

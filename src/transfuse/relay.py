@@ -38,6 +38,7 @@ class Gate:
         self._cause: BaseException | None = None
 
     def landed(self, numbers: Sequence[int], digests: Sequence[int]) -> None:
+        """These are here, or what arrived in their place: whoever gets them next compares them too."""
         with self._changed:
             self._landed[numbers] = True
             if digests:
@@ -146,7 +147,14 @@ class Relay:
         self._after = _Side(line, downstream, talk)
         self._after.start()
 
-    def take(self, upstream: Link, numbers: Sequence[int], progress: Progress, patience: float) -> list[int]:
+    def take(
+        self,
+        upstream: Link,
+        numbers: Sequence[int],
+        progress: Progress,
+        landed: Callable[[Sequence[int], Sequence[int], Sequence[int]], object],
+        patience: float,
+    ) -> list[int]:
         """Receive these parcels from the neighbour before, as far as they come; those with a wrong digest."""
         line = self._line_to(upstream.rank)
         incoming = Incoming(
@@ -156,7 +164,7 @@ class Relay:
             self._shape,
             self._caller,
             progress,
-            landed=self.gate.landed,
+            landed=landed,
             always_staged=True,
         )
 

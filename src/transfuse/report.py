@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError
+
+
+#: Conversations with several sources count in one report.
+_counting = threading.Lock()
 
 
 @dataclass
@@ -35,6 +40,10 @@ class Report:
     read_bytes: int = 0
     #: Of these, passed on by other receivers.
     relayed_bytes: int = 0
+    #: For a receive, how much of it each source brought.
+    by_source: dict[int, int] = field(default_factory=dict)
+    #: What a resumed receive had already.
+    kept_bytes: int = 0
     parcels: int = 0
     #: Parcels that were sent again because their digest was wrong.
     repaired: int = 0
@@ -43,12 +52,21 @@ class Report:
     #: Whether digests were compared.
     verified: bool = False
     seconds: float = 0.0
-    #: Seconds by phase, in the order in which they happened. For a send, of the slowest receiver.
+    #: Seconds by phase, in the order in which they happened. For a send, of the slowest receiver; for a receive from
+    #: several sources, of all of them together.
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
     def bytes_per_second(self) -> float:
         return self.bytes / self.seconds if self.seconds else 0.0
+
+    def count(self, source: int, nbytes: int, parcels: int, route: str) -> None:
+        """A source has brought parcels."""
+        with _counting:
+            self.bytes += nbytes
+            self.parcels += parcels
+            self.by_source[source] = self.by_source.get(source, 0) + nbytes
+            self.route = "+".join(sorted({*self.route.split("+"), route} - {""}, reverse=True))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -56,7 +74,8 @@ class Report:
         try:
             yield
         finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
+            with _counting:
+                self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "bytes_per_second": self.bytes_per_second}
@@ -70,6 +89,12 @@ class Report:
             ("route", self.route or "nothing moved"),
             ("leaves", f"{self.leaves:,}"),
             ("payload", f"{human_bytes(self.bytes)} in {self.parcels:,} parcels"),
+            *(
+                (f"  from {source}", human_bytes(nbytes))
+                for source, nbytes in sorted(self.by_source.items())
+                if len(self.peers) > 1
+            ),
+            *((("kept", human_bytes(self.kept_bytes)),) if self.kept_bytes else ()),
             ("integrity", f"{verified}, {self.repaired} parcels repaired"),
             ("time", f"{self.seconds:.3f} s ({human_bytes(self.bytes_per_second)}/s)"),
             *((f"  {name}", f"{seconds:.3f} s") for name, seconds in self.phases.items()),

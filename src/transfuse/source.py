@@ -12,18 +12,19 @@ from transfuse import messages, parcels, places, plan
 from transfuse.bursts import Outgoing, Shape
 from transfuse.chains import Chains, this_host
 from transfuse.digest import digest_of
-from transfuse.errors import ProtocolError
+from transfuse.errors import ProtocolError, SourceMutated
 from transfuse.leaves import dense
 from transfuse.manifest import Described, Ints
 from transfuse.messages import Message
 from transfuse.pace import Pace
 from transfuse.parcels import Parcels
-from transfuse.places import Place
+from transfuse.places import Place, digests_of
 from transfuse.plan import Boxes
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.routes.group import OFFER_TAG, Line
 from transfuse.talks import Caller
+from transfuse.vigil import Vigil
 
 __all__ = ["Cargo", "refuse", "serve"]
 
@@ -36,6 +37,7 @@ class Cargo:
     offer: messages.Offer
     body: torch.Tensor
     chains: Chains | None
+    vigil: Vigil
     #: Digests of parcels that were sent already, by fingerprint of the plan: each is hashed once for all receivers.
     digests: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -97,12 +99,23 @@ class _Serving:
         self._caller = caller
         self._progress = progress
         self._report = report
+        #: Known once the receiver has said what it wants: how parcels are cut, and where they are.
+        self._cut: Parcels | None = None
+        self._memory: _Memory | None = None
+        self._outgoing: Outgoing | None = None
+        self._known: dict[int, int] = {}
+        #: How often each parcel has been asked for, how much else has been, and what is to be sent next.
+        self._sent: Ints | None = None
+        self._requests = 0
+        self._numbers: Sequence[int] = ()
         progress.total_bytes = cargo.total_bytes
         line.most_bytes = cargo.total_bytes
         line.on_working = self._heard
 
     def _heard(self, nbytes: int) -> None:
         """The receiver reads by itself, or gets its parcels from another."""
+        if self._caller.cause is not None:
+            raise self._caller.cause
         self._progress.bytes = max(self._progress.bytes, min(nbytes, self._cargo.total_bytes))
         self._caller.tick()
 
@@ -111,106 +124,215 @@ class _Serving:
         with report.phase("offer"):
             line.phase = self._progress.phase = "sending the offer"
             line.send(Message.OFFER, self._cargo.body, note=line.tag, tag=OFFER_TAG)
-        with report.phase("wait for want"):
-            line.phase = self._progress.phase = "waiting for the want"
-            try:
-                header, body = line.expect(Message.WANT, Message.VERDICT)
-                if header.kind is Message.VERDICT:
-                    # It has read everything by itself.
-                    if self._hear_verdict(body, 0):
-                        raise ProtocolError(line.peer, f"rank {line.peer} misses parcels that it never wanted")
-                    return
-                want = line.decode(body, messages.Want)
-                cut, numbers = self._plan(want)
-            except ProtocolError as error:
-                line.refuse(error)
-                raise
-        self._send(want, cut, numbers)
+        phase = "want"
+        while True:
+            with report.phase(f"wait for {phase}"):
+                line.phase = self._progress.phase = f"waiting for the {phase}"
+                try:
+                    header, body = line.expect(*self._due())
+                    if header.kind is Message.VERDICT:
+                        self._hear_verdict(body)
+                        return
+                    self._answer(header.kind, body)
+                except BaseException as error:
+                    if not line.broken:
+                        line.refuse(error)
+                    raise
+            phase = "verdict"
+            self._send()
 
-    def _send(self, want: messages.Want, cut: Parcels, numbers: Sequence[int]) -> None:
-        line, report, cargo = self._line, self._report, self._cargo
+    def _due(self) -> list[Message]:
+        """What the receiver may say now. It may ask for parcels once it has said how they are cut."""
+        asks = [Message.MORE, Message.COMPARE] if self._cut is not None else [Message.WANT]
+        return [*asks, Message.CHECK, Message.VERDICT]
+
+    def _answer(self, kind: Message, body: bytearray) -> None:
+        """Answer a request; parcels that it asks for are to be sent then."""
+        line, self._numbers = self._line, ()
+        # Parcels are counted one by one; of everything else there is no need for many.
+        self._requests += kind is not Message.MORE
+        if kind is not Message.WANT and self._cargo.chains is not None:
+            self._cargo.chains.leave(line.peer)
+        if self._requests > line.limits.max_working_records:
+            raise ProtocolError(line.peer, f"rank {line.peer} asks and asks, but never says that it is done")
+        if self._outgoing is not None and self._outgoing.failure is not None:
+            line.refuse(self._outgoing.failure)
+            raise self._outgoing.failure
+        if kind is Message.CHECK:
+            self._keep_vigil()
+            line.send(Message.AGREED, messages.encode(messages.Agreed()))
+        elif kind is Message.COMPARE:
+            self._compare(line.decode(body, messages.Compare))
+        elif kind is Message.MORE:
+            numbers = self._read_more(body)
+            self._look_again(numbers)
+            self._lend()
+            line.send(Message.AGREED, messages.encode(messages.Agreed()))
+            self._numbers = numbers
+        else:
+            self._accept(line.decode(body, messages.Want))
+
+    def _accept(self, want: messages.Want) -> None:
+        line, cargo = self._line, self._cargo
+        cut, numbers = self._plan(want)
+        self._count_sent(cut, numbers)
         alone = messages.Agreed(), Pace(cargo.offer.max_bytes_per_second)
-        agreed, pace = (self._line_up(want) if numbers else None) or alone
-        try:
-            self._caller.lend(line.peer)
-        except BaseException as cause:
-            line.refuse(cause)
-            raise
+        agreed, pace = self._line_up(want) or alone
+        self._lend()
         # Only now may the receiver post for parcels: a refusal must never meet a receive that was posted for data.
         line.send(Message.AGREED, messages.encode(agreed))
-        shape = Shape.of(cargo.offer, agreed, want.digests)
-        memory = _Memory(cargo.described, cut.boxes)
-        known = cargo.digests.setdefault(want.fingerprint, {})
+        known = self._known = cargo.digests.setdefault(want.fingerprint, {})
 
         def digest(number: int, data: torch.Tensor) -> int:
             if number not in known:
                 known[number] = digest_of(data)
             return known[number]
 
-        outgoing = Outgoing(line, cut, memory, shape, self._caller, self._progress, pace=pace, digest=digest)
-        report.verified = want.digests
+        self._cut = cut
+        self._memory = _Memory(cargo.described, cut.boxes)
+        shape = Shape.of(cargo.offer, want, agreed)
+        self._outgoing = Outgoing(
+            line,
+            cut,
+            self._memory,
+            shape,
+            self._caller,
+            self._progress,
+            pace=pace,
+            digest=digest,
+            count_more=self._count_more,
+            always_staged=line.group.moves_tensors,
+        )
+        self._report.verified = want.digests
+        self._numbers = () if agreed.upstream is not None else numbers
+
+    def _lend(self) -> None:
+        try:
+            self._caller.lend(self._line.peer)
+        except BaseException as cause:
+            self._line.refuse(cause)
+            raise
+
+    def _send(self) -> None:
+        numbers, self._numbers = self._numbers, ()
+        if not numbers:
+            return
+        assert self._outgoing is not None
+        line, report = self._line, self._report
+        line.phase = self._progress.phase = "sending parcels"
         report.route = "group"
-        if agreed.upstream is not None:
-            numbers = self._await_verdict(outgoing, cut)
-        for attempt in range(line.limits.max_repairs + 1):
-            if not numbers:
-                return
-            line.phase = self._progress.phase = "sending parcels"
+        nbytes, count = self._outgoing.nbytes, self._outgoing.parcels
+        try:
             with report.phase("send"):
-                outgoing.send(numbers)
-            report.bytes += int(cut.nbytes[np.array(numbers)].sum())
-            report.parcels += len(numbers)
-            numbers = self._await_verdict(outgoing, cut, last=attempt == line.limits.max_repairs)
+                self._outgoing.send(numbers)
+            self._caller.returned(line.peer)  # Nothing of it is under way any more.
+        finally:
+            report.bytes += self._outgoing.nbytes - nbytes
+            report.parcels += self._outgoing.parcels - count
+
+    def _read_more(self, body: bytearray) -> Sequence[int]:
+        """Parcels that the receiver asks for in addition, or again."""
+        assert self._cut is not None
+        peer = self._line.peer
+        try:
+            numbers = messages.numbers_in(self._line.decode(body, messages.More).parcels, len(self._cut))
+        except ValueError as error:
+            raise ProtocolError(peer, f"rank {peer} asks for parcels that do not exist") from error
+        if not numbers:
+            raise ProtocolError(peer, f"rank {peer} asks for nothing")
+        self._count_sent(self._cut, numbers)
+        return numbers
+
+    def _count_more(self, more: range) -> None:
+        """Parcels that the receiver asks for while others are under way."""
+        assert self._cut is not None
+        if more.stop > len(self._cut):
+            peer = self._line.peer
+            raise ProtocolError(peer, f"rank {peer} asks for parcels that do not exist")
+        self._count_sent(self._cut, more)
+
+    def _count_sent(self, cut: Parcels, numbers: Sequence[int]) -> None:
+        if self._sent is None:
+            self._sent = np.zeros(len(cut), dtype=np.int64)
+        chosen = np.asarray(numbers, dtype=np.int64)
+        self._sent[chosen] += 1
+        times = self._line.limits.max_repairs
+        if (self._sent[chosen] > times + 1).any():
+            peer = self._line.peer
+            raise ProtocolError(peer, f"rank {peer} asked again for parcels more than {times} times")
+        self._report.repaired += int((self._sent[chosen] > 1).sum())
+
+    def _look_again(self, numbers: Sequence[int]) -> None:
+        """Parcels arrived wrong: are they still what they were when they were sent?"""
+        assert self._cut is not None
+        assert self._memory is not None
+        with self._line.holding_turn():
+            again = [n for n in numbers if n in self._known]
+            now = digests_of(self._cut, self._memory, again)
+            differ = [n for n, digest in zip(again, now.tolist(), strict=True) if digest != self._known[n]]
+        if differ:
+            boxes = {piece.box for number in differ for piece in self._cut.pieces(number)}
+            storages = np.unique(self._cut.boxes.storage[sorted(boxes)])
+            manifest = self._cargo.described.manifest
+            parts = np.flatnonzero(np.isin(manifest.parts.storage, storages))
+            self._blame([manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(parts)).tolist()[:100]])
+
+    def _keep_vigil(self) -> None:
+        with self._line.holding_turn():
+            changed = self._cargo.vigil.changed()
+        if changed:
+            self._blame(changed)
+
+    def _blame(self, leaves: list[str]) -> None:
+        own = self._line.group.rank()
+        shown = ", ".join(leaves[:10]) + (", …" if len(leaves) > 10 else "")
+        error = SourceMutated(
+            -1 if own is None else own,
+            leaves,
+            f"the source's tensors were changed while it sent them: {shown}. Nothing may step the optimizer or write "
+            "to the state before send_checkpoint has returned",
+        )
+        self._line.refuse(error)
+        raise error
+
+    def _compare(self, compare: messages.Compare) -> None:
+        """Say which parcels differ from what the receiver has kept."""
+        line, cut = self._line, self._cut
+        assert cut is not None
+        assert self._memory is not None
+        try:
+            numbers = list(messages.numbers_in(compare.parcels, len(cut)))
+        except ValueError as error:
+            raise ProtocolError(line.peer, f"rank {line.peer} compares parcels that do not exist") from error
+        if len(compare.digests) != 8 * len(numbers) or not self._cargo.offer.digests:
+            raise ProtocolError(line.peer, f"rank {line.peer} compares digests that do not belong to parcels")
+        with line.holding_turn():
+            mine = digests_of(cut, self._memory, numbers)
+        self._known.update(zip(numbers, mine.tolist(), strict=True))
+        differ = np.flatnonzero(mine != np.frombuffer(compare.digests, dtype="<u8"))
+        line.send(Message.DIFFER, messages.encode(messages.More(messages.pairs_of([numbers[i] for i in differ]))))
 
     def _line_up(self, want: messages.Want) -> tuple[messages.Agreed, Pace] | None:
         """Find this receiver's place among those that want the same; what it is told, and their pace. None: alone."""
         chains, peer = self._cargo.chains, self._line.peer
         # Within this host a chain would save no link, and cost every hop.
-        if chains is None or not want.relay or want.host == this_host():
+        if chains is None or not want.relay or not want.parcels or want.host == this_host():
             if chains is not None:
                 chains.leave(peer)
             return None
         key = (want.fingerprint, want.digests, *want.apart, -1, *want.parts, -1, *want.parcels)
         return chains.join(peer, key, want.host)
 
-    def _await_verdict(self, outgoing: Outgoing, cut: Parcels, *, last: bool = False) -> Sequence[int]:
-        """The parcels that the receiver asks for again, which has been agreed to; or none."""
-        line = self._line
-        line.phase = self._progress.phase = "waiting for the verdict"
-        try:
-            with self._report.phase("verdict"):
-                _, body = line.expect(Message.VERDICT)
-            numbers = self._hear_verdict(body, len(cut))
-            if outgoing.failure is not None:
-                if numbers:
-                    line.refuse(outgoing.failure)
-                raise outgoing.failure
-            if numbers and last:
-                times = line.limits.max_repairs
-                raise ProtocolError(line.peer, f"rank {line.peer} asked again for parcels more than {times} times")
-        except ProtocolError as error:
-            if error is not outgoing.failure:
-                line.refuse(error)
-            raise
-        if numbers:
-            line.send(Message.AGREED, messages.encode(messages.Agreed()))
-            self._report.repaired += len(numbers)
-        return numbers
-
-    def _hear_verdict(self, body: bytearray, count: int) -> Sequence[int]:
-        line, report = self._line, self._report
-        verdict = line.decode(body, messages.Verdict)
-        try:
-            numbers = messages.numbers_in(verdict.missing, count)
-        except ValueError as error:
-            message = f"rank {line.peer} asked again for parcels that do not exist"
-            raise ProtocolError(line.peer, message) from error
-        if not numbers and 0 < verdict.read_bytes <= self._cargo.total_bytes:
+    def _hear_verdict(self, body: bytearray) -> None:
+        report = self._report
+        verdict = self._line.decode(body, messages.Verdict)
+        if self._outgoing is not None and self._outgoing.failure is not None:
+            raise self._outgoing.failure
+        if 0 < verdict.read_bytes <= self._cargo.total_bytes:
             report.read_bytes = verdict.read_bytes
             report.bytes += verdict.read_bytes
             report.route = "memory+group" if report.route else "memory"
             self._progress.bytes = self._cargo.total_bytes
-        return numbers
 
     def _plan(self, want: messages.Want) -> tuple[Parcels, Sequence[int]]:
         peer, manifest = self._line.peer, self._cargo.described.manifest
@@ -219,7 +341,12 @@ class _Serving:
                 raise ProtocolError(peer, f"rank {peer} wants tensors that were not offered")
         if want.digests and not self._cargo.offer.digests:
             raise ProtocolError(peer, f"rank {peer} wants digests that were not offered")
-        cut = parcels.cut(plan.lay_out(manifest, want.apart, want.parts), self._cargo.offer.parcel_bytes)
+        offer, least = self._cargo.offer, self._line.limits.min_parcel_bytes
+        if not least <= want.parcel_bytes <= offer.parcel_bytes or want.parcel_bytes % 16:
+            raise ProtocolError(peer, f"rank {peer} wants parcels of an impossible size")
+        if not 0 < want.burst_bytes <= offer.burst_bytes:
+            raise ProtocolError(peer, f"rank {peer} wants bursts of an impossible size")
+        cut = parcels.cut(plan.lay_out(manifest, want.apart, want.parts), want.parcel_bytes)
         if parcels.fingerprint(cut) != want.fingerprint:
             raise ProtocolError(
                 peer, f"rank {peer} derived other parcels from the same offer (different transfuse versions?)"

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,14 @@ __all__ = ["Caller", "run"]
 SLICE_SECONDS = 0.1
 #: After an interrupt, how long a conversation that holds no tensors may take to say goodbye.
 GOODBYE_SECONDS = 1.0
+
+
+class _Event(NamedTuple):
+    """A conversation is over; whether its thread is too."""
+
+    rank: int
+    error: BaseException | None
+    ended: bool
 
 
 class Caller:
@@ -30,7 +39,7 @@ class Caller:
         self.cause: BaseException | None = None
         self._lock = threading.Lock()
         self._lent: set[int] = set()
-        self.events: queue.SimpleQueue[tuple[int, BaseException | None] | None] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
 
     def lend(self, rank: int) -> None:
         """Called before tensors are lent to the backend: from now on the caller waits until it has them back."""
@@ -42,6 +51,11 @@ class Caller:
     def returned(self, rank: int) -> None:
         with self._lock:
             self._lent.discard(rank)
+
+    def leave(self, rank: int, why: BaseException) -> None:
+        """Go on without this conversation. Its thread stays in its wait until the peer goes on or is gone."""
+        self.returned(rank)
+        self.events.put(_Event(rank, why, ended=False))
 
     def stop(self, cause: BaseException) -> None:
         with self._lock:
@@ -57,8 +71,18 @@ class Caller:
             self.events.put(None)
 
 
-def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[[], None]) -> dict[int, BaseException]:
-    """Run one conversation for each rank; the errors of those that failed. ``show`` is called between waits."""
+def run(
+    talks: Mapping[int, Callable[[], None]],
+    caller: Caller,
+    show: Callable[[], None],
+    watch: Callable[[], None] = lambda: None,
+    park: Callable[[int], None] = lambda rank: None,
+) -> dict[int, BaseException]:
+    """Run one conversation for each rank; the errors of those that failed.
+
+    Between waits ``watch`` is called, and ``show`` unless the caller wants to stop. ``park`` is called for each
+    conversation that is still going on when the caller stops without it.
+    """
     stream = _current_stream()
 
     def work(rank: int, talk: Callable[[], None]) -> None:
@@ -70,7 +94,7 @@ def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[
         except BaseException as caught:
             error = caught
         caller.returned(rank)
-        caller.events.put((rank, error))
+        caller.events.put(_Event(rank, error, ended=True))
 
     threads = {
         rank: threading.Thread(target=work, args=(rank, talk), name=f"transfuse-peer-{rank}", daemon=True)
@@ -83,30 +107,33 @@ def run(talks: Mapping[int, Callable[[], None]], caller: Caller, show: Callable[
     while waiting:
         try:
             event = _next(caller.events)
-            if event is not None:
-                rank, error = event
-                # A thread that outlived the call could be the last to hold the group while the interpreter ends.
-                threads[rank].join()
-                waiting.discard(rank)
-                if error is not None:
-                    failed[rank] = error
+            if event is not None and event.rank in waiting:
+                if event.ended:
+                    # A thread that outlived the call could be the last to hold the group while the interpreter ends.
+                    threads[event.rank].join()
+                waiting.discard(event.rank)
+                if event.error is not None:
+                    failed[event.rank] = event.error
+            watch()
             if caller.cause is None:
                 show()
         except BaseException as interrupt:
             if caller.cause is not None:
-                raise  # Asked twice to stop: at once, then.
+                if caller.may_leave():
+                    raise  # Asked twice to stop: at once, then.
+                continue  # The backend may still write to the caller's memory, until the timeout at the latest.
             caller.stop(interrupt)
             give_up = time.monotonic() + GOODBYE_SECONDS
         if time.monotonic() > give_up and caller.may_leave():
+            for rank in waiting:
+                park(rank)
             break
     if caller.cause is not None:
         raise caller.cause
     return failed
 
 
-def _next(
-    events: queue.SimpleQueue[tuple[int, BaseException | None] | None],
-) -> tuple[int, BaseException | None] | None:
+def _next(events: queue.SimpleQueue[_Event | None]) -> _Event | None:
     try:
         return events.get(timeout=SLICE_SECONDS)
     except queue.Empty:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import compress
 from operator import is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,18 @@ from transfuse.parts import Bools, Ints
 from transfuse.places import Place, place_in_storage, place_in_tensor
 from transfuse.plan import Boxes
 
-__all__ = ["Landing"]
+__all__ = ["Fresh", "Landing"]
+
+
+class Fresh(NamedTuple):
+    """Fresh memory, and which parts of a manifest are built over it."""
+
+    arena: Arena
+    parts: Bools
+
+    def fits(self, parts: Bools) -> bool:
+        """Whether it is the memory for these parts of the same manifest."""
+        return bool(np.array_equal(self.parts, parts))
 
 
 class Landing:
@@ -42,6 +53,7 @@ class Landing:
         device: torch.device,
         atomic: bool,
         limits: Limits,
+        kept: Fresh | None = None,
     ) -> None:
         self._manifest = manifest
         self._found = found
@@ -57,7 +69,15 @@ class Landing:
         #: For each box, whether memory of it may have been written.
         self._touched: Bools = np.zeros(len(boxes), dtype=bool)
         self._applied = False
-        self._arena = self._allocate(device, limits)
+        if kept is not None and kept.fits(self._fresh):
+            self._arena = kept.arena
+        else:
+            self._arena = self._allocate(device, limits)
+
+    @property
+    def fresh(self) -> Fresh:
+        """What a later receive of the same state may go on with."""
+        return Fresh(self._arena, self._fresh)
 
     def _allocate(self, device: torch.device, limits: Limits) -> Arena:
         """One fresh storage for each storage that has a part without a target."""
@@ -134,6 +154,13 @@ class Landing:
             result.append(place_in_storage(memory.untyped_storage(), dense.offset_of(memory), self._boxes.box(box)))
         return result
 
+    def lies_once(self, box: int) -> bool:
+        """Whether a box has one place only, and there lies only once: looking at it says all there is to say."""
+        if self.addresses[box]:
+            return True
+        places = self.places(box)
+        return len(places) == 1 and not places[0].lead
+
     # -- what has been touched
 
     def touch(self, boxes: Sequence[int] | Ints | slice) -> None:
@@ -144,9 +171,12 @@ class Landing:
 
     def torn(self) -> tuple[str, ...]:
         """Paths of the target leaves that have been written to."""
-        return tuple(
-            self._manifest.paths[leaf] for leaf in np.unique(self._manifest.leaves_of(self._written())).tolist()
-        )
+        parts = self._all_placed() if self._applied else self._written()
+        return tuple(self._manifest.paths[leaf] for leaf in np.unique(self._manifest.leaves_of(parts)).tolist())
+
+    def _all_placed(self) -> Ints:
+        targets = self._found.destinations
+        return np.array([part for part, target in enumerate(targets) if target is not None], dtype=np.int64)
 
     def _written(self) -> Ints:
         """Parts whose targets have been touched, or see the same storage through a part that stands for them."""
@@ -169,10 +199,7 @@ class Landing:
     def bump_versions(self) -> None:
         """Tell autograd which targets have changed: their parts, and the composites around these."""
         found = self._found
-        if self._applied:
-            numbers = np.array([p for p, target in enumerate(found.destinations) if target is not None], dtype=np.int64)
-        else:
-            numbers = self._written()
+        numbers = self._all_placed() if self._applied else self._written()
         if not len(numbers):
             return
         targets = list(map(found.destinations.__getitem__, numbers.tolist()))

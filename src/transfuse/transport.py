@@ -17,14 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from transfuse import messages, receiver, source, talks
 from transfuse.accepting import Wishes
 from transfuse.chains import Chains
-from transfuse.errors import SendFailed, StateError, TransfuseError
+from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
+from transfuse.gathering import Gathering
 from transfuse.leaves.codec import MeshDescription
 from transfuse.limits import Limits, allows_same_host
 from transfuse.manifest import describe
+from transfuse.partial import Partial
 from transfuse.progress import Progress, Show, show_with
 from transfuse.report import Report
 from transfuse.routes.group import Group, Line, ProcessGroupLike
 from transfuse.routes.memory import Lease
+from transfuse.vigil import Vigil
 
 __all__ = ["PGTransport"]
 
@@ -99,6 +102,8 @@ class PGTransport:
         self._weights_only_objects = weights_only_objects
         self._progress = progress
         self._report: Report | None = None
+        #: Targets that a failed receive has half-written. Until one succeeds, this is no source.
+        self._torn: tuple[str, ...] = ()
 
     @property
     def report(self) -> Report | None:
@@ -164,14 +169,29 @@ class PGTransport:
             "sent %d bytes in %d leaves to %s in %.3f s", report.bytes, report.leaves, list(ranks), report.seconds
         )
 
-    def recv_checkpoint(self, src_rank: int, *, step: int | None = None) -> Any:
-        """Receive the state that ``src_rank`` sends.
+    def recv_checkpoint(
+        self, src_rank: int | Sequence[int], *, step: int | None = None, resume: Partial | None = None
+    ) -> Any:
+        """Receive the state that ``src_rank`` sends; of several ranks, each of which sends the same state, all do.
 
         With a ``state_dict`` callback the result holds the receiver's own tensors with the source's values; what
-        only the source has arrives fresh. On failure the error's ``torn`` lists the targets that may hold new bytes.
+        only the source has arrives fresh. With several sources each brings a part, and what one that is lost owed comes
+        from the others; :class:`ReceiveFailed` if none is left.
+
+        On failure the error's ``torn`` lists the targets that may hold new bytes, ``received`` and ``missing`` the
+        leaves that have arrived and that have not. ``resume=error.partial``, here or in a new transport, then fetches
+        only what is missing, if it is offered the same state at the same step.
         """
-        (rank,) = self._check_ranks([src_rank])
-        self._report = report = Report("receive", (rank,), step)
+        ranks = self._check_ranks([src_rank] if isinstance(src_rank, int) else src_rank)
+        if not ranks:
+            raise ValueError("a receive needs a source")
+        if resume is not None and not isinstance(resume, Partial):
+            raise TypeError(f"resume takes the partial of an error of an earlier receive, got {type(resume).__name__}")
+        if resume is not None:
+            if resume.spent:
+                raise ValueError("this partial has been resumed from before: its memory belongs to that receive")
+            self._torn = resume.torn or self._torn
+        self._report = report = Report("receive", ranks, step)
         started = time.perf_counter()
         target, failure = None, None
         caller = talks.Caller(watching=self._progress is not False)
@@ -196,29 +216,53 @@ class PGTransport:
             self._weights_only_objects,
             self._same_host,
             self._relay,
+            resume,
         )
-        progress = {rank: Progress()}
-        result: list[Any] = []
+        gathering = Gathering(
+            ranks,
+            wishes,
+            self._limits,
+            self._group.device,
+            self._seconds,
+            caller,
+            report,
+            one_by_one=self._group.serial,
+        )
 
-        def talk() -> None:
+        def talk(rank: int) -> None:
             line = Line(self._group, rank, self._seconds, self._limits)
             with self._group.turn(rank, rank), line:
-                receiver.receive(line, wishes, caller, progress[rank], report, result)
+                receiver.receive(line, gathering)
 
         try:
-            failed = self._run({rank: talk}, caller, progress, "receive")
+            failed = self._run(
+                {rank: partial(talk, rank) for rank in ranks},
+                caller,
+                gathering.progress,
+                "receive",
+                gathering.watch,
+                gathering.park,
+            )
+            if not gathering.result:
+                raise gathering.failure or (failed[ranks[0]] if len(ranks) == 1 else ReceiveFailed(failed))
+        except BaseException as error:
+            gathering.account_for(error)
+            self._torn = report.torn or self._torn
+            raise
         finally:
+            gathering.close()
             report.seconds = time.perf_counter() - started
-        if failed:
-            raise failed[rank]
+        self._torn = ()
         logger.info(
-            "received %d bytes in %d leaves from rank %d in %.3f s", report.bytes, report.leaves, rank, report.seconds
+            "received %d bytes in %d leaves from %s in %.3f s", report.bytes, report.leaves, list(ranks), report.seconds
         )
-        return result[0]
+        return gathering.result[0]
 
     # ----------------------------------------------------------------------------------------------------- helpers
 
     def _load(self, state_dict: object, step: int | None, ranks: Sequence[int], lease: Lease) -> source.Cargo:
+        if self._torn:
+            raise TornState(self._torn)
         described = describe(state_dict, self._limits)
         nbytes = int(described.manifest.storages.nbytes.sum())
         relay = self._relay and self._group.relays and len(ranks) > 1 and nbytes >= self._limits.min_relay_bytes
@@ -244,7 +288,7 @@ class PGTransport:
         # One copy, on the wire's device, for all receivers.
         wire = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.device)
         chains = Chains(ranks, nbytes, self._seconds, offer.max_bytes_per_second) if relay else None
-        return source.Cargo(described, offer, wire, chains)
+        return source.Cargo(described, offer, wire, chains, Vigil(described))
 
     def _run(
         self,
@@ -252,9 +296,11 @@ class PGTransport:
         caller: talks.Caller,
         progress: dict[int, Progress],
         label: str,
+        watch: Callable[[], None] = lambda: None,
+        park: Callable[[int], None] = lambda rank: None,
     ) -> dict[int, BaseException]:
         with show_with(self._progress, label) as show:
-            failed = talks.run(conversations, caller, lambda: show(progress))
+            failed = talks.run(conversations, caller, lambda: show(progress), watch, park)
             show(progress)
         return failed
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import enum
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, repeat
 from typing import Any
@@ -252,6 +252,18 @@ class Paths(Sequence[str]):
 
     def __len__(self) -> int:
         return _leaves(self._root)
+
+    def __iter__(self) -> Iterator[str]:
+        """All in one go through the tree."""
+
+        def walk(node: Node | None, path: str) -> Iterator[str]:
+            if node is None:
+                yield path
+                return
+            for i, child in enumerate(node.children):
+                yield from walk(child, path + node.label(i))
+
+        return walk(self._root, "")
 
     def __getitem__(self, leaf: Any) -> Any:
         if isinstance(leaf, slice):

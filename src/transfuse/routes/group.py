@@ -16,14 +16,14 @@ Facts about backends that this module is built around:
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import re
 import secrets
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -31,7 +31,16 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from transfuse import messages
-from transfuse.errors import PeerError, PeerLost, PeerRefused, PeerTimeout, ProtocolError, StepMismatch, TransfuseError
+from transfuse.errors import (
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    PeerTimeout,
+    ProtocolError,
+    SourceMutated,
+    StepMismatch,
+    TransfuseError,
+)
 from transfuse.limits import Limits
 from transfuse.messages import HEADER_BYTES, Header, Intent, Message
 
@@ -54,10 +63,35 @@ MARK = b"\x01"
 # Random, so that two ranks that do not know theirs hardly ever give out the same tags at the same time.
 _transfers = itertools.count(secrets.randbelow(TAGS))
 
-Body = TypeVar("Body", messages.Offer, messages.Want, messages.Refusal, messages.Verdict, messages.Agreed)
+Body = TypeVar(
+    "Body",
+    messages.Offer,
+    messages.Want,
+    messages.Refusal,
+    messages.Verdict,
+    messages.Agreed,
+    messages.More,
+    messages.Compare,
+)
 
-#: What a peer that fell silent still holds of ours: its memory must stay until the connection is closed.
-_left_behind: list[Posted] = []
+#: Lines to peers that fell silent, and so the memory that is still under way on them: it must stay until it has come.
+_left_behind: set[Line] = set()
+
+
+class _Pinned:
+    """Groups that a thread may be left in. They are never destroyed: under a waiting thread that ends the process."""
+
+    def __init__(self) -> None:
+        self._ids: set[int] = set()
+
+    def add(self, pg: object) -> None:
+        if id(pg) not in self._ids:
+            self._ids.add(id(pg))
+            # Not even when the interpreter ends, and with it everything that a module holds.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
+
+
+_pinned = _Pinned()
 
 
 class WorkLike(Protocol):
@@ -82,6 +116,9 @@ class Group:
         self.tagged = "gloo" in backend or "mpi" in backend
         #: torchft's groups in a child process: one pipe, one operation at a time, whichever the peer.
         self.serial = "baby" in backend
+        #: These also move the memory of what they are given to where the child can see it: that must not be the
+        #: caller's, of which addresses are known, and which others may be reading.
+        self.moves_tensors = self.serial
         #: Whether a wait that expires breaks the connections to all ranks, not only to one.
         self.shares_fate = "gloo" in backend and not self.serial
 
@@ -262,7 +299,7 @@ class Posted:
         try:
             done = self._work.wait(FOREVER if line.group.shares_fate else timedelta(seconds=line.timeout))
         except Exception as error:
-            line.broken = True
+            line.broken = line.closed = True
             raise line.translate(error, time.monotonic() - started) from error
         finally:
             line.waiting_since = None
@@ -273,10 +310,71 @@ class Posted:
             raise PeerLost(line.peer, f"rank {line.peer}: the backend reported failure while {line.phase}")
         return self.tensor
 
-    def expire(self) -> None:
-        """End a wait that another thread is in, at the cost of the connection."""
-        with suppress(Exception):
-            self._work.wait(timedelta(milliseconds=2))  # Below 1 ms gloo takes its own default.
+
+class _FirstWord:
+    """A receive for the header of a peer's next offer. It cannot be taken back: a caller that leaves hands it on."""
+
+    #: Those that nobody waits for, in the order in which they were posted: what comes, comes in that order.
+    _parked: ClassVar[list[_FirstWord]] = []
+    _serial: ClassVar[Iterator[int]] = itertools.count()
+    _lock = threading.Lock()
+
+    def __init__(self, line: Line, posted: Posted) -> None:
+        self.posted = posted
+        self.done = threading.Event()
+        self._key = (id(line.group.pg), line.peer)
+        self._group = line.group  # As long as this is here, the id is not another group's.
+        self._number = next(self._serial)
+        self._data = b""
+        self._error: Exception | None = None
+        #: The line whose caller waits for it; None while nobody does.
+        self._owner: Line | None = line
+
+    def wait(self) -> None:
+        """In the thread that has posted it, whoever gets what comes."""
+        try:
+            self._data = bytes(self.posted.wait().cpu().numpy())
+        except Exception as error:
+            self._error = error
+        self.done.set()
+
+    def take(self, line: Line) -> bytes:
+        """What has come, for the line that it belongs to now."""
+        with self._lock:
+            if self._owner is not line:
+                line.broken = line._refused = True  # There is nobody here to talk to.
+                raise PeerLost(line.peer, f"rank {line.peer} was left before its first word")
+            self._owner = None
+        if self._error is not None:
+            line.broken = True
+            raise self._error
+        return self._data
+
+    @classmethod
+    def park(cls, word: _FirstWord) -> None:
+        with cls._lock:
+            if word._owner is not None:
+                word._owner = None
+                cls._parked.append(word)
+                cls._parked.sort(key=lambda word: word._number)
+
+    @classmethod
+    def adopt(cls, line: Line) -> _FirstWord | None:
+        """A receive that an earlier call has left behind, if there is one that can still bring something."""
+        key = (id(line.group.pg), line.peer)
+        with cls._lock:
+            cls._parked[:] = [word for word in cls._parked if word._error is None]
+            for word in cls._parked:
+                if word._key == key:
+                    cls._parked.remove(word)
+                    word._owner = line
+                    return word
+            return None
+
+    def wait_for(self, line: Line) -> None:
+        """In the thread of a line that has taken it over: until it is there, or the line has been left."""
+        while self._owner is line and not self.done.wait(0.1):
+            pass
 
 
 class Line:
@@ -297,12 +395,18 @@ class Line:
         self.waiting_since: float | None = None
         self.given_up = False
         self.broken = False
+        #: Whether the backend has said that the connection is gone: then nobody writes any more, on whatever was left.
+        self.closed = False
         #: How long the peer waits for a sign of life, if it has said so.
         self.peer_timeout = timeout
         #: How many bytes a working peer can have at most.
         self.most_bytes = 0
         #: Called with what a working peer says it has so far.
         self.on_working: Callable[[int], object] | None = None
+        #: When the peer last said anything.
+        self.heard_at = time.monotonic()
+        self._refused = False
+        self._first_word: _FirstWord | None = None
         self._unanswered: list[Posted] = []
         self._watched = False
         self._rests = False
@@ -323,7 +427,10 @@ class Line:
                 with suppress(TransfuseError):
                     self.outstanding[0].wait()
         finally:
-            self.outstanding.clear()
+            if self not in _left_behind or self.closed:
+                self.outstanding.clear()
+            if not self.outstanding:
+                _left_behind.discard(self)
             self._unwatch()
 
     def abandon(self) -> None:
@@ -331,13 +438,22 @@ class Line:
 
         The thread in the wait stays there until the peer goes on or is gone.
         """
+        self.park()
         self.broken = True
-        _left_behind.extend(self.outstanding)
+        _pinned.add(self.group.pg)
+        _left_behind.add(self)
         self._unwatch()
 
+    def park(self) -> None:
+        """From another thread: nobody waits here any more for the peer's first word. Whoever comes next gets it."""
+        if self._first_word is not None:
+            _pinned.add(self.group.pg)
+            _FirstWord.park(self._first_word)
+
     def _unwatch(self) -> None:
-        if self._watched:
-            self._watched = False
+        with _Watch._lock:
+            watched, self._watched = self._watched, False
+        if watched:
             _Watch.remove(self)
 
     @contextmanager
@@ -355,9 +471,15 @@ class Line:
         return self._rests or (since is not None and time.monotonic() - since > self.timeout)
 
     def break_off(self) -> None:
-        """Close the connection under waits that would not end. Called by the watch."""
-        for posted in list(self.outstanding):
-            posted.expire()
+        """Close the connection under waits that would not end. Called by the watch.
+
+        By a receive of its own, for what nobody sends: a second wait for the same receive would take the news from the
+        first if it came just now, and that one would never end.
+        """
+        if self.outstanding:
+            with suppress(Exception):
+                nothing = self.group.pg.recv([self._empty(1)], self.peer, new_link_tag())
+                nothing.wait(timedelta(milliseconds=2))  # Below 1 ms gloo takes its own default.
 
     # ------------------------------------------------------------------------------------------------- raw tensors
 
@@ -406,11 +528,10 @@ class Line:
         """Receive the next message, which is one of ``kinds``, or raise what the peer's refusal says."""
         signs = 0
         while True:
-            data = self._recv_bytes(HEADER_BYTES, tag)
+            data = self._recv_bytes(HEADER_BYTES) if tag is None else self._hear_first_word(tag)
             header = self._open(data)
             if header.kind is not Message.WORKING:
                 break
-            self._verify(data, b"")
             # Only bytes are progress, and there are only so many: no peer is waited for without end.
             signs += 1
             arrived = min(header.note, self.most_bytes)
@@ -424,7 +545,7 @@ class Line:
                 raise ProtocolError(self.peer, f"rank {self.peer} sent an offer with an impossible tag {header.note}")
             self.transfer, self.tag = header.transfer, header.note
         if header.kind not in (*kinds, Message.REFUSAL):
-            wanted = " or ".join(kind.name for kind in kinds)
+            wanted = " or ".join(kind.name for kind in kinds or (Message.REFUSAL,))
             raise ProtocolError(self.peer, f"rank {self.peer} sent {header.kind.name} where {wanted} was due")
         if header.length > self.limits.max_message_bytes:
             raise ProtocolError(
@@ -438,8 +559,9 @@ class Line:
             chunk = self.post_recv(self._empty(min(self.limits.chunk_bytes, header.length - len(body))))
             self._recv_bytes(len(MARK))
             body += chunk.wait().cpu().numpy().data
-        self._verify(data, body)
+        self._verify(header, body)
         if header.kind is Message.REFUSAL:
+            self._refused = True  # Nobody is there any more to be told.
             raise self.refused(self.decode(body, messages.Refusal))
         self.settle()
         return header, body
@@ -452,6 +574,9 @@ class Line:
 
     def refuse(self, error: BaseException, *, tag: int | None = None) -> None:
         """Tell the peer why this end stops. Best effort: the peer may be gone."""
+        if self._refused:
+            return
+        self._refused = True
         kind, cause = type(error).__name__, str(error)[:4000]
         if isinstance(error, PeerRefused):
             kind, cause = error.kind, f"(from rank {error.rank}) {error.cause}"
@@ -464,26 +589,26 @@ class Line:
     def refused(self, refusal: messages.Refusal) -> TransfuseError:
         if refusal.kind == StepMismatch.__name__:
             return StepMismatch(f"rank {self.peer} refused: {refusal.cause[:1000]}")
+        if refusal.kind == SourceMutated.__name__:
+            return SourceMutated(self.peer, (), f"rank {self.peer} refused: {refusal.cause[:10_000]}")
         return PeerRefused(self.peer, refusal.kind[:200], refusal.cause[:10_000])
 
     # ----------------------------------------------------------------------------------------------------- records
 
     def post_sent(self, intent: Intent, digests: list[int]) -> Posted:
         """Post the source's record after a burst: its length follows from the plan, so the peer can post ahead."""
-        body = struct.pack(f"<{len(digests)}Q", *digests)
-        return self.post_send(self.wire(messages.seal(Message.SENT, self.transfer, intent, body) + body))
+        return self.post_send(self.wire(messages.seal_record(self.transfer, intent, digests)))
 
     def post_recv_sent(self, digests: int) -> Posted:
-        return self.post_recv(self._empty(HEADER_BYTES + 8 * digests))
+        return self.post_recv(self._empty(messages.record_bytes(digests)))
 
-    def read_sent(self, tensor: torch.Tensor) -> tuple[Intent, tuple[int, ...]]:
+    def read_sent(self, tensor: torch.Tensor) -> tuple[Intent, Sequence[int] | None]:
+        """What the record says comes next, and its digests, unless these have arrived damaged."""
         data = bytes(tensor.cpu().numpy())
-        head, body = data[:HEADER_BYTES], data[HEADER_BYTES:]
-        header = self._open(head)
-        self._verify(head, body)
-        if header.kind is not Message.SENT or header.length != len(body) or header.note not in (0, 1):
+        header = self._open(data[:HEADER_BYTES])
+        if header.kind is not Message.SENT or header.length or header.note not in (0, 1):
             raise ProtocolError(self.peer, f"rank {self.peer} sent {header.kind.name} where a record was due")
-        return Intent(header.note), struct.unpack(f"<{len(body) // 8}Q", body)
+        return Intent(header.note), messages.digests_in(data)
 
     # ----------------------------------------------------------------------------------------------- signs of life
 
@@ -520,22 +645,43 @@ class Line:
     def _empty(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self.group.device)
 
-    def _recv_bytes(self, count: int, tag: int | None = None) -> bytes:
-        return bytes(self.post_recv(self._empty(count), tag).wait().cpu().numpy())
+    def _recv_bytes(self, count: int) -> bytes:
+        return bytes(self.post_recv(self._empty(count)).wait().cpu().numpy())
+
+    def _hear_first_word(self, tag: int) -> bytes:
+        """The header of the next offer. If an earlier call has left its receive behind, what arrives there."""
+        word = _FirstWord.adopt(self)
+        if word is None:
+            word = self._first_word = _FirstWord(self, self.post_recv(self._empty(HEADER_BYTES), tag))
+            word.wait()
+            self._first_word = None
+            return word.take(self)
+        self._first_word = word
+        self.outstanding.append(word.posted)  # For the watch: it ends this wait as any other.
+        self.waiting_since = time.monotonic()
+        try:
+            word.wait_for(self)
+        finally:
+            self.waiting_since = None
+            self._first_word = None
+            with suppress(ValueError):
+                self.outstanding.remove(word.posted)
+        return word.take(self)
 
     def _open(self, data: bytes) -> Header:
         try:
             header = messages.open_header(data)
         except ValueError as error:
             raise ProtocolError(self.peer, f"rank {self.peer}, while {self.phase}: {error}") from error
+        self.heard_at = time.monotonic()
         if self.tag != OFFER_TAG and header.transfer != self.transfer:
             raise ProtocolError(
                 self.peer, f"rank {self.peer} sent a message of transfer {header.transfer:x}, this is {self.transfer:x}"
             )
         return header
 
-    def _verify(self, head: bytes, body: bytes | bytearray) -> None:
+    def _verify(self, header: Header, body: bytes | bytearray) -> None:
         try:
-            messages.verify(head, body)
+            messages.verify(header, body)
         except ValueError as error:
             raise ProtocolError(self.peer, f"rank {self.peer}, while {self.phase}: {error}") from error
