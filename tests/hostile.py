@@ -13,6 +13,7 @@ import decimal
 import enum
 import fractions
 import functools
+import os
 import pathlib
 import random
 import re
@@ -23,8 +24,9 @@ import uuid
 import warnings
 import zoneinfo
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -38,11 +40,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree
 
-from transfuse import manifest, messages, source, trees
-from transfuse.accepting import Accepted
+from transfuse import accepting, gathering, manifest, messages, receiver, source, talks, trees
+from transfuse.accepting import Accepted, Wishes
+from transfuse.arena import ALIGNMENT
 from transfuse.chains import Chains
 from transfuse.digest import digest_of
-from transfuse.errors import PeerLost, TransfuseError
+from transfuse.errors import PeerLost, ProtocolError, ReceiveFailed, TransfuseError
+from transfuse.gathering import Gathering
 from transfuse.leaves import dense, values
 from transfuse.leaves.codec import Room
 from transfuse.leaves.kinds import Kinds
@@ -51,8 +55,11 @@ from transfuse.manifest import Leaf, Manifest
 from transfuse.messages import Agreed, Header, Intent, Link, Message
 from transfuse.pace import Pace
 from transfuse.parcels import Piece
+from transfuse.partial import Partial
+from transfuse.report import Report
 from transfuse.routes.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
 from transfuse.routes.memory import TOKEN_BYTES, Lease
+from transfuse.talks import Caller
 from transfuse.transport import PGTransport
 
 __all__ = [
@@ -67,6 +74,9 @@ __all__ = [
     "forge_agreed",
     "forge_memory",
     "forge_pairs",
+    "forge_request",
+    "gather",
+    "interrupted",
     "mutate_bytes",
     "mutate_offer",
     "mutate_plain",
@@ -403,7 +413,8 @@ class Guarded:
                 a = self._storages[number][0] + self.ZONE
                 keep = owned.numpy()[a : a + nbytes] == 1
                 self.memory[a : a + nbytes][keep] = source[keep]
-        self._outside = owned.numpy() == 0
+        #: Which bytes are elements'.
+        self.owned: npt.NDArray[np.bool_] = owned.numpy() != 0
         self._before = self.memory.copy()
         supply = iter(parts)
         leaves = [
@@ -414,7 +425,7 @@ class Guarded:
 
     def intact(self) -> bool:
         """Whether every byte that is no element's is as it was."""
-        return bool((self.memory[self._outside] == self.BYTE).all())
+        return bool((self.memory[~self.owned] == self.BYTE).all())
 
     def unchanged(self) -> bool:
         return np.array_equal(self.memory, self._before)
@@ -1012,6 +1023,23 @@ def forge_pairs(rng: random.Random, count: int) -> list[int]:
     return pairs
 
 
+def forge_request(rng: random.Random, count: int) -> tuple[Message, Any]:
+    """What a receiver of ``count`` parcels may ask a source, mostly when it may, with numbers of its own."""
+    pairs = messages.pairs_of(sorted(rng.sample(range(count), rng.randrange(count + 1))))
+    if rng.random() < 0.15:
+        pairs = forge_pairs(rng, count)
+    kind = rng.choice([*[Message.MORE, Message.COMPARE, Message.CHECK] * 8, *[Message.VERDICT] * 4, *Message])
+    if kind is Message.COMPARE:
+        held = min(sum(pairs[1::2]) - sum(pairs[::2]), 100) if len(pairs) % 2 == 0 else 1
+        return kind, [pairs, rng.randbytes(max(8 * held + rng.choice([0, 0, 0, 0, -1, 1, 8, -8]), 0))]
+    bodies: dict[Message, Any] = {
+        Message.MORE: [pairs],
+        Message.VERDICT: [rng.choice([0, *INTS])],
+        Message.REFUSAL: [rng.choice(["SourceMutated", "StepMismatch", "X"]), "because"],
+    }
+    return kind, bodies.get(kind, rng.choice([[], 0, b"x" * 50]))
+
+
 def mutate_offer(rng: random.Random, member: Member, others: list[Member]) -> bytes:
     """A forged offer: one of ``member``'s with one or more lies in it."""
     if rng.random() < 0.2:
@@ -1129,27 +1157,37 @@ AGREED = [
 ]
 
 
+Said = bytes | tuple[Message, bytes]
+
+
 class Wire(Line):
     """A line to a peer that says ``answers`` in turn, sends made-up parcels, and tells the truth about them.
 
-    Answers are bodies of the first kind that is due, or come with their kind. What is agreed to is said by itself:
-    first ``agreed``, then nothing special. A number among the answers is a sign of life.
+    Answers are bodies of the first kind that is due, or come with their kind. A number among them is a sign of life.
+    A source's answers to questions are said by themselves: what ``said`` has for that kind of question, once, and
+    otherwise nothing special or the truth. After ``bursts`` bursts it cancels. A receiver that gets parcels asks for
+    ``more`` meanwhile.
     """
 
     def __init__(
         self,
         rng: random.Random,
         member: Member,
-        answers: Sequence[bytes | int | tuple[Message, bytes]],
+        answers: Sequence[Said | int],
         *,
-        agreed: bytes = b"",
+        said: Mapping[Message, Said] | None = None,
+        bursts: int | None = None,
+        more: Sequence[int] = (),
         relays: bool = False,
+        peer: int = PEER,
     ) -> None:
-        super().__init__(Group(Nowhere(), CPU), PEER, 1.0, LIMITS)
+        super().__init__(Group(Nowhere(), CPU), peer, 1.0, LIMITS)
         self.group.tagged = relays
         self._rng, self._member, self._answers = rng, member, deque(answers)
-        self._agreed = agreed or messages.encode(Agreed())
+        self._said, self._bursts, self._more = dict(said or {}), bursts, deque(more)
         self._filling = rng.choice(["random", "honest", "honest", "zero", "small", "full", "edges"])
+        self._asked: Message | None = None
+        self._differ: bytes = b""
         self._digests: list[int] = []
         self._due: deque[int] = deque()
         self.accepted: Accepted | None = None
@@ -1157,36 +1195,54 @@ class Wire(Line):
     def expect(self, *kinds: Message, tag: int | None = None) -> tuple[Header, bytearray]:
         self.transfer, self.tag = 1, FIRST_TAG
         if Message.GOT in kinds:
-            return Header(Message.GOT, 1, Intent.GO_ON, 0, 0), bytearray()
-        if Message.AGREED in kinds:
-            body, self._agreed = self._agreed, messages.encode(Agreed())
-            return Header(Message.AGREED, 1, 0, len(body), 0), bytearray(body)
+            # Perhaps with parcels that it wants in addition.
+            note = self._more.popleft() if self._more and self._rng.random() < 0.5 else int(Intent.GO_ON)
+            return Header(Message.GOT, 1, note, 0, 0), bytearray()
+        if Message.AGREED in kinds or Message.DIFFER in kinds:
+            assert self._asked is not None
+            plain = self._differ if Message.DIFFER in kinds else messages.encode(Agreed())
+            return self._say(self._said.pop(self._asked, plain), kinds)
         while self._answers:
             answer = self._answers.popleft()
-            if isinstance(answer, int):
-                if self.on_working is not None:
-                    self.on_working(answer)
-                continue
-            kind, said = answer if isinstance(answer, tuple) else (kinds[0], answer)
-            return Header(kind, 1, FIRST_TAG, len(said), 0), bytearray(said)
-        raise PeerLost(PEER, f"rank {PEER}: has no more to say")
+            if not isinstance(answer, int):
+                return self._say(answer, kinds)
+            if self.on_working is not None:
+                self.on_working(answer)
+        raise PeerLost(self.peer, f"rank {self.peer}: has no more to say")
+
+    def _say(self, answer: Said, kinds: tuple[Message, ...]) -> tuple[Header, bytearray]:
+        kind, body = answer if isinstance(answer, tuple) else (kinds[0], answer)
+        if kind is Message.REFUSAL:
+            self._refused = True
+            raise self.refused(self.decode(body, messages.Refusal))
+        if kind not in kinds:
+            raise ProtocolError(self.peer, f"rank {self.peer} sent {kind.name}, which was not due")
+        return Header(kind, 1, FIRST_TAG, len(body), 0), bytearray(body)
 
     def send(self, kind: Message, body: bytes | Tensor = b"", *, note: int = 0, tag: int | None = None) -> None:
-        if kind in (Message.WANT, Message.VERDICT):
+        if kind is Message.GOT:
+            answer = messages.Answer.of(note)
+            self._due += range(answer.first, answer.first + answer.number)
+        if kind in (Message.WANT, Message.MORE, Message.COMPARE):
             assert isinstance(body, bytes)
             assert self.accepted is not None
+            count = len(self.accepted.cut)
             if kind is Message.WANT:
-                pairs = messages.decode(body, messages.Want).parcels
+                self._due = deque(messages.numbers_in(messages.decode(body, messages.Want).parcels, count))
+            elif kind is Message.MORE:
+                self._due += messages.numbers_in(messages.decode(body, messages.More).parcels, count)
             else:
-                pairs = messages.decode(body, messages.Verdict).missing
-            self._due = deque(messages.numbers_in(pairs, len(self.accepted.cut)))
+                compare = messages.decode(body, messages.Compare)
+                numbers = messages.numbers_in(compare.parcels, count)
+                held = np.frombuffer(compare.digests, dtype="<u8").tolist()
+                differ = [n for n, digest in zip(numbers, held, strict=True) if digest != self._true_digest(n)]
+                self._differ = messages.encode(messages.More(messages.pairs_of(differ)))
+        if kind in (Message.WANT, Message.MORE, Message.COMPARE, Message.CHECK):
+            self._asked = kind
         super().send(kind, body, note=note, tag=tag)
 
     def post_recv(self, tensor: Tensor, tag: int | None = None) -> Posted:
-        assert self.accepted is not None
-        cut, data = self.accepted.cut, bytearray(tensor.numel())
-        for piece in cut.pieces(self._due.popleft()):
-            data[piece.position : piece.position + piece.high - piece.low] = self._made_up(piece)
+        data = self._parcel(self._due.popleft(), tensor.numel(), self._made_up)
         if data:
             tensor.copy_(torch.frombuffer(data, dtype=torch.uint8))
         self._digests.append(digest_of(tensor))
@@ -1195,17 +1251,31 @@ class Wire(Line):
     def post_recv_sent(self, digests: int) -> Posted:
         said = self._digests if digests else []
         assert len(said) == digests
-        body = struct.pack(f"<{digests}Q", *said)
         self._digests = []
-        head = messages.seal(Message.SENT, self.transfer, Intent.GO_ON, body)
-        return super().post_recv(torch.frombuffer(bytearray(head + body), dtype=torch.uint8))
+        intent = Intent.CANCEL if self._bursts == 0 else Intent.GO_ON
+        self._bursts = None if self._bursts is None else max(self._bursts - 1, 0)
+        record = messages.seal_record(self.transfer, intent, said)
+        return super().post_recv(torch.frombuffer(bytearray(record), dtype=torch.uint8))
+
+    def _parcel(self, number: int, nbytes: int, fill: Callable[[Piece], bytes]) -> bytearray:
+        assert self.accepted is not None
+        data = bytearray(nbytes)
+        for piece in self.accepted.cut.pieces(number):
+            data[piece.position : piece.position + piece.high - piece.low] = fill(piece)
+        return data
+
+    def _true_digest(self, number: int) -> int:
+        """Of a parcel as the member has it."""
+        assert self.accepted is not None
+        data = self._parcel(number, int(self.accepted.cut.nbytes[number]), self._honest)
+        return digest_of(torch.frombuffer(data, dtype=torch.uint8))
 
     def _made_up(self, piece: Piece) -> bytes:
         size = piece.high - piece.low
         if self._filling == "random":
             return self._rng.randbytes(size)
         if self._filling == "honest":
-            return self._honest(piece)[piece.low : piece.high].ljust(size, b"\0")
+            return self._honest(piece)
         pattern = {"zero": b"\0", "full": b"\xff"}.get(self._filling)
         if pattern is None:
             ints = range(4) if self._filling == "small" else INTS
@@ -1213,6 +1283,9 @@ class Wire(Line):
         return (pattern * (size // len(pattern) + 1))[:size]
 
     def _honest(self, piece: Piece) -> bytes:
+        return self._box(piece)[piece.low : piece.high].ljust(piece.high - piece.low, b"\0")
+
+    def _box(self, piece: Piece) -> bytes:
         """What the member's own storages hold where the box says, as far as there is such a thing."""
         assert self.accepted is not None
         boxes, windows = self.accepted.cut.boxes, self._member.windows
@@ -1222,6 +1295,77 @@ class Wire(Line):
         strides = (*(s * box.item for s in box.strides), 1)
         window = np.frombuffer(windows[storage], np.uint8)[box.start :]
         return np.lib.stride_tricks.as_strided(window, (*box.sizes, box.item), strides).tobytes()
+
+
+def gather(
+    lines: Sequence[Line], wishes: Wishes, caller: Caller | None = None, report: Report | None = None
+) -> list[Any]:
+    """Receive over these lines, as a transport does; the state in a list."""
+    ranks = tuple(line.peer for line in lines)
+    caller, report = caller or Caller(), report or Report("receive", ranks)
+    gathering_ = Gathering(ranks, wishes, lines[0].limits, CPU, lines[0].timeout, caller, report)
+    failed: dict[int, BaseException] = {}
+    try:
+        if len(lines) == 1:
+            try:
+                receiver.receive(lines[0], gathering_)
+            except TransfuseError as error:
+                failed[ranks[0]] = error
+        else:
+            talking = {line.peer: functools.partial(receiver.receive, line, gathering_) for line in lines}
+            failed = talks.run(talking, caller, lambda: None, gathering_.watch, gathering_.park)
+        if not gathering_.result:
+            raise gathering_.failure or (failed[ranks[0]] if len(lines) == 1 else ReceiveFailed(failed))
+    except BaseException as error:
+        gathering_.account_for(error)
+        raise
+    finally:
+        gathering_.close()
+    return gathering_.result
+
+
+@contextlib.contextmanager
+def patched_accept(*wires: Wire) -> Iterator[None]:
+    """Tell the wires what was accepted. No case allocates more than it may, or looks at other processes."""
+
+    def read_offer(*args: Any) -> messages.Offer:
+        offer = accepting.read_offer(*args)
+        memory = offer.memory
+        if memory is not None and 0 < memory.pid < 1 << 31 and memory.pid != os.getpid():
+            # Other processes are none of a test's business.
+            offer = msgspec.structs.replace(offer, memory=msgspec.structs.replace(memory, pid=ABSENT_PID))
+        return offer
+
+    def accept_offer(*args: Any) -> Accepted:
+        accepted = accepting.accept(*args)
+        arena = accepted.landing._arena
+        fresh = sum(map(len, arena.blocks)) + sum(storage.nbytes() for storage in arena._storages.values())
+        assert fresh <= CAP + ALIGNMENT * len(accepted.manifest.storages), f"{fresh} bytes allocated"
+        if accepted.cut.total_bytes > MAX_PLANNED:
+            raise TooMuch("planned")
+        for wire in wires:
+            wire.accepted = accepted
+        return accepted
+
+    with (
+        mock.patch.object(receiver, "read_offer", read_offer),
+        mock.patch.object(gathering, "accept", accept_offer),
+    ):
+        yield
+
+
+def interrupted(rng: random.Random, member: Member, target: object | None, bursts: int | None) -> Partial | None:
+    """What is left of an honest receive that ended after so many bursts, or when all had come."""
+    wire = Wire(rng, member, [member.body], bursts=bursts)
+    wire._filling = "honest"
+    wishes = Wishes(target=target, weights_only_objects=True, same_host=False)
+    try:
+        with patched_accept(wire), mock.patch.object(Gathering, "_build", side_effect=TransfuseError), torch.no_grad():
+            gather([wire], wishes)
+    except TransfuseError as error:
+        left: Partial | None = error.partial
+        return left
+    raise AssertionError("it was built all the same")
 
 
 class Audit:

@@ -282,7 +282,7 @@ class _Processes:
     def launch(self, deadline: float = 60.0) -> None:
         context = multiprocessing.get_context(self.method)
         if self.method == "forkserver":
-            context.set_forkserver_preload(["torch", "torch.distributed"])
+            context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
         # In this process, so that it outlives any rank.
         self._store = TCPStore(_HOST, 0, None, True, _START, wait_for_workers=False)
         self._directory = tempfile.TemporaryDirectory(prefix="ranks")

@@ -24,7 +24,8 @@ import hostile
 import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
 from ranks import Fleet, Ranks, announce
-from transfuse import accepting, messages, places, receiver, source
+from tampering import Tampering
+from transfuse import accepting, gathering, messages, places, source
 from transfuse.limits import Limits
 from transfuse.routes.group import FIRST_TAG, Group, Line
 from transfuse.testing.exact import assert_exact
@@ -144,29 +145,6 @@ def test_a_sources_failure_midway_reaches_the_receiver_within_a_burst(two: Pair)
     assert two.move({"still": "usable"}) == {"still": "usable"}
 
 
-class Tampering:
-    """A group whose ``send`` lets a function change the bytes that leave."""
-
-    def __init__(self, pg: Any, tamper: Any) -> None:
-        self._pg, self._tamper, self.works = pg, tamper, 0
-
-    def rank(self) -> int:
-        return int(self._pg.rank())
-
-    def size(self) -> int:
-        return int(self._pg.size())
-
-    def name(self) -> str:
-        return "gloo"
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        self.works += 1
-        return self._pg.send([self._tamper(tensors[0].clone())], rank, tag)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._pg.recv(tensors, rank, tag)
-
-
 def tampered(
     tamper: Any, state: object, target: object | None = None, timeout: timedelta = TIMEOUT
 ) -> tuple[Any, Any, Any]:
@@ -211,6 +189,24 @@ def test_a_damaged_parcel_is_asked_for_again(where: str) -> None:
     assert report.repaired == 1
 
 
+def test_damaged_digests_cost_no_more_than_their_parcels() -> None:
+    """They are sealed apart from the record that they come with: that one still says how it goes on."""
+    state, damaged = {"w": torch.randn(3 << 20)}, list[int]()
+
+    def tamper(tensor: torch.Tensor) -> torch.Tensor:
+        head = messages.HEADER_BYTES
+        if head < tensor.numel() < 1000 and int(tensor[6]) == messages.Message.SENT and not damaged:
+            damaged.append((tensor.numel() - head) // 8 - 1)
+            tensor[head] ^= 1
+        return tensor
+
+    sent, received, report = tampered(tamper, state)
+    sent.get()
+    assert_exact(state, received.get())
+    assert damaged == [2], "one of three parcels comes in another burst"
+    assert report.repaired == 2
+
+
 def test_damage_that_stays_is_an_error_that_names_the_leaf() -> None:
     state = {"fine": torch.randn(1 << 20), "bad": torch.full((1 << 20,), 2.0)}
 
@@ -244,7 +240,7 @@ def test_a_damaged_control_message_is_an_error_never_data() -> None:
 
 def test_a_foreign_message_is_an_error_never_data() -> None:
     def tamper(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() == 40:
+        if tensor.numel() == messages.HEADER_BYTES:
             tensor[:4] = torch.frombuffer(bytearray(b"HTTP"), dtype=torch.uint8)
         return tensor
 
@@ -255,7 +251,7 @@ def test_a_foreign_message_is_an_error_never_data() -> None:
 
 def test_another_wire_version_is_named() -> None:
     def tamper(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() == 40:
+        if tensor.numel() == messages.HEADER_BYTES:
             tensor[4:6] = torch.frombuffer(bytearray(struct.pack("<H", 9)), dtype=torch.uint8)
         return tensor
 
@@ -456,14 +452,18 @@ def test_errors_survive_pickling_and_copying() -> None:
         transfuse.UnsupportedLeaf("['a']", "no"),
         transfuse.TargetMismatch(["a", "b"]),
         transfuse.CorruptData(2, ["['w']"], "bad"),
+        transfuse.SourceMutated(2, ["['w']"], "changed"),
+        transfuse.SourcesDiffer("step 1 against 2"),
+        transfuse.TornState(["['w']"]),
         transfuse.SendFailed({1: transfuse.PeerLost(1, "gone")}, [2]),
+        transfuse.ReceiveFailed({1: transfuse.PeerLost(1, "gone")}),
     ]
     for error in samples:
-        error.torn = ("['x']",)
+        error.torn, error.received, error.missing = ("['x']",), ("['y']",), ("['x']", "['z']")
         for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
             assert type(again) is type(error)
             assert str(again) == str(error)
-            assert again.torn == error.torn
+            assert (again.torn, again.received, again.missing) == (error.torn, error.received, error.missing)
 
 
 # ---------------------------------------------------------------------------------------------- processes that die
@@ -542,7 +542,7 @@ def test_a_receiver_that_plans_for_longer_than_the_timeout_shows_signs_of_life(m
         time.sleep(3)
         return accept(*args)
 
-    monkeypatch.setattr(receiver, "accept", slowly)
+    monkeypatch.setattr(gathering, "accept", slowly)
     with pair() as two:
         state = {"w": torch.randn(1000)}
         assert_exact(state, two.move(state, timeout=timedelta(seconds=1)))
@@ -560,7 +560,7 @@ def test_signs_of_life_keep_to_the_shorter_of_two_timeouts(monkeypatch: pytest.M
         transport = transfuse.PGTransport(pg, timedelta(seconds=1 if rank == 0 else 20), CPU)
         return transport.send_checkpoint([1], {"n": 1}) if rank == 0 else transport.recv_checkpoint(0)
 
-    monkeypatch.setattr(receiver, "accept", slowly)
+    monkeypatch.setattr(gathering, "accept", slowly)
     with Ranks(2) as ranks:
         assert ranks.run(work)[1] == {"n": 1}
 
@@ -612,7 +612,7 @@ class Dying:
         return self._pg.send(tensors, rank, tag)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        self._headers += tensors[0].numel() == 40
+        self._headers += tensors[0].numel() == messages.HEADER_BYTES
         if self._headers == 2:
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -639,13 +639,13 @@ def test_a_receiver_that_holds_everything_succeeds_though_its_source_is_gone() -
 def test_a_receiver_that_builds_for_long_shows_signs_of_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    build = receiver._build
+    build = gathering.Gathering._build
 
     def slowly(*args: Any) -> Any:
         time.sleep(3)
         return build(*args)
 
-    monkeypatch.setattr(receiver, "_build", slowly)
+    monkeypatch.setattr(gathering.Gathering, "_build", slowly)
     with pair() as two:
         state = {"w": torch.randn(1000)}
         assert_exact(state, two.move(state, timeout=timedelta(seconds=1)))
@@ -659,7 +659,7 @@ def test_a_call_that_was_interrupted_touches_nothing_afterwards(monkeypatch: pyt
         time.sleep(2.5)
         return accept(*args)
 
-    monkeypatch.setattr(receiver, "accept", slowly)
+    monkeypatch.setattr(gathering, "accept", slowly)
     own = torch.zeros(1000)
 
     def interrupt(progress: dict[int, transfuse.Progress]) -> None:
@@ -672,6 +672,65 @@ def test_a_call_that_was_interrupted_touches_nothing_afterwards(monkeypatch: pyt
         assert not own.any()
     assert "stop" in str(received)
     assert "stop" in str(sent)
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("verify", [None, False])
+def test_what_was_kept_counts_only_once_a_source_has_confirmed_it(two: Pair, verify: bool | None, same: bool) -> None:
+    """The source has gone on meanwhile, or not, without saying a step; one without digests cannot compare."""
+    own = {name: torch.full((1 << 20,), -1.0) for name in big_state()}
+
+    def interrupt(progress: dict[int, transfuse.Progress]) -> None:
+        if progress[1].bytes > 0:
+            raise RuntimeError("stop here")
+
+    _, error = two.errors(big_state(), own, source={"progress": interrupt})
+    assert isinstance(error, transfuse.PeerRefused)
+    assert error.partial is not None
+    later = {name: tensor + (0 if same else 1000) for name, tensor in big_state().items()}
+
+    def work(rank: int, pg: Any) -> Any:
+        mover = transfuse.PGTransport(pg, TIMEOUT, CPU, lambda: own, verify=verify if rank == 0 else None)
+        if rank == 0:
+            return mover.send_checkpoint([1], later)
+        assert_exact(later, mover.recv_checkpoint(0, resume=error.partial), in_place=True)
+        assert mover.report is not None
+        return mover.report.kept_bytes
+
+    kept = two.ranks.run(work)[1]
+    assert kept == (error.partial.received_bytes if same and verify is None else 0)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_what_was_kept_is_no_state_if_its_source_leaves_before_it_has_compared_it(two: Pair, silent: bool) -> None:
+    state = {"w": torch.ones(1000)}
+
+    def build(*_: object) -> None:
+        raise transfuse.StateError("cannot be built")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering.Gathering, "_build", build)
+        _, error = two.errors(state, timeout=SHORT)
+    assert isinstance(error, transfuse.StateError)
+    assert error.partial.received_bytes == 4000
+
+    def leave(*_: object) -> None:
+        time.sleep(2 * SHORT.total_seconds() if silent else 0)
+        raise transfuse.StateError("no more")
+
+    def work(rank: int, pg: Any) -> Any:
+        mover = transfuse.PGTransport(pg, SHORT, CPU)
+        return mover.send_checkpoint([1], state) if rank == 0 else mover.recv_checkpoint(0, resume=error.partial)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source._Serving, "_compare", leave)
+        received = two.ranks.outcomes(work)[1].error
+    if silent:
+        assert isinstance(received, transfuse.PeerTimeout)
+        assert received.seconds > 0.9 * SHORT.total_seconds()
+    else:
+        assert isinstance(received, transfuse.PeerRefused)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("transfuse")]
 
 
 def test_an_interrupted_receive_still_says_what_it_tore(two: Pair) -> None:
@@ -733,30 +792,16 @@ def test_a_parcel_that_cannot_be_packed_never_passes_for_one_that_could(
     assert two.move({"still": "usable"}) == {"still": "usable"}
 
 
-class DamagedAnswer:
+class DamagedAnswer(Tampering):
     """A group that damages the first answer to a burst."""
 
-    def __init__(self, pg: Any) -> None:
-        self._pg, self._left = pg, 1
+    _left = 1
 
-    def rank(self) -> int:
-        return int(self._pg.rank())
-
-    def size(self) -> int:
-        return int(self._pg.size())
-
-    def name(self) -> str:
-        return "gloo"
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        if self._left and tensors[0].numel() == messages.HEADER_BYTES and int(tensors[0][6]) == messages.Message.GOT:
+    def tamper(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        if self._left and tensor.numel() == messages.HEADER_BYTES and int(tensor[6]) == messages.Message.GOT:
             self._left -= 1
-            tensors = [tensors[0].clone()]
-            tensors[0][-1] ^= 1
-        return self._pg.send(tensors, rank, tag)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._pg.recv(tensors, rank, tag)
+            tensor[-1] ^= 1
+        return tensor
 
 
 def test_a_receiver_that_talks_nonsense_does_not_spoil_the_digests_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

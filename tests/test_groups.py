@@ -151,6 +151,8 @@ def test_torchfts_groups(kind: str) -> None:
         )
         assert outcome is None, outcome
         assert_exact(sent, arrived, in_place=True)
+        # A child process sees shared memory only. What is moved there is none of the caller's.
+        assert not any(tensor.is_shared() for tensor in (sent["w"], sent["t"], *sent["small"], *own.values()))
     finally:
         for group in groups:
             group.shutdown()

@@ -8,6 +8,7 @@ import enum
 import io
 import math
 import pathlib
+import re
 import struct
 import sys
 import tracemalloc
@@ -623,7 +624,7 @@ def test_damaged_encodings(value: object, data: st.DataObject) -> None:
         [60, "enum:Enum", "x"],
         [60, "enum:Flag", 0],
     ],
-    ids=str,
+    ids=lambda plain: re.sub(" at 0x[0-9a-f]+", "", str(plain)),
 )
 def test_malformed(plain: object) -> None:
     assert refusal(plain)
