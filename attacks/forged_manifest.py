@@ -1,0 +1,78 @@
+"""A source describes a state that does not add up, or that reaches where it must not.
+
+Expected of each: the receiver refuses the offer as malformed before a byte is asked for, and tells the source so; its
+target is as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from attacks.peer import PARCEL, REFUSAL, Peer, ints, manifest, offer
+from attacks.stage import Attack, Expected, main, receive
+
+N = 2 * PARCEL
+
+#: Changed fields of an honest manifest, and what the receiver says about them.
+FORGERIES: dict[str, tuple[dict[str, Any], str]] = {
+    "columns of different lengths": ({"part_dtype": b"\0\0"}, "columns of different length"),
+    "half a number in a column": ({"part_offset": bytes(5)}, "malformed offer"),
+    "more leaves than described": ({"kinds": b""}, "1 leaves in the tree, 0 described"),
+    "leaves of unknown kind": ({"kinds": b"\x07"}, "unknown kind"),
+    "a leaf without its details": ({"kinds": b"\0"}, "without details"),
+    "more leaves than tensors": (
+        {"tree": [1, None, ["w", "v"], b"\0\0"], "kinds": b"\1\1"}, "do not add up"),
+    "keys that are not as many": ({"tree": [1, None, ["w", "v"], b"\0"]}, "keys that do not match"),
+    "a key twice": ({"tree": [1, None, ["w", "w"], b"\0\0"], "kinds": b"\1\1"}, "repeated keys"),
+    "a container that refers to itself": ({"tree": [4, None, [], [1]]}, "malformed tree"),
+    "a container of a class that is no container": ({"tree": [6, "os:system", [], b"\0"]}, "not a class"),
+    "a container of no known class": ({"tree": [8, ["antigravity:x", None], ["w"], b"\0"]}, "not imported"),
+    "a storage of negative size": ({"storage_nbytes": ints("q", -N)}, "malformed storages"),
+    "a storage on no device": ({"devices": []}, "device that was not described"),
+    "a storage on a device of another world": ({"devices": ["warp:7"]}, "malformed offer"),
+    "a storage without data": ({"devices": ["meta"]}, "without data"),
+    "a tensor in no storage": ({"part_storage": ints("i", 1)}, "storage that was not described"),
+    "a tensor in storage -1": ({"part_storage": ints("i", -1)}, "storage that was not described"),
+    "a tensor of no dtype": ({"part_dtype": b"\x05"}, "dtype that was not described"),
+    "a dtype that is none": ({"dtypes": ["load"]}, "malformed offer"),
+    "a negative size": ({"part_sizes": ints("q", -1)}, "out of range"),
+    "a size one too large": ({"part_sizes": ints("q", N + 1)}, "reaches beyond its storage"),
+    "a stride out of the storage": ({"part_strides": ints("q", 2)}, "reaches beyond its storage"),
+    "a stride out of all memory": ({"part_strides": ints("q", (1 << 63) - 1)}, "out of range"),
+    "sizes whose product wraps around": (
+        {"part_ndim": b"\2", "part_sizes": ints("q", 1 << 33, 1 << 33), "part_strides": ints("q", 0, 0)},
+        "too large to address"),
+    "an offset beyond the storage": ({"part_offset": ints("q", 1)}, "reaches beyond its storage"),
+    "a negative offset": ({"part_offset": ints("q", -8)}, "out of range"),
+    "an offset that wraps around": ({"part_offset": ints("q", (1 << 63) - 8)}, "out of range|too large"),
+    "dimensions that are not there": ({"part_ndim": b"\x05"}, "do not match the number of dimensions"),
+    "65 dimensions": (
+        {"part_ndim": b"\x41", "part_sizes": ints("q", *[1] * 65), "part_strides": ints("q", *[1] * 65)},
+        "too many dimensions"),
+    "flags that nobody knows": ({"part_flags": b"\xff"}, "unknown tensor flags"),
+    "a composite of no codec": ({"kinds": b"\2", "details": [["evil", 0, None, [0]]]}, "malformed offer"),
+    "an array of objects": ({"kinds": b"\2", "details": [["array", 0, ["|O", [8], "C"], [0]]]}, "unknown numpy dtype"),
+    "a field of another type": ({"kinds": 5}, "malformed offer"),
+}  # fmt: skip
+
+
+def forge(changes: dict[str, Any]) -> Any:
+    def hostile(peer: Peer) -> None:
+        peer.say_offer(offer(manifest({"w": N}, **changes)))
+        told = peer.hear_end()
+        assert told is not None, "the source was not told"
+        assert told.kind == REFUSAL
+
+    return hostile
+
+
+EXPECTED = {name: Expected("receiver", "ProtocolError", words) for name, (_, words) in FORGERIES.items()}
+
+ATTACKS = {
+    name: Attack(receive(in_place=number % 2 == 0), forge(changes), EXPECTED[name])
+    for number, (name, (changes, _)) in enumerate(FORGERIES.items())
+}
+
+if __name__ == "__main__":
+    sys.exit(main("attacks.forged_manifest", sys.argv[1:]))

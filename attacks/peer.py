@@ -1,0 +1,367 @@
+"""The attacker's wire: version 3 of docs/wire.md written out by hand, so that it can say what no honest end says.
+
+Nothing of the library is used here. Every state is flat: uint8 tensors, each in a storage of its own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+OFFER_TAG = 0x5446_0000
+FIRST_TAG = 0x5500_0000
+FIRST_LINK_TAG = 0x6000_0000
+
+OFFER, WANT, REFUSAL, SENT, GOT, VERDICT, WORKING, AGREED, MORE, CHECK, COMPARE, DIFFER = range(1, 13)
+GO_ON, CANCEL = 0, 1
+
+HEADER = struct.Struct("<4sHHQQQQQ")
+CHUNK = 1 << 20
+MARK = b"\x01"
+
+#: Parcels and bursts of all states here: a burst is one parcel, except that small last ones go together.
+PARCEL = 1 << 16
+
+
+def pattern(count: int, seed: int = 0) -> bytes:
+    """Bytes that a receiver can be checked for."""
+    return ((np.arange(count, dtype=np.int64) * 7 + seed) % 251).astype(np.uint8).tobytes()
+
+
+def pack(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def unpack(data: bytes) -> Any:
+    return msgspec.msgpack.decode(data)
+
+
+def ints(code: str, *numbers: int) -> bytes:
+    """A column of the manifest."""
+    return struct.pack(f"<{len(numbers)}{code}", *numbers)
+
+
+def header(
+    kind: int,
+    transfer: int,
+    *,
+    note: int = 0,
+    body: bytes = b"",
+    length: int | None = None,
+    magic: bytes = b"TFUS",
+    version: int = 3,
+    damage: int = 0,
+) -> bytes:
+    digest = xxhash.xxh3_64_intdigest(body) ^ damage
+    head = HEADER.pack(magic, version, kind, transfer, note, len(body) if length is None else length, digest, 0)[:-8]
+    return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
+
+
+def record(transfer: int, digests: Sequence[int], intent: int = GO_ON, kind: int = SENT) -> bytes:
+    """What follows a burst: a header, and digests that are sealed by themselves."""
+    head = header(kind, transfer, note=intent)
+    if not digests:
+        return head
+    body = struct.pack(f"<{len(digests)}Q", *digests)
+    return head + body + struct.pack("<Q", xxhash.xxh3_64_intdigest(head + body))
+
+
+# -------------------------------------------------------------------------------------------------- what is offered
+
+MANIFEST_FIELDS = (
+    "tree", "kinds", "details", "shared", "dtypes", "devices", "storage_nbytes", "storage_device", "part_storage",
+    "part_dtype", "part_flags", "part_ndim", "part_offset", "part_sizes", "part_strides",
+)  # fmt: skip
+
+OFFER_FIELDS = (
+    "step", "parcel_bytes", "burst_bytes", "staged_bytes", "bursts_ahead", "timeout", "digests", "memory",
+    "max_bytes_per_second", "manifest",
+)  # fmt: skip
+
+WANT_FIELDS = (
+    "fingerprint", "parcel_bytes", "burst_bytes", "digests", "apart", "parts", "parcels", "relay", "host",
+)  # fmt: skip
+
+
+def manifest(sizes: dict[str, int], **changes: Any) -> list[Any]:
+    """Of a dict of uint8 tensors, given how many bytes each has; with fields changed."""
+    n, counts = len(sizes), list(sizes.values())
+    plain = {
+        # As an honest source writes it: children that are all leaves are as many zeros.
+        "tree": [1, None, list(sizes), bytes(n)],
+        "kinds": b"\x01" * n,
+        "details": [],
+        "shared": [],
+        "dtypes": ["uint8"],
+        "devices": ["cpu"],
+        "storage_nbytes": ints("q", *counts),
+        "storage_device": bytes(n),
+        "part_storage": ints("i", *range(n)),
+        "part_dtype": bytes(n),
+        "part_flags": bytes(n),
+        "part_ndim": b"\x01" * n,
+        "part_offset": ints("q", *[0] * n),
+        "part_sizes": ints("q", *counts),
+        "part_strides": ints("q", *[1] * n),
+    } | changes
+    return [plain[name] for name in MANIFEST_FIELDS]
+
+
+def offer(described: list[Any] | None = None, *, nbytes: int = 2 * PARCEL, **changes: Any) -> list[Any]:
+    """An offer of ``{"w": nbytes}``, or of another manifest; with fields changed."""
+    plain = {
+        "step": None,
+        "parcel_bytes": PARCEL,
+        "burst_bytes": PARCEL,
+        "staged_bytes": PARCEL,
+        "bursts_ahead": 2,
+        "timeout": 5.0,
+        "digests": True,
+        "memory": None,
+        "max_bytes_per_second": None,
+        "manifest": manifest({"w": nbytes}) if described is None else described,
+    } | changes
+    return [plain[name] for name in OFFER_FIELDS]
+
+
+def fingerprint(nbytes: int, parcel_bytes: int = PARCEL) -> int:
+    """Of the parcels of one flat tensor."""
+    lows = list(range(0, nbytes, parcel_bytes))
+    columns = [[0], [0], [nbytes], [1], [0] * len(lows), [1] * len(lows), lows]
+    return xxhash.xxh3_64_intdigest(b"".join(ints("q", *column) for column in columns))
+
+
+def want(nbytes: int = 2 * PARCEL, **changes: Any) -> list[Any]:
+    """All of one flat tensor, with fields changed."""
+    parcel_bytes = changes.get("parcel_bytes", PARCEL)
+    honest = parcel_bytes if 0 < parcel_bytes <= PARCEL else PARCEL
+    plain = {
+        "fingerprint": fingerprint(nbytes, honest),
+        "parcel_bytes": PARCEL,
+        "burst_bytes": PARCEL,
+        "digests": True,
+        "apart": [],
+        "parts": [],
+        "parcels": [0, -(-nbytes // honest)],
+        "relay": False,
+        "host": 0,
+    } | changes
+    return [plain[name] for name in WANT_FIELDS]
+
+
+# ------------------------------------------------------------------------------------------------------- the talking
+
+
+class Silence(Exception):
+    """The honest end said nothing more, or is gone."""
+
+
+class Heard(NamedTuple):
+    kind: int
+    transfer: int
+    note: int
+    body: bytes
+    #: As it came.
+    head: bytes
+
+    @property
+    def plain(self) -> Any:
+        return unpack(self.body)
+
+
+class Peer:
+    """One hostile end. What it says is posted and not waited for; nobody may ever take it."""
+
+    def __init__(self, pg: Any, rank: int, other: int = 0) -> None:
+        self.pg, self.rank, self.other = pg, rank, other
+        self.transfer = 0x1234_5678_9ABC
+        self.tag = FIRST_TAG + 2 * 77
+        #: Everything that was said, as (bytes, tag): for saying it again.
+        self.said: list[tuple[bytes, int]] = []
+        #: Sends that nobody has waited for, and receives: gloo needs their memory.
+        self._posted: list[Any] = []
+        self._kept: list[Any] = []
+
+    # -- bytes
+
+    def send(self, data: bytes, tag: int | None = None) -> None:
+        tag = self.tag if tag is None else tag
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.said.append((data, tag))
+        try:
+            self._posted.append((self.pg.send([tensor], self.other, tag), tensor))
+        except RuntimeError as error:
+            raise Silence(str(error)) from error
+
+    def recv(self, count: int, tag: int | None = None, seconds: float = 5.0) -> bytes:
+        tensor = torch.empty(count, dtype=torch.uint8)
+        try:
+            work = self.pg.recv([tensor], self.other, self.tag if tag is None else tag)
+            self._kept.append((work, tensor))
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise Silence(str(error)) from error
+        return tensor.numpy().tobytes()
+
+    def flush(self, seconds: float = 5.0) -> None:
+        """Wait until the honest end has taken everything."""
+        for work, _ in self._posted:
+            try:
+                work.wait(timedelta(seconds=seconds))
+            except RuntimeError as error:
+                raise Silence(str(error)) from error
+        self._kept += self._posted
+        self._posted = []
+
+    def close(self) -> None:
+        """Close all connections: that is what an expired wait does to gloo."""
+        try:
+            self.recv(1, FIRST_TAG - 1, seconds=0.005)
+        except Silence:
+            return
+
+    # -- messages
+
+    def body(self, data: bytes) -> None:
+        for at in range(0, len(data), CHUNK):
+            self.send(data[at : at + CHUNK])
+            self.send(MARK)
+
+    def say(self, kind: int, body: Any = b"", *, tag: int | None = None, **fields: Any) -> None:
+        """A message. ``fields`` are those of :func:`header`; ``tag`` is the header's own."""
+        data = body if isinstance(body, bytes) else pack(body)
+        transfer = fields.pop("transfer", self.transfer)
+        self.send(header(kind, transfer, body=data, **fields), tag)
+        self.body(data)
+
+    def say_offer(self, plain: Any, **fields: Any) -> None:
+        self.say(OFFER, plain, tag=OFFER_TAG, **{"note": self.tag} | fields)
+
+    def hear(self, tag: int | None = None, seconds: float = 5.0, *, alive: bool = False) -> Heard:
+        """The next message; signs of life are passed over unless ``alive``."""
+        while True:
+            head = self.recv(HEADER.size, tag, seconds)
+            _, _, kind, transfer, note, length, _, _ = HEADER.unpack(head)
+            if tag is not None:  # A first message: everything else of the transfer comes on its own tag.
+                self.transfer, self.tag = transfer, note
+            body = b""
+            while len(body) < length:
+                body += self.recv(min(CHUNK, length - len(body)), None, seconds)
+                self.recv(1, None, seconds)
+            if kind != WORKING or alive:
+                return Heard(kind, transfer, note, body, head)
+
+    def hear_offer(self) -> list[Any]:
+        heard = self.hear(OFFER_TAG)
+        assert heard.kind == OFFER, heard
+        plain: list[Any] = heard.plain
+        return plain
+
+    def hear_end(self, seconds: float = 5.0) -> Heard | None:
+        """Pass over everything until a refusal; None if there is none."""
+        try:
+            while True:
+                heard = self.hear(seconds=seconds)
+                if heard.kind == REFUSAL:
+                    return heard
+        except Silence:
+            return None
+
+    # -- the source's part, honest but for what is changed
+
+    def agree(self, *links: Any, patience: float = 0.0) -> None:
+        upstream, downstream = links or (None, None)
+        self.say(AGREED, [upstream, downstream, patience])
+
+    def serve(
+        self,
+        data: bytes,
+        *,
+        damage: Callable[[int, bytes], bytes] = lambda number, parcel: parcel,
+        digest: Callable[[int, int], int] = lambda number, digest: digest,
+        rounds: int = 100,
+    ) -> list[Heard]:
+        """Answer as the source of one flat tensor, until a verdict or a refusal; all that was heard."""
+        heard: list[Heard] = []
+        parcel_bytes, digests = PARCEL, True
+        for _ in range(rounds):
+            try:
+                said = self.hear()
+            except Silence:
+                break
+            heard.append(said)
+            if said.kind in (VERDICT, REFUSAL):
+                break
+            numbers: list[int] = []
+            if said.kind == WANT:
+                plain = dict(zip(WANT_FIELDS, said.plain, strict=True))
+                parcel_bytes, digests = plain["parcel_bytes"], plain["digests"]
+                numbers = expand(plain["parcels"])
+            elif said.kind == MORE:
+                numbers = expand(said.plain[0])
+            if said.kind in (WANT, MORE, CHECK):
+                self.agree()
+            try:
+                heard += self.feed(data, numbers, parcel_bytes, digests, damage, digest)
+            except Silence:
+                break
+        return heard
+
+    def feed(
+        self,
+        data: bytes,
+        numbers: Sequence[int],
+        parcel_bytes: int = PARCEL,
+        digests: bool = True,
+        damage: Callable[[int, bytes], bytes] = lambda number, parcel: parcel,
+        digest: Callable[[int, int], int] = lambda number, digest: digest,
+    ) -> list[Heard]:
+        """Send parcels, one a burst, two bursts under way, and hear the answers."""
+        heard: list[Heard] = []
+        waiting, flying = list(numbers), 0
+        while waiting or flying:
+            while waiting and flying < 2:
+                number = waiting.pop(0)
+                parcel = data[number * parcel_bytes : (number + 1) * parcel_bytes]
+                self.send(damage(number, parcel))
+                sums = [digest(number, xxhash.xxh3_64_intdigest(parcel))] if digests else []
+                self.send(record(self.transfer, sums))
+                flying += 1
+            said = self.hear()
+            heard.append(said)
+            if said.kind != GOT:
+                break
+            flying -= 1
+            _, first, number = answer(said.note)
+            waiting += range(first, first + number)
+        return heard
+
+    # -- the receiver's part
+
+    def take_burst(self, nbytes: int = PARCEL, digests: int = 1, *, answer: int | None = GO_ON) -> bytes:
+        """Take a burst of one parcel and its record; answer it."""
+        data = self.recv(nbytes)
+        self.recv(HEADER.size + (8 * digests + 8 if digests else 0))
+        if answer is not None:
+            self.say(GOT, note=answer)
+        return data
+
+
+def note(intent: int, first: int = 0, number: int = 0) -> int:
+    """Of an answer to a burst: whether to go on, and which parcels are wanted in addition."""
+    return intent | first << 1 | number << 33
+
+
+def answer(note: int) -> tuple[int, int, int]:
+    return note & 1, note >> 1 & 0xFFFF_FFFF, note >> 33
+
+
+def expand(pairs: Sequence[int]) -> list[int]:
+    return [n for low, high in zip(pairs[::2], pairs[1::2], strict=True) for n in range(low, high)]

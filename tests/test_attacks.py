@@ -1,0 +1,47 @@
+"""Every attack of ``attacks/``, over a real process group: the honest end does what the attack's data says.
+
+Each script also runs by itself: ``python -m attacks.forged_manifest``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import pkgutil
+from collections.abc import Iterator
+
+import attacks
+import pytest
+from attacks.stage import Stage
+
+#: Modules that are no attacks themselves.
+SHARED = {"peer", "stage"}
+MODULES = sorted({info.name for info in pkgutil.iter_modules(attacks.__path__)} - SHARED)
+ATTACKS = [
+    pytest.param(f"attacks.{module}", name, id=f"{module}: {name}")
+    for module in MODULES
+    for name in importlib.import_module(f"attacks.{module}").ATTACKS
+]
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with Stage() as stage:
+        yield stage
+
+
+@pytest.mark.parametrize(("module", "name"), ATTACKS)
+def test_attack(module: str, name: str, stage: Stage) -> None:
+    expected = importlib.import_module(module).ATTACKS[name].expected
+    result = stage.play(module, name)
+    assert not result.faults(expected), result
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_script_says_what_it_expects(module: str) -> None:
+    script = importlib.import_module(f"attacks.{module}")
+    assert script.__doc__
+    assert "Expected" in script.__doc__
+    assert script.EXPECTED
+    text = pathlib.Path(str(script.__file__)).read_text()
+    assert f'main("attacks.{module}", sys.argv[1:])' in text
