@@ -1,0 +1,144 @@
+"""Honest messages to begin with: one of every kind, and offers of states of many kinds."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import fractions
+import pathlib
+import uuid
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+
+from transfuse import manifest, messages, parcels, plan
+from transfuse.limits import Limits
+from transfuse.messages import Message
+from transfuse.routes.memory import Lease
+
+__all__ = ["OFFERS", "STATES", "Point", "offer_of", "seeds_for"]
+
+PARCEL = 65536
+LEASE = Lease()
+LEASE.__enter__()  # It lasts as long as this process.
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+def _states() -> dict[str, Any]:
+    torch.manual_seed(7)
+    base, shared = torch.arange(48.0).reshape(6, 8), torch.randn(4, 4)
+    ordered = OrderedDict([("w", torch.randn(2))])
+    ordered._metadata = OrderedDict([("", {"version": 1})])  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Sparse and nested tensors say that they are young.
+        return {
+            "flat": {"w": torch.zeros(100, dtype=torch.uint8), "v": torch.randn(3, 5)},
+            "dense": [base[:, ::2], base.t(), base[1:3], torch.randn(1, 3).expand(4, 3), torch.empty(0, 3)],
+            "kinds": {
+                "p": nn.Parameter(torch.randn(2)),
+                "b": nn.Buffer(torch.randn(2)),
+                "c": torch.randn(2, dtype=torch.complex64).conj(),
+                "n": torch._neg_view(torch.randn(2)),
+            },
+            "tied": {"a": shared, "b": shared.t(), "c": shared.view(-1)[3:9]},
+            "tangled": (base.view(-1).as_strided((4, 6), (3, 2)), base.view(-1)[3:9]),
+            "sparse": {"coo": torch.eye(3).to_sparse(), "csr": torch.eye(3).to_sparse_csr()},
+            "jagged": [torch.nested.nested_tensor_from_jagged(torch.randn(5, 2), torch.tensor([0, 2, 5]))],
+            "blobs": {"a": np.arange(6.0).reshape(2, 3), "b": bytes(5000), "s": "é" * 5000},
+            "trees": {
+                "ordered": ordered,
+                "point": Point(torch.randn(2), [1, None]),
+                "default": defaultdict(list, {0: torch.randn(1)}),
+                "deque": deque([torch.randn(1), 5], maxlen=4),
+            },
+            "values": [
+                None, True, -5, 0.1, b"abc", "äöü", 1 << 100, 1 - 2j, bytearray(b"x"), {1, (2, 3)}, frozenset({1.5}),
+                range(1, 10, 3), slice(None, 5), ..., datetime.date(2020, 2, 29),
+                datetime.datetime(2020, 1, 2, 3, 4, 5, 6, datetime.UTC), datetime.timedelta(-1, 2, 3),
+                pathlib.PurePosixPath("/a"), uuid.UUID(int=5), decimal.Decimal("1.50"), fractions.Fraction(2, 3),
+                torch.bfloat16, torch.device("cuda", 1), torch.Size([2, 3]), np.float32(1.5),
+                np.datetime64("2020-01-01"),
+            ],
+            "nothing": {},
+        }  # fmt: skip
+
+
+def offer_of(described: manifest.Described, *, with_memory: bool = False) -> messages.Offer:
+    """What a source offers of a state."""
+    memory = LEASE.describe(described.addresses) if with_memory else None
+    wire = described.manifest.encode()
+    return messages.Offer(4, PARCEL, PARCEL, PARCEL, 2, 5.0, True, memory, None, wire)
+
+
+STATES = _states()
+DESCRIBED = {name: manifest.describe(state, Limits()) for name, state in STATES.items()}
+OFFERS = {name: offer_of(described) for name, described in DESCRIBED.items()}
+
+
+def _wants() -> list[bytes]:
+    """All of each state, and in each of two ways a part of it."""
+    found = []
+    for described in DESCRIBED.values():
+        for apart in ([], [0] if len(described.manifest.storages) else []):
+            parts = np.flatnonzero(np.isin(described.manifest.parts.storage, apart)).tolist()
+            cut = parcels.cut(plan.lay_out(described.manifest, apart, parts), PARCEL)
+            numbers = messages.pairs_of(range(len(cut)))
+            found.append(
+                messages.encode(
+                    messages.Want(parcels.fingerprint(cut), PARCEL, PARCEL, True, apart, parts, numbers, True, 7)
+                )
+            )
+    return found
+
+
+def _bodies() -> dict[type, list[bytes]]:
+    link = messages.Link(3, 0x60000005, 99)
+    return {
+        messages.Offer: [messages.encode(offer) for offer in OFFERS.values()]
+        + [messages.encode(offer_of(DESCRIBED["flat"], with_memory=True))],
+        messages.Want: _wants(),
+        messages.Refusal: [messages.encode(messages.Refusal("StepMismatch", "no"))],
+        messages.Verdict: [messages.encode(messages.Verdict(100))],
+        messages.Agreed: [messages.encode(messages.Agreed()), messages.encode(messages.Agreed(link, link, 0.5))],
+        messages.More: [messages.encode(messages.More([0, 3, 5, 6]))],
+        messages.Compare: [messages.encode(messages.Compare([0, 2], bytes(16)))],
+    }
+
+
+BODIES = _bodies()
+
+
+def seeds_for(target: str) -> list[bytes]:
+    """Inputs that a target begins with, in the shape that it takes."""
+    if target == "canary":
+        return [b"a", b"ab"]
+    if target == "header":
+        return [messages.seal(kind, 5, 7, b"body") + b"body" for kind in Message]
+    if target == "record":
+        return [bytes([n]) + messages.seal_record(5, messages.Intent.GO_ON, list(range(n))) for n in (0, 1, 7)]
+    if target == "body":
+        return [bytes([i]) + body for i, bodies in enumerate(BODIES.values()) for body in bodies]
+    if target == "numbers":
+        return [msgspec.msgpack.encode(pairs) for pairs in ([9, [0, 3, 5, 6]], [4, []], [5, [0, 5]], [1 << 40, [2, 4]])]
+    if target == "offer":
+        # Fresh, and in three ways into a target of its own kind.
+        return [bytes([4 * (i % len(STATES)) + mode]) + body for i, body in enumerate(BODIES[messages.Offer])
+                for mode in range(4)]  # fmt: skip
+    if target == "want":
+        return [bytes([i // 2]) + body for i, body in enumerate(BODIES[messages.Want])]
+    if target == "tree":
+        return [msgspec.msgpack.encode(offer.manifest.tree) for offer in OFFERS.values()]
+    if target == "value":
+        return [msgspec.msgpack.encode(value) for value in OFFERS["values"].manifest.details]
+    if target == "memory":
+        return [msgspec.msgpack.encode([2, LEASE.describe(DESCRIBED["flat"].addresses)])]
+    raise ValueError(target)
