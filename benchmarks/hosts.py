@@ -18,7 +18,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -58,14 +58,18 @@ class Traffic(NamedTuple):
 
 
 class Hosts:
-    """``count`` hosts, each with a link of ``mbit`` Mbit/s in both directions. Raises :class:`Unavailable` on entry."""
+    """``count`` hosts, each with a link of ``mbit`` Mbit/s in both directions. Raises :class:`Unavailable` on entry.
 
-    def __init__(self, count: int, mbit: float = 400.0) -> None:
+    ``links`` says which hosts have links of another rate.
+    """
+
+    def __init__(self, count: int, mbit: float = 400.0, links: Mapping[int, float] | None = None) -> None:
         if not 1 <= count <= 200:
             raise ValueError(f"1 to 200 hosts, got {count}")
         if mbit <= 0:
             raise ValueError(f"mbit must be positive, got {mbit}")
         self.count, self.mbit = count, mbit
+        self._links = dict(links or {})
         self._prefix = f"transfuse-{os.getpid()}-{_started(os.getpid())}-{next(_serial)}-"
 
     def __enter__(self) -> Self:
@@ -114,19 +118,21 @@ class Hosts:
             _call("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", LINK)
             _call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
             # A limit holds for what is sent: at the host's end for its uploads, at the switch's for its downloads.
-            self._limit(name, LINK)
-            self._limit(switch, port)
-
-    def _limit(self, namespace: str, device: str) -> None:
-        bytes_per_second = self.mbit * 1e6 / 8
-        burst = max(LEAST_BURST_BYTES, round(bytes_per_second * BURST_SECONDS))
-        limit = burst + max(LEAST_BURST_BYTES, round(bytes_per_second * QUEUE_SECONDS))
-        bucket = ("tbf", "rate", f"{round(bytes_per_second)}bps", "burst", str(burst), "limit", str(limit))
-        _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+            mbit = self._links.get(host, self.mbit)
+            _limit(name, LINK, mbit)
+            _limit(switch, port, mbit)
 
     def _remove(self) -> None:
         if left := _remove(name for name in _namespaces() if name.startswith(self._prefix)):
             raise OSError("; ".join(left))
+
+
+def _limit(namespace: str, device: str, mbit: float) -> None:
+    bytes_per_second = mbit * 1e6 / 8
+    burst = max(LEAST_BURST_BYTES, round(bytes_per_second * BURST_SECONDS))
+    limit = burst + max(LEAST_BURST_BYTES, round(bytes_per_second * QUEUE_SECONDS))
+    bucket = ("tbf", "rate", f"{round(bytes_per_second)}bps", "burst", str(burst), "limit", str(limit))
+    _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
 
 
 def traffic() -> Traffic:
