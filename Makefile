@@ -17,8 +17,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/transfuse demo
 
+# Most tests wait for each other's processes most of the time: three at once keep two cores busy.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -39,8 +40,11 @@ peers: $(STAMP)
 .PHONY: network
 network: $(STAMP)
 	$(BIN)/python -m benchmarks.network
+	$(BIN)/python -m benchmarks.sources
 
+# Where there is no build of atheris, fuzzing is skipped with a reason.
 soak: $(STAMP)
+	-$(PIP) install --constraint constraints.txt atheris
 	$(BIN)/python -m pytest -m soak --timeout=3600
 
 format: $(STAMP)
