@@ -47,8 +47,8 @@ def choose(ranks: Sequence[int], offers: Mapping[int, Offer], wishes: Wishes, li
         first = next(iter(groups[0]))
         for other in [rank for group in groups[1:] for rank in group]:
             dropped[other] = SourcesDiffer(
-                f"source {other} offers another state than source {first}, with which {len(groups[0])} of {len(offers)} "
-                f"agree: {_difference(offers[first], offers[other], limits)}"
+                f"source {other} offers another state than source {first}, with which {len(groups[0])} of "
+                f"{len(offers)} agree: {_difference(offers[first], offers[other], limits)}"
             )
         if len(groups[0]) == len(groups[1]):
             raise dropped[next(iter(groups[1]))]
