@@ -198,10 +198,9 @@ class Scenario:
             "progress": rng.random() * 0.95,
         }.get(when, 0.0)
         thaw: Thaw = rng.choice(["soon", "late", "never"])
-        # Not the length of a message: what is longer than announced, gloo answers with the end of the process.
-        what: Kind = rng.choice(["parcel", "parcel", "digests", "header", "header", "body", "mark"])
+        what: Kind = rng.choice(["parcel", "parcel", "digests", "header", "length", "body", "mark"])
         if what in ("parcel", "digests") and kind == "corrupt" and victim >= sources and rng.random() < 0.7:
-            what = rng.choice(["header", "body"])
+            what = rng.choice(["header", "length", "body"])
         return Fault(
             kind,
             victim,
@@ -285,12 +284,12 @@ def corrupt(seed: int) -> Scenario:
     rng = random.Random(f"corrupt {seed}")
     sources = rng.choice([1, 2])
     victim = sources if rng.random() < 0.1 else rng.randrange(sources)
-    theirs: list[Kind] = ["header", "body"]
-    ours: list[Kind] = ["parcel", "parcel", "parcel", "parcel", "parcel", "parcel", "digests", "digests", "body"]
+    theirs: list[Kind] = ["header", "length", "body"]
+    ours: list[Kind] = ["parcel", "parcel", "parcel", "parcel", "parcel", "digests", "header", "length", "body"]
     what = rng.choice(theirs if victim == sources else ours)
     nbytes = rng.randrange(100 * KIB, 2 * MIB)
     parcels = nbytes // (16 * KIB) // sources
-    first = rng.randrange(1, 6) if what in ("header", "body") else rng.randrange(1, max(parcels // 2, 2))
+    first = rng.randrange(1, 6) if what in ("header", "length", "body") else rng.randrange(1, max(parcels // 2, 2))
     how = Receiving(rng.choice(["fresh", "same", "apart"]), rng.random() < 0.3)
     bits, lot = rng.choice([1, 1, 2, 8]), rng.randrange(1 << 30)
     fault = Fault("corrupt", victim, "ops", first, what=what, bits=bits, seed=lot)
@@ -545,13 +544,11 @@ class Wire:
             return "parcel"
 
     def _damage(self, tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
-        """Flip bits, if this is what is to be damaged. In a header not those of the length, unless these are meant."""
+        """Flip bits, if this is what is to be damaged: anywhere in a header, or in the length that it announces."""
         what = self._plan.fault.what
         low, high = 0, tensor.numel()
         if what == "length" and kind == "header":
             low, high = 24, 32
-        elif what == "header" and kind == "header":
-            high = 24
         elif what == "digests" and kind == "digests":
             low = HEADER.size
         elif what != kind:
@@ -562,8 +559,6 @@ class Wire:
             self.damaged += 1
             tensor = tensor.clone()
             places = self._rng.sample(range(8 * low, 8 * high), min(self._plan.fault.bits, 8 * (high - low)))
-            if what == "length":
-                places = [8 * low + place % 24 for place in places[:1]]
         for place in places:
             tensor[place // 8] ^= 1 << place % 8
         return tensor
