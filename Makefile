@@ -19,7 +19,7 @@ demo: $(STAMP)
 
 # Most tests wait for each other's processes most of the time: three at once keep two cores busy.
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -94,12 +94,13 @@ def test_receivers_that_want_something_else_are_not_in_the_chain() -> None:
 
 
 def test_a_late_receiver_is_served_by_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "MIN_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(chains, "MIN_WAIT_SECONDS", 3.0)
+    monkeypatch.setattr(chains, "MAX_WAIT_SECONDS", 3.0)
     sent, *received = (outcome.get() for outcome in fan_out(3, delay={0: 0, 1: 0, 2: 8.0, 3: 0}))
     assert sent.bytes == 2 * received[0].bytes
     assert received[1].relayed_bytes == 0
     assert received[0].seconds < 8.0
-    assert received[2].seconds < 4.0
+    assert received[2].seconds < 8.0
 
 
 def test_small_states_are_not_worth_a_chain() -> None:
