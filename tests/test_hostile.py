@@ -563,7 +563,7 @@ def test_every_tag_is_in_the_corpus(corpus: list[Member]) -> None:
 def test_20_000_hostile_messages(corpus: list[Member]) -> None:
     warm_up(corpus)
     run = Run(corpus, SEED)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before, threads = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, set(threading.enumerate())
     with little_memory():
         if ONLY is not None:
             run.one(int(ONLY))
@@ -573,7 +573,8 @@ def test_20_000_hostile_messages(corpus: list[Member]) -> None:
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
     assert grown < 256, f"{grown} MiB more resident memory"
     assert run.outcomes.total() >= 20_000
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transfuse")]
+    left = set(threading.enumerate()) - threads
+    assert not [thread.name for thread in left if thread.name.startswith("transfuse")]
     for mode in ("fresh", "in place", "atomic", "strict"):
         for route in ("memory", "group"):
             assert run.outcomes[f"{mode}: state, {route}"] > 50, run.outcomes
