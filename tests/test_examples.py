@@ -26,8 +26,9 @@ def test_heal() -> None:
 
 
 def test_fanout() -> None:
-    lines = torchrun(3, "fanout.py").splitlines()
-    assert "rank 1: received everything: True" in lines
-    assert "source: complete for ranks [1]" in lines
-    assert any(line.startswith("rank 2: refused, target untouched: True") for line in lines)
-    assert any(line.startswith("source: rank 2 has nothing: PeerRefused") for line in lines)
+    # Three ranks write to one pipe: their lines may run into each other.
+    output = torchrun(3, "fanout.py")
+    assert "rank 1: received everything: True" in output
+    assert "source: complete for ranks [1]" in output
+    assert "rank 2: refused, target untouched: True" in output
+    assert "source: rank 2 has nothing: PeerRefused" in output
