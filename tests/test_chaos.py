@@ -9,7 +9,7 @@ import dataclasses
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -142,48 +142,35 @@ def usual_seconds(yard: Yard, plans: list[Scenario]) -> float:
     return statistics.median(check(yard.run(chaos.undisturbed(plan))).receive_seconds for plan in plans)
 
 
-@pytest.mark.soak
-def test_two_hundred_sources_are_killed_and_every_receive_is_exact(yard: Yard) -> None:
-    tally, slowest = Tally("kill-a-source"), 0.0
-    usual = {kind: usual_seconds(yard, [chaos.kill_a_source(seed) for seed in range(kind, 28, 4)]) for kind in range(4)}
-    for seed in range(400):
-        result = yard.run(chaos.kill_a_source(seed))
+def strike(yard: Yard, campaign: str, number: int, limit: Callable[[Scenario, float], float]) -> None:
+    """Play a campaign until so many sources were struck; every receive is exact, and none takes longer than it may."""
+    draw, tally, slowest = CAMPAIGNS[campaign], Tally(campaign), 0.0
+    usual = {kind: usual_seconds(yard, [draw(seed) for seed in range(kind, 28, 4)]) for kind in range(4)}
+    for seed in range(2 * number):
+        result = yard.run(draw(seed))
         if not result.struck:
             continue
         tally.add(result)
-        limit = 1.5 * usual[seed % 4] + 1
-        slowest = max(slowest, result.receive_seconds / limit)
-        if result.receive_seconds > limit:
-            result.complaints.append(f"took {result.receive_seconds:.2f} s, more than {limit:.2f}")
+        allowed = limit(result.plan, usual[seed % 4])
+        slowest = max(slowest, result.receive_seconds / allowed)
+        if result.receive_seconds > allowed:
+            result.complaints.append(f"took {result.receive_seconds:.2f} s, more than {allowed:.2f}")
             tally.failed.append(result)
-        if tally.counts["struck"] == 200:
+        if tally.counts["struck"] == number:
             break
     print(f"undisturbed: {usual}; slowest: {slowest:.0%} of what it may take")
     tally.done()
-    assert tally.counts["exact"] == tally.counts["struck"] == 200
+    assert tally.counts["exact"] == tally.counts["struck"] == number
+
+
+@pytest.mark.soak
+def test_two_hundred_sources_are_killed_and_every_receive_is_exact(yard: Yard) -> None:
+    strike(yard, "kill-a-source", 200, lambda plan, usual: 1.5 * usual + 1)
 
 
 @pytest.mark.soak
 def test_a_hundred_sources_freeze_and_every_receive_is_exact(yard: Yard) -> None:
-    tally, slowest = Tally("freeze-a-source"), 0.0
-    usual = {
-        kind: usual_seconds(yard, [chaos.freeze_a_source(seed) for seed in range(kind, 28, 4)]) for kind in range(4)
-    }
-    for seed in range(200):
-        result = yard.run(chaos.freeze_a_source(seed))
-        if not result.struck:
-            continue
-        tally.add(result)
-        limit = result.plan.timeout + 1.5 * usual[seed % 4]
-        slowest = max(slowest, result.receive_seconds / limit)
-        if result.receive_seconds > limit:
-            result.complaints.append(f"took {result.receive_seconds:.2f} s, more than {limit:.2f}")
-            tally.failed.append(result)
-        if tally.counts["struck"] == 100:
-            break
-    print(f"undisturbed: {usual}; slowest: {slowest:.0%} of what it may take")
-    tally.done()
-    assert tally.counts["exact"] == tally.counts["struck"] == 100
+    strike(yard, "freeze-a-source", 100, lambda plan, usual: plan.timeout + 1.5 * usual)
 
 
 @pytest.mark.soak

@@ -24,7 +24,7 @@ import hostile
 import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
 from ranks import Fleet, Ranks, announce
-from tampering import Tampering
+from tampering import Passing, Tampering
 from transfuse import accepting, gathering, messages, places, source
 from transfuse.limits import Limits
 from transfuse.routes.group import FIRST_TAG, Group, Line
@@ -596,27 +596,19 @@ def cancel_at(rank: int, pg: Any, state: Any, tick: int, who: str, tagged: bool)
     return transport.send_checkpoint([1], state) if rank == 0 else transport.recv_checkpoint(0)
 
 
-class Dying:
+class Dying(Passing):
     """The world's group; its process dies when it begins to wait for the first answer to a burst."""
 
     def __init__(self) -> None:
-        self._pg, self._headers = cast(Any, dist.group.WORLD), 0
-
-    def name(self) -> str:
-        return "gloo"
-
-    def rank(self) -> int:
-        return int(self._pg.rank())
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._pg.send(tensors, rank, tag)
+        super().__init__(dist.group.WORLD)
+        self._headers = 0
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         self._headers += tensors[0].numel() == messages.HEADER_BYTES
         if self._headers == 2:
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
-        return self._pg.recv(tensors, rank, tag)
+        return super().recv(tensors, rank, tag)
 
 
 def die_after_the_last_burst(rank: int) -> Any:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import transfuse
 from moves import CPU, TIMEOUT
 from ranks import Fleet, Outcome, Ranks
+from tampering import Passing
 from transfuse import messages
 from transfuse.limits import Limits
 from transfuse.manifest import describe
@@ -84,27 +85,16 @@ def gather(
         return ranks.outcomes(work), reports[0]
 
 
-class Wrapped:
-    """A gloo group of which a test sees every send and receive before it is posted."""
+class Wrapped(Passing):
+    """A group of which a test sees every send before it is posted, and may put another tensor in its place."""
 
     def __init__(self, pg: Any, on_send: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        self._pg, self._on_send = pg, on_send
-
-    def rank(self) -> int:
-        return int(self._pg.rank())
-
-    def size(self) -> int:
-        return int(self._pg.size())
-
-    def name(self) -> str:
-        return "gloo"
+        super().__init__(pg)
+        self._on_send = on_send
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         changed = self._on_send(tensors[0])
-        return self._pg.send(tensors if changed is None else [changed], rank, tag)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._pg.recv(tensors, rank, tag)
+        return super().send(tensors if changed is None else [changed], rank, tag)
 
 
 # ----------------------------------------------------------------------------------------------------- several sources
@@ -236,29 +226,18 @@ def test_a_failing_target_refuses_every_source() -> None:
 # --------------------------------------------------------------------------------------------------- death and silence
 
 
-class Ending:
+class Ending(Passing):
     """The world's group; its process ends itself, or freezes, at the send with a certain number."""
 
     def __init__(self, number: int, how: signal.Signals) -> None:
-        self._pg, self._left, self._how = cast(Any, dist.group.WORLD), number, how
-
-    def rank(self) -> int:
-        return int(self._pg.rank())
-
-    def size(self) -> int:
-        return int(self._pg.size())
-
-    def name(self) -> str:
-        return "gloo"
+        super().__init__(dist.group.WORLD)
+        self._left, self._how = number, how
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         self._left -= 1
         if self._left == 0:
             os.kill(os.getpid(), self._how)
-        return self._pg.send(tensors, rank, tag)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._pg.recv(tensors, rank, tag)
+        return super().send(tensors, rank, tag)
 
 
 def end_one_source(rank: int, number: int, how: signal.Signals, seconds: float, repeat: bool) -> Any:
