@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from transfuse import messages, parcels, plan
-from transfuse.errors import ProtocolError, StateError, StepMismatch, TransfuseError
+from transfuse.assembly import Assembled, assemble
+from transfuse.cohorts import Cohort
+from transfuse.digest import WIDE_BYTES
+from transfuse.errors import ProtocolError, StateError, StepMismatch, TargetMismatch, TransfuseError, UnsupportedLeaf
 from transfuse.leaves.codec import MeshDescription, Room
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Manifest
-from transfuse.matching import match
+from transfuse.matching import Prepared, match, prepare
 from transfuse.parcels import Parcels
 from transfuse.partial import Partial
+from transfuse.renaming import MapPath
 from transfuse.target import Landing
 
 __all__ = ["Accepted", "Wishes", "accept", "check", "compares_digests", "read_offer"]
@@ -37,24 +43,34 @@ class Wishes:
     weights_only_objects: bool = False
     same_host: bool = True
     relay: bool = True
+    #: Keep what already matches; convert what is of another floating type; translate the source's names.
+    delta: bool = False
+    cast: bool = False
+    map_path: MapPath | None = None
     #: What an earlier receive has left.
     resume: Partial | None = None
 
 
 @dataclass
 class Accepted:
-    """An offer that has been read, checked, matched and planned. No byte of data has moved."""
+    """Offers that have been read, checked, matched and planned. No byte of data has moved."""
 
+    #: Of a source that has described the state.
     offer: messages.Offer
     parcel_bytes: int
     manifest: Manifest
     room: Room
     kinds: Kinds
     cut: Parcels
-    landing: Landing
+    landing: Landing | Assembled
     #: Storages of which only some parts are asked for, and which.
     apart: list[int]
     parts: list[int]
+
+    @property
+    def assembled(self) -> Assembled | None:
+        """If each source brings its own part of the whole."""
+        return self.landing if isinstance(self.landing, Assembled) else None
 
 
 def read_offer(body: bytes | bytearray, limits: Limits, peer: int) -> messages.Offer:
@@ -70,8 +86,10 @@ def read_offer(body: bytes | bytearray, limits: Limits, peer: int) -> messages.O
             raise ValueError("an impossible rate")
         if not 0 < offer.staged_bytes <= offer.burst_bytes:
             raise ValueError("impossible sizes of bursts")
-        for name in offer.manifest.devices:  # In these alone, sources of the same state may differ.
+        for name in offer.manifest.devices if offer.manifest is not None else ():
             torch.device(name)
+        if len(offer.digest) != WIDE_BYTES or len(offer.likeness) != WIDE_BYTES:
+            raise ValueError("digests of an impossible length")
         if max(offer.burst_bytes, offer.parcel_bytes) * offer.bursts_ahead > limits.staging_bytes:
             raise ValueError(
                 f"{offer.bursts_ahead} bursts of {offer.burst_bytes} bytes do not fit into "
@@ -91,25 +109,86 @@ def check(offer: messages.Offer, wishes: Wishes) -> None:
 
 
 def accept(
-    offer: messages.Offer, wishes: Wishes, limits: Limits, peer: int, device: torch.device, parcel_bytes: int
+    cohorts: Sequence[Cohort],
+    offers: Mapping[int, messages.Offer],
+    described: messages.Offer,
+    wishes: Wishes,
+    limits: Limits,
+    device: torch.device,
+    parcel_bytes: int,
 ) -> Accepted:
-    """Turn an offer into a plan; or raise a ``transfuse`` error."""
+    """Turn offers of sources that agree into a plan; or raise a ``transfuse`` error.
+
+    ``described`` is the offer whose manifest the first cohort has.
+    """
+    peer = next(iter(cohorts[0].members))
+    alike = len(cohorts) == 1 and wishes.map_path is None
+    alike = alike and len({(offer.digest, tuple(offer.coordinates)) for offer in offers.values()}) == 1
     try:
-        manifest = Manifest.decode(offer.manifest, limits)
-        room = Room(manifest.shared, wishes.mesh, wishes.weights_only_objects)
-        kinds = Kinds(limits)
-        found = match(manifest, wishes.target, room=room, kinds=kinds, strict=wishes.strict, limits=limits)
-        if wishes.atomic:
-            found.apart, found.wanted = [], []
-        boxes = plan.lay_out(manifest, found.apart, found.wanted)
-        kept = None if wishes.resume is None else wishes.resume.memory
-        landing = Landing(manifest, found, boxes, device=device, atomic=wishes.atomic, limits=limits, kept=kept)
-        cut = parcels.cut(boxes, parcel_bytes)
+        if alike:
+            try:
+                return _accept_as_is(cohorts[0].manifest, described, wishes, limits, device, parcel_bytes)
+            except (TargetMismatch, UnsupportedLeaf):
+                if not wishes.cast and not _any_sharded(cohorts[0].manifest, wishes.target):
+                    raise
+        return _assemble(cohorts, described, wishes, limits, device, parcel_bytes)
     except TransfuseError:
         raise
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
+
+
+def _accept_as_is(
+    manifest: Manifest,
+    offer: messages.Offer,
+    wishes: Wishes,
+    limits: Limits,
+    device: torch.device,
+    parcel_bytes: int,
+) -> Accepted:
+    """A state that lands as it is."""
+    room = Room(manifest.shared, manifest.coordinates, wishes.mesh, wishes.weights_only_objects)
+    kinds = Kinds(limits)
+    found = match(manifest, wishes.target, room=room, kinds=kinds, strict=wishes.strict, limits=limits)
+    if wishes.atomic:
+        found.apart, found.wanted = [], []
+    cut = parcels.cut(plan.lay_out(manifest, found.apart, found.wanted), parcel_bytes)
+    kept = None if wishes.resume is None else wishes.resume.memory
+    landing = Landing(manifest, found, cut, device=device, atomic=wishes.atomic, limits=limits, kept=kept)
     return Accepted(offer, parcel_bytes, manifest, room, kinds, cut, landing, found.apart, found.wanted)
+
+
+def _assemble(
+    cohorts: Sequence[Cohort],
+    offer: messages.Offer,
+    wishes: Wishes,
+    limits: Limits,
+    device: torch.device,
+    parcel_bytes: int,
+) -> Accepted:
+    """A state that is put together from what each source holds."""
+    kinds, target = Kinds(limits), wishes.target
+    cut, landing, room = assemble(
+        cohorts,
+        target if isinstance(target, Prepared) else prepare(target, limits),
+        map_path=wishes.map_path,
+        cast=wishes.cast,
+        strict=wishes.strict,
+        atomic=wishes.atomic,
+        mesh=wishes.mesh,
+        weights_only_objects=wishes.weights_only_objects,
+        kinds=kinds,
+        limits=limits,
+        device=device,
+        parcel_bytes=parcel_bytes,
+        kept=None if wishes.resume is None else wishes.resume.memory,
+    )
+    return Accepted(offer, parcel_bytes, cohorts[0].manifest, room, kinds, cut, landing, [], [])
+
+
+def _any_sharded(manifest: Manifest, target: object) -> bool:
+    leaves = target.leaves if isinstance(target, Prepared) else []
+    return manifest.is_sharded or any(isinstance(leaf, (DTensor, ShardedTensor)) for leaf in leaves)
 
 
 def compares_digests(offer: messages.Offer, wishes: Wishes, device: torch.device) -> bool:

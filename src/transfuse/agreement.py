@@ -5,91 +5,140 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from transfuse import trees
 from transfuse.accepting import Accepted, Wishes, check
+from transfuse.cohorts import Cohort, difference
 from transfuse.errors import ProtocolError, SourcesDiffer, TransfuseError
 from transfuse.limits import Limits
 from transfuse.manifest import Manifest
+from transfuse.matching import Prepared
 from transfuse.messages import Offer
 
 __all__ = ["Choice", "choose", "first_difference", "why_not"]
 
 
 class Choice(NamedTuple):
-    """The sources that agree, and why the others are not used."""
+    """The sources that agree, with what they describe, and why the others are not used."""
 
-    chosen: dict[int, Offer]
+    cohorts: list[Cohort]
+    offers: dict[int, Offer]
     dropped: dict[int, TransfuseError]
 
 
-def choose(ranks: Sequence[int], offers: Mapping[int, Offer], wishes: Wishes, limits: Limits) -> Choice:
+def choose(
+    ranks: Sequence[int],
+    offers: Mapping[int, Offer],
+    described: Mapping[bytes, Offer],
+    wishes: Wishes,
+    limits: Limits,
+) -> Choice:
     """The sources of which more agree than of any others. Those of another step than the wanted do not count.
 
-    :class:`SourcesDiffer` if no majority does: nothing says who is right.
+    Sources agree that describe the same state, or different shards or parts of it that complete each other. Of each
+    likeness one offer has been ``described``. :class:`SourcesDiffer` if no majority agrees: nothing says who is right.
     """
     dropped: dict[int, TransfuseError] = {}
-    groups: list[dict[int, Offer]] = []
+    groups: dict[tuple[int | None, bytes], dict[int, Offer]] = {}
     for rank in [rank for rank in ranks if rank in offers]:
         try:
             check(offers[rank], wishes)
         except TransfuseError as mismatch:
             dropped[rank] = mismatch
             continue
-        for group in groups:
-            if _same(offers[rank], next(iter(group.values()))):
-                group[rank] = offers[rank]
+        groups.setdefault((offers[rank].step, offers[rank].likeness), {})[rank] = offers[rank]
+    cohorts: list[tuple[int | None, Cohort]] = []
+    for (step, likeness), group in groups.items():
+        cohort = _cohort(described[likeness], group, dropped, limits)
+        if cohort is not None:
+            cohorts.append((step, cohort))
+    if not cohorts and groups and set(offers) <= set(dropped):
+        broken = [error for error in dropped.values() if isinstance(error, ProtocolError)]
+        if broken:
+            raise broken[0]
+    cohorts.sort(key=lambda one: -len(one[1].members))
+    families: list[list[tuple[int | None, Cohort]]] = []
+    for one in cohorts:
+        for family in families:
+            if _difference(family[0], one, wishes) is None:
+                family.append(one)
                 break
         else:
-            groups.append({rank: offers[rank]})
-    if len(groups) > 1:
-        groups = [group for group in groups if _makes_sense(group, dropped, limits)]
-    groups.sort(key=len, reverse=True)
-    if len(groups) > 1:
-        first = next(iter(groups[0]))
-        for other in [rank for group in groups[1:] for rank in group]:
-            dropped[other] = SourcesDiffer(
-                f"source {other} offers another state than source {first}, with which {len(groups[0])} of "
-                f"{len(offers)} agree: {_difference(offers[first], offers[other], limits)}"
-            )
-        if len(groups[0]) == len(groups[1]):
-            raise dropped[next(iter(groups[1]))]
-    return Choice(groups[0] if groups else {}, dropped)
+            families.append([one])
+    families.sort(key=lambda family: -_count(family))
+    if len(families) > 1:
+        first = families[0][0]
+        for one in [one for family in families[1:] for one in family]:
+            for other in one[1].members:
+                dropped[other] = SourcesDiffer(
+                    f"source {other} offers another state than source {next(iter(first[1].members))}, with which "
+                    f"{_count(families[0])} of {len(offers)} agree: {_difference(first, one, wishes)}"
+                )
+        if _count(families[0]) == _count(families[1]):
+            raise dropped[next(iter(families[1][0][1].members))]
+    chosen = [cohort for _, cohort in families[0]] if families else []
+    return Choice(chosen, {rank: offers[rank] for cohort in chosen for rank in cohort.members}, dropped)
 
 
-def why_not(rank: int, offer: Offer, accepted: Accepted, wishes: Wishes, limits: Limits) -> TransfuseError | None:
+def _count(family: Sequence[tuple[int | None, Cohort]]) -> int:
+    return sum(len(cohort.members) for _, cohort in family)
+
+
+def why_not(rank: int, offer: Offer, accepted: Accepted, wishes: Wishes) -> TransfuseError | None:
     """Why a source that comes after it has been decided is not used, if it is not."""
     try:
         check(offer, wishes)
     except TransfuseError as mismatch:
         return mismatch
-    if not _same(offer, accepted.offer):
-        difference = _difference(accepted.offer, offer, limits)
-        return SourcesDiffer(f"source {rank} offers another state than the others: {difference}")
+    decided = accepted.offer
+    if offer.step != decided.step:
+        return SourcesDiffer(f"source {rank} offers another state than the others: {_steps(decided.step, offer.step)}")
+    if accepted.assembled is not None:
+        return SourcesDiffer(f"source {rank} came late: it had been decided already what each of the others brings")
+    if (offer.digest, offer.coordinates) != (decided.digest, decided.coordinates):
+        return SourcesDiffer(
+            f"source {rank} came late and offers another state than the others, or shard of it"
+        )
     if offer.parcel_bytes < accepted.parcel_bytes:
         return SourcesDiffer(f"source {rank} came late and offers smaller parcels than the others")
     return None
 
 
-def _same(one: Offer, other: Offer) -> bool:
-    """Whether two offers are of the same state, as far as can be told without its bytes."""
-    return one.step == other.step and one.manifest.of_any_device() == other.manifest.of_any_device()
-
-
-def _makes_sense(group: dict[int, Offer], dropped: dict[int, TransfuseError], limits: Limits) -> bool:
-    """Whether what these sources offer can be a state. Otherwise they have no vote."""
+def _cohort(
+    described: Offer, group: dict[int, Offer], dropped: dict[int, TransfuseError], limits: Limits
+) -> Cohort | None:
+    """Sources that offer the same. If that cannot be a state, they have no vote."""
     try:
-        Manifest.decode(next(iter(group.values())).manifest, limits)
+        manifest = Manifest.decode(described.described, limits, described.coordinates)
+        return Cohort(manifest, {rank: offer.coordinates for rank, offer in group.items()})
+    except TransfuseError as error:
+        dropped.update(dict.fromkeys(group, error))
     except Exception as error:
         for rank in group:
             dropped[rank] = ProtocolError(rank, f"rank {rank} sent a malformed offer: {error}")
-        return False
-    return True
+    return None
 
 
-def _difference(one: Offer, other: Offer, limits: Limits) -> str:
-    if one.step != other.step:
-        return f"step {one.step} against {other.step}"
+def _steps(one: int | None, other: int | None) -> str:
+    return f"step {one} against {other}"
+
+
+def _difference(one: tuple[int | None, Cohort], other: tuple[int | None, Cohort], wishes: Wishes) -> str | None:
+    """In what two cohorts are not of the same state; None if they complete each other."""
+    if one[0] != other[0]:
+        return _steps(one[0], other[0])
+    mine, theirs = one[1], other[1]
     try:
-        return first_difference(*(Manifest.decode(offer.manifest, limits) for offer in (one, other)))
+        found = difference(mine, theirs)
+        if found is not None:
+            return found
+        if mine.numbers.keys() == theirs.numbers.keys():
+            return None
+        # Parts of one state (stages of a pipeline), if the target wants what only the other has.
+        if isinstance(wishes.target, Prepared) and wishes.target.target is not None:
+            wanted = set(trees.paths(wishes.target.root)) - mine.numbers.keys()
+            if wishes.map_path is not None or wanted & theirs.numbers.keys():
+                return None
+        return first_difference(mine.manifest, theirs.manifest)
     except Exception as error:
         return f"a malformed description: {error}"
 

@@ -201,6 +201,13 @@ class Land(Places, Protocol):
 
     def touch(self, boxes: Sequence[int] | Ints) -> None: ...
 
+    def converts(self, box: int) -> bool:
+        """Whether what lands is not what has arrived."""
+
+
+def nothing_more() -> tuple[int, Sequence[int]]:
+    return 0, ()
+
 
 class _Receiving(NamedTuple):
     """A burst under way: for each parcel its number, its receive, and the staging buffer if it has one."""
@@ -246,10 +253,11 @@ class Incoming:
             self._left = True
         self._line.abandon()
 
-    def take(self, numbers: Sequence[int], more: Callable[[], range] = lambda: range(0)) -> list[int]:
+    def take(self, numbers: Sequence[int], more: Callable[[], tuple[int, Sequence[int]]] = nothing_more) -> list[int]:
         """Receive the bursts of these parcels; the numbers of those with a wrong digest.
 
-        When all are under way, ``more`` says what to ask for in addition.
+        When all are under way, ``more`` says what to ask for in addition: the source's number of the first parcel,
+        and the numbers here of all, which follow each other at the source.
         """
         line = self._line
         rounds = deque(parcels.bursts(self._cut, numbers, self._shape.most))
@@ -267,7 +275,11 @@ class Incoming:
                 if self._left and self._failure is None:
                     # Others bring the rest: cancel here as for any other cause.
                     self._failure = PeerLost(line.peer, f"rank {line.peer} was silent for too long and was left")
-                computed = [self._land(*parcel, keep=not stopped) for parcel in burst.parcels]
+                expected: Sequence[int | None] = digests or [None] * len(burst.parcels)
+                computed = [
+                    self._land(*parcel, digest, keep=not stopped)
+                    for parcel, digest in zip(burst.parcels, expected, strict=True)
+                ]
             if stopped:
                 # What was posted ahead is completed, and no longer answered.
                 source_stops = source_stops or cause is None
@@ -282,11 +294,11 @@ class Incoming:
             cause = self._caller.cause or self._failure
             if cause is None:
                 self._landed(brought, digests or (), bad)
-            further = more() if not rounds and cause is None else range(0)
+            first, further = more() if not rounds and cause is None else nothing_more()
             rounds += parcels.bursts(self._cut, further, self._shape.most)
             intent = Intent.CANCEL if cause else Intent.GO_ON
             try:
-                line.send(Message.GOT, note=Answer(intent, further.start, len(further)).note)
+                line.send(Message.GOT, note=Answer(intent, first, len(further)).note)
             except PeerError:
                 # With nothing more to come, a source that is gone by now no longer matters.
                 if rounds or cause is not None:
@@ -317,17 +329,32 @@ class Incoming:
             posted.append((number, self._line.post_recv(data), buffer))
         return _Receiving(posted, self._line.post_recv_sent(len(numbers) if self._shape.digests else 0))
 
+    def _converts(self, number: int) -> bool:
+        first = int(self._cut.first[number])
+        return any(map(self._landing.converts, range(first, first + int(self._cut.count[number]))))
+
     def _touch(self, number: int) -> None:
         first = int(self._cut.first[number])
         self._landing.touch(range(first, first + int(self._cut.count[number])))
 
-    def _land(self, number: int, posted: Posted, buffer: torch.Tensor | None, *, keep: bool) -> int:
-        """Take one parcel, which is here, to its places; the digest of what lies there then."""
+    def _land(
+        self, number: int, posted: Posted, buffer: torch.Tensor | None, expected: int | None, *, keep: bool
+    ) -> int:
+        """Take one parcel, which is here, to its places; the digest of what lies there then.
+
+        Where items are converted it is the digest of what has arrived, and only what is right is converted.
+        """
         data = posted.wait()
         try:
             if not keep or self._failure is not None:
                 return 0
             self._progress.bytes += data.numel()
+            if self._converts(number):
+                digest = digest_of(data) if self._shape.digests else 0
+                if expected is None or digest == expected:
+                    self._touch(number)
+                    places.unpack(self._landing, self._cut, number, data)
+                return digest
             if buffer is not None:
                 self._touch(number)
                 landed = places.as_bytes(self._landing, self._cut, number, data.device)

@@ -116,6 +116,19 @@ class SourcesDiffer(StateError):
     """Several sources offer states that are not the same. The message names the first difference."""
 
 
+class NotCovered(StateError):
+    """The sources together do not hold everything that is needed. ``blocks`` says what nobody holds."""
+
+    def __init__(self, blocks: Sequence[str]) -> None:
+        self.blocks = tuple(blocks)
+        lines = "".join(f"\n  {line}" for line in self.blocks[:20])
+        more = f"\n  … and {len(self.blocks) - 20} more" if len(self.blocks) > 20 else ""
+        super().__init__(
+            f"the sources do not hold everything that is needed here ({len(self.blocks)} blocks missing, nothing was "
+            f"written); receive from the ranks that hold these too:{lines}{more}"
+        )
+
+
 class TornState(StateError):
     """The last receive of this transport failed half-way: what it tore is not sent on. ``leaves`` names it."""
 

@@ -6,7 +6,6 @@ source that dies, falls silent or answers wrongly costs what it owed, which beco
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
@@ -17,14 +16,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from transfuse import agreement, partial, places
+from transfuse import agreement
 from transfuse.accepting import Accepted, Wishes, accept
-from transfuse.errors import PeerError, PeerTimeout, ProtocolError, SourceMutated, TransfuseError
+from transfuse.assembly import Portion
+from transfuse.errors import (
+    NotCovered,
+    PeerError,
+    PeerTimeout,
+    ProtocolError,
+    ReceiveFailed,
+    SourceMutated,
+    TransfuseError,
+)
 from transfuse.ledger import Ledger
 from transfuse.limits import Limits
 from transfuse.matching import prepare
 from transfuse.messages import Offer
+from transfuse.parcels import Parcels
 from transfuse.partial import Partial
+from transfuse.parts import Bools
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.routes.group import Line
@@ -36,6 +46,8 @@ logger = logging.getLogger("transfuse")
 
 #: How long a conversation sleeps at most before it looks whether the caller wants to stop.
 SLICE_SECONDS = 0.1
+#: So much is compared at a time, so that several sources share the work.
+COMPARE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Compare:
-    """Find out which of these parcels, kept from an earlier receive, the source has too."""
+    """Find out which of these parcels, of which something is here already, the source has too."""
 
     numbers: Sequence[int]
 
@@ -55,14 +67,6 @@ class Compare:
 @dataclass(frozen=True)
 class Confirm:
     """Ask the source whether what it brought is still what it has."""
-
-
-class _Kept(enum.Enum):
-    """How far parcels that were kept have been compared with a source's."""
-
-    UNCOMPARED = 0
-    COMPARING = 1
-    COMPARED = 2
 
 
 class Gathering:
@@ -101,12 +105,16 @@ class Gathering:
         self._decide_at = float("inf")
         self._deciding = False
         self._offers: dict[int, Offer] = {}
+        #: For each likeness, an offer with a description, and who is being asked for one.
+        self._described: dict[bytes, Offer] = {}
+        self._describing: dict[bytes, int] = {}
         self._dropped: dict[int, TransfuseError] = {}
         #: Sources whose offers were looked at when it was decided.
         self._compared: set[int] = set()
         self._accepted: Accepted | None = None
         self._ledger: Ledger | None = None
-        self._kept = _Kept.COMPARED
+        #: What each source can bring, where that is not everything.
+        self._portions: dict[int, Portion] = {}
         #: Sources whose memory may yet be read at full speed. Nothing is asked for over the group before that.
         self._readers: set[int] = set()
         #: Sources that are here and have agreed; and those that have said that what they brought holds.
@@ -154,26 +162,26 @@ class Gathering:
             # In flight is only a receive for its first word.
             self.may_leave(line, line.abandon if self.several else None)
 
-    def agree(self, line: Line, offer: Offer) -> None:
-        """Hand in an offer, and wait until it is known what the sources agree on. Raises unless this one does."""
+    def agree(self, line: Line, offer: Offer, describe: Callable[[], Offer]) -> None:
+        """Hand in an offer, and wait until it is known what the sources agree on. Raises unless this one does.
+
+        If nobody has described this state yet, the source is asked to.
+        """
         rank = line.peer
         with self._changed:
             late = self._accepted is not None
             self._offers[rank] = offer
             self._expected.discard(rank)
             self._decide_at = min(self._decide_at, time.monotonic() + self._patience)
+            if offer.manifest is not None:
+                self._described.setdefault(offer.likeness, offer)
             self._changed.notify_all()
-            decides = False
-            while not decides and self._accepted is None and self._failure is None and rank not in self._dropped:
-                self._check_caller()
-                due = not self._expected or time.monotonic() >= self._decide_at
-                if due and not self._deciding:
-                    decides = self._deciding = True
-                else:
-                    self._changed.wait(SLICE_SECONDS)
-        if decides:
-            self._decide()
-        elif late or (self._accepted is not None and rank not in self._compared):
+        while (turn := self._next_turn(rank, offer)) is not None:
+            if turn is self._describe:
+                self._describe(rank, offer, describe)
+            else:
+                self._decide()
+        if late or (self._accepted is not None and rank not in self._compared):
             self._compare_late(rank, offer)
         with self._changed:
             if rank in self._dropped:
@@ -184,63 +192,101 @@ class Gathering:
                 self._readers.add(rank)
             self._changed.notify_all()
 
+    def _next_turn(self, rank: int, offer: Offer) -> Callable[..., None] | None:
+        """Wait until this conversation has to do something for all of them; None when it has been decided."""
+        with self._changed:
+            while self._accepted is None and self._failure is None and rank not in self._dropped:
+                self._check_caller()
+                if offer.likeness not in self._described and offer.likeness not in self._describing:
+                    self._describing[offer.likeness] = rank
+                    return self._describe
+                due = not self._expected or time.monotonic() >= self._decide_at
+                if due and not self._deciding and not self._describing:
+                    self._deciding = True
+                    return self._decide
+                self._changed.wait(SLICE_SECONDS)
+            return None
+
+    def _describe(self, rank: int, offer: Offer, describe: Callable[[], Offer]) -> None:
+        """Ask this source what its state is like."""
+        described = describe()
+        with self._changed:
+            self._describing.pop(offer.likeness, None)
+            self._described[offer.likeness] = described
+            self._changed.notify_all()
+
     def _decide(self) -> None:
         """Choose the sources that agree, and plan. In the thread of the first conversation that finds it due."""
         try:
             with self._changed:
-                offers = dict(self._offers)
-            chosen = self._choose(offers)
-            if not chosen:
+                offers, described = dict(self._offers), dict(self._described)
+                offers = {rank: offer for rank, offer in offers.items() if offer.likeness in described}
+            choice = agreement.choose(self.ranks, offers, described, self.wishes, self._limits)
+            if choice.cohorts:
+                accepted = self._accept(choice, described)
+                ledger = Ledger(accepted.cut.nbytes, self._changed)
+                self._keep(accepted, ledger)
+        except NotCovered as error:
+            if not self._expected:
+                self.fail(error)
                 return
-            rank = next(iter(chosen))
-            parcel_bytes = min(offer.parcel_bytes for offer in chosen.values())
-            wishes = self.wishes
-            resume = wishes.resume
-            if resume is not None and not self._continues(resume, chosen[rank], parcel_bytes):
-                logger.warning("the sources offer another state than the one to be resumed: everything is fetched")
-                resume = None
-            accepted = accept(
-                chosen[rank],
-                replace(wishes, resume=resume),
-                self._limits,
-                rank,
-                self._device,
-                self._fine(chosen[rank], parcel_bytes) if resume is None else resume.parcel_bytes,
-            )
-            ledger = Ledger(accepted.cut.nbytes, self._changed)
-            if resume is not None:
-                resume.spent = True
-                self._keep(resume, accepted, ledger)
+            with self._changed:
+                # Those that have not come yet may hold it.
+                self._decide_at, self._deciding = time.monotonic() + SLICE_SECONDS, False
+            return
         except BaseException as error:
             self.fail(error)
             return
-        self.report.leaves = len(accepted.manifest)
-        self.report.step = accepted.offer.step if self.wishes.step is None else self.wishes.step
+        for rank, dropped in choice.dropped.items():
+            if self.several:
+                logger.warning("source %d is not used: %s", rank, dropped)
         with self._changed:
-            self._accepted, self._ledger = accepted, ledger
-            self._count()
-            self._deciding = False
+            self._dropped.update(choice.dropped)
+            self._compared.update(offers)
+            self._deciding = False  # Without a choice: another may still come with the right step.
+            if choice.cohorts:
+                self.report.leaves = len(accepted.manifest)
+                self.report.step = accepted.offer.step if self.wishes.step is None else self.wishes.step
+                self._accepted, self._ledger = accepted, ledger
+                self._count()
             self._changed.notify_all()
 
-    def _choose(self, offers: dict[int, Offer]) -> dict[int, Offer]:
-        """The sources that agree; those that are dropped learn of it."""
-        chosen, dropped = agreement.choose(self.ranks, offers, self.wishes, self._limits)
-        for rank, error in dropped.items():
-            if self.several:
-                logger.warning("source %d is not used: %s", rank, error)
+    def _accept(self, choice: agreement.Choice, described: dict[bytes, Offer]) -> Accepted:
+        """Plan, going on from what an earlier receive has left if that is possible."""
+        first = described[choice.offers[next(iter(choice.cohorts[0].members))].likeness]
+        parcel_bytes = min(offer.parcel_bytes for offer in choice.offers.values())
+        wishes, resume = self.wishes, self.wishes.resume
+        if resume is not None and not self._continues(resume, first, parcel_bytes):
+            logger.warning("the sources offer another state than the one to be resumed: everything is fetched")
+            self.wishes = wishes = replace(wishes, resume=None)
+            resume = None
+        fine = self._fine(first, parcel_bytes) if resume is None else resume.parcel_bytes
+        return accept(choice.cohorts, choice.offers, first, wishes, self._limits, self._device, fine)
+
+    def portion(self, rank: int) -> Portion | None:
+        """What a source can bring; None: everything."""
+        assembled = self.accepted.assembled
+        if assembled is None:
+            return None
         with self._changed:
-            self._dropped.update(dropped)
-            self._compared.update(offers)
-            if not chosen:
-                self._deciding = False  # Another may still come with the right step.
-            self._changed.notify_all()
-        return chosen
+            known = self._portions.get(rank)
+        if known is None:
+            known = assembled.portion(rank)
+            with self._changed:
+                self._portions[rank] = known
+        return known
+
+    def _held(self, rank: int) -> Bools | None:
+        portion = self._portions.get(rank)
+        return None if portion is None else portion.held
 
     def _fine(self, offer: Offer, parcel_bytes: int) -> int:
         """A size of parcels that lets several sources end together, and their staging be within its bounds."""
+        if self.wishes.delta:
+            parcel_bytes = max(min(parcel_bytes, self._limits.block_bytes), self._limits.min_parcel_bytes)
         if not self.several:
             return parcel_bytes
-        sizes = offer.manifest.storage_nbytes
+        sizes = offer.described.storage_nbytes
         total = float(np.frombuffer(sizes[: len(sizes) // 8 * 8], dtype="<i8").astype(float).sum())
         staged = self._limits.staging_bytes // (len(self.ranks) * offer.bursts_ahead)
         fair = max(int(min(total, 1e15)) // (32 * len(self.ranks)), self._limits.min_chained_bytes)
@@ -249,7 +295,7 @@ class Gathering:
 
     def _compare_late(self, rank: int, offer: Offer) -> None:
         """An offer that comes after the others have been agreed on."""
-        error = agreement.why_not(rank, offer, self.accepted, self.wishes, self._limits)
+        error = agreement.why_not(rank, offer, self.accepted, self.wishes)
         if error is not None:
             logger.warning("source %d is not used: %s", rank, error)
             with self._changed:
@@ -257,29 +303,36 @@ class Gathering:
 
     @staticmethod
     def _continues(resume: Partial, offer: Offer, parcel_bytes: int) -> bool:
-        same = resume.step == offer.step and resume.manifest == offer.manifest.of_any_device()
+        same = resume.step == offer.step and resume.likeness == offer.likeness
         return same and resume.parcel_bytes <= parcel_bytes
 
-    def _keep(self, resume: Partial, accepted: Accepted, ledger: Ledger) -> None:
-        """Find what is still there of an earlier receive: what lies in its place has the digest that it had then."""
-        if (resume.apart, resume.parts) != (accepted.apart, accepted.parts) or len(resume.landed) != len(accepted.cut):
-            logger.warning("the target is another than that of the receive to be resumed: everything is fetched")
-            return
-        numbers = [n for n in np.flatnonzero(resume.landed).tolist() if self._lies_once(accepted, n)]
-        found = places.digests_of(accepted.cut, accepted.landing, numbers)
-        same = found == resume.digests[numbers]
-        kept = np.array(numbers, dtype=np.int64)[same]
-        ledger.keep(kept.tolist(), found[same])
-        for first, count in zip(accepted.cut.first[kept].tolist(), accepted.cut.count[kept].tolist(), strict=True):
-            accepted.landing.touch(range(first, first + count))
-        self.report.kept_bytes = ledger.bytes_of(kept.tolist())
-        if len(kept):
-            self._kept = _Kept.UNCOMPARED
+    def _keep(self, accepted: Accepted, ledger: Ledger) -> None:
+        """Find what may be here already: what an earlier receive has left, or all that the targets hold.
+
+        Whether it is what the sources have, they will say.
+        """
+        cut, landing, resume = accepted.cut, accepted.landing, self.wishes.resume
+        claimed: Bools = np.zeros(len(cut), dtype=bool)
+        if resume is not None:
+            resume.spent = True
+            if resume.fingerprint == landing.fingerprint and len(resume.landed) == len(cut):
+                claimed |= resume.landed & self._for_all_boxes(cut, landing.lies_once)
+                for number in np.flatnonzero(claimed).tolist():
+                    landing.touch(range(int(cut.first[number]), int(cut.first[number] + cut.count[number])))
+            else:
+                logger.warning("the target is another than that of the receive to be resumed: everything is fetched")
+        if self.wishes.delta:
+            landing.fill_aside()
+            claimed |= self._for_all_boxes(cut, landing.holds)
+        if claimed.any():
+            ledger.keep(np.flatnonzero(claimed))
 
     @staticmethod
-    def _lies_once(accepted: Accepted, number: int) -> bool:
-        first, count = int(accepted.cut.first[number]), int(accepted.cut.count[number])
-        return all(accepted.landing.lies_once(box) for box in range(first, first + count))
+    def _for_all_boxes(cut: Parcels, good: Callable[[int], bool]) -> Bools:
+        """For each parcel, whether all its boxes are good."""
+        bad = np.concatenate([[0], np.cumsum([not good(box) for box in range(len(cut.boxes))])]).astype(np.int64)
+        result: Bools = bad[cut.first + cut.count] == bad[cut.first]
+        return result
 
     # -- tasks
 
@@ -316,16 +369,17 @@ class Gathering:
             self._finish(rank)
 
     def _find_task(self, rank: int, nbytes: float) -> Fetch | Compare | Confirm | None:
-        if self._kept is _Kept.UNCOMPARED:
-            if self._offers[rank].digests:
-                return Compare(self.claim_comparing())
-            others = self._present | (set() if self._one_by_one else self._expected)
-            if not any(other not in self._offers or self._offers[other].digests for other in others):
-                # Nobody can say whether it is still what the sources have.
-                self.compared(self.ledger.kept())
+        held = self._held(rank)
+        numbers = self.ledger.take_uncompared(rank, COMPARE_BYTES, held)
+        if len(numbers):
+            return Compare(numbers)
         if self._readers and not self.ledger.complete:
-            return None
-        numbers = self.ledger.take(rank, nbytes)
+            # What can be read is read.
+            assembled = self.accepted.assembled
+            if assembled is None or held is None:
+                return None
+            held = held & ~assembled.covered_by(frozenset(self._readers))
+        numbers = self.ledger.take(rank, nbytes, held)
         if len(numbers):
             self._confirmed.discard(rank)
             self._count()
@@ -339,25 +393,23 @@ class Gathering:
         with self._changed:
             if self._failure is not None or rank in self._left:
                 return range(0)
-            numbers = self.ledger.take_run(rank, nbytes)
+            portion = self._portions.get(rank)
+            numbers = self.ledger.take_run(rank, nbytes, None if portion is None else portion.numbers)
             self._count()
             return numbers
 
-    def claim_comparing(self) -> Sequence[int]:
-        """Parcels that were kept and that nobody has compared yet: the caller will."""
+    def compared(self, rank: int, numbers: Sequence[int], same: Bools) -> None:
+        """A source has said which parcels of which something is here are as it has them."""
         with self._changed:
-            if self._kept is not _Kept.UNCOMPARED:
-                return ()
-            self._kept = _Kept.COMPARING
-            return self.ledger.kept()
+            self.ledger.compared(rank, numbers, same)
+            self.report.kept_bytes = self.ledger.kept_bytes
+            self._count()
 
-    def compared(self, differing: Sequence[int] | None) -> None:
-        """A source has said which parcels that were kept differ from its own. None: it never said."""
+    def release(self, rank: int) -> None:
+        """Nothing is needed from this source."""
         with self._changed:
-            self._kept = _Kept.UNCOMPARED if differing is None else _Kept.COMPARED
-            if differing:
-                self.ledger.unkeep(differing)
-                self.report.kept_bytes -= self.ledger.bytes_of(differing)
+            self._present.discard(rank)
+            self._readers.discard(rank)
             self._changed.notify_all()
 
     def confirmed(self, rank: int) -> None:
@@ -381,11 +433,15 @@ class Gathering:
             self._present.discard(rank)
             self._readers.discard(rank)
             self._leavable.pop(rank, None)
+            for likeness in [likeness for likeness, who in self._describing.items() if who == rank]:
+                del self._describing[likeness]  # Another will be asked.
+            self._offers.pop(rank, None) if self._accepted is None else None
             if self._ledger is not None:
                 self._ledger.give_back(rank)
                 if isinstance(error, SourceMutated):
                     self._ledger.disown(rank)
                 self._count()
+                self._look_for_orphans(rank, error)
             self._changed.notify_all()
             # Only a source that is gone leaves a receive that is over: not a caller that wants none.
             stopped = self._failure is not None or self.caller.cause is not None or not isinstance(error, PeerError)
@@ -397,9 +453,17 @@ class Gathering:
         elif self.several and isinstance(error, PeerError):
             logger.warning("source %d is lost, the others bring what it owed: %s", rank, error)
 
+    def _look_for_orphans(self, rank: int, error: BaseException) -> None:
+        """End the receive if nobody else has what a lost source was to bring."""
+        if self._accepted is None or self._accepted.assembled is None or self._failure is not None:
+            return
+        here = self._accepted.assembled.covered_by(frozenset(self._present))
+        if not (self.ledger.landed | here).all() and isinstance(error, TransfuseError):
+            self._failure = ReceiveFailed({rank: error})
+
     def _is_over(self) -> bool:
         """Everything is here, and whoever brought it and is still here has said that it holds."""
-        if self._ledger is None or self._result or not self._ledger.complete or self._kept is not _Kept.COMPARED:
+        if self._ledger is None or self._result or not self._ledger.complete:
             return False
         owing = {rank for rank in self._present if self._ledger.bytes_from(rank)}
         return owing <= self._confirmed
@@ -472,11 +536,11 @@ class Gathering:
         leaving: list[tuple[int, Callable[[], object]]] = []
         with self._changed:
             over = bool(self._result)
-            done = self._ledger is not None and self._ledger.complete and self._kept is _Kept.COMPARED
+            done = self._ledger is not None and self._ledger.complete
             for rank, leave in self._leavable.items():
                 line = self._lines[rank]
                 silent = 0.0 if line.waiting_since is None else now - max(line.waiting_since, line.heard_at)
-                needed = not done and not self._present - {rank}
+                needed = not done and not self._others_can(rank)
                 if (over and rank in self._expected) or (silent > self._timeout / 2 and not needed):
                     self._left[rank] = PeerTimeout(rank, line.phase, silent)
                     leaving.append((rank, leave))
@@ -484,6 +548,13 @@ class Gathering:
             leave()
             self.lost(rank, self._left[rank])
             self.caller.leave(rank, self._left[rank])
+
+    def _others_can(self, rank: int) -> bool:
+        """Whether the sources that are here can bring everything without this one."""
+        others = self._present - {rank}
+        if self._accepted is None or self._accepted.assembled is None:
+            return bool(others)
+        return bool((self.ledger.landed | self._accepted.assembled.covered_by(frozenset(others))).all())
 
     def park(self, rank: int) -> None:
         """The caller stops while this conversation is still going on."""
@@ -523,22 +594,18 @@ class Gathering:
             return
         landed = ledger.landed
         error.torn = self.report.torn
-        error.received, error.missing = partial.account(
-            accepted.manifest, accepted.cut, landed, accepted.apart, accepted.parts
-        )
+        resumed = self.wishes.resume is not None
+        # What an earlier receive had left, and nobody has looked at, is still left.
+        landed |= ledger.uncompared & resumed
+        error.received, error.missing = accepted.landing.account(landed)
         if landed.any():
-            digests, known = ledger.digests
-            unknown = np.flatnonzero(landed & ~known).tolist()
-            digests[unknown] = places.digests_of(accepted.cut, accepted.landing, unknown)
             error.partial = Partial(
                 accepted.offer.step,
-                accepted.offer.manifest.of_any_device(),
+                accepted.offer.likeness,
                 accepted.parcel_bytes,
-                accepted.apart,
-                accepted.parts,
+                accepted.landing.fingerprint,
                 landed,
                 accepted.cut.nbytes,
-                digests,
                 accepted.landing.fresh,
                 self.report.torn,
             )

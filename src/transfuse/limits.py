@@ -40,6 +40,10 @@ class Limits:
     parcel_bytes: int = 4 * MIB
     #: Smallest parcel a peer may announce: bounds the number of parcels that a hostile offer can cause.
     min_parcel_bytes: int = 16 * KIB
+    #: With ``delta``, what is compared and kept or fetched as one.
+    block_bytes: int = 128 * KIB
+    #: Longer descriptions are sent only to receivers that ask for them.
+    brief_bytes: int = 256 * KIB
     #: Bytes between two records, and so the grain in which progress is seen.
     burst_bytes: int = 24 * MIB
     #: Bursts under way per peer. What they hold comes even after a cancel.
@@ -76,7 +80,7 @@ class Limits:
                 raise ValueError(f"limit {item.name} must be positive, got {getattr(self, item.name)}")
         if self.min_parcel_bytes > self.parcel_bytes:
             raise ValueError(f"min_parcel_bytes {self.min_parcel_bytes} exceeds parcel_bytes {self.parcel_bytes}")
-        if self.parcel_bytes % 16 or self.min_parcel_bytes % 16:
+        if self.parcel_bytes % 16 or self.min_parcel_bytes % 16 or self.block_bytes % 16:
             raise ValueError("parcel sizes must be multiples of 16, the largest item")
 
     @classmethod

@@ -15,12 +15,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from transfuse import columns, trees
 from transfuse.columns import PLAIN
 from transfuse.errors import UnsupportedLeaf
 from transfuse.leaves import dense, values
-from transfuse.leaves.codec import CannotCarry, Shared
+from transfuse.leaves.codec import CannotCarry, Coordinate, MeshDescription, Shared
+from transfuse.leaves.distributed import read_meshes
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.parts import Ints, Parts, Storages
@@ -68,16 +70,19 @@ class Manifest:
         root: trees.Node | None,
         kinds: bytes,
         details: list[Any],
-        shared: list[Any],
+        shared: list[MeshDescription],
         dtypes: list[torch.dtype],
         parts: Parts,
         storages: Storages,
+        coordinates: Sequence[Coordinate] = (),
     ) -> None:
         self.root = root
         self.kinds = kinds
         #: For each leaf that is no plain tensor, in order: the encoded value, or the spec of a composite.
         self.details = details
+        #: Meshes, and the place in each that the described rank has.
         self.shared = shared
+        self.coordinates = coordinates
         self.dtypes = dtypes
         self.parts = parts
         self.storages = storages
@@ -124,6 +129,30 @@ class Manifest:
         """The leaves that these parts belong to."""
         return np.searchsorted(self.first_parts, parts, side="right") - 1
 
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether some leaf is a shard of a global tensor."""
+        return any(type(detail) is list and detail[:1] in (["dtensor"], ["sharded"]) for detail in self.details)
+
+    def likeness(self, wire: Wire) -> bytes:
+        """A digest of everything that ranks which hold different shards of one state have in common.
+
+        Who knows one such description, and another rank's place in its meshes, knows what that rank holds.
+        """
+        sharded = np.zeros(len(self.parts), dtype=bool)
+        if self.is_sharded:
+            spread = [leaf for leaf in np.flatnonzero(self.codes == Leaf.COMPOSITE).tolist() if _is_dtensor(self, leaf)]
+            for leaf in spread:
+                sharded[self.first_parts[leaf] : self.first_parts[leaf + 1]] = True
+        whole = np.repeat(~sharded, self.parts.ndim)
+        plain = [wire.tree, wire.details, wire.shared, wire.dtypes]
+        digest = xxhash.xxh3_128(msgspec.msgpack.encode(plain))
+        for column in (wire.kinds, wire.part_storage, wire.part_dtype, wire.part_flags, wire.part_ndim):
+            digest.update(column)
+            digest.update(len(column).to_bytes(8, "little"))
+        digest.update(_pack(self.parts.sizes[whole], "<i8"))
+        return digest.digest()
+
     def encode(self) -> Wire:
         p, s = self.parts, self.storages
         return Wire(
@@ -145,7 +174,7 @@ class Manifest:
         )
 
     @classmethod
-    def decode(cls, wire: Wire, limits: Limits) -> Manifest:
+    def decode(cls, wire: Wire, limits: Limits, coordinates: Sequence[Coordinate] = ()) -> Manifest:
         """Read and check a manifest from a peer; ``ValueError`` for whatever :func:`describe` does not write."""
         root, leaves = trees.decode(wire.tree, max_depth=limits.max_depth)
         if leaves != len(wire.kinds):
@@ -179,10 +208,18 @@ class Manifest:
             item=item,
         )
         parts.check_in(storages)
-        manifest = cls(root, wire.kinds, wire.details, wire.shared, dtypes, parts, storages)
+        meshes = read_meshes(wire.shared)
+        if len(coordinates) > len(meshes):
+            raise ValueError("a place in a mesh that was not described")
+        manifest = cls(root, wire.kinds, wire.details, meshes, dtypes, parts, storages, coordinates)
         if manifest.first_parts[-1] != len(parts):
             raise ValueError("leaves and tensors do not add up")
         return manifest
+
+
+def _is_dtensor(manifest: Manifest, leaf: int) -> bool:
+    detail = manifest.detail(leaf)
+    return type(detail) is list and detail[0] == "dtensor"
 
 
 def _pack(column: Ints, code: str) -> bytes:
@@ -229,14 +266,14 @@ class _Opened(NamedTuple):
 
     kinds: bytes
     details: list[Any]
-    shared: list[Any]
+    shared: Shared
     parts: list[torch.Tensor]
 
 
 def _open(root: trees.Node | None, leaves: list[Any], odd: Sequence[int], limits: Limits) -> _Opened:
     """Open the ``odd`` leaves, and take all others for plain tensors."""
     kinds, shared = Kinds(limits), Shared()
-    opened = _Opened(b"", [], shared.items, [])
+    opened = _Opened(b"", [], shared, [])
     codes = bytearray([Leaf.TENSOR]) * len(leaves)
     done = 0
     for i in odd:
@@ -290,7 +327,10 @@ def _lay_down(root: trees.Node | None, opened: _Opened, found: columns.Tensors) 
         item=found.item,
     )
     storages = Storages(nbytes, found.device[owners], found.devices)
-    manifest = Manifest(root, opened.kinds, opened.details, opened.shared, found.dtypes, parts, storages)
+    meshes = opened.shared
+    manifest = Manifest(
+        root, opened.kinds, opened.details, meshes.items, found.dtypes, parts, storages, meshes.coordinates
+    )
     if found.beyond.any():
         leaf = manifest.leaf_of(int(np.argmax(found.beyond)))
         raise UnsupportedLeaf(

@@ -26,7 +26,7 @@ from transfuse.limits import Limits
 from transfuse.manifest import Leaf, Manifest
 from transfuse.parts import Bools, Ints
 
-__all__ = ["Match", "Prepared", "match", "prepare"]
+__all__ = ["Match", "Prepared", "match", "nothing_matches", "prepare", "unpaired"]
 
 #: Targets that interleave in memory are compared run by run up to this many runs; beyond, they are refused.
 MAX_RUNS = 1 << 20
@@ -112,18 +112,10 @@ def match(
     fitted = _fit(manifest, merged, prepared, room, kinds)
     problems = merged.conflicts + fitted.problems
     target_leaves = prepared.leaves
-    if (
-        not len(fitted.quick)
-        and not fitted.others
-        and not problems
-        and (_has_tensors(manifest, kinds) or any(isinstance(leaf, torch.Tensor) for leaf in target_leaves))
-    ):
-        raise TargetMismatch(
-            _likely_prefix(manifest.paths[:1000], list(trees.paths(prepared.root)), target_leaves),
-            intro="not one tensor of the target matches the source",
-        )
+    if not len(fitted.quick) and not fitted.others and not problems:
+        nothing_matches(manifest, prepared, kinds)
     if strict:
-        problems += _unpaired(manifest, merged, prepared)
+        problems += unpaired(manifest, merged, prepared)
     if problems:
         raise TargetMismatch(problems)
     targets = _Targets(manifest)
@@ -255,7 +247,17 @@ class _Targets:
         self.as_lies[parts] = tensors.contiguous[rows] & self._parts.contiguous[parts] & (signs == 0)
 
 
-def _unpaired(manifest: Manifest, merged: trees.Merged, prepared: Prepared) -> list[str]:
+def nothing_matches(manifest: Manifest, prepared: Prepared, kinds: Kinds) -> None:
+    """Raise, with the likely reason, unless there is no tensor anywhere that could have matched."""
+    if _has_tensors(manifest, kinds) or any(isinstance(leaf, torch.Tensor) for leaf in prepared.leaves):
+        raise TargetMismatch(
+            _likely_prefix(manifest.paths[:1000], list(trees.paths(prepared.root)), prepared.leaves),
+            intro="not one tensor of the target matches the source",
+        )
+
+
+def unpaired(manifest: Manifest, merged: trees.Merged, prepared: Prepared) -> list[str]:
+    """Leaves that only one side has, for a caller that wants none."""
     missing = [i for i, j in enumerate(merged.partner) if j < 0]
     problems = [f"{manifest.paths[i]}: missing in the target" for i in missing[:100]]
     if len(missing) > 100:

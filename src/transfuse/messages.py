@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from transfuse import manifest
+from transfuse.manifest import Wire
+from transfuse.picks import Picks
 
 __all__ = [
     "HEADER_BYTES",
@@ -23,7 +24,7 @@ __all__ = [
     "WIRE_VERSION",
     "Agreed",
     "Answer",
-    "Compare",
+    "Digests",
     "Header",
     "Intent",
     "Link",
@@ -34,6 +35,7 @@ __all__ = [
     "Refusal",
     "Verdict",
     "Want",
+    "brief",
     "decode",
     "digests_in",
     "encode",
@@ -48,7 +50,7 @@ __all__ = [
 ]
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 # magic, version, kind, transfer, note, body length, digest of the body, digest of all that
 _HEADER = struct.Struct("<4sHHQQQQQ")
@@ -74,7 +76,8 @@ class Message(enum.IntEnum):
     MORE = 9
     CHECK = 10
     COMPARE = 11
-    DIFFER = 12
+    DIGESTS = 12
+    DESCRIBE = 13
 
 
 _KINDS = {message.value: message for message in Message}
@@ -124,7 +127,11 @@ class Memory(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Source to receiver: what there is."""
+    """Source to receiver: what there is.
+
+    A long description comes only if the receiver asks for it (describe): of many sources it needs few. Until then
+    there is no manifest, and no address of a storage.
+    """
 
     step: int | None
     parcel_bytes: int
@@ -136,7 +143,18 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     memory: Memory | None
     #: This receiver's share of what the source may give away, if it is limited.
     max_bytes_per_second: float | None
-    manifest: manifest.Wire
+    manifest: Wire | None
+    #: A digest of the manifest, and one of what all ranks have in common that hold shards of this state.
+    digest: bytes
+    likeness: bytes
+    #: The source's place in each mesh that the manifest describes; None outside of it.
+    coordinates: list[tuple[int, ...] | None]
+
+    @property
+    def described(self) -> Wire:
+        """The manifest, which is known to be there."""
+        assert self.manifest is not None
+        return self.manifest
 
 
 class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -157,6 +175,8 @@ class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     #: Whether the receiver may be part of a chain, and which host it is on: neighbours in a chain should share one.
     relay: bool
     host: int
+    #: Instead of everything: parcels are cut from these blocks.
+    picks: Picks | None = None
 
 
 class Link(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -184,18 +204,14 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 class More(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Parcels, as in a want.
-
-    Receiver to source (MORE): send these too, or again. Source to receiver (DIFFER): these are not as compared.
-    """
+    """Receiver to source: parcels, as in a want. MORE: send these too, or again. COMPARE: send a digest of each."""
 
     parcels: list[int]
 
 
-class Compare(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Receiver to source: parcels that it holds already, as in a want, and a digest of each (u64)."""
+class Digests(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Source to receiver: digests of the parcels that are to be compared, 16 bytes each."""
 
-    parcels: list[int]
     digests: bytes
 
 
@@ -217,17 +233,23 @@ class _Preface(msgspec.Struct, array_like=True, frozen=True):
     timeout: float
 
 
-Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed, More, Compare)
+Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed, More, Digests)
 
 # msgspec looks into a type when it is first used, and two threads that do so at the same time end the process: hence
 # here, once, and not when several conversations hear their first message.
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    cls: msgspec.msgpack.Decoder(cls) for cls in (Offer, Want, Refusal, Verdict, Agreed, More, Compare, _Preface)
+    cls: msgspec.msgpack.Decoder(cls) for cls in (Offer, Want, Refusal, Verdict, Agreed, More, Digests, _Preface)
 }
 
 
-def encode(body: Offer | Want | Refusal | Verdict | Agreed | More | Compare) -> bytes:
+def encode(body: Offer | Want | Refusal | Verdict | Agreed | More | Digests) -> bytes:
     return msgspec.msgpack.encode(body)
+
+
+def brief(offer: Offer) -> Offer:
+    """The same offer without its description."""
+    memory = None if offer.memory is None else msgspec.structs.replace(offer.memory, storages=b"")
+    return msgspec.structs.replace(offer, manifest=None, memory=memory)
 
 
 def decode(data: bytes | bytearray, cls: type[Body]) -> Body:

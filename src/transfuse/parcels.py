@@ -1,6 +1,6 @@
 """Parcels: in what pieces boxes travel. Pure; both ends derive the same sequence, so that no parcel has a header.
 
-A parcel is either several small boxes of one device one after another, each at a multiple of the largest item among
+A parcel is either several small boxes of one space one after another, each at a multiple of the largest item among
 them, or a range of one large box. A burst is a run of parcels after which both ends exchange one record.
 """
 
@@ -48,6 +48,8 @@ class Parcels:
     nbytes: Ints
     #: For each box: where in its parcel it begins. A box that is cut into several begins each of them.
     position: Ints
+    #: Whether the receiver knows nothing of the source's memory, so that both take every parcel for a staged one.
+    all_staged: bool = False
 
     def __len__(self) -> int:
         return len(self.first)
@@ -55,6 +57,8 @@ class Parcels:
     @cached_property
     def staged(self) -> npt.NDArray[np.bool_]:
         """Which parcels are no single run of memory at the source."""
+        if self.all_staged:
+            return np.ones(len(self), dtype=bool)
         strided = np.zeros(len(self.boxes), dtype=bool)
         strided[list(self.boxes.strided)] = True
         return (self.count > 1) | strided[self.first]
@@ -82,7 +86,7 @@ class Parcels:
             yield Piece(box, 0, size, position)
 
 
-def cut(boxes: Boxes, parcel_bytes: int) -> Parcels:
+def cut(boxes: Boxes, parcel_bytes: int, *, all_staged: bool = False) -> Parcels:
     """Cut boxes into parcels of at most ``parcel_bytes``. A box of an eighth of that or more is not packed.
 
     Which parcel a small box goes into depends only on how many bytes come before it, so that all are placed at once:
@@ -90,9 +94,9 @@ def cut(boxes: Boxes, parcel_bytes: int) -> Parcels:
     """
     n, alone = len(boxes), parcel_bytes // 8
     large = boxes.nbytes >= alone
-    # Runs of small boxes of one device; each large box is a run by itself.
+    # Runs of small boxes of one space; each large box is a run by itself.
     begins = np.ones(n, dtype=bool)
-    begins[1:] = large[1:] | large[:-1] | (np.diff(boxes.device) != 0)
+    begins[1:] = large[1:] | large[:-1] | (np.diff(boxes.space) != 0)
     run, heads = np.cumsum(begins) - 1, np.flatnonzero(begins)
     step = np.maximum.reduceat(boxes.item, heads)[run] if n else boxes.item
     space = np.where(large, 0, -(-boxes.nbytes // step) * step)
@@ -108,7 +112,7 @@ def cut(boxes: Boxes, parcel_bytes: int) -> Parcels:
     which = np.repeat(np.arange(len(first)), pieces)
     low = (np.arange(len(which)) - (np.cumsum(pieces) - pieces)[which]) * parcel_bytes
     nbytes = np.minimum(nbytes[which] - low, parcel_bytes)
-    return Parcels(boxes, first[which], count[which], low, nbytes, position)
+    return Parcels(boxes, first[which], count[which], low, nbytes, position, all_staged)
 
 
 def bursts(parcels: Parcels, numbers: Sequence[int], most: Most) -> list[list[int]]:
@@ -127,11 +131,19 @@ def bursts(parcels: Parcels, numbers: Sequence[int], most: Most) -> list[list[in
     return result
 
 
-def fingerprint(parcels: Parcels) -> int:
-    """A digest of what travels in which pieces. Both ends must arrive at the same one."""
+def fingerprint(parcels: Parcels, picked: int | None = None) -> int:
+    """A digest of what travels in which pieces. Both ends must arrive at the same one.
+
+    ``picked`` is the digest of the picks, if boxes come of these: then only the source knows where they lie.
+    """
     digest = xxhash.xxh3_64()
     boxes = parcels.boxes
-    for column in (boxes.storage, boxes.start, boxes.nbytes, boxes.item, parcels.first, parcels.count, parcels.low):
+    for column in (boxes.nbytes, boxes.item, parcels.first, parcels.count, parcels.low):
+        digest.update(column.astype("<i8").tobytes())
+    if picked is not None:
+        digest.update(picked.to_bytes(8, "little"))
+        return digest.intdigest()
+    for column in (boxes.storage, boxes.start):
         digest.update(column.astype("<i8").tobytes())
     for number in sorted(boxes.strided):
         digest.update(repr((number, tuple(boxes.strided[number]))).encode())

@@ -6,20 +6,20 @@ receiver has one or more (tied weights that are not tied in its target).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from transfuse import vm
 from transfuse.boxes import Box, Form, blocks
-from transfuse.digest import digest_of
+from transfuse.digest import digest_of, wide_digest_of
 from transfuse.leaves import dense
 from transfuse.manifest import Ints
 from transfuse.parcels import Parcels, Piece
+from transfuse.plan import Boxes
 
 __all__ = [
     "Place",
@@ -31,9 +31,16 @@ __all__ = [
     "pack",
     "place_in_storage",
     "place_in_tensor",
+    "place_of_box",
     "ranges",
     "unpack",
+    "wide_digests_of",
 ]
+
+T = TypeVar("T")
+
+#: Parcels that a thread hashes before it looks for more.
+HASHED_TOGETHER = 16
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,13 @@ class Place:
     view: torch.Tensor
     lead: int = 0
     signs: Signs | None = None
+    #: As what its items travel, if that is another type than they have here.
+    wire: torch.dtype | None = None
+
+    @property
+    def item(self) -> int:
+        """Bytes of one item on the wire."""
+        return self.view.element_size() if self.wire is None else self.wire.itemsize
 
 
 class Places(Protocol):
@@ -87,6 +101,15 @@ def place_in_storage(storage: torch.UntypedStorage, window: int, box: Box) -> Pl
     """The place of a box in a storage whose window begins at byte ``window``."""
     offset = (window + box.start) // box.item
     return Place(dense.over(storage, dense.ITEM_TYPES[box.item], offset, box.sizes, box.strides))
+
+
+def place_of_box(storage: torch.UntypedStorage, window: int, boxes: Boxes, box: int) -> Place:
+    """The same for one of many boxes, which may be converted on its way."""
+    cast = boxes.casts.get(box)
+    if cast is None:
+        return place_in_storage(storage, window, boxes.box(box))
+    offset = (window + cast.box.start) // cast.box.item
+    return Place(dense.over(storage, cast.memory, offset, cast.box.sizes, cast.box.strides), wire=cast.wire)
 
 
 def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> Place:
@@ -173,16 +196,42 @@ def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) 
         torch._foreach_copy_(runs, slots)
 
 
-def digests_of(parcels: Parcels, places: Places, numbers: list[int]) -> npt.NDArray[np.uint64]:
+def digests_of(parcels: Parcels, places: Places, numbers: Sequence[int]) -> list[int]:
     """Digests of parcels as they lie in memory."""
-    result = np.zeros(len(numbers), dtype=np.uint64)
+    return _hash(parcels, places, numbers, digest_of)
+
+
+def wide_digests_of(parcels: Parcels, places: Places, numbers: Sequence[int]) -> list[bytes]:
+    """The same in 128 bits."""
+    return _hash(parcels, places, numbers, wide_digest_of)
+
+
+def _hash(parcels: Parcels, places: Places, numbers: Sequence[int], digest: Callable[[torch.Tensor], T]) -> list[T]:
+    """Hash in all threads."""
     cpu = torch.device("cpu")
-    for i, number in enumerate(numbers):
-        data = as_bytes(places, parcels, number, cpu)
-        if data is None:
-            data = pack(places, parcels, number, torch.empty(int(parcels.nbytes[number]), dtype=torch.uint8))
-        result[i] = digest_of(data)
-    return result
+    result: list[T | None] = [None] * len(numbers)
+    errors: list[BaseException] = []
+    supply = iter(range(0, len(numbers), HASHED_TOGETHER))
+
+    def work() -> None:
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                while not errors and (first := next(supply, None)) is not None:
+                    for i in range(first, min(first + HASHED_TOGETHER, len(numbers))):
+                        number = numbers[i]
+                        data = as_bytes(places, parcels, number, cpu)
+                        if data is None:
+                            buffer = torch.empty(int(parcels.nbytes[number]), dtype=torch.uint8)
+                            data = pack(places, parcels, number, buffer)
+                        result[i] = digest(data)
+        except BaseException as error:
+            errors.append(error)
+
+    helpers = min(vm.threads(), len(numbers) // (2 * HASHED_TOGETHER)) - 1
+    vm.run_in([threading.Thread(target=work, name="transfuse-hash", daemon=True) for _ in range(helpers)], work)
+    if errors:
+        raise errors[0]
+    return cast("list[T]", result)
 
 
 def _gather(theirs: vm.Ranges, mine: vm.Ranges) -> bool:
@@ -197,8 +246,8 @@ def _gather(theirs: vm.Ranges, mine: vm.Ranges) -> bool:
 
 
 def _copy(place: Place, piece: Piece, buffer: torch.Tensor, *, out: bool) -> None:
-    view, item = place.view, place.view.element_size()
-    staged = buffer[piece.position : piece.position + piece.high - piece.low].view(view.dtype)
+    view, item = place.view, place.item
+    staged = buffer[piece.position : piece.position + piece.high - piece.low].view(place.wire or view.dtype)
     at = 0
     for first, shape in blocks(view.shape[place.lead :], piece.low // item, piece.high // item):
         part = view

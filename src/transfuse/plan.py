@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from transfuse.boxes import Box, Budget, cover
 from transfuse.manifest import Ints, Manifest
 
-__all__ = ["Boxes", "lay_out"]
+__all__ = ["Boxes", "Cast", "lay_out"]
+
+
+class Cast(NamedTuple):
+    """A box whose items travel as another type than they have in memory."""
+
+    memory: torch.dtype
+    wire: torch.dtype
+    #: The box in items of memory.
+    box: Box
 
 
 @dataclass(eq=False)
@@ -18,7 +29,8 @@ class Boxes:
     """Columns of the boxes that travel. Most are one run of memory; the few others are in ``strided``."""
 
     storage: Ints
-    device: Ints
+    #: Boxes with different numbers here are never packed into one parcel: they are on different devices, for example.
+    space: Ints
     start: Ints
     nbytes: Ints
     item: Ints
@@ -27,6 +39,8 @@ class Boxes:
     strided: dict[int, Box]
     #: Further parts with the same box as ``part`` (tied weights).
     also: dict[int, tuple[int, ...]]
+    #: Boxes that are converted on their way out of memory; they are among the strided too.
+    casts: dict[int, Cast] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.storage)
@@ -69,7 +83,7 @@ def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int]
     order = np.lexsort((start, storage, device))
     boxes = Boxes(
         storage=storage[order],
-        device=device[order],
+        space=device[order],
         start=start[order],
         nbytes=column(parts.numel[fast] * parts.item[fast], [box.nbytes for _, box, _ in slow])[order],
         item=column(parts.item[fast], [box.item for _, box, _ in slow])[order],

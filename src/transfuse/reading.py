@@ -18,6 +18,7 @@ from transfuse.boxes import Box
 from transfuse.bursts import Land
 from transfuse.manifest import Ints
 from transfuse.parcels import Parcels, Piece
+from transfuse.plan import Cast
 from transfuse.routes.memory import Reader
 
 __all__ = ["Reading"]
@@ -132,6 +133,13 @@ class Reading:
                 landed = places.pack(self._landing, self._cut, number, torch.empty(size, dtype=torch.uint8))
             return self.fetch(number, buffer) and torch.equal(landed, buffer[:size])
 
+        first = self._cut.first
+        numbers = [
+            n
+            for n in numbers
+            if not any(map(self._landing.converts, range(int(first[n]), int(first[n] + self._cut.count[n]))))
+        ]
+
         return sorted(self._each(numbers, same))
 
     def _each(self, numbers: Sequence[int], task: Callable[[int, torch.Tensor], bool]) -> list[int]:
@@ -172,6 +180,11 @@ class Reading:
         mine: list[vm.Ranges] = []
         for piece in self._cut.pieces(number):
             base = int(self._theirs[piece.box])
+            cast = self._cut.boxes.casts.get(piece.box)
+            if cast is not None:
+                if not self._fetch_cast(base, cast, piece, buffer):
+                    return False
+                continue
             box = self._cut.boxes.strided.get(piece.box)
             if box is not None:
                 if not self._fetch_strided(base, box, piece, data):
@@ -182,9 +195,20 @@ class Reading:
             mine.append(vm.ranges(np.array([piece.position + data.ctypes.data]), size))
         return not theirs or not len(self._reader.read(*vm.join(np.concatenate(theirs), np.concatenate(mine))))
 
+    def _fetch_cast(self, base: int, cast: Cast, piece: Piece, buffer: torch.Tensor) -> bool:
+        """Read a piece of a box whose items have another type in memory, and convert it."""
+        item, wire = cast.box.item, cast.wire.itemsize
+        low, high = piece.low // wire * item, piece.high // wire * item
+        raw = torch.empty(high - low, dtype=torch.uint8)
+        if not self._fetch_strided(base, cast.box, Piece(piece.box, low, high, 0), raw.numpy()):
+            return False
+        part = buffer[piece.position : piece.position + piece.high - piece.low].view(cast.wire)
+        part.copy_(raw.view(cast.memory))
+        return True
+
     def _fetch_strided(self, base: int, box: Box, piece: Piece, data: npt.NDArray[np.uint8]) -> bool:
         """Read a piece of a box that is many runs of memory, some of them at a time."""
-        run = box.item * (box.sizes[-1] if box.strides[-1] == 1 else 1)
+        run = box.item * (box.sizes[-1] if box.sizes and box.strides[-1] == 1 else 1)
         step = max(run, MAX_RUNS * run)
         for low in range(piece.low // run * run, piece.high, step):
             first, last = max(low, piece.low), min(low + step, piece.high)
@@ -224,7 +248,7 @@ class Reading:
 def _runs(box: Box, low: int, high: int) -> tuple[Ints, Ints]:
     """Bytes ``[low, high)`` of a box's linear order as runs of memory: how far from its start, and how long each."""
     outer, strides, run = box.sizes, box.strides, box.item
-    if strides[-1] == 1:
+    if strides and strides[-1] == 1:
         outer, strides, run = outer[:-1], strides[:-1], run * outer[-1]
     first, last = low // run, -(-high // run)
     index = np.unravel_index(np.arange(first, last), outer) if outer else ()

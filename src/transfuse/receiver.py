@@ -8,15 +8,18 @@ from contextlib import nullcontext, suppress
 
 import numpy as np
 
-from transfuse import messages, parcels, vm
+from transfuse import messages, parcels, places, vm
 from transfuse.accepting import compares_digests, read_offer
-from transfuse.bursts import Incoming, Shape
+from transfuse.bursts import Incoming, Shape, nothing_more
 from transfuse.chains import this_host
+from transfuse.digest import WIDE_BYTES
 from transfuse.errors import CorruptData, PeerError, PeerLost, ProtocolError, SourceMutated
 from transfuse.gathering import Compare, Confirm, Fetch, Gathering
 from transfuse.ledger import Ledger
+from transfuse.manifest import Manifest
 from transfuse.messages import Message, Offer
 from transfuse.pace import Pace
+from transfuse.parcels import Parcels
 from transfuse.parts import Bools
 from transfuse.reading import Reading
 from transfuse.relay import Relay
@@ -72,9 +75,21 @@ def _hear(line: Line, gathering: Gathering) -> Offer:
         with line.holding_turn():
             offer = read_offer(body, line.limits, line.peer)
             del body
-            gathering.agree(line, offer)
+            gathering.agree(line, offer, lambda: _describe(line, offer))
         gathering.caller.lend(line.peer)
     return offer
+
+
+def _describe(line: Line, offer: Offer) -> Offer:
+    """Ask a source for what its offer left out."""
+    if offer.manifest is not None:
+        return offer
+    line.send(Message.DESCRIBE)
+    _, body = line.expect(Message.OFFER)
+    described = read_offer(body, line.limits, line.peer)
+    if described.manifest is None or described.likeness != offer.likeness or described.digest != offer.digest:
+        raise ProtocolError(line.peer, f"rank {line.peer} describes another state than it has offered")
+    return described
 
 
 class _Conversation:
@@ -93,6 +108,8 @@ class _Conversation:
         self._read_bytes = 0
         #: Which parcels can be read from its memory.
         self._readable: Bools = np.zeros(len(self._ledger), dtype=bool)
+        #: What it can bring, if that is not everything.
+        self._portion = gathering.portion(line.peer)
         self._want: messages.Want | None = None
         self._shape: Shape | None = None
         self._relay: Relay | None = None
@@ -102,9 +119,13 @@ class _Conversation:
     def run(self) -> None:
         line, gathering = self._line, self._gathering
         cause: BaseException | None = None
+        needed = self._portion is None or bool(self._portion.held.any())
+        if not needed:
+            gathering.release(line.peer)
         try:
-            self._read()
-            while True:
+            if needed:
+                self._read()
+            while needed:
                 with line.holding_turn(lambda: self._progress.bytes):
                     task = gathering.next_task(line, self._share())
                 if task is None:
@@ -160,14 +181,19 @@ class _Conversation:
             if self._pace.rate is not None and self._pace.rate * line.timeout < line.limits.min_parcel_bytes:
                 return  # Slower than the timeout allows: over the group such a source is noticed.
             line.phase = self._progress.phase = "reading the source's memory"
+            self._offer = _describe(line, self._offer)
+            memory = self._offer.memory
+            if memory is None:
+                raise Malformed("an offer whose memory is gone")
+            manifest, theirs = self._seen_from_there()
             # One reader uses all threads, unless it is limited.
             turn = gathering.reading if self._pace.rate is None else nullcontext()
             with line.holding_turn(lambda: self._progress.bytes), turn, self._report.phase("read"):
-                if self._ledger.complete and not self._ledger.kept():
+                if self._ledger.complete:
                     return
                 call_bytes = self._pace.at_once(vm.CALL_BYTES)
-                with Reader(memory, len(self._accepted.manifest.storages), call_bytes) as reader:
-                    self._read_with(reader)
+                with Reader(memory, len(manifest.storages), call_bytes) as reader:
+                    self._read_with(reader, theirs)
         except Unreadable as reason:
             self._readable[:] = False
             self._ledger.give_back(line.peer)
@@ -180,15 +206,26 @@ class _Conversation:
             self._progress.bytes = self._ledger.bytes_from(line.peer)
             gathering.done_reading(line.peer)
 
-    def _read_with(self, reader: Reader) -> None:
+    def _seen_from_there(self) -> tuple[Manifest, Parcels]:
+        """The source's own manifest, and all parcels with their boxes in its memory."""
+        accepted = self._accepted
+        if self._portion is None or accepted.assembled is None:
+            return accepted.manifest, accepted.cut
+        try:
+            manifest = Manifest.decode(self._offer.described, self._line.limits, self._offer.coordinates)
+            return manifest, accepted.assembled.seen_from(self._portion, manifest)
+        except ValueError as error:
+            raise Malformed(f"a malformed offer: {error}") from error
+
+    def _read_with(self, reader: Reader, theirs: Parcels) -> None:
         accepted, report, line, ledger = self._accepted, self._report, self._line, self._ledger
         staging = line.limits.staging_bytes
-        reading = Reading(reader, accepted.cut, accepted.landing, staging, self._pace_or_stop, self._went_on)
+        reading = Reading(reader, theirs, accepted.landing, staging, self._pace_or_stop, self._went_on)
         readable = self._readable
         if not readable.any():
             readable[reading.readable()] = True
-        if readable[np.asarray(ledger.kept(), dtype=np.int64)].all():
-            self._compare_by_reading(reading)
+            if self._portion is not None:
+                readable &= self._portion.held
         unreadable = 0
         rate = self._pace.rate
         share = READ_BYTES if rate is None else min(READ_BYTES, int(rate * line.timeout / 8))
@@ -210,17 +247,6 @@ class _Conversation:
             report.verified = bool(self._gathering.wishes.verify)
         if unreadable:
             logger.info("rank %d: %d parcels cannot be read, they come over the group", line.peer, unreadable)
-
-    def _compare_by_reading(self, reading: Reading) -> None:
-        """Compare what was kept from an earlier receive with the source's memory itself."""
-        kept, differing = self._gathering.claim_comparing(), None
-        if not len(kept):
-            return
-        try:
-            differing = reading.differing(kept)
-            reading.check()
-        finally:
-            self._gathering.compared(differing)
 
     def _settle_differences(self, reading: Reading, numbers: list[int]) -> set[int]:
         """Read again what differs from a second look at the source; the parcels that cannot be read any more."""
@@ -281,13 +307,21 @@ class _Conversation:
             line.phase = self._progress.phase = "receiving parcels"
             gathering.may_leave(line, incoming.leave if gathering.several else None)
             try:
-                incoming.take(numbers, self._more if gathering.several else lambda: range(0))
+                incoming.take(numbers, self._more if gathering.several else nothing_more)
             finally:
                 gathering.may_leave(line, None)
         self._sort_out(incoming.wrong)
 
-    def _more(self) -> range:
-        return self._gathering.more(self._line.peer, self._burst_bytes())
+    def _more(self) -> tuple[int, Sequence[int]]:
+        """What to ask for in addition: the number that the source has for the first, and the numbers here."""
+        run = self._gathering.more(self._line.peer, self._burst_bytes())
+        return run.start, run if self._portion is None else self._portion.numbers[run.start : run.stop].tolist()
+
+    def _pairs(self, numbers: Sequence[int]) -> list[int]:
+        """Parcels by the numbers that the source has for them."""
+        if self._portion is not None:
+            numbers = np.searchsorted(self._portion.numbers, np.asarray(numbers, dtype=np.int64)).tolist()
+        return messages.pairs_of(numbers)
 
     def _landed(self, numbers: Sequence[int], digests: Sequence[int], wrong: Sequence[int]) -> None:
         """A burst has landed; of its parcels, these are wrong."""
@@ -296,7 +330,7 @@ class _Conversation:
         self._ledger.damaged(self._line.peer, wrong)
         good = [i for i, n in enumerate(numbers) if n not in wrong] if wrong else range(len(numbers))
         done = [numbers[i] for i in good]
-        self._ledger.land(self._line.peer, done, [digests[i] for i in good] if digests else ())
+        self._ledger.land(self._line.peer, done)
         self._report.count(self._line.peer, self._ledger.bytes_of(numbers), len(numbers), "group")
 
     def _sort_out(self, wrong: Sequence[int]) -> None:
@@ -324,20 +358,21 @@ class _Conversation:
         with self._report.phase("want"):
             line.phase = self._progress.phase = "sending the want"
             if self._want is not None:
-                line.send(Message.MORE, messages.encode(messages.More(messages.pairs_of(numbers))))
+                line.send(Message.MORE, messages.encode(messages.More(self._pairs(numbers))))
                 self._expect_agreed()
                 return messages.Agreed()
-            several = self._gathering.several
+            alone = not self._gathering.several and self._portion is None
             want = self._want = messages.Want(
-                parcels.fingerprint(accepted.cut),
+                parcels.fingerprint(accepted.cut) if self._portion is None else self._portion.fingerprint,
                 accepted.parcel_bytes,
                 self._burst_bytes(),
                 compares_digests(self._offer, self._gathering.wishes, line.group.device),
                 accepted.apart,
                 accepted.parts,
-                messages.pairs_of(numbers),
-                self._gathering.wishes.relay and line.group.relays and not several and not self._ledger.kept(),
+                self._pairs(numbers),
+                self._gathering.wishes.relay and line.group.relays and alone and len(numbers) == len(self._ledger),
                 this_host(),
+                None if self._portion is None else self._portion.picks,
             )
             line.send(Message.WANT, messages.encode(want))
             agreed = line.decode(self._expect_agreed(), messages.Agreed)
@@ -391,27 +426,20 @@ class _Conversation:
     # -- questions
 
     def _compare(self, numbers: Sequence[int]) -> None:
-        """Ask the source which of these parcels, kept from an earlier receive, are not as it has them."""
-        line, gathering = self._line, self._gathering
-        differing: Sequence[int] | None = None
-        try:
-            if self._want is None:
-                self._ask(())
-            line.phase = self._progress.phase = "comparing what was kept"
-            digests, _ = self._ledger.digests
-            held = digests[np.asarray(numbers, dtype=np.int64)].astype("<u8").tobytes()
-            line.send(Message.COMPARE, messages.encode(messages.Compare(messages.pairs_of(numbers), held)))
-            answer = line.decode(self._expect_agreed(Message.DIFFER), messages.More)
-            try:
-                found = messages.numbers_in(answer.parcels, len(self._ledger))
-            except ValueError as error:
-                raise ProtocolError(line.peer, f"rank {line.peer} compared parcels that do not exist") from error
-            asked = set(numbers)
-            if not asked.issuperset(found):
-                raise ProtocolError(line.peer, f"rank {line.peer} compared parcels that it was not asked about")
-            differing = found
-        finally:
-            gathering.compared(differing)
+        """Find out which of these parcels, of which something is here already, are as the source has them."""
+        line = self._line
+        if self._want is None:
+            self._ask(())
+        line.phase = self._progress.phase = "comparing what is here already"
+        with self._report.phase("compare"):
+            line.send(Message.COMPARE, messages.encode(messages.More(self._pairs(numbers))))
+            # Both ends hash at the same time.
+            mine = places.wide_digests_of(self._accepted.cut, self._accepted.landing, numbers)
+            theirs = line.decode(self._expect_agreed(Message.DIGESTS), messages.Digests).digests
+        if len(theirs) != WIDE_BYTES * len(numbers):
+            raise ProtocolError(line.peer, f"rank {line.peer} compared parcels that it was not asked about")
+        ours = np.frombuffer(b"".join(mine), dtype="V16")
+        self._gathering.compared(line.peer, numbers, ours == np.frombuffer(theirs, dtype="V16"))
 
     def _confirm(self) -> None:
         """Ask the source whether its tensors are still what they were when it described them."""

@@ -18,7 +18,8 @@ from transfuse.manifest import Described, Ints
 from transfuse.messages import Message
 from transfuse.pace import Pace
 from transfuse.parcels import Parcels
-from transfuse.places import Place, digests_of
+from transfuse.picks import boxes_in
+from transfuse.places import Place, digests_of, wide_digests_of
 from transfuse.plan import Boxes
 from transfuse.progress import Progress
 from transfuse.report import Report
@@ -35,7 +36,9 @@ class Cargo:
 
     described: Described
     offer: messages.Offer
+    #: The offer as it is sent first, and, if that has no description, as it is sent to those who ask for one.
     body: torch.Tensor
+    whole: torch.Tensor | None
     chains: Chains | None
     vigil: Vigil
     #: Digests of parcels that were sent already, by fingerprint of the plan: each is hashed once for all receivers.
@@ -52,7 +55,7 @@ class _Memory:
     def __init__(self, described: Described, boxes: Boxes) -> None:
         self._described = described
         self._boxes = boxes
-        base = described.addresses[boxes.storage]
+        base = described.addresses[boxes.storage] if len(boxes) else boxes.start
         self.addresses: Ints = np.where(base > 0, base + boxes.start, 0)
         self.addresses[list(boxes.strided)] = 0
 
@@ -66,7 +69,7 @@ class _Memory:
     def places(self, box: int) -> Sequence[Place]:
         storage = int(self._boxes.storage[box])
         window = int(self._described.windows[storage])
-        return [places.place_in_storage(self._described.storages[storage], window, self._boxes.box(box))]
+        return [places.place_of_box(self._described.storages[storage], window, self._boxes, box)]
 
 
 def refuse(line: Line, transfer: int, tag: int, cause: BaseException) -> None:
@@ -143,7 +146,7 @@ class _Serving:
 
     def _due(self) -> list[Message]:
         """What the receiver may say now. It may ask for parcels once it has said how they are cut."""
-        asks = [Message.MORE, Message.COMPARE] if self._cut is not None else [Message.WANT]
+        asks = [Message.MORE, Message.COMPARE] if self._cut is not None else [Message.WANT, Message.DESCRIBE]
         return [*asks, Message.CHECK, Message.VERDICT]
 
     def _answer(self, kind: Message, body: bytearray) -> None:
@@ -151,18 +154,20 @@ class _Serving:
         line, self._numbers = self._line, ()
         # Parcels are counted one by one; of everything else there is no need for many.
         self._requests += kind is not Message.MORE
-        if kind is not Message.WANT and self._cargo.chains is not None:
+        if kind not in (Message.WANT, Message.DESCRIBE) and self._cargo.chains is not None:
             self._cargo.chains.leave(line.peer)
         if self._requests > line.limits.max_working_records:
             raise ProtocolError(line.peer, f"rank {line.peer} asks and asks, but never says that it is done")
         if self._outgoing is not None and self._outgoing.failure is not None:
             line.refuse(self._outgoing.failure)
             raise self._outgoing.failure
-        if kind is Message.CHECK:
+        if kind is Message.DESCRIBE:
+            line.send(Message.OFFER, self._cargo.body if self._cargo.whole is None else self._cargo.whole)
+        elif kind is Message.CHECK:
             self._keep_vigil()
             line.send(Message.AGREED, messages.encode(messages.Agreed()))
         elif kind is Message.COMPARE:
-            self._compare(line.decode(body, messages.Compare))
+            self._compare(line.decode(body, messages.More))
         elif kind is Message.MORE:
             numbers = self._read_more(body)
             self._look_again(numbers)
@@ -269,7 +274,7 @@ class _Serving:
         with self._line.holding_turn():
             again = [n for n in numbers if n in self._known]
             now = digests_of(self._cut, self._memory, again)
-            differ = [n for n, digest in zip(again, now.tolist(), strict=True) if digest != self._known[n]]
+            differ = [n for n, digest in zip(again, now, strict=True) if digest != self._known[n]]
         if differ:
             boxes = {piece.box for number in differ for piece in self._cut.pieces(number)}
             storages = np.unique(self._cut.boxes.storage[sorted(boxes)])
@@ -295,28 +300,24 @@ class _Serving:
         self._line.refuse(error)
         raise error
 
-    def _compare(self, compare: messages.Compare) -> None:
-        """Say which parcels differ from what the receiver has kept."""
+    def _compare(self, compare: messages.More) -> None:
+        """Send digests of parcels, for a receiver that may hold the same already."""
         line, cut = self._line, self._cut
         assert cut is not None
         assert self._memory is not None
         try:
-            numbers = list(messages.numbers_in(compare.parcels, len(cut)))
+            numbers = messages.numbers_in(compare.parcels, len(cut))
         except ValueError as error:
             raise ProtocolError(line.peer, f"rank {line.peer} compares parcels that do not exist") from error
-        if len(compare.digests) != 8 * len(numbers) or not self._cargo.offer.digests:
-            raise ProtocolError(line.peer, f"rank {line.peer} compares digests that do not belong to parcels")
         with line.holding_turn():
-            mine = digests_of(cut, self._memory, numbers)
-        self._known.update(zip(numbers, mine.tolist(), strict=True))
-        differ = np.flatnonzero(mine != np.frombuffer(compare.digests, dtype="<u8"))
-        line.send(Message.DIFFER, messages.encode(messages.More(messages.pairs_of([numbers[i] for i in differ]))))
+            mine = wide_digests_of(cut, self._memory, numbers)
+        line.send(Message.DIGESTS, messages.encode(messages.Digests(b"".join(mine))))
 
     def _line_up(self, want: messages.Want) -> tuple[messages.Agreed, Pace] | None:
         """Find this receiver's place among those that want the same; what it is told, and their pace. None: alone."""
         chains, peer = self._cargo.chains, self._line.peer
         # Within this host a chain would save no link, and cost every hop.
-        if chains is None or not want.relay or not want.parcels or want.host == this_host():
+        if chains is None or not want.relay or not want.parcels or want.picks or want.host == this_host():
             if chains is not None:
                 chains.leave(peer)
             return None
@@ -346,8 +347,8 @@ class _Serving:
             raise ProtocolError(peer, f"rank {peer} wants parcels of an impossible size")
         if not 0 < want.burst_bytes <= offer.burst_bytes:
             raise ProtocolError(peer, f"rank {peer} wants bursts of an impossible size")
-        cut = parcels.cut(plan.lay_out(manifest, want.apart, want.parts), want.parcel_bytes)
-        if parcels.fingerprint(cut) != want.fingerprint:
+        cut, picked = self._cut_from(want)
+        if parcels.fingerprint(cut, picked) != want.fingerprint:
             raise ProtocolError(
                 peer, f"rank {peer} derived other parcels from the same offer (different transfuse versions?)"
             )
@@ -355,3 +356,15 @@ class _Serving:
             return cut, messages.numbers_in(want.parcels, len(cut))
         except ValueError as error:
             raise ProtocolError(peer, f"rank {peer} wants parcels that do not exist") from error
+
+    def _cut_from(self, want: messages.Want) -> tuple[Parcels, int | None]:
+        """What parcels are cut from: everything, or what the receiver has picked."""
+        peer, manifest = self._line.peer, self._cargo.described.manifest
+        if want.picks is None:
+            return parcels.cut(plan.lay_out(manifest, want.apart, want.parts), want.parcel_bytes), None
+        try:
+            with self._line.holding_turn():
+                boxes = boxes_in(manifest, want.picks)
+        except ValueError as error:
+            raise ProtocolError(peer, f"rank {peer} wants blocks that were not offered: {error}") from error
+        return parcels.cut(boxes, want.parcel_bytes, all_staged=True), want.picks.fingerprint()

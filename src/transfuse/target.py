@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from transfuse import trees
+from transfuse import parcels, trees
+from transfuse.accounts import account
 from transfuse.arena import Arena
 from transfuse.errors import LimitExceeded, UnsupportedLeaf
 from transfuse.leaves import dense, values
@@ -23,11 +24,11 @@ from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Leaf, Manifest
 from transfuse.matching import Match
+from transfuse.parcels import Parcels
 from transfuse.parts import Bools, Ints
 from transfuse.places import Place, place_in_storage, place_in_tensor
-from transfuse.plan import Boxes
 
-__all__ = ["Fresh", "Landing"]
+__all__ = ["Fresh", "Landing", "allocate"]
 
 
 class Fresh(NamedTuple):
@@ -48,7 +49,7 @@ class Landing:
         self,
         manifest: Manifest,
         found: Match,
-        boxes: Boxes,
+        cut: Parcels,
         *,
         device: torch.device,
         atomic: bool,
@@ -57,7 +58,8 @@ class Landing:
     ) -> None:
         self._manifest = manifest
         self._found = found
-        self._boxes = boxes
+        self._cut = cut
+        self._boxes = boxes = cut.boxes
         self._atomic = atomic
         self._destinations = [None] * len(manifest.parts) if atomic else found.destinations
         #: For each part, whether its bytes go into a target.
@@ -72,33 +74,17 @@ class Landing:
         if kept is not None and kept.fits(self._fresh):
             self._arena = kept.arena
         else:
-            self._arena = self._allocate(device, limits)
+            self._arena = allocate(manifest, self._fresh, device, limits)
+
+    @property
+    def fingerprint(self) -> int:
+        """Of what lands where: a receive that goes on must have the same."""
+        return parcels.fingerprint(self._cut)
 
     @property
     def fresh(self) -> Fresh:
         """What a later receive of the same state may go on with."""
         return Fresh(self._arena, self._fresh)
-
-    def _allocate(self, device: torch.device, limits: Limits) -> Arena:
-        """One fresh storage for each storage that has a part without a target."""
-        parts, storages, fresh = self._manifest.parts, self._manifest.storages, self._fresh
-        needed = np.zeros(len(storages), dtype=bool)
-        needed[parts.storage[fresh]] = True
-        # A fresh part that is empty needs a storage to look into, but none of its bytes.
-        filled = np.zeros(len(storages), dtype=bool)
-        filled[parts.storage[fresh & (parts.numel > 0)]] = True
-        total = int(storages.nbytes[filled].astype(float).sum())
-        if total > limits.max_receive_bytes:
-            raise LimitExceeded(
-                f"the source offers {total} bytes of fresh tensors, more than max_receive_bytes="
-                f"{limits.max_receive_bytes}; raise it, or receive in place"
-            )
-        cpu = torch.device("cpu")
-        homes = [device if torch.device(name).type == device.type else cpu for name in storages.devices]
-        try:
-            return Arena(np.where(filled, storages.nbytes, 0), needed, homes, storages.device)
-        except RuntimeError as error:
-            raise LimitExceeded(f"no memory for {total} bytes of fresh tensors; receive in place: {error}") from error
 
     # -- Places
 
@@ -161,6 +147,25 @@ class Landing:
         places = self.places(box)
         return len(places) == 1 and not places[0].lead
 
+    def converts(self, box: int) -> bool:
+        """Whether what lands is not what has arrived."""
+        return False
+
+    def holds(self, box: int) -> bool:
+        """Whether a box lies in a target, which may hold the right bytes already."""
+        members = self._boxes.members(box)
+        if not members or self._found.destinations[members[0]] is None or not self.lies_once(box):
+            return False
+        return not self._atomic or bool(self._found.as_lies[members[0]])
+
+    def fill_aside(self) -> None:
+        """Begin with what the targets hold, where it is a copy that is written."""
+        if not self._atomic:
+            return
+        for part, target in enumerate(self._found.destinations):
+            if target is not None and target.numel() and self._found.as_lies[part]:
+                dense.raw(self._part(part)).copy_(dense.raw(target))
+
     # -- what has been touched
 
     def touch(self, boxes: Sequence[int] | Ints | slice) -> None:
@@ -206,6 +211,10 @@ class Landing:
         partners = map(found.merged.partner.__getitem__, self._manifest.leaves_of(numbers).tolist())
         leaves = list(map(found.target_leaves.__getitem__, partners))
         torch.autograd.graph.increment_version(targets + list(compress(leaves, map(is_not, leaves, targets))))
+
+    def account(self, landed: Bools) -> tuple[Sequence[str], Sequence[str]]:
+        """Paths of the leaves of which everything has landed, and of all others."""
+        return account(self._manifest, self._cut, landed, self._found.apart, self._found.wanted)
 
     def paths_of(self, boxes: Sequence[int]) -> list[str]:
         """Paths of the leaves that these boxes hold."""
@@ -363,6 +372,28 @@ class Landing:
                     if target.stride(d) == 0:  # Repeated in the source too: one of its elements is all of them.
                         mine, theirs = mine.narrow(d, 0, 1), theirs.narrow(d, 0, 1)
                 mine.copy_(theirs)
+
+
+def allocate(manifest: Manifest, fresh: Bools, device: torch.device, limits: Limits, extra_bytes: int = 0) -> Arena:
+    """One fresh storage for each storage that has a fresh part. ``extra_bytes`` are allocated elsewhere."""
+    parts, storages = manifest.parts, manifest.storages
+    needed = np.zeros(len(storages), dtype=bool)
+    needed[parts.storage[fresh]] = True
+    # A fresh part that is empty needs a storage to look into, but none of its bytes.
+    filled = np.zeros(len(storages), dtype=bool)
+    filled[parts.storage[fresh & (parts.numel > 0)]] = True
+    total = int(storages.nbytes[filled].astype(float).sum()) + extra_bytes
+    if total > limits.max_receive_bytes:
+        raise LimitExceeded(
+            f"the source offers {total} bytes of fresh tensors, more than max_receive_bytes="
+            f"{limits.max_receive_bytes}; raise it, or receive in place"
+        )
+    cpu = torch.device("cpu")
+    homes = [device if torch.device(name).type == device.type else cpu for name in storages.devices]
+    try:
+        return Arena(np.where(filled, storages.nbytes, 0), needed, homes, storages.device)
+    except RuntimeError as error:
+        raise LimitExceeded(f"no memory for {total} bytes of fresh tensors; receive in place: {error}") from error
 
 
 def _same_place(one: Place, other: Place) -> bool:

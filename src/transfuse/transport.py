@@ -11,10 +11,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
+import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
-from transfuse import messages, receiver, source, talks
+from transfuse import messages, receiver, renaming, source, talks
 from transfuse.accepting import Wishes
 from transfuse.chains import Chains
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
@@ -24,6 +26,7 @@ from transfuse.limits import Limits, allows_same_host
 from transfuse.manifest import describe
 from transfuse.partial import Partial
 from transfuse.progress import Progress, Show, show_with
+from transfuse.renaming import MapPath
 from transfuse.report import Report
 from transfuse.routes.group import Group, Line, ProcessGroupLike
 from transfuse.routes.memory import Lease
@@ -52,6 +55,10 @@ class PGTransport:
             allowed at both ends, and ``TRANSFUSE_SAME_HOST=0`` in the environment forbids it.
         verify: check what has landed. Over the group by a digest of every parcel, on the memory route by reading a
             second time. None: over the group, on the CPU. True: always, False: never.
+        delta: keep what the targets hold already and the source has too, by 128-bit digests of blocks; fetch the rest.
+        cast: convert floating values for targets of another floating type, on the side where fewer bytes travel.
+        map_path: translates the source's key paths into the target's: a mapping, rules (:class:`Rename`,
+            :class:`Concat`, :class:`Split`), or a callable. Needs ``state_dict``.
         atomic: touch no target unless all has arrived and been verified; needs memory for a second copy.
         strict: leaves that only the source or only the target has are an error.
         mesh: the DeviceMesh for DTensors that arrive fresh, or a callable that makes one from a
@@ -72,6 +79,9 @@ class PGTransport:
         *,
         same_host: bool = True,
         verify: bool | None = None,
+        delta: bool = False,
+        cast: bool = False,
+        map_path: MapPath | None = None,
         atomic: bool = False,
         strict: bool = False,
         mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None,
@@ -96,6 +106,10 @@ class PGTransport:
         self._group = Group(pg, torch.device(device))
         self._state_dict = state_dict
         self._verify = verify
+        if map_path is not None and state_dict is None:
+            raise ValueError("map_path= translates names into those of a target: it needs state_dict=")
+        renaming.check(map_path)
+        self._delta, self._cast, self._map_path = delta, cast, map_path
         self._atomic = atomic
         self._strict = strict
         self._mesh = mesh
@@ -216,6 +230,9 @@ class PGTransport:
             self._weights_only_objects,
             self._same_host,
             self._relay,
+            self._delta,
+            self._cast,
+            self._map_path,
             resume,
         )
         gathering = Gathering(
@@ -267,6 +284,7 @@ class PGTransport:
         nbytes = int(described.manifest.storages.nbytes.sum())
         relay = self._relay and self._group.relays and len(ranks) > 1 and nbytes >= self._limits.min_relay_bytes
         sizes = self._limits.sizes_for(len(ranks), nbytes if relay else None, self._rate, self._seconds)
+        manifest = described.manifest.encode()
         offer = messages.Offer(
             step,
             sizes.parcel_bytes,
@@ -277,7 +295,10 @@ class PGTransport:
             self._verify is not False,
             lease.describe(described.addresses) if self._same_host and described.addresses.any() else None,
             None if self._rate is None else self._rate / len(ranks),
-            described.manifest.encode(),
+            manifest,
+            xxhash.xxh3_128_digest(msgspec.msgpack.encode(manifest.of_any_device())),
+            described.manifest.likeness(manifest),
+            list(described.manifest.coordinates),
         )
         body = messages.encode(offer)
         if len(body) > self._limits.max_message_bytes:
@@ -285,10 +306,15 @@ class PGTransport:
                 f"the state's description takes {len(body)} bytes, more than "
                 f"TRANSFUSE_MAX_MESSAGE_BYTES={self._limits.max_message_bytes}"
             )
-        # One copy, on the wire's device, for all receivers.
-        wire = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.device)
+        # One copy, on the wire's device, for all receivers; a long one only for those that ask for it.
+        wire, whole = self._wire(body), None
+        if len(body) > self._limits.brief_bytes:
+            wire, whole = self._wire(messages.encode(messages.brief(offer))), wire
         chains = Chains(ranks, nbytes, self._seconds, offer.max_bytes_per_second) if relay else None
-        return source.Cargo(described, offer, wire, chains, Vigil(described))
+        return source.Cargo(described, offer, wire, whole, chains, Vigil(described))
+
+    def _wire(self, body: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.device)
 
     def _run(
         self,

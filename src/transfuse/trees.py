@@ -22,7 +22,7 @@ from transfuse import classes
 from transfuse.errors import UnsupportedLeaf
 from transfuse.leaves import values
 
-__all__ = ["Kind", "Merged", "Node", "decode", "encode", "flatten", "merge", "paths", "unflatten"]
+__all__ = ["Kind", "Merged", "Node", "decode", "dotted", "encode", "flatten", "merge", "paths", "unflatten"]
 
 
 class Kind(enum.IntEnum):
@@ -288,6 +288,23 @@ def _leaves(node: Node | None) -> int:
 
 def paths(root: Node | None) -> Paths:
     return Paths(root)
+
+
+def dotted(root: Node | None) -> list[str]:
+    """The path of every leaf as its keys joined by dots: as state dicts name their entries."""
+
+    def walk(node: Node | None, path: list[str]) -> Iterator[str]:
+        if node is None:
+            yield ".".join(path)
+            return
+        for i, child in enumerate(node.children):
+            if node.kind in _MAPPINGS:
+                key = str(node.keys[i]) if type(node.keys[i]) is not int else _shown(node.keys[i])
+            else:
+                key = node.label(i).strip(".[]'\"")
+            yield from walk(child, [*path, key[:MAX_LABEL]])
+
+    return list(walk(root, []))
 
 
 # ---------------------------------------------------------------------------------------------------------- the wire

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CannotCarry", "Codec", "MeshDescription", "Opened", "Room", "Shared"]
+__all__ = ["CannotCarry", "Codec", "Coordinate", "MeshDescription", "Opened", "Room", "Shared"]
 
 
 class CannotCarry(Exception):
@@ -29,18 +29,34 @@ class MeshDescription(NamedTuple):
     dim_names: tuple[str, ...] | None
 
 
+#: A rank's place in a mesh; None outside of it.
+Coordinate = tuple[int, ...] | None
+
+
 @dataclass
 class Shared:
-    """Descriptions that many leaves have in common (a mesh of a thousand ranks), kept once."""
+    """Meshes that many leaves have in common (of a thousand ranks, perhaps), each kept once, with this rank's place."""
 
-    items: list[Any] = field(default_factory=list)
-    numbers: dict[Any, int] = field(default_factory=dict)
+    items: list[MeshDescription] = field(default_factory=list)
+    coordinates: list[Coordinate] = field(default_factory=list)
+    numbers: dict[MeshDescription, int] = field(default_factory=dict)
+    #: Meshes that have been described, by their id.
+    _known: dict[int, tuple[DeviceMesh, int]] = field(default_factory=dict)
 
-    def number(self, item: Any) -> int:
-        if item not in self.numbers:
-            self.numbers[item] = len(self.items)
-            self.items.append(item)
-        return self.numbers[item]
+    def number(self, mesh: DeviceMesh) -> int:
+        known = self._known.get(id(mesh))
+        if known is not None:
+            return known[1]
+        names, ranks, coordinate = mesh.mesh_dim_names, mesh.mesh, mesh.get_coordinate()
+        described = MeshDescription(
+            mesh.device_type, tuple(ranks.shape), tuple(ranks.flatten().tolist()), tuple(names) if names else None
+        )
+        if described not in self.numbers:
+            self.numbers[described] = len(self.items)
+            self.items.append(described)
+            self.coordinates.append(None if coordinate is None else tuple(coordinate))
+        self._known[id(mesh)] = mesh, self.numbers[described]
+        return self.numbers[described]
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,8 @@ class Room:
     """What a receiver gives codecs to build leaves with."""
 
     shared: Sequence[Any] = ()
+    #: The source's place in each of these meshes.
+    coordinates: Sequence[Coordinate] = ()
     mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None
     weights_only_objects: bool = False
 

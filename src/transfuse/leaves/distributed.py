@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,13 +16,25 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from transfuse.leaves import values
-from transfuse.leaves.codec import CannotCarry, MeshDescription, Opened, Room, Shared
+from transfuse.leaves.codec import CannotCarry, Coordinate, MeshDescription, Opened, Room, Shared
+from transfuse.sharding import Block, Layout, Run, blocks_of
 
-__all__ = ["DTensorCodec", "ShardedTensorCodec"]
+__all__ = [
+    "DTensorCodec",
+    "DTensorMeta",
+    "ShardedMeta",
+    "ShardedTensorCodec",
+    "layout_of",
+    "partial_remedy",
+    "place_in",
+    "read_meshes",
+]
+
+#: No tensor has more elements.
+HUGE = 1 << 56
 
 #: Building a mesh costs the square of its dimensions.
 MAX_MESH_DIMS = 16
@@ -30,14 +43,12 @@ REMEDY = "receive in place (a state_dict callback whose leaf holds this shard), 
 
 
 class DTensorMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """``offsets`` and ``sizes`` are the local shard's box in the global tensor, None on a rank outside the mesh."""
+    """The same on all ranks of a mesh: which shard a rank holds follows from its place in the mesh."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     placements: tuple[tuple[str | int, ...], ...]
     mesh: int
-    offsets: tuple[int, ...] | None
-    sizes: tuple[int, ...] | None
 
 
 class ShardedMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -51,14 +62,6 @@ class ShardedMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 # ---------------------------------------------------------------------------------------------------------- DTensor
-
-
-def describe_mesh(mesh: DeviceMesh) -> MeshDescription:
-    names = mesh.mesh_dim_names
-    ranks = mesh.mesh
-    return MeshDescription(
-        mesh.device_type, tuple(ranks.shape), tuple(ranks.flatten().tolist()), tuple(names) if names else None
-    )
 
 
 def _encode_placement(placement: Placement) -> tuple[str | int, ...]:
@@ -87,14 +90,40 @@ def _decode_placement(code: tuple[str | int, ...], dims: int) -> Placement:
     raise ValueError(f"unknown placement {code!r}")
 
 
-def _box_on(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: Any
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(offsets, sizes) of this rank's shard in the global tensor; None for a rank outside the mesh."""
-    if mesh.get_coordinate() is None:
-        return None
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return tuple(offsets), tuple(sizes)
+def read_meshes(plain: Any) -> list[MeshDescription]:
+    """Meshes that a peer describes; ``ValueError`` for what no codec writes."""
+    meshes = msgspec.convert(plain, list[MeshDescription])
+    for mesh in meshes:
+        if any(n < 1 for n in mesh.shape) or math.prod(mesh.shape) != len(mesh.ranks):
+            raise ValueError("a mesh of another shape than its ranks")
+        if len(mesh.shape) > MAX_MESH_DIMS:
+            raise ValueError("a mesh of too many dimensions")
+    return meshes
+
+
+def layout_of(meta: Any, shared: Sequence[MeshDescription]) -> Layout:
+    """How a DTensor is spread over its mesh; ``ValueError`` for what no codec writes."""
+    m = msgspec.convert(meta, DTensorMeta)
+    if not 0 <= m.mesh < len(shared):
+        raise ValueError("a DTensor on a mesh that was not described")
+    mesh = shared[m.mesh]
+    if len(m.placements) != len(mesh.shape) or len(m.shape) != len(m.strides):
+        raise ValueError("a DTensor whose placements or strides do not match its mesh or shape")
+    if any(n < 0 for n in (*m.shape, *m.strides)) or math.prod(m.shape) > HUGE:
+        raise ValueError("a DTensor with impossible sizes")
+    for code in m.placements:
+        _decode_placement(code, len(m.shape))
+    return Layout(m.shape, mesh, m.placements)
+
+
+def place_in(layout: Layout, coordinate: Coordinate) -> Coordinate:
+    """A peer's place in a mesh, checked."""
+    if coordinate is not None and (
+        len(coordinate) != len(layout.mesh.shape)
+        or not all(0 <= place < size for place, size in zip(coordinate, layout.mesh.shape, strict=True))
+    ):
+        raise ValueError("a place outside of the mesh")
+    return coordinate
 
 
 class DTensorCodec:
@@ -106,44 +135,28 @@ class DTensorCodec:
 
     def open(self, leaf: DTensor, shared: Shared) -> Opened:
         local = leaf._local_tensor
-        box = _box_on(tuple(leaf.shape), leaf.device_mesh, leaf.placements)
-        if box is not None and tuple(local.shape) != box[1]:
-            raise CannotCarry(
-                f"a DTensor whose local shape {tuple(local.shape)} is not the {box[1]} that its mesh and placements "
-                f"{leaf.placements} give this rank; build it with distribute_tensor() or with matching local shards"
-            )
-        meta = DTensorMeta(
-            tuple(leaf.shape),
-            tuple(leaf.stride()),
-            tuple(_encode_placement(p) for p in leaf.placements),
-            shared.number(describe_mesh(leaf.device_mesh)),
-            box[0] if box else None,
-            box[1] if box else None,
-        )
-        return Opened(meta, [local])
+        number = shared.number(leaf.device_mesh)
+        coordinate = shared.coordinates[number]
+        placements = tuple(map(_encode_placement, leaf.placements))
+        if coordinate is not None:
+            shape = Layout(tuple(leaf.shape), shared.items[number], placements).local_shape(coordinate)
+            if tuple(local.shape) != shape:
+                raise CannotCarry(
+                    f"a DTensor whose local shape {tuple(local.shape)} is not the {shape} that its mesh and placements "
+                    f"{leaf.placements} give this rank; build it with distribute_tensor() or with matching local shards"
+                )
+        return Opened(DTensorMeta(tuple(leaf.shape), tuple(leaf.stride()), placements, number), [local])
 
-    def _read(self, meta: Any, room: Room) -> tuple[DTensorMeta, MeshDescription, list[Placement]]:
-        m = msgspec.convert(meta, DTensorMeta)
-        if len(m.placements) > MAX_MESH_DIMS:
-            raise ValueError("a mesh of too many dimensions")
-        if not 0 <= m.mesh < len(room.shared):
-            raise ValueError("a DTensor on a mesh that was not described")
-        mesh = msgspec.convert(room.shared[m.mesh], MeshDescription)
-        if len(m.placements) != len(mesh.shape) or len(m.shape) != len(m.strides):
-            raise ValueError("a DTensor whose placements or strides do not match its mesh or shape")
-        if any(n < 0 for n in (*m.shape, *m.strides, *(m.offsets or ()), *(m.sizes or ()))):
-            raise ValueError("a DTensor with negative sizes")
-        if (m.offsets is None) != (m.sizes is None):
-            raise ValueError("a DTensor with half a box")
-        if m.sizes is not None and m.offsets is not None:
-            if not len(m.sizes) == len(m.offsets) == len(m.shape):
-                raise ValueError("a DTensor whose box has other dimensions")
-            if any(o + n > g for o, n, g in zip(m.offsets, m.sizes, m.shape, strict=True) if n):
-                raise ValueError("a DTensor whose box reaches beyond its shape")
-        return m, mesh, [_decode_placement(p, len(m.shape)) for p in m.placements]
+    def _read(self, meta: Any, room: Room) -> tuple[DTensorMeta, Layout, Coordinate]:
+        m, layout = msgspec.convert(meta, DTensorMeta), layout_of(meta, room.shared)
+        coordinate = room.coordinates[m.mesh] if m.mesh < len(room.coordinates) else None
+        return m, layout, place_in(layout, coordinate)
 
-    def _mesh_for(self, meta: Any, room: Room) -> tuple[DTensorMeta, DeviceMesh, list[Placement]]:
-        m, description, placements = self._read(meta, room)
+    def mesh_for(self, meta: Any, room: Room) -> tuple[DeviceMesh, list[Placement]]:
+        """The mesh on which a DTensor is built here."""
+        layout = layout_of(meta, room.shared)
+        description = layout.mesh
+        placements = [_decode_placement(p, len(layout.shape)) for p in layout.placements]
         if room.mesh is not None:
             try:
                 mesh = room.mesh if isinstance(room.mesh, DeviceMesh) else room.mesh(description)
@@ -156,66 +169,95 @@ class DTensorCodec:
                     f"the mesh given has {mesh.ndim} dimensions, the source's {description.shape} has "
                     f"{len(placements)}; {REMEDY} with a mesh of as many dimensions"
                 )
-            if any(isinstance(p, Partial) for p in placements) and tuple(mesh.mesh.shape) != description.shape:
+            if layout.partial and tuple(mesh.mesh.shape) != description.shape:
                 raise CannotCarry(
                     "a Partial DTensor travels only onto a mesh of the same shape; redistribute() it first"
                 )
-            box = _box_on(m.shape, mesh, placements)
-            if box != ((m.offsets, m.sizes) if m.offsets is not None else None):
-                raise CannotCarry(
-                    f"the source's shard is {_say_box(m.offsets, m.sizes)} of {m.shape}, this rank's on the mesh given "
-                    f"is {_say_box(*(box or (None, None)))}; receive from the rank that holds the same shard"
-                )
-            return m, mesh, placements
-        if any(isinstance(p, Partial) for p in placements) and math.prod(description.shape) != 1:
+            return mesh, placements
+        if layout.partial and math.prod(description.shape) != 1:
             raise CannotCarry(
                 f"a Partial DTensor has no value of its own on another mesh; {REMEDY}, or redistribute() it"
-            )
-        if m.sizes != m.shape:
-            raise CannotCarry(
-                f"a DTensor of which the source holds only {_say_box(m.offsets, m.sizes)} of {m.shape} cannot be built "
-                f"on a mesh of one rank; {REMEDY}"
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
         # Without backends no process group is made: a mesh of one rank needs none, and creating groups on one rank
         # alone would break everyone's next new_group().
         ranks = torch.tensor([rank]).reshape([1] * len(placements))
         device_type = description.device_type if _has_device(description.device_type) else "cpu"
-        mesh = DeviceMesh(device_type, ranks, mesh_dim_names=description.dim_names, _init_backend=False, _rank=rank)
-        return m, mesh, placements
+        return (
+            DeviceMesh(device_type, ranks, mesh_dim_names=description.dim_names, _init_backend=False, _rank=rank),
+            placements,
+        )
+
+    def layout_here(self, meta: Any, room: Room) -> tuple[Layout, Coordinate]:
+        """How a DTensor that is built here is spread over its mesh, and this rank's place there."""
+        mesh, _ = self.mesh_for(meta, room)
+        theirs = layout_of(meta, room.shared)
+        shared = Shared()
+        number = shared.number(mesh)
+        return Layout(theirs.shape, shared.items[number], theirs.placements), shared.coordinates[number]
 
     def promise(self, meta: Any, children: int, room: Room) -> None:
         if children != 1:
             raise ValueError("a DTensor has one local tensor")
-        self._mesh_for(meta, room)
+        m, theirs, place = self._read(meta, room)
+        here, coordinate = self.layout_here(meta, room)
+        if _runs(theirs, place) != _runs(here, coordinate):
+            if room.mesh is not None:
+                raise CannotCarry(
+                    f"the source's shard is {_say(theirs, place)} of {m.shape}, this rank's on the mesh given "
+                    f"is {_say(here, coordinate)}; receive from all the ranks that hold parts of it"
+                )
+            raise CannotCarry(
+                f"a DTensor of which the source holds only {_say(theirs, place)} of {m.shape} cannot be built "
+                f"on a mesh of one rank; {REMEDY}, or receive from all the ranks that hold parts of it"
+            )
 
     def close(self, meta: Any, children: list[Any], room: Room) -> DTensor:
-        m, mesh, placements = self._mesh_for(meta, room)
-        (local,) = children
-        if m.sizes is not None and tuple(local.shape) != m.sizes:
-            raise ValueError("a DTensor whose local tensor is not its box")
+        mesh, placements = self.mesh_for(meta, room)
+        m, (local,) = msgspec.convert(meta, DTensorMeta), children
+        here, coordinate = self.layout_here(meta, room)
+        if coordinate is not None and tuple(local.shape) != here.local_shape(coordinate):
+            raise ValueError("a DTensor whose local tensor is not its shard")
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(m.shape), stride=m.strides)
 
     def differences(self, source: Any, target: DTensorMeta, room: Room, target_shared: Shared) -> list[str]:
-        m, mesh, placements = self._read(source, room)
+        m, theirs, place = self._read(source, room)
         if m.shape != target.shape:
             return [f"global shape: source {m.shape}, target {target.shape}"]
-        if (m.offsets, m.sizes) != (target.offsets, target.sizes):
+        mine, coordinate = layout_of(target, target_shared.items), target_shared.coordinates[target.mesh]
+        if _runs(theirs, place) != _runs(mine, coordinate):
             return [
-                f"sharding: source holds {_say_box(m.offsets, m.sizes)} of {m.shape} "
-                f"({placements} on mesh {mesh.shape}), target {_say_box(target.offsets, target.sizes)} "
-                f"({target.placements}); receive from the rank that holds the same shard"
+                f"sharding: source holds {_say(theirs, place)} of {m.shape} ({theirs.placements} on mesh "
+                f"{theirs.mesh.shape}), target {_say(mine, coordinate)} ({target.placements}); receive from all the "
+                "ranks that hold parts of it"
             ]
-        partial = any(p[0] == "P" for p in (*m.placements, *target.placements))
-        if partial and (m.placements, mesh.shape) != (target.placements, target_shared.items[target.mesh].shape):
-            return [
-                f"sharding: a Partial DTensor travels only onto the same placements and mesh shape, source "
-                f"{m.placements} on {mesh.shape}, target {target.placements}; redistribute() it first"
-            ]
+        partial = theirs.partial or mine.partial
+        if partial and (theirs.placements, theirs.mesh.shape, place) != (mine.placements, mine.mesh.shape, coordinate):
+            return [partial_remedy(theirs, mine)]
         return []
 
     def settle(self, meta: Any, target: Any) -> None:
         pass
+
+
+def partial_remedy(source: Layout, target: Layout) -> str:
+    return (
+        "sharding: a Partial DTensor travels only onto the same placements, mesh shape and place in the mesh, source "
+        f"{source.placements} on {source.mesh.shape}, target {target.placements} on {target.mesh.shape}; "
+        "redistribute() it first"
+    )
+
+
+def _runs(layout: Layout, coordinate: Coordinate) -> tuple[tuple[Run, ...], ...] | None:
+    """What a rank holds; None outside of the mesh."""
+    return None if coordinate is None else layout.runs(coordinate)
+
+
+def _say(layout: Layout, coordinate: Coordinate) -> str:
+    if coordinate is None:
+        return "nothing (outside the mesh)"
+    blocks = [str(block) for block, _ in blocks_of(layout.runs(coordinate))]
+    return " and ".join(blocks[:3]) + (" and more" if len(blocks) > 3 else "") if blocks else "nothing"
 
 
 def _has_device(kind: str) -> bool:
@@ -223,12 +265,6 @@ def _has_device(kind: str) -> bool:
         return True
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == kind
-
-
-def _say_box(offsets: tuple[int, ...] | None, sizes: tuple[int, ...] | None) -> str:
-    if offsets is None or sizes is None:
-        return "nothing (outside the mesh)"
-    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(offsets, sizes, strict=True)) + "]"
 
 
 # ---------------------------------------------------------------------------------------------------- ShardedTensor
@@ -255,7 +291,8 @@ class ShardedTensorCodec:
         )
         return Opened(meta, [s.tensor for s in shards])
 
-    def _read(self, meta: Any) -> ShardedMeta:
+    @staticmethod
+    def read(meta: Any) -> ShardedMeta:
         m = msgspec.convert(meta, ShardedMeta)
         for offsets, sizes, _ in m.shards:
             if not len(offsets) == len(sizes) == len(m.sizes):
@@ -267,7 +304,7 @@ class ShardedTensorCodec:
         return m
 
     def promise(self, meta: Any, children: int, room: Room) -> None:
-        m = self._read(meta)
+        m = self.read(meta)
         if children != len(m.local):
             raise ValueError("a ShardedTensor with other shards than described")
         if not dist.is_initialized():
@@ -277,13 +314,13 @@ class ShardedTensorCodec:
         if not claimed <= set(m.local):
             first = m.shards[min(claimed - set(m.local))]
             raise CannotCarry(
-                f"a ShardedTensor whose metadata gives this rank ({rank}) the shard {_say_box(*first[:2])}, while the "
-                f"source sent {[_say_box(*m.shards[i][:2]) for i in m.local]}; receive in place, or from the rank that "
+                f"a ShardedTensor whose metadata gives this rank ({rank}) the shard {Block(*first[:2])}, while the "
+                f"source sent {[str(Block(*m.shards[i][:2])) for i in m.local]}; receive in place, or from the rank that "
                 "holds the same shard"
             )
 
     def close(self, meta: Any, children: list[Any], room: Room) -> ShardedTensor:
-        m = self._read(meta)
+        m = self.read(meta)
         rank = dist.get_rank()
         metadata = [
             ShardMetadata(list(offsets), list(sizes), _remote_device(placement))
@@ -303,15 +340,15 @@ class ShardedTensorCodec:
         )
 
     def differences(self, source: Any, target: ShardedMeta, room: Room, target_shared: Shared) -> list[str]:
-        m = self._read(source)
+        m = self.read(source)
         if m.sizes != target.sizes:
             return [f"global shape: source {m.sizes}, target {target.sizes}"]
         mine = [target.shards[i][:2] for i in target.local]
         theirs = [m.shards[i][:2] for i in m.local]
         if mine != theirs:
             return [
-                f"sharding: source holds {[_say_box(*b) for b in theirs]} of {m.sizes}, target "
-                f"{[_say_box(*b) for b in mine]}; receive from the rank that holds the same shards"
+                f"sharding: source holds {[str(Block(*b)) for b in theirs]} of {m.sizes}, target "
+                f"{[str(Block(*b)) for b in mine]}; receive from the rank that holds the same shards"
             ]
         return []
 

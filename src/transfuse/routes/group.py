@@ -71,7 +71,7 @@ Body = TypeVar(
     messages.Verdict,
     messages.Agreed,
     messages.More,
-    messages.Compare,
+    messages.Digests,
 )
 
 #: Lines to peers that fell silent, and so the memory that is still under way on them: it must stay until it has come.
