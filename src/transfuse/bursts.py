@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from transfuse import parcels, places
@@ -153,7 +154,7 @@ class Outgoing:
 
     def _post(self, numbers: Sequence[int]) -> BaseException | None:
         """Post a burst and the record after it; why this end stops with it, if it does."""
-        burst = _Sending([], [], sum(int(self._cut.nbytes[n]) for n in numbers))
+        burst = _Sending([], [], int(self._cut.payload[np.asarray(numbers, dtype=np.int64)].sum()))
         self.failure = self.failure or self._ready(numbers)
         if self.failure is None:
             self._pace.take(burst.nbytes, lambda: self._caller.cause is not None)
@@ -348,7 +349,7 @@ class Incoming:
         try:
             if not keep or self._failure is not None:
                 return 0
-            self._progress.bytes += data.numel()
+            self._progress.bytes += int(self._cut.payload[number])
             if self._converts(number):
                 digest = digest_of(data) if self._shape.digests else 0
                 if expected is None or digest == expected:

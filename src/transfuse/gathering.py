@@ -224,7 +224,7 @@ class Gathering:
             choice = agreement.choose(self.ranks, offers, described, self.wishes, self._limits)
             if choice.cohorts:
                 accepted = self._accept(choice, described)
-                ledger = Ledger(accepted.cut.nbytes, self._changed)
+                ledger = Ledger(accepted.cut.payload, self._changed)
                 self._keep(accepted, ledger)
         except NotCovered as error:
             if not self._expected:
@@ -605,7 +605,7 @@ class Gathering:
                 accepted.parcel_bytes,
                 accepted.landing.fingerprint,
                 landed,
-                accepted.cut.nbytes,
+                accepted.cut.payload,
                 accepted.landing.fresh,
                 self.report.torn,
             )

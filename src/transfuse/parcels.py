@@ -63,9 +63,15 @@ class Parcels:
         strided[list(self.boxes.strided)] = True
         return (self.count > 1) | strided[self.first]
 
+    @cached_property
+    def payload(self) -> Ints:
+        """For each parcel, how many of its bytes are data: between boxes of different items there may be gaps."""
+        before = np.concatenate([[0], np.cumsum(self.boxes.nbytes)])
+        return np.where(self.count > 1, before[self.first + self.count] - before[self.first], self.nbytes)
+
     @property
     def total_bytes(self) -> int:
-        return int(self.nbytes.sum())
+        return int(self.payload.sum())
 
     def columns(self, parcel: int) -> tuple[slice, Ints]:
         """The boxes of a parcel, and for each the position in the parcel at which it begins.

@@ -119,7 +119,7 @@ class Reading:
         first = int(self._cut.first[number])
         self._landing.touch(range(first, first + int(self._cut.count[number])))
         places.unpack(self._landing, self._cut, number, buffer)
-        self._went_on(int(self._cut.nbytes[number]))
+        self._went_on(int(self._cut.payload[number]))
         return True
 
     def differing(self, numbers: Sequence[int]) -> list[int]:
