@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ranks import ProcessPool
+from transfuse import chains
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +21,13 @@ def pool4() -> Iterator[ProcessPool]:
 def group_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything moves over the group, also within this host."""
     monkeypatch.setenv("TRANSFUSE_SAME_HOST", "0")
+
+
+@pytest.fixture
+def patient_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine threads may come to a chain seconds apart: let it wait for them."""
+    monkeypatch.setattr(chains, "MIN_WAIT_SECONDS", 5.0)
+    monkeypatch.setattr(chains, "MAX_WAIT_SECONDS", 5.0)
 
 
 @pytest.fixture(params=["group", "memory"])

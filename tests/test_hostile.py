@@ -1130,13 +1130,17 @@ def test_a_chain_of_one_is_no_chain(host: int, large: Member) -> None:
 
 # ---------------------------------------------------------------------------------------------- whole conversations
 
-HONEST_SECONDS, HOSTILE_SECONDS = 3.0, 0.5
+HONEST_SECONDS, HOSTILE_SECONDS = 3.0, 30.0
 
 Bytes = Callable[[bytes], bytes]
 
 
 class Liar(Line):
-    """A line that says something else than its owner thinks: in messages, in headers, in records."""
+    """A line that says something else than its owner thinks: in messages, in headers, in records.
+
+    It stays until the honest end has ``ended``: if it left by itself, an honest end that a busy machine holds up would
+    notice that first, and not the lie.
+    """
 
     def __init__(
         self,
@@ -1151,13 +1155,20 @@ class Liar(Line):
         honest: int = 0,
         before: tuple[Message, Message, bytes] | None = None,
         last: Message | None = None,
+        ended: threading.Event | None = None,
+        timeout: float = HOSTILE_SECONDS,
     ) -> None:
         limits = dataclasses.replace(Limits(), max_repairs=10)
-        super().__init__(Group(pg, CPU), peer, HOSTILE_SECONDS, limits)
+        super().__init__(Group(pg, CPU), peer, timeout, limits)
         self._message, self._head, self._record, self._heard, self._said = message, head, record, heard, said
         #: How many messages are as they should be first, and what is said in addition before one of a kind.
         self._honest, self._before = honest, before
         self._last = last
+        self._ended = ended
+
+    def overdue(self) -> bool:
+        alone = self._ended is not None and self._ended.is_set() and self.waiting_since is not None
+        return alone or super().overdue()
 
     def send(self, kind: Message, body: bytes | torch.Tensor = b"", *, note: int = 0, tag: int | None = None) -> None:
         plain = body if isinstance(body, bytes) else body.numpy().tobytes()
@@ -1401,8 +1412,11 @@ RECEIVER_LIES = {
 }
 
 
-def converse(honest: Callable[[Any], Any], lie: Callable[[Any], Any], honest_rank: int) -> BaseException | None:
-    """Both ends at once; the honest one's error, which must come within its timeout."""
+def converse(
+    honest: Callable[[Any], Any], lie: Callable[[Any, threading.Event], Any], honest_rank: int
+) -> BaseException | None:
+    """Both ends at once; the honest one's error, which must come within its timeout. The liar is told when it has."""
+    ended = threading.Event()
 
     def one(rank: int, pg: Any) -> float:
         began = time.monotonic()
@@ -1411,10 +1425,11 @@ def converse(honest: Callable[[Any], Any], lie: Callable[[Any], Any], honest_ran
                 honest(pg)
             else:
                 with contextlib.suppress(TransfuseError):
-                    lie(pg)
+                    lie(pg, ended)
         finally:
             took = time.monotonic() - began
             if rank == honest_rank:
+                ended.set()
                 assert took < 2 * HONEST_SECONDS + 1, f"{took:.1f} s"
         return took
 
@@ -1432,9 +1447,9 @@ def new_transport(pg: Any, target: object = None, seconds: float = HONEST_SECOND
 def test_hostile_source(name: str) -> None:
     w = torch.zeros(1000)
 
-    def lie(pg: Any) -> None:
+    def lie(pg: Any, ended: threading.Event) -> None:
         cargo = new_transport(pg, seconds=1)._load(STATE, None, (1,), Lease())
-        with (liar := Liar(pg, 1, **SOURCE_LIES[name].how)):
+        with (liar := Liar(pg, 1, ended=ended, **SOURCE_LIES[name].how)):
             source.serve(liar, 9, liar.group.new_tag(1), cargo, Caller(), Progress(), Report("send", (1,)))
 
     error = converse(lambda pg: new_transport(pg, {"w": w, "step": 0}).recv_checkpoint(0), lie, 1)
@@ -1456,9 +1471,9 @@ def compare(**how: Any) -> tuple[BaseException | None, Report]:
         transports.append(new_transport(pg, {"w": w}))
         transports[0].recv_checkpoint(0, resume=kept)
 
-    def lie(pg: Any) -> None:
+    def lie(pg: Any, ended: threading.Event) -> None:
         cargo = new_transport(pg, seconds=1)._load(state, kept.step, (1,), Lease())
-        with (liar := Liar(pg, 1, **how)):
+        with (liar := Liar(pg, 1, ended=ended, **how)):
             source.serve(liar, 9, liar.group.new_tag(1), cargo, Caller(), Progress(), Report("send", (1,)))
 
     error = converse(honest, lie, 1)
@@ -1508,8 +1523,8 @@ def test_questions_without_end_are_not_answered(kind: Message, large: Member) ->
 
 @pytest.mark.parametrize("name", RECEIVER_LIES)
 def test_hostile_receiver(name: str) -> None:
-    def lie(pg: Any) -> None:
-        with Liar(pg, 0, **RECEIVER_LIES[name].how) as liar:
+    def lie(pg: Any, ended: threading.Event) -> None:
+        with Liar(pg, 0, ended=ended, **RECEIVER_LIES[name].how) as liar:
             hostile.gather([liar], Wishes())
 
     error = converse(lambda pg: new_transport(pg).send_checkpoint([1], STATE), lie, 0)
@@ -1526,7 +1541,7 @@ def test_patience_ends_with_the_timeout(patience: float) -> None:
         transports[1] = new_transport(pg, {"w": w, "step": 0}, seconds=1.5)
         transports[1].recv_checkpoint(0)
 
-    def lie(pg: Any) -> None:
+    def lie(pg: Any, ended: threading.Event) -> None:
         cargo = new_transport(pg)._load(STATE, None, (1,), Lease())
         chain = hostile.Lined(Agreed(Link(0, FIRST_LINK_TAG, 7), None, patience))
         with Line(Group(pg, CPU), 1, 10.0, Limits()) as line:
@@ -1550,6 +1565,7 @@ LINK_LIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("patient_chains")
 @pytest.mark.parametrize("name", LINK_LIES)
 def test_hostile_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever one receiver does to its neighbour: the neighbour has everything in the end, from the source."""
@@ -1566,10 +1582,11 @@ def test_hostile_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             if group.pg is not groups[liar]:
                 return Line(group, peer, timeout, limits)
             lied.append(peer)
-            return Liar(group.pg, peer, **how)
+            return Liar(group.pg, peer, timeout=timeout, **how)
 
         def one(rank: int, pg: Any) -> Any:
-            transport = new_transport(pg, seconds=HONEST_SECONDS / 2)
+            # A chain waits for its members for half the source's timeout at most.
+            transport = new_transport(pg, seconds=HONEST_SECONDS * (1 if rank == liar else 2))
             began = time.monotonic()
             try:
                 return transport.recv_checkpoint(0) if rank else transport.send_checkpoint([1, 2], state)
@@ -1593,7 +1610,7 @@ def test_silent_peer(honest_rank: int) -> None:
         transport = new_transport(pg)
         transport.send_checkpoint([1], STATE) if honest_rank == 0 else transport.recv_checkpoint(0)
 
-    error = converse(honest, lambda pg: time.sleep(HONEST_SECONDS + 1), honest_rank)
+    error = converse(honest, lambda pg, ended: ended.wait(), honest_rank)
     cause = error.causes[1] if isinstance(error, SendFailed) else error
     assert isinstance(cause, PeerTimeout), repr(cause)
     assert f"rank {1 - honest_rank} timed out" in str(cause)

@@ -57,14 +57,7 @@ def another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "this_host", lambda: 1)
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine threads may come to a chain seconds apart: let it wait for them."""
-    monkeypatch.setattr(chains, "MIN_WAIT_SECONDS", 5.0)
-    monkeypatch.setattr(chains, "MAX_WAIT_SECONDS", 5.0)
-
-
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("patient_chains")
 @pytest.mark.parametrize("receivers", [1, 2, 3, 4, 7, 16])
 def test_the_source_sends_each_byte_once_however_many_receivers(receivers: int) -> None:
     sent, *received = (outcome.get() for outcome in fan_out(receivers))
@@ -73,7 +66,7 @@ def test_the_source_sends_each_byte_once_however_many_receivers(receivers: int) 
     assert all(report.verified and not report.repaired for report in received)
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("patient_chains")
 @pytest.mark.parametrize("who", [0, 2])
 def test_relaying_can_be_turned_off_at_either_end(who: int) -> None:
     sent, *received = (outcome.get() for outcome in fan_out(3, relay={r: r != who for r in range(4)}))
@@ -83,7 +76,7 @@ def test_relaying_can_be_turned_off_at_either_end(who: int) -> None:
         assert received[1].relayed_bytes == 0
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("patient_chains")
 def test_receivers_that_want_something_else_are_not_in_the_chain() -> None:
     """One compares no digests: its bursts have other records."""
     sent, *received = (outcome.get() for outcome in fan_out(4, verify={0: None, 1: None, 2: False, 3: None, 4: None}))
@@ -119,7 +112,7 @@ def test_small_states_are_not_worth_a_chain() -> None:
     assert not any(report.relayed_bytes for report in received)
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("patient_chains")
 def test_a_receiver_that_refuses_is_not_waited_for() -> None:
     expected = state()
 
@@ -154,7 +147,7 @@ class Damaging(Tampering):
         return tensor
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("patient_chains")
 def test_what_a_neighbour_damages_comes_again_from_the_source() -> None:
     sent, *received = (outcome.get() for outcome in fan_out(3, wrap={0: None, 1: Damaging, 2: None, 3: None}))
     assert [report.repaired for report in received] == [0, 1, 1]
@@ -189,6 +182,13 @@ def test_a_source_that_stops_midway_stops_all_with_its_cause() -> None:
         assert "stop here" in str(outcome.error)
 
 
+def join_patiently(rank: int) -> None:
+    """In a process of its own: as on a host of its own, and in a chain however late another comes."""
+    setattr(receiver, "this_host", lambda: rank)  # noqa: B010 - hidden from mypy
+    setattr(chains, "MIN_WAIT_SECONDS", 5.0)  # noqa: B010
+    setattr(chains, "MAX_WAIT_SECONDS", 5.0)  # noqa: B010
+
+
 def pass_on_slowly(rank: int, timeout: float) -> Any:
     """Rank 0 sends 64 MiB to all others, at a rate at which they take about two seconds."""
     announced: list[int] = []
@@ -198,7 +198,7 @@ def pass_on_slowly(rank: int, timeout: float) -> Any:
             announced.append(1)
             announce("moving")
 
-    setattr(receiver, "this_host", lambda: rank)  # noqa: B010 - a host of its own
+    join_patiently(rank)
     own = torch.full((16 * MIB,), 3.0 if rank == 0 else 0.0)
     mover = transfuse.PGTransport(
         cast(Any, dist.group.WORLD),
@@ -259,7 +259,7 @@ def test_a_source_that_freezes_is_given_up_by_all_of_its_chain() -> None:
 
 def overwrite_after_return(rank: int) -> Any:
     """As above without digests; a receiver that has returned goes on to use its tensor."""
-    setattr(receiver, "this_host", lambda: rank)  # noqa: B010 - a host of its own
+    join_patiently(rank)
     own = torch.full((16 * MIB,), 3.0 if rank == 0 else 0.0)
     group = cast(Any, dist.group.WORLD)
     mover = transfuse.PGTransport(
