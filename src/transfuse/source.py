@@ -138,8 +138,12 @@ class _Serving:
                         return
                     self._answer(header.kind, body)
                 except BaseException as error:
+                    # What comes after a failure of this end is its consequence.
+                    cause = (self._outgoing.failure if self._outgoing is not None else None) or error
                     if not line.broken:
-                        line.refuse(error)
+                        line.refuse(cause)
+                    if cause is not error:
+                        raise cause from error
                     raise
             phase = "verdict"
             self._send()

@@ -281,7 +281,11 @@ class ShardedTensorCodec:
         metadata = leaf.metadata()
         boxes = [(tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in metadata.shards_metadata]
         shards = leaf.local_shards()
-        local = [boxes.index((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes))) for s in shards]
+        local: list[int] = []
+        for shard in shards:
+            box = (tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+            # Empty ones may be in the same place.
+            local.append(next(i for i, other in enumerate(boxes) if other == box and i not in local))
         meta = ShardedMeta(
             tuple(metadata.size),
             values.dtype_name(metadata.tensor_properties.dtype),
