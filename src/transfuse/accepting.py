@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from transfuse import messages, parcels, plan
-from transfuse.assembly import Assembled, assemble
+from transfuse.assembly import Assembled, Late, assemble
 from transfuse.cohorts import Cohort
 from transfuse.digest import WIDE_BYTES
 from transfuse.errors import ProtocolError, StateError, StepMismatch, TargetMismatch, TransfuseError, UnsupportedLeaf
@@ -47,6 +47,8 @@ class Wishes:
     delta: bool = False
     cast: bool = False
     map_path: MapPath | None = None
+    #: Instead of a target: called with what there is, says what of it goes where.
+    late: Late | None = None
     #: What an earlier receive has left.
     resume: Partial | None = None
 
@@ -122,7 +124,7 @@ def accept(
     ``described`` is the offer whose manifest the first cohort has.
     """
     peer = next(iter(cohorts[0].members))
-    alike = len(cohorts) == 1 and wishes.map_path is None
+    alike = len(cohorts) == 1 and wishes.map_path is None and wishes.late is None
     alike = alike and len({(offer.digest, tuple(offer.coordinates)) for offer in offers.values()}) == 1
     try:
         if alike:
@@ -172,6 +174,7 @@ def _assemble(
         cohorts,
         target if isinstance(target, Prepared) else prepare(target, limits),
         map_path=wishes.map_path,
+        late=wishes.late,
         cast=wishes.cast,
         strict=wishes.strict,
         atomic=wishes.atomic,

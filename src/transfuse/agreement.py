@@ -95,9 +95,7 @@ def why_not(rank: int, offer: Offer, accepted: Accepted, wishes: Wishes) -> Tran
     if accepted.assembled is not None:
         return SourcesDiffer(f"source {rank} came late: it had been decided already what each of the others brings")
     if (offer.digest, offer.coordinates) != (decided.digest, decided.coordinates):
-        return SourcesDiffer(
-            f"source {rank} came late and offers another state than the others, or shard of it"
-        )
+        return SourcesDiffer(f"source {rank} came late and offers another state than the others, or shard of it")
     if offer.parcel_bytes < accepted.parcel_bytes:
         return SourcesDiffer(f"source {rank} came late and offers smaller parcels than the others")
     return None

@@ -6,7 +6,7 @@ here, and cuts these into parcels that every source which holds them sends alike
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -30,13 +30,13 @@ from transfuse.leaves.distributed import DTensorCodec, layout_of, partial_remedy
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Leaf, Manifest
-from transfuse.matching import Prepared, nothing_matches, unpaired
+from transfuse.matching import Prepared, nothing_matches, prepare, unpaired
 from transfuse.parcels import Parcels
 from transfuse.parts import Bools, Ints
 from transfuse.picks import Picks, boxes_in, merged
 from transfuse.places import Place, Signs
 from transfuse.plan import Boxes
-from transfuse.renaming import Link, MapPath, link
+from transfuse.renaming import Link, Linked, MapPath, link
 from transfuse.sharding import Block, Layout, blocks_of, intersect
 from transfuse.target import allocate
 
@@ -141,6 +141,7 @@ def assemble(
     cast: bool,
     strict: bool,
     atomic: bool,
+    late: Late | None = None,
     mesh: Any,
     weights_only_objects: bool,
     kinds: Kinds,
@@ -153,10 +154,16 @@ def assemble(
 
     Raises :class:`TargetMismatch` with all mismatches, or :class:`NotCovered` if nobody holds what is needed.
     """
+    links: Sequence[Link] | None = None
+    if late is not None:
+        target, links = late(Catalogue(cohorts))
+        prepared = prepare(target, limits)
     main = cohorts[0].manifest
     room = Room(main.shared, main.coordinates, mesh, weights_only_objects)
     needs = _Needs(cohorts, prepared, room, kinds, cast=cast, atomic=atomic, device=device, limits=limits, kept=kept)
-    if prepared.target is None:
+    if links is not None:
+        needs.linked(None, strict, links)
+    elif prepared.target is None:
         needs.all_fresh()
     elif map_path is None and len(cohorts) == 1:
         needs.merged(strict)
@@ -167,6 +174,42 @@ def assemble(
     cut = parcels.cut(_boxes(pieces), parcel_bytes, all_staged=True)
     landing = Assembled(cohorts, needs, pieces, groups, cut, kinds)
     return Assembly(cut, landing, room)
+
+
+class Catalogue:
+    """All leaves that the sources have, by their dotted paths."""
+
+    def __init__(self, cohorts: Sequence[Cohort]) -> None:
+        self._cohorts = cohorts
+        found: dict[str, tuple[int, int]] = {}
+        self.names: list[str] = []
+        self.rows: list[tuple[int, int]] = []
+        for number, cohort in enumerate(cohorts):
+            for leaf, path in enumerate(trees.dotted(cohort.manifest.root)):
+                if number and path in found:
+                    continue  # The other cohorts' is the same.
+                found[path] = number, leaf
+                self.names.append(path)
+                self.rows.append((number, leaf))
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """The global shape of each leaf that is a tensor."""
+        return [self._cohorts[number].shape(leaf) for number, leaf in self.rows]
+
+    def dtype(self, leaf: int) -> torch.dtype:
+        number, own = self.rows[leaf]
+        return self._cohorts[number].dtype(own, 0)
+
+    def value(self, leaf: int) -> Any:
+        """Of a leaf that is no tensor. ``ValueError`` for bytes that travel as data."""
+        number, own = self.rows[leaf]
+        if not self._cohorts[number].is_value(own):
+            raise ValueError(f"{self.names[leaf]} is no plain value")
+        return values.decode(self._cohorts[number].manifest.detail(own))
+
+
+Late = Callable[[Catalogue], tuple[object, list[Link]]]
 
 
 class _Needs:
@@ -238,27 +281,20 @@ class _Needs:
         blobs = [leaf for leaf in self.partner if leaf in self.fresh]
         self._make_fresh([*alone, *blobs])
 
-    def linked(self, map_path: MapPath | None, strict: bool) -> None:
+    def linked(self, map_path: MapPath | None, strict: bool, links: Sequence[Link] | None = None) -> None:
         """Leaves go where rules say. The result is the target's tree; what else the sources have stays with them."""
-        targets = self.prepared
-        sources: dict[str, tuple[int, int]] = {}
-        for number, cohort in enumerate(self.cohorts):
-            for leaf, path in enumerate(trees.dotted(cohort.manifest.root)):
-                sources.setdefault(path, (number, leaf))
-        rows = list(sources.values())
-        linked = link(
-            map_path,
-            list(sources),
-            [self.cohorts[number].shape(leaf) for number, leaf in rows],
-            trees.dotted(targets.root),
-            [_global_shape(leaf) for leaf in targets.leaves],
-        )
+        targets, sources = self.prepared, Catalogue(self.cohorts)
+        if links is not None:
+            linked = Linked(list(links), [], [], [])
+        else:
+            mine = [_global_shape(leaf) for leaf in targets.leaves]
+            linked = link(map_path, sources.names, sources.shapes, trees.dotted(targets.root), mine)
         self.problems += linked.problems
         if not linked.problems:
             for one in linked.links:
-                self._pair(*rows[one.source], one.target, one)
+                self._pair(*sources.rows[one.source], one.target, one)
         if strict:
-            names, paths = list(sources), trees.paths(targets.root)
+            names, paths = sources.names, trees.paths(targets.root)
             self.problems += [f"{names[source]}: missing in the target" for source in linked.unused[:100]]
             self.problems += [f"{paths[target]}: only in the target" for target in linked.untouched[:100]]
         self._raise([])
@@ -400,7 +436,7 @@ class _Needs:
                 )
                 for shard in target.local_shards()
             ]
-            return tuple(target.size()), shards, None
+            return tuple(target.metadata().size), shards, None
         if plain or sharded:
             kind = tensor_type(target) if isinstance(target, torch.Tensor) else f"value of type {type(target).__name__}"
             raise CannotCarry(f"a {kind}, the source a tensor")
@@ -652,7 +688,7 @@ class _Paths(Mapping[_Tensor, str]):
 
 def _global_shape(leaf: Any) -> tuple[int, ...] | None:
     if isinstance(leaf, ShardedTensor):
-        return tuple(leaf.size())
+        return tuple(leaf.metadata().size)
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
 

@@ -119,7 +119,8 @@ class _Conversation:
     def run(self) -> None:
         line, gathering = self._line, self._gathering
         cause: BaseException | None = None
-        needed = self._portion is None or bool(self._portion.held.any())
+        # Where nothing is needed from anybody, whoever comes first ends it.
+        needed = self._portion is None or bool(self._portion.held.any()) or not len(self._ledger)
         if not needed:
             gathering.release(line.peer)
         try:

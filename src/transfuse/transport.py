@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import messages, receiver, renaming, source, talks
 from transfuse.accepting import Wishes
+from transfuse.assembly import Late
 from transfuse.chains import Chains
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
 from transfuse.gathering import Gathering
@@ -160,7 +161,7 @@ class PGTransport:
         reports = {rank: Report("send", (rank,)) for rank in ranks}
 
         def talk(rank: int) -> None:
-            line = Line(self._group, rank, self._seconds, self._limits)
+            line = Line(self._group, rank, self._seconds, self._limits, is_source=True)
             transfer, tag = secrets.randbits(63), self._group.new_tag(rank)
             with self._group.turn(rank, self._group.rank() or 0), line:
                 if cargo is None:
@@ -196,6 +197,17 @@ class PGTransport:
         leaves that have arrived and that have not. ``resume=error.partial``, here or in a new transport, then fetches
         only what is missing, if it is offered the same state at the same step.
         """
+        return self.receive(src_rank, step=step, resume=resume)
+
+    def receive(
+        self,
+        src_rank: int | Sequence[int],
+        *,
+        step: int | None = None,
+        resume: Partial | None = None,
+        late: Late | None = None,
+    ) -> Any:
+        """As :meth:`recv_checkpoint`; with ``late``, what goes where is said when it is known what there is."""
         ranks = self._check_ranks([src_rank] if isinstance(src_rank, int) else src_rank)
         if not ranks:
             raise ValueError("a receive needs a source")
@@ -209,7 +221,7 @@ class PGTransport:
         started = time.perf_counter()
         target, failure = None, None
         caller = talks.Caller(watching=self._progress is not False)
-        if self._state_dict is not None:
+        if self._state_dict is not None and late is None:
             with report.phase("state_dict callback"):
                 try:
                     target = self._state_dict()
@@ -225,7 +237,7 @@ class PGTransport:
             failure,
             self._verify,
             self._strict,
-            self._atomic and self._state_dict is not None,
+            self._atomic and (self._state_dict is not None or late is not None),
             self._mesh,
             self._weights_only_objects,
             self._same_host,
@@ -233,6 +245,7 @@ class PGTransport:
             self._delta,
             self._cast,
             self._map_path,
+            late,
             resume,
         )
         gathering = Gathering(
@@ -331,12 +344,10 @@ class PGTransport:
         return failed
 
     def _check_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        own, size = self._group.rank(), self._group.size()
+        size = self._group.size()
         for rank in ranks:
             if not isinstance(rank, int) or isinstance(rank, bool):
                 raise TypeError(f"ranks are ints, got {rank!r}")
-            if rank == own:
-                raise ValueError(f"rank {rank} is this rank: a transfer needs two")
             if rank < 0 or (size is not None and rank >= size):
                 raise ValueError(f"rank {rank} is not in the group of {size} (ranks are ranks within the group)")
         if len(set(ranks)) != len(ranks):

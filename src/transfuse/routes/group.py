@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ from transfuse.errors import (
 )
 from transfuse.limits import Limits
 from transfuse.messages import HEADER_BYTES, Header, Intent, Message
+from transfuse.routes.loop import Loop
 
 __all__ = ["Group", "Line", "Posted", "ProcessGroupLike", "WorkLike", "new_link_tag", "valid_link_tag"]
 
@@ -136,7 +138,7 @@ class Group:
     @contextmanager
     def turn(self, peer: int, source: int) -> Iterator[None]:
         """Hold the way to ``peer``. With tags transfers do not disturb each other and nobody waits."""
-        if self.tagged and not self.serial:
+        if (self.tagged and not self.serial) or peer == self.rank():
             yield
         else:
             with _lanes.hold((id(self.pg), -1 if self.serial else peer), source):
@@ -290,14 +292,14 @@ class Posted:
 
     def __init__(self, line: Line, work: WorkLike, tensor: torch.Tensor) -> None:
         self._line = line
-        self._work = work
+        self.work = work
         self.tensor = tensor
 
     def wait(self) -> torch.Tensor:
         line = self._line
         started = line.waiting_since = time.monotonic()
         try:
-            done = self._work.wait(FOREVER if line.group.shares_fate else timedelta(seconds=line.timeout))
+            done = self.work.wait(FOREVER if line.group.shares_fate else timedelta(seconds=line.timeout))
         except Exception as error:
             line.broken = line.closed = True
             raise line.translate(error, time.monotonic() - started) from error
@@ -383,9 +385,12 @@ class Line:
     Used by one thread at a time, within ``with line:``. ``phase`` says what the conversation is doing, for messages.
     """
 
-    def __init__(self, group: Group, peer: int, timeout: float, limits: Limits) -> None:
+    def __init__(self, group: Group, peer: int, timeout: float, limits: Limits, *, is_source: bool = False) -> None:
         self.group = group
         self.peer = peer
+        #: Which end this is, for a rank that talks to itself.
+        self.is_source = is_source
+        self._loop = Loop.of(group.pg) if peer == group.rank() else None
         self.timeout = timeout
         self.limits = limits
         self.phase = "starting"
@@ -478,20 +483,25 @@ class Line:
         """
         if self.outstanding:
             with suppress(Exception):
-                nothing = self.group.pg.recv([self._empty(1)], self.peer, new_link_tag())
-                nothing.wait(timedelta(milliseconds=2))  # Below 1 ms gloo takes its own default.
+                nothing = self.post_recv(self._empty(1), new_link_tag())
+                self.outstanding.remove(nothing)
+                nothing.work.wait(timedelta(milliseconds=2))  # Below 1 ms gloo takes its own default.
 
     # ------------------------------------------------------------------------------------------------- raw tensors
 
     def post_send(self, tensor: torch.Tensor, tag: int | None = None) -> Posted:
-        return self._post(self.group.pg.send, tensor, tag)
+        if self._loop is not None:
+            return self._post(partial(self._loop.send, by_source=self.is_source), tensor, tag)
+        return self._post(lambda tensor, tag: self.group.pg.send([tensor], self.peer, tag), tensor, tag)
 
     def post_recv(self, tensor: torch.Tensor, tag: int | None = None) -> Posted:
-        return self._post(self.group.pg.recv, tensor, tag)
+        if self._loop is not None:
+            return self._post(partial(self._loop.recv, by_source=self.is_source), tensor, tag)
+        return self._post(lambda tensor, tag: self.group.pg.recv([tensor], self.peer, tag), tensor, tag)
 
     def _post(self, operation: Any, tensor: torch.Tensor, tag: int | None) -> Posted:
         try:
-            work = operation([tensor], self.peer, self.tag if tag is None else tag)
+            work = operation(tensor, self.tag if tag is None else tag)
         except Exception as error:
             self.broken = True
             raise self.translate(error, 0.0) from error
@@ -504,7 +514,10 @@ class Line:
         # gloo's texts begin with a path of its build machine and end with advice.
         text = re.sub(r"^\[\S+\] ", "", str(error).split("\n")[0]).split(". This is typically")[0]
         if self.given_up or elapsed >= 0.9 * self.timeout or "timed out" in text.lower():
-            return PeerTimeout(self.peer, self.phase, elapsed)
+            late = PeerTimeout(self.peer, self.phase, elapsed)
+            if self.peer == self.group.rank():
+                late.add_note("That is this rank itself: it sends in one thread and receives in another, on one group.")
+            return late
         return PeerLost(self.peer, f"rank {self.peer}: connection lost while {self.phase}: {text}")
 
     # --------------------------------------------------------------------------------------------------- messages
