@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from transfuse import messages, parcels, plan
-from transfuse.assembly import Assembled, Late, assemble
+from transfuse.assembly import Assembled, assemble
 from transfuse.cohorts import Cohort
 from transfuse.digest import WIDE_BYTES
 from transfuse.errors import ProtocolError, StateError, StepMismatch, TargetMismatch, TransfuseError, UnsupportedLeaf
@@ -20,6 +20,7 @@ from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Manifest
 from transfuse.matching import Prepared, match, prepare
+from transfuse.needs import Late
 from transfuse.parcels import Parcels
 from transfuse.partial import Partial
 from transfuse.renaming import MapPath

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from transfuse import parcels, places
@@ -202,8 +203,9 @@ class Land(Places, Protocol):
 
     def touch(self, boxes: Sequence[int] | Ints) -> None: ...
 
-    def converts(self, box: int) -> bool:
-        """Whether what lands is not what has arrived."""
+    @property
+    def convert(self) -> npt.NDArray[np.bool_]:
+        """Which boxes are converted as they land: what lies there is not what has arrived."""
 
 
 def nothing_more() -> tuple[int, Sequence[int]]:
@@ -332,7 +334,7 @@ class Incoming:
 
     def _converts(self, number: int) -> bool:
         first = int(self._cut.first[number])
-        return any(map(self._landing.converts, range(first, first + int(self._cut.count[number]))))
+        return bool(self._landing.convert[first : first + int(self._cut.count[number])].any())
 
     def _touch(self, number: int) -> None:
         first = int(self._cut.first[number])

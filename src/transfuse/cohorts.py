@@ -19,7 +19,7 @@ from transfuse.leaves.distributed import ShardedTensorCodec
 from transfuse.manifest import Leaf, Manifest
 from transfuse.sharding import Block
 
-__all__ = ["Cohort", "difference"]
+__all__ = ["Cohort", "Who", "difference"]
 
 Who = frozenset[int]
 
@@ -32,7 +32,8 @@ class Cohort:
         self.members = dict(members)
         self.holdings = Holdings(manifest)
         self._everybody: Who = frozenset(members)
-        self._who: dict[tuple[int, tuple[int, ...]], Who] = {}
+        #: For a mesh and some of its dimensions: the sources in each place along these.
+        self._by_place: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], Who]] = {}
 
     def who(self, holding: Holding, block: Block, place: Coordinate = None) -> Who:
         """The sources that hold a block that no cut divides; with a place, only those in that place of the mesh."""
@@ -42,18 +43,21 @@ class Cohort:
         mesh, fixed = key
         if mesh < 0:
             return self._everybody
-        if place is not None:
-            key = mesh, fixed = mesh, place
-        known = self._who.get(key)
-        if known is None:
-            known = self._who[key] = frozenset(
-                rank
-                for rank, places in self.members.items()
-                if (own := places[mesh] if mesh < len(places) else None) is not None
-                and len(own) == len(fixed)
-                and all(wanted in (-1, there) for wanted, there in zip(fixed, own, strict=True))
-            )
-        return known
+        fixed = fixed if place is None else place
+        dims = tuple(d for d, there in enumerate(fixed) if there >= 0)
+        found = self._by_place.get((mesh, dims))
+        if found is None:
+            found = self._by_place[mesh, dims] = self._sort(mesh, dims, len(fixed))
+        return found.get(tuple(fixed[d] for d in dims), frozenset())
+
+    def _sort(self, mesh: int, dims: tuple[int, ...], ndim: int) -> dict[tuple[int, ...], Who]:
+        """The sources by their places along some dimensions of a mesh."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, places in self.members.items():
+            own = places[mesh] if mesh < len(places) else None
+            if own is not None and len(own) == ndim:
+                found.setdefault(tuple(own[d] for d in dims), []).append(rank)
+        return {place: frozenset(ranks) for place, ranks in found.items()}
 
     @cached_property
     def names(self) -> list[str]:

@@ -316,21 +316,21 @@ class Gathering:
         if resume is not None:
             resume.spent = True
             if resume.fingerprint == landing.fingerprint and len(resume.landed) == len(cut):
-                claimed |= resume.landed & self._for_all_boxes(cut, landing.lies_once)
+                claimed |= resume.landed & self._for_all_boxes(cut, landing.lie_once)
                 for number in np.flatnonzero(claimed).tolist():
                     landing.touch(range(int(cut.first[number]), int(cut.first[number] + cut.count[number])))
             else:
                 logger.warning("the target is another than that of the receive to be resumed: everything is fetched")
         if self.wishes.delta:
             landing.fill_aside()
-            claimed |= self._for_all_boxes(cut, landing.holds)
+            claimed |= self._for_all_boxes(cut, landing.held)
         if claimed.any():
             ledger.keep(np.flatnonzero(claimed))
 
     @staticmethod
-    def _for_all_boxes(cut: Parcels, good: Callable[[int], bool]) -> Bools:
+    def _for_all_boxes(cut: Parcels, good: Bools) -> Bools:
         """For each parcel, whether all its boxes are good."""
-        bad = np.concatenate([[0], np.cumsum([not good(box) for box in range(len(cut.boxes))])]).astype(np.int64)
+        bad = np.concatenate([[0], np.cumsum(~good)]).astype(np.int64)
         result: Bools = bad[cut.first + cut.count] == bad[cut.first]
         return result
 

@@ -100,7 +100,7 @@ class Holdings:
     """What a described rank holds of its leaves, and what others hold by the same description."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+        self.manifest = manifest
         self._known: dict[tuple[int, int], Holding] = {}
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
@@ -113,18 +113,18 @@ class Holdings:
 
     def count(self, leaf: int) -> int:
         """How many tensors a leaf has."""
-        first, end = self._manifest.first_parts[leaf : leaf + 2].tolist()
+        first, end = self.manifest.first_parts[leaf : leaf + 2].tolist()
         return 1 if self._sharded(leaf) else int(end - first)
 
     def _sharded(self, leaf: int) -> Any:
         """The spec of a leaf that is a shard of a global tensor, if it is."""
-        if self._manifest.kinds[leaf] != Leaf.COMPOSITE:
+        if self.manifest.kinds[leaf] != Leaf.COMPOSITE:
             return None
-        spec = self._manifest.detail(leaf)
+        spec = self.manifest.detail(leaf)
         return spec if type(spec) is list and spec[0] in ("dtensor", "sharded") else None
 
     def _look(self, leaf: int, tensor: int) -> Holding:
-        manifest = self._manifest
+        manifest = self.manifest
         if not 0 <= leaf < len(manifest):
             raise ValueError(f"leaf {leaf} of {len(manifest)}")
         first, end = manifest.first_parts[leaf : leaf + 2].tolist()
@@ -144,7 +144,7 @@ class Holdings:
         return Listed(meta.sizes, pieces, blocks)
 
     def _spread(self, part: int, meta: Any) -> Spread:
-        manifest, m = self._manifest, msgspec.convert(meta, DTensorMeta)
+        manifest, m = self.manifest, msgspec.convert(meta, DTensorMeta)
         key = (m.mesh, m.shape, m.placements)
         layout = self._layouts.get(key)
         if layout is None:

@@ -13,7 +13,7 @@ import torch
 
 from transfuse.boxes import Box, Form, Ints, canonical, crowds
 
-__all__ = ["Bools", "Ints", "Parts", "Shapes", "Storages", "on_cpu"]
+__all__ = ["Bools", "Ints", "Parts", "Shapes", "Storages", "contiguous", "on_cpu"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -86,7 +86,7 @@ class Shapes:
     def contiguous(self) -> Bools:
         """Which tensors are one run of memory in row-major order."""
         result = np.ones(len(self), dtype=bool)
-        self._each(result, _contiguous)
+        self._each(result, contiguous)
         return result
 
     @cached_property
@@ -119,7 +119,8 @@ class Shapes:
             raise ValueError("a tensor too large to address")
 
 
-def _contiguous(sizes: Ints, strides: Ints) -> Bools:
+def contiguous(sizes: Ints, strides: Ints) -> Bools:
+    """Which rows of sizes and strides are one run of memory in row-major order."""
     expected = np.ones_like(sizes)
     if sizes.shape[1] > 1:
         expected[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,20 +42,28 @@ class Picks(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 
     @classmethod
     def of(
-        cls, rows: Sequence[tuple[int, int, Block]], dtypes: Sequence[torch.dtype | None], begins: Sequence[bool]
+        cls,
+        leaf: Ints,
+        tensor: Ints,
+        ndim: Ints,
+        starts: Ints,
+        sizes: Ints,
+        wires: Sequence[torch.dtype | None],
+        wire: Ints,
+        begins: Ints,
     ) -> Picks:
-        """From rows of leaf, tensor in the leaf and block."""
-        names = list(dict.fromkeys(dtype for dtype in dtypes if dtype is not None))
-        numbers = {dtype: i for i, dtype in enumerate(names, 1)}
+        """From columns; ``wires[wire]`` is as what a block travels, None if as it is."""
+        names = list(dict.fromkeys(dtype for dtype in wires if dtype is not None))
+        codes = np.array([0 if dtype is None else names.index(dtype) + 1 for dtype in wires], dtype=np.int64)
         return cls(
-            _pack([leaf for leaf, _, _ in rows], "<i4"),
-            _pack([tensor for _, tensor, _ in rows], "<i4"),
-            _pack([len(block.start) for _, _, block in rows], "<u1"),
-            _pack([n for _, _, block in rows for n in block.start], "<i8"),
-            _pack([n for _, _, block in rows for n in block.sizes], "<i8"),
-            _pack([0 if dtype is None else numbers[dtype] for dtype in dtypes], "<u1"),
+            leaf.astype("<i4").tobytes(),
+            tensor.astype("<i4").tobytes(),
+            ndim.astype("<u1").tobytes(),
+            starts.astype("<i8").tobytes(),
+            sizes.astype("<i8").tobytes(),
+            (codes[wire] if len(codes) else wire).astype("<u1").tobytes(),
             list(map(values.dtype_name, names)),
-            _pack(begins, "<u1"),
+            begins.astype("<u1").tobytes(),
         )
 
     def fingerprint(self) -> int:
@@ -64,10 +71,6 @@ class Picks(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
         for column in (self.leaf, self.tensor, self.ndim, self.starts, self.sizes, self.dtype, self.begins):
             digest.update(column)
         return digest.intdigest()
-
-
-def _pack(column: Sequence[Any], code: str) -> bytes:
-    return np.asarray(column, dtype=np.int64).astype(code).tobytes()
 
 
 def merged(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -87,7 +90,7 @@ def merged(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...
 MOST_TIMES = 4
 
 
-def boxes_in(manifest: Manifest, picks: Picks) -> Boxes:
+def boxes_in(holdings: Holdings, picks: Picks) -> Boxes:
     """The boxes of a described rank's memory that hold these blocks; ``ValueError`` if it does not hold them.
 
     A box that is to be converted counts the bytes that travel.
@@ -107,8 +110,8 @@ def boxes_in(manifest: Manifest, picks: Picks) -> Boxes:
         raise ValueError("a dtype that was not named")
     wires = [None, *(values.dtype_named(name) for name in picks.dtypes)]
     first = np.cumsum(ndim) - ndim
+    manifest = holdings.manifest
     found, parts = _Boxes(), manifest.parts
-    holdings = Holdings(manifest)
     most = MOST_TIMES * float((parts.numel * parts.item).sum())
     for row in zip(
         leaf.tolist(), tensor.tolist(), first.tolist(), (first + ndim).tolist(), dtype.tolist(), strict=True

@@ -133,12 +133,8 @@ class Reading:
                 landed = places.pack(self._landing, self._cut, number, torch.empty(size, dtype=torch.uint8))
             return self.fetch(number, buffer) and torch.equal(landed, buffer[:size])
 
-        first = self._cut.first
-        numbers = [
-            n
-            for n in numbers
-            if not any(map(self._landing.converts, range(int(first[n]), int(first[n] + self._cut.count[n]))))
-        ]
+        unconverted = self._of_all_boxes(~self._landing.convert)
+        numbers = [number for number in numbers if unconverted[number]]
 
         return sorted(self._each(numbers, same))
 

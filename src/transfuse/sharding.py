@@ -19,8 +19,10 @@ __all__ = ["Block", "Layout", "Run", "Step", "blocks_of", "intersect", "runs_of"
 
 Run = tuple[int, int]
 
-#: More runs than these along one dimension are refused: a peer chooses the split factor.
-MAX_RUNS = 1 << 16
+#: No dimension is cut into more pieces for all ranks together, or into more for one: a peer chooses ranks and split
+#: factors.
+MAX_SEGMENTS = 1 << 16
+MAX_RUNS = 1 << 10
 #: A mesh has no more ranks than this.
 MAX_RANKS = 1 << 20
 
@@ -57,33 +59,45 @@ def intersect(one: Block, other: Block) -> Block | None:
     return Block(start, sizes) if all(size > 0 for size in sizes) else None
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 10)
 def runs_of(size: int, steps: tuple[Step, ...], coordinate: tuple[int, ...]) -> tuple[Run, ...]:
     """The runs of a dimension of ``size`` that the rank at this coordinate (one number for each step) holds."""
+    _check(steps)
     runs: list[Run] = [(0, size)]
     for step, place in zip(steps, coordinate, strict=True):
         total = sum(length for _, length in runs)
-        piece = -(-total // step.split_factor)
-        found: list[Run] = []
-        for low in range(0, total, max(piece, 1)):
+        piece = max(-(-total // step.split_factor), 1)
+        wanted = []
+        for low in range(0, total, piece):
             part = min(piece, total - low)
             # As torch.chunk: all but the last have the same size, and the last ones may be empty.
             chunk = -(-part // step.ranks)
-            found += _between(runs, low + min(chunk * place, part), low + min(chunk * (place + 1), part))
-            if len(found) > MAX_RUNS:
-                raise ValueError(f"a dimension of {size} in more than {MAX_RUNS} runs")
-        runs = found
+            wanted.append((low + min(chunk * place, part), low + min(chunk * (place + 1), part)))
+        runs = list(_between(runs, wanted))
     return tuple(_joined(runs))
 
 
-def _between(runs: list[Run], low: int, high: int) -> Iterator[Run]:
-    """What lies between two places of the runs' own order."""
-    at = 0
-    for start, length in runs:
-        first, last = max(low, at), min(high, at + length)
-        if first < last:
-            yield start + first - at, last - first
-        at += length
+def _check(steps: Sequence[Step]) -> None:
+    """Refuse to cut a dimension into more pieces than any sharding does."""
+    ranks = runs = 1
+    for step in steps:
+        ranks, runs = ranks * step.ranks, runs * step.split_factor
+    if ranks * runs > MAX_SEGMENTS or runs > MAX_RUNS:
+        raise ValueError(f"a dimension in {ranks * runs} pieces, {runs} for each of {ranks} ranks")
+
+
+def _between(runs: list[Run], wanted: list[tuple[int, int]]) -> Iterator[Run]:
+    """What lies between pairs of rising places of the runs' own order."""
+    number, at = 0, 0
+    for low, high in wanted:
+        while low < high and number < len(runs):
+            start, length = runs[number]
+            first, last = max(low, at), min(high, at + length)
+            if first < last:
+                yield start + first - at, last - first
+            if high < at + length:
+                break
+            number, at = number + 1, at + length
 
 
 def _joined(runs: list[Run]) -> Iterator[Run]:
@@ -108,8 +122,9 @@ class _Segments(NamedTuple):
     coordinates: list[tuple[int, ...]]
 
 
-@lru_cache(maxsize=1 << 10)
+@lru_cache(maxsize=64)
 def _segments(size: int, steps: tuple[Step, ...]) -> _Segments:
+    _check(steps)
     rows = sorted(
         (start, start + length, coordinate)
         for coordinate in product(*(range(step.ranks) for step in steps))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from transfuse.bursts import Outgoing, Shape
 from transfuse.chains import Chains, this_host
 from transfuse.digest import digest_of
 from transfuse.errors import ProtocolError, SourceMutated
+from transfuse.holdings import Holdings
 from transfuse.leaves import dense
 from transfuse.manifest import Described, Ints
 from transfuse.messages import Message
@@ -43,6 +45,11 @@ class Cargo:
     vigil: Vigil
     #: Digests of parcels that were sent already, by fingerprint of the plan: each is hashed once for all receivers.
     digests: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    @cached_property
+    def holdings(self) -> Holdings:
+        """What this rank holds, for receivers that want part of it."""
+        return Holdings(self.described.manifest)
 
     @property
     def total_bytes(self) -> int:
@@ -368,7 +375,7 @@ class _Serving:
             return parcels.cut(plan.lay_out(manifest, want.apart, want.parts), want.parcel_bytes), None
         try:
             with self._line.holding_turn():
-                boxes = boxes_in(manifest, want.picks)
+                boxes = boxes_in(self._cargo.holdings, want.picks)
         except ValueError as error:
             raise ProtocolError(peer, f"rank {peer} wants blocks that were not offered: {error}") from error
         return parcels.cut(boxes, want.parcel_bytes, all_staged=True), want.picks.fingerprint()

@@ -140,23 +140,28 @@ class Landing:
             result.append(place_in_storage(memory.untyped_storage(), dense.offset_of(memory), self._boxes.box(box)))
         return result
 
-    def lies_once(self, box: int) -> bool:
-        """Whether a box has one place only, and there lies only once: looking at it says all there is to say."""
-        if self.addresses[box]:
-            return True
-        places = self.places(box)
-        return len(places) == 1 and not places[0].lead
+    @cached_property
+    def lie_once(self) -> Bools:
+        """Which boxes have one place only, and there lie only once: looking at it says all there is to say."""
+        result = self.addresses > 0
+        for box in np.flatnonzero(~result).tolist():
+            places = self.places(box)
+            result[box] = len(places) == 1 and not places[0].lead
+        return result
 
-    def converts(self, box: int) -> bool:
-        """Whether what lands is not what has arrived."""
-        return False
+    @cached_property
+    def convert(self) -> Bools:
+        """Which boxes are converted as they land: none."""
+        return np.zeros(len(self._boxes), dtype=bool)
 
-    def holds(self, box: int) -> bool:
-        """Whether a box lies in a target, which may hold the right bytes already."""
-        members = self._boxes.members(box)
-        if not members or self._found.destinations[members[0]] is None or not self.lies_once(box):
-            return False
-        return not self._atomic or bool(self._found.as_lies[members[0]])
+    @cached_property
+    def held(self) -> Bools:
+        """Which boxes lie in a target, that may hold the right bytes already."""
+        has_target = np.fromiter((t is not None for t in self._found.destinations), bool, len(self._found.destinations))
+        if self._atomic:
+            has_target &= self._found.as_lies  # As is copied aside.
+        part = self._boxes.part
+        return self.lie_once & (part >= 0) & (has_target[np.maximum(part, 0)] if len(has_target) else part >= 0)
 
     def fill_aside(self) -> None:
         """Begin with what the targets hold, where it is a copy that is written."""

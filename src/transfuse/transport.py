@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import messages, receiver, renaming, source, talks
 from transfuse.accepting import Wishes
-from transfuse.assembly import Late
 from transfuse.chains import Chains
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
 from transfuse.gathering import Gathering
 from transfuse.leaves.codec import MeshDescription
 from transfuse.limits import Limits, allows_same_host
 from transfuse.manifest import describe
+from transfuse.needs import Late
 from transfuse.partial import Partial
 from transfuse.progress import Progress, Show, show_with
 from transfuse.renaming import MapPath

@@ -319,8 +319,8 @@ class ShardedTensorCodec:
             first = m.shards[min(claimed - set(m.local))]
             raise CannotCarry(
                 f"a ShardedTensor whose metadata gives this rank ({rank}) the shard {Block(*first[:2])}, while the "
-                f"source sent {[str(Block(*m.shards[i][:2])) for i in m.local]}; receive in place, or from the rank that "
-                "holds the same shard"
+                f"source sent {[str(Block(*m.shards[i][:2])) for i in m.local]}; receive in place, or from the rank "
+                "that holds the same shard"
             )
 
     def close(self, meta: Any, children: list[Any], room: Room) -> ShardedTensor:

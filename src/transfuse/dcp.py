@@ -1,0 +1,403 @@
+"""A storage reader for ``torch.distributed.checkpoint`` whose storage is the memory of live ranks.
+
+``dcp.load(state_dict, storage_reader=PeerReader(transport, src_ranks))`` loads with DCP's own planner what the sources
+give with ``transport.send_checkpoint(dst_ranks, state_dict)``. DCP asks in two calls, first what there is and then for
+all that it wants of it; a receive is one conversation. So the receive runs in a thread of its own, and between the two
+calls it waits for the second.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from transfuse import trees
+from transfuse.cohorts import Cohort
+from transfuse.errors import StateError, TransfuseError, UnsupportedLeaf
+from transfuse.leaves import values
+from transfuse.leaves.kinds import Kinds
+from transfuse.limits import Limits
+from transfuse.manifest import Leaf
+from transfuse.needs import Catalogue
+from transfuse.renaming import Link
+from transfuse.talks import _current_stream
+from transfuse.transport import PGTransport
+
+__all__ = ["PeerReader"]
+
+
+class PeerReader(StorageReader):
+    """Reads a checkpoint from the memory of live ranks.
+
+    One load is one receive: every rank that calls ``dcp.load`` makes a reader with a transport over a group that also
+    has the sources, and each source calls ``send_checkpoint`` once, for all of these ranks. Names are DCP's: the keys
+    down to a leaf, joined by dots. A reader serves any number of loads, one after the other.
+
+    A load that fails before DCP reads data (a missing key, here or at another rank) tells nobody: the sources hear of
+    it when the next load begins, at :meth:`close`, at the end of a ``with``, when the reader is garbage, or after the
+    transport's timeout.
+
+    Args:
+        transport: its options say how to receive (``cast``, ``verify``, ``delta``, ``atomic``, ``same_host``). Its
+            ``state_dict`` is not called.
+        src_ranks: the sources, as ranks within the transport's group.
+        step: if given, sources that send another one are refused.
+    """
+
+    def __init__(self, transport: PGTransport, src_ranks: int | Sequence[int], *, step: int | None = None) -> None:
+        super().__init__()
+        if transport._map_path is not None:
+            raise ValueError(
+                "the names that are loaded are the planner's: PeerReader takes a transport without map_path"
+            )
+        self._transport = transport
+        self._src_ranks: int | tuple[int, ...] = src_ranks if isinstance(src_ranks, int) else tuple(src_ranks)
+        self._step = step
+        self._load: _Load | None = None
+        self._contents: _Contents | None = None
+        self._watch: weakref.finalize[[str], PeerReader] | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the last load failed on this rank, as it was raised here: DCP passes on copies, or only the text."""
+        return self._failure
+
+    def close(self) -> None:
+        """End what a failed load has left, and tell the sources. After a load that went well there is nothing left."""
+        load = self._load
+        if load is not None:
+            load.give_up("the load has ended before any data was read")
+            load.join()
+            self._forget()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------- what DCP calls, in order
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load begins. Of live ranks there is one state, whatever the id; ``step`` tells one from another."""
+        self.close()
+        self._failure = None
+
+    # Not named kwargs: where it is, torch asks a second time after a failure, for metadata of single ranks.
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Wait for the sources, and say what they have. Each tensor is one chunk, whoever holds which shard of it."""
+        self.reset()
+        load = self._load = _Load(self._transport, self._src_ranks, self._step)
+        self._watch = weakref.finalize(self, load.give_up, "the load has ended before any data was read")
+        self._watch.atexit = False
+        try:
+            self._contents = _Contents(load.catalogue())
+        except BaseException as error:
+            self._fail(load, error)
+            raise
+        return self._contents.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Refuse what cannot be loaded while no rank has written anything."""
+        if self._contents is not None:
+            for item in plan.items:
+                self._contents.check(item)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Receive what the plan wants, straight into the tensors that the planner gives, and verify it."""
+        load, contents = self._load, self._contents
+        if load is None or contents is None:
+            raise RuntimeError("read_data goes on where read_metadata has begun: call that first, for every load")
+        try:
+            for item in plan.items:
+                contents.check(item)
+            wanted = [_Wanted.of(item, planner) for item in plan.items if item.type != LoadItemType.BYTE_IO]
+            load.finish(lambda catalogue: _lay_out(contents.of(catalogue), wanted))
+            for one in wanted:
+                planner.commit_tensor(one.item, one.tensor)
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, contents.saved(item.storage_index.fqn))
+        except BaseException as error:
+            self._fail(load, error)
+            raise
+        self._forget()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """No id leads to live ranks: give the reader itself."""
+        return False
+
+    def _fail(self, load: _Load, error: BaseException) -> None:
+        self._failure = error
+        load.give_up(f"the load has failed: {type(error).__name__}: {error}")
+        if isinstance(error, Exception):
+            load.join()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._load = self._contents = None
+        if self._watch is not None:
+            self._watch.detach()
+            self._watch = None
+
+
+# ---------------------------------------------------------------------------------------------- what the sources have
+
+
+class _Elsewhere:
+    """Stands for a leaf that is no tensor and whose bytes are still with the source."""
+
+
+class _Contents:
+    """What the sources have, under DCP's names."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        #: Tensors: their numbers in the catalogue. All other names: their values, or why they are not loaded.
+        self.numbers: dict[str, int] = {}
+        self._values: dict[str, Any] = {}
+        self._refused: dict[str, str] = {}
+        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        mappings: dict[str, Any] = {}
+        numbers = {row: number for number, row in enumerate(catalogue.rows)}
+        for i, cohort in enumerate(catalogue._cohorts):
+            mappings = self._add(cohort, {leaf: number for (j, leaf), number in numbers.items() if i == j}) | mappings
+        self.metadata = Metadata(dict(self._entries), planner_data=mappings)
+
+    def of(self, catalogue: Catalogue) -> _Contents:
+        """Of another catalogue, in which more sources may have come."""
+        return self if catalogue is self._catalogue else _Contents(catalogue)
+
+    def _add(self, cohort: Cohort, numbers: Mapping[int, int]) -> dict[str, Any]:
+        """Take apart what some sources have as DCP would do it, with something in the place of each tensor."""
+        kinds, manifest = Kinds(Limits()), cohort.manifest
+        leaves: list[Any] = []
+        number_of: dict[int, int] = {}
+        for leaf in range(len(manifest)):
+            if cohort.is_value(leaf):
+                leaves.append(values.decode(manifest.detail(leaf)))
+                continue
+            blob = manifest.kinds[leaf] == Leaf.COMPOSITE and kinds.is_blob(manifest.detail(leaf))
+            leaves.append(_Elsewhere() if blob else torch.empty(0, device="meta"))
+            number_of[id(leaves[-1])] = leaf
+        state = trees.unflatten(manifest.root, leaves)
+        if not isinstance(state, Mapping):
+            raise StateError(f"the sources send a {type(state).__name__}; DCP loads what is in a dict")
+        try:
+            flat, mappings = flatten_state_dict(dict(state))
+        except ValueError as error:
+            raise StateError(
+                f"what the sources send has no names for DCP: {error}; give one of the two another key"
+            ) from error
+        for name, value in flat.items():
+            if name in self._entries:
+                continue  # Other sources have it too.
+            leaf = number_of.get(id(value), -1)
+            if leaf < 0:
+                inside = trees.flatten(value, max_depth=Limits().max_depth)[1]
+                if any(id(one) in number_of for one in inside):
+                    self._refused[name] = (
+                        f"a {type(value).__name__} that holds tensors, arrays or other data, which DCP does not look "
+                        "into; put tensors into a dict or a list"
+                    )
+                self._entries[name], self._values[name] = BytesStorageMetadata(), value
+            elif why := _why_not(cohort, leaf):
+                self._entries[name], self._refused[name] = BytesStorageMetadata(), why
+            elif leaf in numbers:
+                self._entries[name], self.numbers[name] = _describe(cohort, leaf), numbers[leaf]
+        return mappings
+
+    def check(self, item: ReadItem) -> None:
+        """Refuse what cannot be read."""
+        name = item.storage_index.fqn
+        if name in self._refused:
+            raise UnsupportedLeaf(name, self._refused[name])
+        if name not in (self._values if item.type == LoadItemType.BYTE_IO else self.numbers):
+            kind = "value" if item.type == LoadItemType.BYTE_IO else "tensor"
+            raise StateError(f"leaf {name}: the planner wants a {kind}, and the sources have none of this name")
+
+    def saved(self, name: str) -> io.BytesIO:
+        """A value as DCP wants it. Nothing that somebody else has pickled is ever unpickled here."""
+        stream = io.BytesIO()
+        torch.save(self._values[name], stream)
+        stream.seek(0)
+        return stream
+
+
+def _why_not(cohort: Cohort, leaf: int) -> str:
+    """Why a leaf that is no value cannot be loaded, if it cannot."""
+    if cohort.manifest.kinds[leaf] == Leaf.TENSOR:
+        return ""
+    name, _, _, children = cohort.manifest.detail(leaf)
+    if name not in ("dtensor", "sharded"):
+        return f"of kind {name!r}, which is no tensor that DCP could load; recv_checkpoint() carries it"
+    return f"a {name} of other than plain tensors; recv_checkpoint() carries it" if any(children) else ""
+
+
+def _describe(cohort: Cohort, leaf: int) -> TensorStorageMetadata:
+    size = torch.Size(cohort.holdings.of(leaf, 0).shape)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype=cohort.dtype(leaf, 0)), size, [whole])
+
+
+# ---------------------------------------------------------------------------------------------------- what goes where
+
+
+class _Wanted(NamedTuple):
+    """A block of a source's tensor, and the tensor that it becomes."""
+
+    item: ReadItem
+    tensor: torch.Tensor
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, item: ReadItem, planner: LoadPlanner) -> _Wanted:
+        name, sizes = item.storage_index.fqn, tuple(item.lengths)
+        tensor = planner.resolve_tensor(item).detach()
+        if tuple(tensor.shape) != sizes:
+            raise StateError(
+                f"leaf {name}: the planner wants a block of shape {sizes}, and resolves it to a tensor of shape "
+                f"{tuple(tensor.shape)}"
+            )
+        # Within the chunk, which is the whole tensor.
+        return cls(item, tensor, tuple(item.storage_offsets), sizes)
+
+
+def _lay_out(contents: _Contents, wanted: Sequence[_Wanted]) -> tuple[object, list[Link]]:
+    """The targets under names for messages, and which block of which leaf becomes each."""
+    shards = Counter(one.item.storage_index.fqn for one in wanted)
+    target: dict[str, torch.Tensor] = {}
+    links: list[Link] = []
+    for one in wanted:
+        name = one.item.storage_index.fqn
+        if name not in contents.numbers:
+            raise StateError(f"leaf {name}: the source that had it is gone")
+        label = name if shards[name] == 1 else f"{name}, {len(links)}: from {one.start}"
+        links.append(Link(contents.numbers[name], len(links), one.start, (0,) * len(one.sizes), one.sizes))
+        target[label] = one.tensor
+    if not links:
+        # A receive of nothing would be taken for one in which no name has matched.
+        for name, number in contents.numbers.items():
+            entry = contents.metadata.state_dict_metadata[name]
+            assert isinstance(entry, TensorStorageMetadata)
+            nothing = (0,) * len(entry.size)
+            target[name] = torch.empty(nothing, dtype=entry.properties.dtype)
+            links.append(Link(number, 0, nothing, nothing, nothing))
+            break
+    return target, links
+
+
+# --------------------------------------------------------------------------------------------------------- one receive
+
+
+class _Load:
+    """A receive in a thread of its own, which waits to be told what goes where."""
+
+    def __init__(self, transport: PGTransport, src_ranks: int | Sequence[int], step: int | None) -> None:
+        self._transport, self._src_ranks, self._step = transport, src_ranks, step
+        self._seconds = transport._seconds
+        self._changed = threading.Condition()
+        self._catalogue: Catalogue | None = None
+        self._plan: Callable[[Catalogue], tuple[object, list[Link]]] | None = None
+        self._given_up: str | None = None
+        self._over = False
+        self._error: BaseException | None = None
+        self._stream = _current_stream()
+        self._thread = threading.Thread(target=self._run, name="transfuse-dcp", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            with self._stream():
+                self._transport.receive(self._src_ranks, step=self._step, late=self._late)
+        except BaseException as caught:
+            error = caught
+        with self._changed:
+            self._error, self._over = error, True
+            self._changed.notify_all()
+
+    def _late(self, catalogue: Catalogue) -> tuple[object, list[Link]]:
+        """Called by the receive, again if what was wanted is not there yet."""
+        with self._changed:
+            self._catalogue = self._catalogue or catalogue
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._plan is not None or self._given_up is not None, self._seconds)
+            plan, given_up = self._plan, self._given_up
+        if given_up is not None:
+            raise TransfuseError(given_up)
+        if plan is None:
+            raise TransfuseError(
+                f"no data was read within {self._seconds:g} s after the metadata: the load has failed, here or at "
+                "another rank"
+            )
+        return plan(catalogue)
+
+    def catalogue(self) -> Catalogue:
+        """Wait until it is known what the sources have."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._catalogue is not None or self._over)
+            if self._catalogue is None:
+                assert self._error is not None
+                raise self._error
+            return self._catalogue
+
+    def finish(self, plan: Callable[[Catalogue], tuple[object, list[Link]]]) -> None:
+        """Say what goes where, and wait until it is there."""
+        with self._changed:
+            self._plan = plan
+            self._changed.notify_all()
+        interrupt: KeyboardInterrupt | None = None
+        while not self._over:
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._over)
+            except KeyboardInterrupt as caught:
+                interrupt = caught  # What lands, lands in the caller's memory: not while it may still do so.
+        self.join()
+        error = interrupt or self._error
+        if error is not None:
+            raise error
+
+    def give_up(self, why: str) -> None:
+        """Without effect on a receive that knows what goes where."""
+        with self._changed:
+            if self._plan is None and self._given_up is None:
+                self._given_up = why
+                self._changed.notify_all()
+
+    def join(self) -> None:
+        """The receive ends within the transport's timeout, whatever the sources do."""
+        self._thread.join()
