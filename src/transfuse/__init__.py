@@ -16,6 +16,7 @@ Modules, each importing only from those before it:
 from transfuse.errors import (
     CorruptData,
     LimitExceeded,
+    NotCovered,
     PeerError,
     PeerLost,
     PeerRefused,
@@ -35,15 +36,19 @@ from transfuse.errors import (
 from transfuse.leaves.codec import MeshDescription
 from transfuse.partial import Partial
 from transfuse.progress import Progress
+from transfuse.renaming import Concat, MapPath, Rename, Slice, Split
 from transfuse.report import Report
 from transfuse.transport import PGTransport
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
+    "Concat",
     "CorruptData",
     "LimitExceeded",
+    "MapPath",
     "MeshDescription",
+    "NotCovered",
     "PGTransport",
     "Partial",
     "PeerError",
@@ -53,10 +58,13 @@ __all__ = [
     "Progress",
     "ProtocolError",
     "ReceiveFailed",
+    "Rename",
     "Report",
     "SendFailed",
+    "Slice",
     "SourceMutated",
     "SourcesDiffer",
+    "Split",
     "StateError",
     "StepMismatch",
     "TargetMismatch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -26,7 +27,16 @@ from transfuse.partial import Partial
 from transfuse.renaming import MapPath
 from transfuse.target import Landing
 
-__all__ = ["Accepted", "Wishes", "accept", "check", "compares_digests", "read_offer"]
+__all__ = [
+    "Accepted",
+    "Described",
+    "Wishes",
+    "accept",
+    "check",
+    "compares_digests",
+    "read_description",
+    "read_offer",
+]
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,27 @@ def read_offer(body: bytes | bytearray, limits: Limits, peer: int) -> messages.O
     except (ValueError, RuntimeError) as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
     return offer
+
+
+class Described(NamedTuple):
+    """An offer with its description, which has been read and speaks for all that claim to be like it."""
+
+    offer: messages.Offer
+    manifest: Manifest
+
+
+def read_description(offer: messages.Offer, limits: Limits, peer: int) -> Described:
+    """Read an offer's manifest, and make sure that it is what the offer's digests claim."""
+    wire = offer.described
+    try:
+        manifest = Manifest.decode(wire, limits, offer.coordinates)
+        if wire.digest() != offer.digest or manifest.likeness(wire) != offer.likeness:
+            raise ValueError("its digests are those of another state")
+    except TransfuseError:
+        raise
+    except Exception as error:
+        raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
+    return Described(offer, manifest)
 
 
 def check(offer: messages.Offer, wishes: Wishes) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from transfuse import trees
-from transfuse.accepting import Accepted, Wishes, check
+from transfuse.accepting import Accepted, Described, Wishes, check
 from transfuse.cohorts import Cohort, difference
-from transfuse.errors import ProtocolError, SourcesDiffer, TransfuseError
-from transfuse.limits import Limits
+from transfuse.errors import SourcesDiffer, TransfuseError
 from transfuse.manifest import Manifest
 from transfuse.matching import Prepared
 from transfuse.messages import Offer
@@ -28,9 +27,8 @@ class Choice(NamedTuple):
 def choose(
     ranks: Sequence[int],
     offers: Mapping[int, Offer],
-    described: Mapping[bytes, Offer],
+    described: Mapping[bytes, Described],
     wishes: Wishes,
-    limits: Limits,
 ) -> Choice:
     """The sources of which more agree than of any others. Those of another step than the wanted do not count.
 
@@ -48,13 +46,8 @@ def choose(
         groups.setdefault((offers[rank].step, offers[rank].likeness), {})[rank] = offers[rank]
     cohorts: list[tuple[int | None, Cohort]] = []
     for (step, likeness), group in groups.items():
-        cohort = _cohort(described[likeness], group, dropped, limits)
-        if cohort is not None:
-            cohorts.append((step, cohort))
-    if not cohorts and groups and set(offers) <= set(dropped):
-        broken = [error for error in dropped.values() if isinstance(error, ProtocolError)]
-        if broken:
-            raise broken[0]
+        members = {rank: offer.coordinates for rank, offer in group.items()}
+        cohorts.append((step, Cohort(described[likeness].manifest, members)))
     cohorts.sort(key=lambda one: -len(one[1].members))
     families: list[list[tuple[int | None, Cohort]]] = []
     for one in cohorts:
@@ -98,21 +91,6 @@ def why_not(rank: int, offer: Offer, accepted: Accepted, wishes: Wishes) -> Tran
         return SourcesDiffer(f"source {rank} came late and offers another state than the others, or shard of it")
     if offer.parcel_bytes < accepted.parcel_bytes:
         return SourcesDiffer(f"source {rank} came late and offers smaller parcels than the others")
-    return None
-
-
-def _cohort(
-    described: Offer, group: dict[int, Offer], dropped: dict[int, TransfuseError], limits: Limits
-) -> Cohort | None:
-    """Sources that offer the same. If that cannot be a state, they have no vote."""
-    try:
-        manifest = Manifest.decode(described.described, limits, described.coordinates)
-        return Cohort(manifest, {rank: offer.coordinates for rank, offer in group.items()})
-    except TransfuseError as error:
-        dropped.update(dict.fromkeys(group, error))
-    except Exception as error:
-        for rank in group:
-            dropped[rank] = ProtocolError(rank, f"rank {rank} sent a malformed offer: {error}")
     return None
 
 

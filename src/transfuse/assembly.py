@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,16 @@ class Portion(NamedTuple):
     picks: Picks
     boxes: Ints
     fingerprint: int
+
+
+class _Names(NamedTuple):
+    """Columns of what is needed, as sources call it: the leaf in each cohort, which of its tensors, and as what."""
+
+    leaf: Ints
+    tensor: Ints
+    ndim: Ints
+    wires: list[torch.dtype | None]
+    wire: Ints
 
 
 class Assembly(NamedTuple):
@@ -164,22 +175,36 @@ class Assembled:
         held = np.zeros(len(cut), dtype=bool)
         held[numbers] = True
         need, group = pieces.need[boxes], pieces.group[boxes]
-        chosen = self._needs.needs
-        leaf = np.array([dict(one.tensor.leaves).get(number, -1) for one in chosen], dtype=np.int64)
-        tensor = np.array([one.tensor.number for one in chosen], dtype=np.int64)
-        ndim = np.array([len(one.block.start) for one in chosen], dtype=np.int64)[need] if len(chosen) else need
+        names = self._names
+        ndim = names.ndim[need]
         used = np.arange(pieces.start.shape[1]) < ndim[:, None]
         wanted = Picks.of(
-            leaf[need] if len(chosen) else need,
-            tensor[need] if len(chosen) else need,
+            names.leaf[number][need],
+            names.tensor[need],
             ndim,
             pieces.start[boxes][used],
             pieces.sizes[boxes][used],
-            [one.wire for one in chosen],
-            need,
+            names.wires,
+            names.wire[need],
             np.concatenate([[1], np.diff(group) != 0])[: len(boxes)],
         )
         return Portion(held, numbers, wanted, boxes, self._fingerprint(wanted, boxes, numbers))
+
+    @cached_property
+    def _names(self) -> _Names:
+        needs = self._needs.needs
+        leaf = np.full((len(self._cohorts), len(needs)), -1, dtype=np.int64)
+        for i, need in enumerate(needs):
+            for cohort, number in need.tensor.leaves:
+                leaf[cohort, i] = number
+        wires = list(dict.fromkeys(need.wire for need in needs))
+        return _Names(
+            leaf,
+            np.array([need.tensor.number for need in needs], dtype=np.int64),
+            np.array([len(need.block.start) for need in needs], dtype=np.int64),
+            wires,
+            np.array([wires.index(need.wire) for need in needs], dtype=np.int64),
+        )
 
     def _fingerprint(self, wanted: Picks, boxes: Ints, numbers: Ints) -> int:
         """As the source will compute it, of the parcels that it cuts from its own boxes."""

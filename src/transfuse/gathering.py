@@ -6,6 +6,7 @@ source that dies, falls silent or answers wrongly costs what it owed, which beco
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from transfuse import agreement
-from transfuse.accepting import Accepted, Wishes, accept
+from transfuse.accepting import Accepted, Described, Wishes, accept, read_description
 from transfuse.assembly import Portion
 from transfuse.errors import (
     NotCovered,
@@ -69,6 +70,13 @@ class Confirm:
     """Ask the source whether what it brought is still what it has."""
 
 
+class _Turn(enum.Enum):
+    """What a conversation has to do for all of them before it goes on."""
+
+    DESCRIBE = enum.auto()
+    DECIDE = enum.auto()
+
+
 class Gathering:
     """What the conversations of one receive share. Every method may be called from any of their threads."""
 
@@ -106,7 +114,7 @@ class Gathering:
         self._deciding = False
         self._offers: dict[int, Offer] = {}
         #: For each likeness, an offer with a description, and who is being asked for one.
-        self._described: dict[bytes, Offer] = {}
+        self._described: dict[bytes, Described] = {}
         self._describing: dict[bytes, int] = {}
         self._dropped: dict[int, TransfuseError] = {}
         #: Sources whose offers were looked at when it was decided.
@@ -173,11 +181,9 @@ class Gathering:
             self._offers[rank] = offer
             self._expected.discard(rank)
             self._decide_at = min(self._decide_at, time.monotonic() + self._patience)
-            if offer.manifest is not None:
-                self._described.setdefault(offer.likeness, offer)
             self._changed.notify_all()
         while (turn := self._next_turn(rank, offer)) is not None:
-            if turn is self._describe:
+            if turn is _Turn.DESCRIBE:
                 self._describe(rank, offer, describe)
             else:
                 self._decide()
@@ -192,24 +198,24 @@ class Gathering:
                 self._readers.add(rank)
             self._changed.notify_all()
 
-    def _next_turn(self, rank: int, offer: Offer) -> Callable[..., None] | None:
+    def _next_turn(self, rank: int, offer: Offer) -> _Turn | None:
         """Wait until this conversation has to do something for all of them; None when it has been decided."""
         with self._changed:
             while self._accepted is None and self._failure is None and rank not in self._dropped:
                 self._check_caller()
                 if offer.likeness not in self._described and offer.likeness not in self._describing:
                     self._describing[offer.likeness] = rank
-                    return self._describe
+                    return _Turn.DESCRIBE
                 due = not self._expected or time.monotonic() >= self._decide_at
                 if due and not self._deciding and not self._describing:
                     self._deciding = True
-                    return self._decide
+                    return _Turn.DECIDE
                 self._changed.wait(SLICE_SECONDS)
             return None
 
     def _describe(self, rank: int, offer: Offer, describe: Callable[[], Offer]) -> None:
         """Ask this source what its state is like."""
-        described = describe()
+        described = read_description(describe(), self._limits, rank)
         with self._changed:
             self._describing.pop(offer.likeness, None)
             self._described[offer.likeness] = described
@@ -221,7 +227,7 @@ class Gathering:
             with self._changed:
                 offers, described = dict(self._offers), dict(self._described)
                 offers = {rank: offer for rank, offer in offers.items() if offer.likeness in described}
-            choice = agreement.choose(self.ranks, offers, described, self.wishes, self._limits)
+            choice = agreement.choose(self.ranks, offers, described, self.wishes)
             if choice.cohorts:
                 accepted = self._accept(choice, described)
                 ledger = Ledger(accepted.cut.payload, self._changed)
@@ -251,9 +257,9 @@ class Gathering:
                 self._count()
             self._changed.notify_all()
 
-    def _accept(self, choice: agreement.Choice, described: dict[bytes, Offer]) -> Accepted:
+    def _accept(self, choice: agreement.Choice, described: dict[bytes, Described]) -> Accepted:
         """Plan, going on from what an earlier receive has left if that is possible."""
-        first = described[choice.offers[next(iter(choice.cohorts[0].members))].likeness]
+        first = described[choice.offers[next(iter(choice.cohorts[0].members))].likeness].offer
         parcel_bytes = min(offer.parcel_bytes for offer in choice.offers.values())
         wishes, resume = self.wishes, self.wishes.resume
         if resume is not None and not self._continues(resume, first, parcel_bytes):
@@ -435,7 +441,8 @@ class Gathering:
             self._leavable.pop(rank, None)
             for likeness in [likeness for likeness, who in self._describing.items() if who == rank]:
                 del self._describing[likeness]  # Another will be asked.
-            self._offers.pop(rank, None) if self._accepted is None else None
+            if self._accepted is None:
+                self._offers.pop(rank, None)
             if self._ledger is not None:
                 self._ledger.give_back(rank)
                 if isinstance(error, SourceMutated):

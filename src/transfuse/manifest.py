@@ -57,6 +57,10 @@ class Wire(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     part_sizes: bytes
     part_strides: bytes
 
+    def digest(self) -> bytes:
+        """Of everything that it says, but for which of several devices of a kind."""
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(self.of_any_device()))
+
     def of_any_device(self) -> Wire:
         """The same without saying which of several devices of a kind: replicas have their own."""
         return msgspec.structs.replace(self, devices=[name.split(":")[0] for name in self.devices])

@@ -22,7 +22,7 @@ from transfuse.errors import TargetMismatch, UnsupportedLeaf
 from transfuse.holdings import Spread
 from transfuse.leaves import dense, values
 from transfuse.leaves.codec import CannotCarry, Coordinate, Room, Shared, tensor_type
-from transfuse.leaves.distributed import DTensorCodec, layout_of, partial_remedy
+from transfuse.leaves.distributed import DTensorCodec, layout_in, partial_remedy
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Leaf, Manifest
@@ -120,6 +120,8 @@ class Needs:
         self._cast, self._atomic = cast, atomic
         self._device, self._limits, self._kept = device, limits, kept
         self._shared = Shared()
+        #: For each layout, the blocks of it that are here.
+        self._blocks: dict[int, list[tuple[Block, tuple[int, ...]]]] = {}
         self._known: dict[tuple[Any, ...], Need] = {}
         self._aliases: dict[int, int] | None = None
         self._matched = 0
@@ -285,10 +287,12 @@ class Needs:
             if not dense.is_plain(local):
                 raise CannotCarry(f"a DTensor of {tensor_type(local)}, which gets only its own shard")
             dense.check(local)
-            opened = DTensorCodec().open(target, self._shared)
-            layout = layout_of(opened.meta, self._shared.items)
-            place = self._shared.coordinates[opened.meta.mesh]
-            blocks = [] if place is None else list(blocks_of(layout.runs(place)))
+            DTensorCodec().open(target, self._shared)  # Refuses what is not its shard.
+            layout, mesh = layout_in(target, self._shared)
+            place = self._shared.coordinates[mesh]
+            blocks = self._blocks.get(id(layout))
+            if blocks is None:
+                blocks = self._blocks[id(layout)] = [] if place is None else list(blocks_of(layout.runs(place)))
             return tuple(target.shape), [(local, blocks)], (layout, place)
         if isinstance(target, ShardedTensor):
             if not plain and not sharded:

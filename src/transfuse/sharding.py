@@ -176,7 +176,16 @@ class Layout:
         )
 
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sum(length for _, length in runs) for runs in self.runs(coordinate))
+        key = tuple(coordinate)
+        known = self._local_shapes.get(key)
+        if known is None:
+            known = tuple(sum(length for _, length in runs) for runs in self.runs(coordinate))
+            self._local_shapes[key] = known
+        return known
+
+    @cached_property
+    def _local_shapes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return {}
 
     def cuts(self, dim: int, low: int, high: int) -> list[int]:
         """Where between these two places of a dimension one rank's elements end and another's begin."""

@@ -11,9 +11,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
-import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import messages, receiver, renaming, source, talks
@@ -309,7 +307,7 @@ class PGTransport:
             lease.describe(described.addresses) if self._same_host and described.addresses.any() else None,
             None if self._rate is None else self._rate / len(ranks),
             manifest,
-            xxhash.xxh3_128_digest(msgspec.msgpack.encode(manifest.of_any_device())),
+            manifest.digest(),
             described.manifest.likeness(manifest),
             list(described.manifest.coordinates),
         )

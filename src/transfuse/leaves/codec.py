@@ -40,6 +40,8 @@ class Shared:
     items: list[MeshDescription] = field(default_factory=list)
     coordinates: list[Coordinate] = field(default_factory=list)
     numbers: dict[MeshDescription, int] = field(default_factory=dict)
+    #: What codecs have worked out about leaves that are alike.
+    known: dict[Any, Any] = field(default_factory=dict)
     #: Meshes that have been described, by their id.
     _known: dict[int, tuple[DeviceMesh, int]] = field(default_factory=dict)
 

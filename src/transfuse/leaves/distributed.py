@@ -27,6 +27,7 @@ __all__ = [
     "DTensorMeta",
     "ShardedMeta",
     "ShardedTensorCodec",
+    "layout_in",
     "layout_of",
     "partial_remedy",
     "place_in",
@@ -116,6 +117,17 @@ def layout_of(meta: Any, shared: Sequence[MeshDescription]) -> Layout:
     return Layout(m.shape, mesh, m.placements)
 
 
+def layout_in(leaf: DTensor, shared: Shared) -> tuple[Layout, int]:
+    """How a DTensor of this process is spread over its mesh, and the mesh's number."""
+    number = shared.number(leaf.device_mesh)
+    key = (number, leaf.shape, leaf.placements)
+    known = shared.known.get(key)
+    if known is None:
+        codes = tuple(map(_encode_placement, leaf.placements))
+        known = shared.known[key] = Layout(tuple(leaf.shape), shared.items[number], codes)
+    return known, number
+
+
 def place_in(layout: Layout, coordinate: Coordinate) -> Coordinate:
     """A peer's place in a mesh, checked."""
     if coordinate is not None and (
@@ -135,11 +147,10 @@ class DTensorCodec:
 
     def open(self, leaf: DTensor, shared: Shared) -> Opened:
         local = leaf._local_tensor
-        number = shared.number(leaf.device_mesh)
-        coordinate = shared.coordinates[number]
-        placements = tuple(map(_encode_placement, leaf.placements))
+        layout, number = layout_in(leaf, shared)
+        coordinate, placements = shared.coordinates[number], layout.placements
         if coordinate is not None:
-            shape = Layout(tuple(leaf.shape), shared.items[number], placements).local_shape(coordinate)
+            shape = layout.local_shape(coordinate)
             if tuple(local.shape) != shape:
                 raise CannotCarry(
                     f"a DTensor whose local shape {tuple(local.shape)} is not the {shape} that its mesh and placements "
