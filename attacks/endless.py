@@ -13,9 +13,11 @@ from attacks.peer import (
     AGREED,
     CHECK,
     COMPARE,
-    DIFFER,
+    DESCRIBE,
+    DIGESTS,
     GO_ON,
     MORE,
+    OFFER,
     OFFER_TAG,
     PARCEL,
     REFUSAL,
@@ -109,8 +111,16 @@ def comparisons(peer: Peer) -> None:
     peer.say(WANT, want(parcels=[]))
     peer.hear()
     for _ in range(MANY):
-        peer.say(COMPARE, [[0, 2], bytes(16)])
-        if peer.hear().kind != DIFFER:
+        peer.say(COMPARE, [[0, 2]])
+        if peer.hear().kind != DIGESTS:
+            return
+
+
+def descriptions(peer: Peer) -> None:
+    peer.hear_offer()
+    for _ in range(MANY):
+        peer.say(DESCRIBE)
+        if peer.hear().kind != OFFER:
             return
 
 
@@ -121,7 +131,7 @@ def checks_and_comparisons(peer: Peer) -> None:
     peer.hear()
     for number in range(MANY):
         peer.say(WORKING)
-        peer.say(CHECK) if number % 2 else peer.say(COMPARE, [[0, 1], bytes(8)])
+        peer.say(CHECK) if number % 2 else peer.say(COMPARE, [[0, 1]])
         if peer.hear().kind == REFUSAL:
             return
 
@@ -232,6 +242,7 @@ ATTACKS = {
     ),
     "checks": Attack(send(), checks, Expected("source", "ProtocolError", ASKS, seconds=LONG)),
     "comparisons": Attack(send(), comparisons, Expected("source", "ProtocolError", ASKS, seconds=LONG)),
+    "descriptions": Attack(send(), descriptions, Expected("source", "ProtocolError", ASKS, seconds=LONG)),
     "checks and comparisons and signs of life": Attack(
         send(), checks_and_comparisons, Expected("source", "ProtocolError", ASKS, seconds=LONG)
     ),

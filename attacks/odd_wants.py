@@ -8,7 +8,30 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from attacks.peer import CHECK, COMPARE, GOT, MORE, PARCEL, VERDICT, WANT, Peer, fingerprint, pack, want
+import xxhash
+
+from attacks.peer import (
+    AGREED,
+    CHECK,
+    COMPARE,
+    DESCRIBE,
+    DIGESTS,
+    GOT,
+    HEADER,
+    MORE,
+    OFFER,
+    PARCEL,
+    VERDICT,
+    WANT,
+    Peer,
+    fingerprint,
+    ints,
+    pack,
+    pattern,
+    picked_fingerprint,
+    picks,
+    want,
+)
 from attacks.stage import Attack, Expected, main, send
 
 N = 2 * PARCEL
@@ -87,6 +110,113 @@ def needless_check(peer: Peer) -> None:
     peer.flush()
 
 
+def needless_description(peer: Peer) -> None:
+    before = peer.hear_offer()
+    peer.say(DESCRIBE)
+    heard = peer.hear()
+    assert heard.kind == OFFER
+    assert heard.plain == before, "described otherwise than offered"
+    peer.say(VERDICT, [0])
+    peer.flush()
+
+
+def compare_all(**changes: Any) -> Any:
+    def hostile(peer: Peer) -> None:
+        peer.hear_offer()
+        peer.say(WANT, want(N, parcels=[], **changes))
+        peer.hear()
+        peer.say(COMPARE, [[0, 2]])
+        heard = peer.hear()
+        assert heard.kind == DIGESTS
+        data = pattern(N)
+        parts = [data[:PARCEL], data[PARCEL:]]
+        assert heard.plain == [b"".join(map(xxhash.xxh3_128_digest, parts))]
+        peer.say(VERDICT, [0])
+        peer.flush()
+
+    return hostile
+
+
+# -- picks
+
+NOT_HELD = "wants blocks that were not offered: .*is not held here"
+COLUMNS = "wants blocks that were not offered: columns of different length"
+DIMENSIONS = "wants blocks that were not offered: blocks of other dimensions"
+IMPOSSIBLE = "wants blocks that were not offered: blocks of impossible sizes"
+
+#: Blocks of a leaf of N bytes, and what the source says about them.
+PICKS: dict[str, tuple[list[Any], str]] = {
+    "leaf 1 of 1": (picks((0, N), leaf=ints("i", 1)), "leaf 1 of 1"),
+    "leaf -1": (picks((0, N), leaf=ints("i", -1)), "leaf -1 of 1"),
+    "the last of all leaves": (picks((0, N), leaf=ints("i", (1 << 31) - 1)), "leaf 2147483647 of 1"),
+    "tensor 1 of 1": (picks((0, N), tensor=ints("i", 1)), "tensor 1 of a leaf that has 1"),
+    "tensor -1": (picks((0, N), tensor=ints("i", -1)), "tensor -1 of a leaf that has 1"),
+    "no dimensions": (picks((0, N), ndim=b"\0", starts=b"", sizes=b""), "a block of 0 dimensions of a tensor of 1"),
+    "two dimensions": (
+        picks((0, N), ndim=b"\x02", starts=ints("q", 0, 0), sizes=ints("q", 1, 1)),
+        "a block of 2 dimensions of a tensor of 1",
+    ),
+    "one byte too far": (picks((1, N)), NOT_HELD),
+    "beyond the end": (picks((N, 1)), NOT_HELD),
+    "all addresses": (picks(((1 << 63) - 1, (1 << 63) - 1)), NOT_HELD),
+    "before the beginning": (picks((-1, 2)), IMPOSSIBLE),
+    "nothing": (picks((0, 0)), IMPOSSIBLE),
+    "less than nothing": (picks((0, -(1 << 63))), IMPOSSIBLE),
+    "five times everything": (picks(*[(0, N)] * 5), "more than the whole state 4 times"),
+    "a byte thousands of times, and then everything": (
+        picks(*[(0, 1)] * 5000, *[(0, N)] * 4),
+        "more than the whole state 4 times",
+    ),
+    "a leaf too few": (picks((0, 1), (1, 1), leaf=ints("i", 0)), COLUMNS),
+    "a tensor too many": (picks((0, 1), tensor=ints("i", 0, 0)), COLUMNS),
+    "a type too many": (picks((0, 1), dtype=b"\0\0"), COLUMNS),
+    "no beginnings": (picks((0, 1), begins=b""), COLUMNS),
+    "a start too few": (picks((0, 1), starts=b""), DIMENSIONS),
+    "a size too many": (picks((0, 1), sizes=ints("q", 1, 1)), DIMENSIONS),
+    "more dimensions than there are columns": (picks((0, 1), ndim=b"\xff"), DIMENSIONS),
+    "half a number": (picks((0, 1), starts=bytes(7)), "wants blocks that were not offered"),
+    "a type that was not named": (picks((0, N), dtype=b"\x01"), "a dtype that was not named"),
+    "a type that does not exist": (picks((0, N), dtype=b"\x01", dtypes=["float99"]), "float99"),
+    "a type that is none": (picks((0, N), dtype=b"\x01", dtypes=["nn"]), "blocks that were not offered"),
+    "bytes as numbers": (picks((0, N), dtype=b"\x01", dtypes=["float32"]), "uint8 is not sent as torch.float32"),
+    "no picks at all": ([b"", b"", b"", b"", b"", b"", [], b""], "parcels that do not exist"),
+    "columns of text": (picks((0, N), leaf="0"), "malformed want"),
+    "a column too many": ([*picks((0, N)), b""], "malformed want"),
+}
+
+
+def picking(picked: list[Any], words: str = "", **changes: Any) -> Any:
+    sound = not words.startswith("wants blocks") and all(isinstance(picked[at], bytes) for at in (0, 4))
+    made = picked_fingerprint(picked) if sound else 0
+    return wanted({"picks": picked, "fingerprint": made} | changes)
+
+
+def honest_picks(peer: Peer) -> None:
+    """The middle of the tensor, in two blocks the wrong way round."""
+    picked = picks((PARCEL, PARCEL // 2), (PARCEL // 2, PARCEL // 2))
+    peer.hear_offer()
+    peer.say(WANT, want(N, picks=picked, fingerprint=picked_fingerprint(picked), parcels=[0, 2]))
+    assert peer.hear().kind == AGREED
+    data = peer.recv(PARCEL // 2) + peer.recv(PARCEL // 2)
+    peer.recv(HEADER.size + 24)
+    peer.say(GOT, note=0)
+    half = PARCEL // 2
+    assert data == pattern(N)[PARCEL : PARCEL + half] + pattern(N)[half:PARCEL]
+    peer.say(VERDICT, [0])
+    peer.flush()
+
+
+def the_same_blocks(peer: Peer) -> None:
+    picked = picks(*[(0, N)] * 4)
+    peer.hear_offer()
+    peer.say(WANT, want(N, picks=picked, fingerprint=picked_fingerprint(picked), parcels=[0, 8]))
+    assert peer.hear().kind == AGREED
+    data = b"".join(peer.take_burst() for _ in range(8))
+    assert data == pattern(N) * 4
+    peer.say(VERDICT, [0])
+    peer.flush()
+
+
 def source_says(words: str) -> Expected:
     return Expected("source", "ProtocolError", words)
 
@@ -101,25 +231,36 @@ ATTACKS = {
     "a want one field too long": Attack(send(), first(WANT, pack([*want(N), 0])), source_says("malformed want")),
     "more before anything": Attack(send(), first(MORE, [[0, 1]]), source_says("sent MORE where WANT")),
     "a comparison before anything": Attack(
-        send(), first(COMPARE, [[0, 1], bytes(8)]), source_says("sent COMPARE where WANT")
+        send(), first(COMPARE, [[0, 1]]), source_says("sent COMPARE where WANT")
     ),
     "an answer before anything": Attack(send(), first(GOT), source_says("sent GOT where WANT")),
     "more of nothing": Attack(send(), then(MORE, [[]]), source_says("asks for nothing")),
     "more than there is": Attack(send(), then(MORE, [[1, 99]]), source_says("asks for parcels that do not exist")),
     "a comparison of what is not there": Attack(
-        send(), then(COMPARE, [[0, 9], bytes(72)]), source_says("compares parcels that do not exist")
+        send(), then(COMPARE, [[0, 9]]), source_says("compares parcels that do not exist")
     ),
-    "a comparison with too few digests": Attack(
-        send(), then(COMPARE, [[0, 2], bytes(8)]), source_says("digests that do not belong")
+    "a comparison of the version before": Attack(
+        send(), then(COMPARE, [[0, 2], bytes(16)]), source_says("malformed more")
     ),
-    "a comparison with half a digest": Attack(
-        send(), then(COMPARE, [[0, 1], bytes(7)]), source_says("digests that do not belong")
-    ),
+    "digests for a source": Attack(send(), then(DIGESTS, [bytes(32)]), source_says("sent DIGESTS where MORE")),
+    "a description after the want": Attack(send(), then(DESCRIBE), source_says("sent DESCRIBE where MORE")),
+    "a description of what was described": Attack(send(), needless_description, Expected("source", None)),
     "a comparison with a source without digests": Attack(
-        send(verify=False),
-        then(COMPARE, [[0, 1], bytes(8)], digests=False),
-        source_says("digests that do not belong"),
+        send(verify=False), compare_all(digests=False), Expected("source", None)
     ),
+    "blocks that it has": Attack(send(), honest_picks, Expected("source", None)),
+    "the same blocks as often as they may be": Attack(send(), the_same_blocks, Expected("source", None)),
+    **{
+        f"picks: {name}": Attack(send(), picking(picked, words), source_says(words))
+        for name, (picked, words) in PICKS.items()
+    },
+    "picks of another plan": Attack(
+        send(), picking(picks((0, N)), fingerprint=fingerprint(N)), source_says("derived other parcels")
+    ),
+    "a plan of picks without them": Attack(
+        send(), wanted({"fingerprint": picked_fingerprint(picks((0, N)))}), source_says("derived other parcels")
+    ),
+    "a mebibyte of picks": Attack(send(), picking(picks(*[(0, 1)] * 40_000), fingerprint=1), source_says("derived other parcels")),
     "a want twice in a row": Attack(send(), then(WANT, want(N)), source_says("sent WANT where MORE")),
     "a check that nobody needs": Attack(
         send(),

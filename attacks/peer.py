@@ -1,4 +1,4 @@
-"""The attacker's wire: version 3 of docs/wire.md written out by hand, so that it can say what no honest end says.
+"""The attacker's wire: version 4 of docs/wire.md written out by hand, so that it can say what no honest end says.
 
 Nothing of the library is used here. Every state is flat: uint8 tensors, each in a storage of its own.
 """
@@ -19,7 +19,7 @@ OFFER_TAG = 0x5446_0000
 FIRST_TAG = 0x5500_0000
 FIRST_LINK_TAG = 0x6000_0000
 
-OFFER, WANT, REFUSAL, SENT, GOT, VERDICT, WORKING, AGREED, MORE, CHECK, COMPARE, DIFFER = range(1, 13)
+OFFER, WANT, REFUSAL, SENT, GOT, VERDICT, WORKING, AGREED, MORE, CHECK, COMPARE, DIGESTS, DESCRIBE = range(1, 14)
 GO_ON, CANCEL = 0, 1
 
 HEADER = struct.Struct("<4sHHQQQQQ")
@@ -56,7 +56,7 @@ def header(
     body: bytes = b"",
     length: int | None = None,
     magic: bytes = b"TFUS",
-    version: int = 3,
+    version: int = 4,
     damage: int = 0,
 ) -> bytes:
     digest = xxhash.xxh3_64_intdigest(body) ^ damage
@@ -82,11 +82,11 @@ MANIFEST_FIELDS = (
 
 OFFER_FIELDS = (
     "step", "parcel_bytes", "burst_bytes", "staged_bytes", "bursts_ahead", "timeout", "digests", "memory",
-    "max_bytes_per_second", "manifest",
+    "max_bytes_per_second", "manifest", "digest", "likeness", "coordinates",
 )  # fmt: skip
 
 WANT_FIELDS = (
-    "fingerprint", "parcel_bytes", "burst_bytes", "digests", "apart", "parts", "parcels", "relay", "host",
+    "fingerprint", "parcel_bytes", "burst_bytes", "digests", "apart", "parts", "parcels", "relay", "host", "picks",
 )  # fmt: skip
 
 
@@ -116,6 +116,7 @@ def manifest(sizes: dict[str, int], **changes: Any) -> list[Any]:
 
 def offer(described: list[Any] | None = None, *, nbytes: int = 2 * PARCEL, **changes: Any) -> list[Any]:
     """An offer of ``{"w": nbytes}``, or of another manifest; with fields changed."""
+    described = manifest({"w": nbytes}) if described is None else described
     plain = {
         "step": None,
         "parcel_bytes": PARCEL,
@@ -126,16 +127,68 @@ def offer(described: list[Any] | None = None, *, nbytes: int = 2 * PARCEL, **cha
         "digests": True,
         "memory": None,
         "max_bytes_per_second": None,
-        "manifest": manifest({"w": nbytes}) if described is None else described,
+        "manifest": described,
+        "digest": xxhash.xxh3_128_digest(pack(described)),
+        "likeness": likeness(described),
+        "coordinates": [],
     } | changes
     return [plain[name] for name in OFFER_FIELDS]
+
+
+def likeness(described: list[Any]) -> bytes:
+    """Of a manifest without DTensors, as far as its columns are bytes."""
+    plain = dict(zip(MANIFEST_FIELDS, described, strict=False))
+    digest = xxhash.xxh3_128(pack([plain.get(name) for name in ("tree", "details", "shared", "dtypes")]))
+    for name in ("kinds", "part_storage", "part_dtype", "part_flags", "part_ndim"):
+        column = plain.get(name)
+        if isinstance(column, bytes):
+            digest.update(column)
+            digest.update(ints("q", len(column)))
+    sizes = plain.get("part_sizes")
+    digest.update(sizes if isinstance(sizes, bytes) else b"")
+    return digest.digest()
 
 
 def fingerprint(nbytes: int, parcel_bytes: int = PARCEL) -> int:
     """Of the parcels of one flat tensor."""
     lows = list(range(0, nbytes, parcel_bytes))
-    columns = [[0], [0], [nbytes], [1], [0] * len(lows), [1] * len(lows), lows]
+    columns = [[nbytes], [1], [0] * len(lows), [1] * len(lows), lows, [0], [0]]
     return xxhash.xxh3_64_intdigest(b"".join(ints("q", *column) for column in columns))
+
+
+PICKS_FIELDS = ("leaf", "tensor", "ndim", "starts", "sizes", "dtype", "dtypes", "begins")
+
+
+def picks(*blocks: tuple[int, int], **changes: Any) -> list[Any]:
+    """Blocks of the first leaf, which has one dimension, each by its start and size; with columns changed."""
+    n = len(blocks)
+    plain = {
+        "leaf": ints("i", *[0] * n),
+        "tensor": ints("i", *[0] * n),
+        "ndim": b"\x01" * n,
+        "starts": ints("q", *(start for start, _ in blocks)),
+        "sizes": ints("q", *(size for _, size in blocks)),
+        "dtype": bytes(n),
+        "dtypes": [],
+        "begins": b"\x01" * n,
+    } | changes
+    return [plain[name] for name in PICKS_FIELDS]
+
+
+def picked_fingerprint(picked: list[Any], parcel_bytes: int = PARCEL) -> int:
+    """Of the parcels of blocks of bytes, none of which is small, each of which begins a parcel."""
+    columns: list[list[int]] = [[] for _ in range(5)]
+    sizes = [n for (n,) in struct.iter_unpack("<q", picked[4])]
+    for number, size in enumerate(sizes):
+        for low in range(0, size, parcel_bytes):
+            for column, value in zip(columns[2:], (number, 1, low), strict=True):
+                column.append(value)
+    columns[0], columns[1] = sizes, [1] * len(sizes)
+    inner = xxhash.xxh3_64(repr(picked[6]).encode())
+    for at in (0, 1, 2, 3, 4, 5, 7):
+        inner.update(picked[at])
+    data = b"".join(ints("q", *column) for column in columns) + ints("Q", inner.intdigest())
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def want(nbytes: int = 2 * PARCEL, **changes: Any) -> list[Any]:
@@ -152,6 +205,7 @@ def want(nbytes: int = 2 * PARCEL, **changes: Any) -> list[Any]:
         "parcels": [0, -(-nbytes // honest)],
         "relay": False,
         "host": 0,
+        "picks": None,
     } | changes
     return [plain[name] for name in WANT_FIELDS]
 

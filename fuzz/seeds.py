@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import fractions
@@ -15,11 +16,16 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from transfuse import manifest, messages, parcels, plan
+from transfuse.holdings import Holdings
 from transfuse.limits import Limits
 from transfuse.messages import Message
+from transfuse.picks import Picks, boxes_in
 from transfuse.routes.memory import Lease
+from transfuse.sharding import Block, blocks_of
 
 __all__ = ["OFFERS", "STATES", "Point", "offer_of", "seeds_for"]
 
@@ -68,15 +74,31 @@ def _states() -> dict[str, Any]:
                 torch.bfloat16, torch.device("cuda", 1), torch.Size([2, 3]), np.float32(1.5),
                 np.datetime64("2020-01-01"),
             ],
+            "sharded": _sharded(),
             "nothing": {},
         }  # fmt: skip
+
+
+def _sharded() -> dict[str, Any]:
+    """A rank's shards, without a process group: it is rank 1 of 4."""
+    line = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("dp",), _init_backend=False, _rank=1)
+    plane = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), _init_backend=False, _rank=1)
+    return {
+        "rows": DTensor.from_local(torch.randn(2, 6), line, [Shard(0)], run_check=False),
+        "cells": DTensor.from_local(torch.randn(3, 2), plane, [Shard(0), Shard(1)], run_check=False),
+        "copy": DTensor.from_local(torch.randn(5), line, [Replicate()], run_check=False),
+        "plain": torch.randn(3),
+    }
 
 
 def offer_of(described: manifest.Described, *, with_memory: bool = False) -> messages.Offer:
     """What a source offers of a state."""
     memory = LEASE.describe(described.addresses) if with_memory else None
     wire = described.manifest.encode()
-    return messages.Offer(4, PARCEL, PARCEL, PARCEL, 2, 5.0, True, memory, None, wire)
+    digest = wire.digest()
+    places = list(described.manifest.coordinates)
+    likeness = described.manifest.likeness(wire)
+    return messages.Offer(4, PARCEL, PARCEL, PARCEL, 2, 5.0, True, memory, None, wire, digest, likeness, places)
 
 
 STATES = _states()
@@ -100,17 +122,63 @@ def _wants() -> list[bytes]:
     return found
 
 
+def picks_of(described: manifest.Described) -> Picks:
+    """All that a rank holds, in halves."""
+    rows = []
+    m, held = described.manifest, Holdings(described.manifest)
+    for leaf in range(len(m)):
+        for tensor in range(held.count(leaf)):
+            with contextlib.suppress(ValueError):  # What is no shard of plain tensors.
+                for _, runs in held.of(leaf, tensor).pieces:
+                    rows += [(leaf, tensor, half) for block, _ in blocks_of(runs) for half in _halves(block)]
+    columns = (
+        [leaf for leaf, _, _ in rows],
+        [tensor for _, tensor, _ in rows],
+        [len(block.start) for _, _, block in rows],
+        [n for _, _, block in rows for n in block.start],
+        [n for _, _, block in rows for n in block.sizes],
+    )
+    leaf, tensor, ndim, starts, sizes = (np.array(column, dtype=np.int64) for column in columns)
+    return Picks.of(leaf, tensor, ndim, starts, sizes, [None], np.zeros_like(leaf), np.arange(len(leaf)) % 3 == 0)
+
+
+def _halves(block: Block) -> list[Block]:
+    if not block.numel:
+        return []
+    if not block.sizes or block.sizes[0] < 2:
+        return [block]
+    (start, *rest), (size, *sizes) = block.start, block.sizes
+    return [
+        Block((start, *rest), (size // 2, *sizes)),
+        Block((start + size // 2, *rest), (size - size // 2, *sizes)),
+    ]
+
+
+def _picked_wants() -> list[bytes]:
+    found = []
+    for described in DESCRIBED.values():
+        picked = picks_of(described)
+        cut = parcels.cut(boxes_in(Holdings(described.manifest), picked), PARCEL, all_staged=True)
+        numbers = messages.pairs_of(range(len(cut)))
+        fingerprint = parcels.fingerprint(cut, picked.fingerprint())
+        found.append(
+            messages.encode(messages.Want(fingerprint, PARCEL, PARCEL, True, [], [], numbers, False, 7, picked))
+        )
+    return found
+
+
 def _bodies() -> dict[type, list[bytes]]:
     link = messages.Link(3, 0x60000005, 99)
     return {
         messages.Offer: [messages.encode(offer) for offer in OFFERS.values()]
-        + [messages.encode(offer_of(DESCRIBED["flat"], with_memory=True))],
-        messages.Want: _wants(),
+        + [messages.encode(offer_of(DESCRIBED["flat"], with_memory=True))]
+        + [messages.encode(messages.brief(offer)) for offer in OFFERS.values()],
+        messages.Want: _wants() + _picked_wants(),
         messages.Refusal: [messages.encode(messages.Refusal("StepMismatch", "no"))],
         messages.Verdict: [messages.encode(messages.Verdict(100))],
         messages.Agreed: [messages.encode(messages.Agreed()), messages.encode(messages.Agreed(link, link, 0.5))],
         messages.More: [messages.encode(messages.More([0, 3, 5, 6]))],
-        messages.Compare: [messages.encode(messages.Compare([0, 2], bytes(16)))],
+        messages.Digests: [messages.encode(messages.Digests(bytes(32)))],
     }
 
 
@@ -134,11 +202,23 @@ def seeds_for(target: str) -> list[bytes]:
         return [bytes([4 * (i % len(STATES)) + mode]) + body for i, body in enumerate(BODIES[messages.Offer])
                 for mode in range(4)]  # fmt: skip
     if target == "want":
-        return [bytes([i // 2]) + body for i, body in enumerate(BODIES[messages.Want])]
+        wholes, n = BODIES[messages.Want], len(STATES)
+        return [bytes([i // 2 if i < 2 * n else i - 2 * n]) + body for i, body in enumerate(wholes)]
+    if target == "picks":
+        return [bytes([i]) + msgspec.msgpack.encode(picks_of(described)) for i, described in enumerate(DESCRIBED.values())]
+    if target == "sharding":
+        return [msgspec.msgpack.encode(case) for case in (
+            [[8, 6], [4], [["S", 0]], [1], 0, 2, 5],
+            [[7, 9], [2, 3], [["S", 0], ["S", 1]], [1, 2], 1, 0, 9],
+            [[24], [2, 2], [["X", 0, 2], ["S", 0]], [0, 1], 0, 3, 20],
+            [[5, 5], [3], [["R"]], [0], 0, 0, 5],
+            [[1 << 40], [2], [["X", 0, 64]], [1], 0, 0, 1 << 40],
+            [[6], [2], [["P", "sum"]], [1], 0, 0, 6],
+        )]  # fmt: skip
     if target == "tree":
-        return [msgspec.msgpack.encode(offer.manifest.tree) for offer in OFFERS.values()]
+        return [msgspec.msgpack.encode(offer.described.tree) for offer in OFFERS.values()]
     if target == "value":
-        return [msgspec.msgpack.encode(value) for value in OFFERS["values"].manifest.details]
+        return [msgspec.msgpack.encode(value) for value in OFFERS["values"].described.details]
     if target == "memory":
         return [msgspec.msgpack.encode([2, LEASE.describe(DESCRIBED["flat"].addresses)])]
     raise ValueError(target)

@@ -5,10 +5,14 @@ Anything else (another exception, memory beyond the cap, a crash, a result that 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import pathlib
 import random
+import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,12 +21,16 @@ import numpy as np
 import torch
 
 from fuzz.seeds import DESCRIBED, OFFERS, PARCEL, STATES
-from transfuse import accepting, messages, source, trees
+from transfuse import accepting, agreement, messages, parcels, source, trees
 from transfuse.accepting import Wishes
 from transfuse.errors import ProtocolError, TransfuseError
+from transfuse.holdings import Holdings
 from transfuse.leaves import values
+from transfuse.leaves.distributed import layout_of, place_in, read_meshes
 from transfuse.limits import MIB, Limits
+from transfuse.manifest import Manifest
 from transfuse.matching import prepare
+from transfuse.picks import Picks, boxes_in
 from transfuse.routes.memory import Malformed, Reader, Unreadable
 
 __all__ = ["TARGETS", "mutate"]
@@ -38,8 +46,10 @@ CLASSES = (
     messages.Verdict,
     messages.Agreed,
     messages.More,
-    messages.Compare,
+    messages.Digests,
 )
+#: Shape, mesh, placements, a place in the mesh, a dimension, and two places along it.
+Sharding = tuple[list[int], list[int], list[list[str | int]], list[int] | None, int, int, int]
 #: Other processes are none of a fuzzer's business.
 ABSENT_PID = int(pathlib.Path("/proc/sys/kernel/pid_max").read_text()) - 1
 
@@ -138,6 +148,16 @@ def value(data: bytes) -> None:
     _promised(type(again) is type(decoded), f"{type(decoded)} comes back as {type(again)}")
 
 
+def resealed(read: messages.Offer) -> messages.Offer:
+    """With the digests of what it says: a forger knows them too."""
+    try:
+        wire = read.described
+        likeness = Manifest.decode(wire, LIMITS, read.coordinates).likeness(wire)
+    except Exception:
+        return read
+    return msgspec.structs.replace(read, digest=wire.digest(), likeness=likeness)
+
+
 def offer(data: bytes) -> None:
     """From an offer's bytes to a plan; the first byte says into what it is received."""
     first = data[0] if data else 0
@@ -147,17 +167,29 @@ def offer(data: bytes) -> None:
     wishes = Wishes(target=prepared, strict=mode == 2, atomic=mode == 3, weights_only_objects=first >= 128)
     try:
         read = accepting.read_offer(data[1:], LIMITS, PEER)
-        accepted = accepting.accept(read, wishes, LIMITS, PEER, CPU, min(read.parcel_bytes, PARCEL))
+        if read.manifest is None:
+            return
+        read = resealed(read)
+        described = accepting.read_description(read, LIMITS, PEER)
+        choice = agreement.choose([PEER], {PEER: read}, {read.likeness: described}, wishes)
+        if not choice.cohorts:
+            raise choice.dropped[PEER]
+        size = min(read.parcel_bytes, PARCEL)
+        accepted = accepting.accept(choice.cohorts, choice.offers, read, wishes, LIMITS, CPU, size)
     except TransfuseError as error:
         _within_memory(error)
         str(error)
         return
     boxes, cut = accepted.cut.boxes, accepted.cut
+    _promised((cut.nbytes > 0).all() and (cut.nbytes <= PARCEL).all(), "a parcel of an impossible size")
+    if accepted.assembled is not None:
+        portion = accepted.assembled.portion(PEER)
+        _promised(portion.held.all() and len(portion.numbers) == len(cut), "parcels that nobody brings")
+        return
     _promised((boxes.start >= 0).all(), "a box before its storage")
     ends = np.array([boxes.box(i).end for i in range(min(len(boxes), 500))], dtype=np.float64)
     sizes = accepted.manifest.storages.nbytes[boxes.storage][: len(ends)]
     _promised((ends <= sizes).all(), "a box beyond its storage")
-    _promised((cut.nbytes > 0).all() and (cut.nbytes <= PARCEL).all(), "a parcel of an impossible size")
     _promised(target is None or all(0 <= n < len(accepted.manifest.parts) for n in accepted.parts), "wanted parts")
     if target is None and cut.total_bytes <= MIB:
         try:
@@ -170,9 +202,10 @@ def want(data: bytes) -> None:
     """A want, as a source takes it; the first byte says which state it serves."""
     name = list(DESCRIBED)[(data[0] if data else 0) % len(DESCRIBED)]
     serving = SimpleNamespace(
-        _line=SimpleNamespace(peer=PEER, limits=LIMITS),
-        _cargo=SimpleNamespace(described=DESCRIBED[name], offer=OFFERS[name]),
+        _line=SimpleNamespace(peer=PEER, limits=LIMITS, holding_turn=contextlib.nullcontext),
+        _cargo=SimpleNamespace(described=DESCRIBED[name], offer=OFFERS[name], holdings=Holdings(DESCRIBED[name].manifest)),
     )
+    serving._cut_from = partial(source._Serving._cut_from, cast(Any, serving))
     try:
         asked = messages.decode(data[1:], messages.Want)
     except ValueError:
@@ -183,6 +216,53 @@ def want(data: bytes) -> None:
         _within_memory(error)
         return
     _promised(len(found) <= len(cut), "more parcels than there are")
+
+
+def picks(data: bytes) -> None:
+    """Blocks that a receiver picks; the first byte says of which state."""
+    described = list(DESCRIBED.values())[(data[0] if data else 0) % len(DESCRIBED)]
+    try:
+        picked = msgspec.msgpack.decode(data[1:], type=Picks)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    picked.fingerprint()
+    try:
+        boxes = boxes_in(Holdings(described.manifest), picked)
+    except ValueError as error:
+        _within_memory(error)
+        return
+    sizes = described.manifest.storages.nbytes
+    _promised((boxes.start >= 0).all() and (boxes.nbytes > 0).all(), "a box that is none")
+    for i in range(min(len(boxes), 500)):
+        _promised(boxes.box(i).end <= sizes[boxes.storage[i]], "a box beyond its storage")
+    cut = parcels.cut(boxes, PARCEL, all_staged=True)
+    _promised((cut.nbytes > 0).all() and (cut.nbytes <= PARCEL).all(), "a parcel of an impossible size")
+
+
+def sharding(data: bytes) -> None:
+    """Who holds what, of a layout and a place in it."""
+    try:
+        shape, mesh, placements, place, dim, low, high = msgspec.msgpack.decode(data, type=Sharding)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    ranks = math.prod(mesh)
+    if not 0 < ranks <= 64:  # As many as a message has.
+        return
+    began = time.monotonic()
+    try:
+        meshes = read_meshes([["cpu", mesh, list(range(ranks)), None]])
+        layout = layout_of([shape, shape, placements, 0], meshes)
+        here = place_in(layout, place)
+        runs = None if here is None else layout.runs(here)
+        cuts = layout.cuts(dim, low, high) if 0 <= dim < len(shape) else []
+    except ValueError as error:
+        _within_memory(error)
+        return
+    finally:
+        _promised(time.monotonic() - began < 5, "arithmetic that takes its time")
+    _promised(all(low < cut < high for cut in cuts), f"cuts {cuts[:9]} between {low} and {high}")
+    for some, size in zip(runs or (), shape, strict=False):
+        _promised(all(0 <= a and n > 0 and a + n <= size for a, n in some), f"runs {some[:9]} of {size}")
 
 
 def memory(data: bytes) -> None:
@@ -215,6 +295,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "value": value,
     "offer": offer,
     "want": want,
+    "picks": picks,
+    "sharding": sharding,
     "memory": memory,
 }
 
@@ -229,7 +311,7 @@ INTS = [*range(-2, 20), 63, 64, 65, 127, 128, 255, 256, 65535, 65536, (1 << 31) 
 def mutate(target: str, data: bytes, plainly: Callable[[bytes], bytes], seed: int) -> bytes:
     """Change one node of what the bytes say, where they say something; otherwise their bits."""
     rng = random.Random(seed)
-    at = 1 if target in ("body", "offer", "want") else 0
+    at = 1 if target in ("body", "offer", "want", "picks") else 0
     if target in ("header", "record") or rng.random() < 0.3:
         return plainly(data)
     try:

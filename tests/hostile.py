@@ -40,13 +40,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree
 
-from transfuse import accepting, gathering, manifest, messages, receiver, source, talks, trees
+from transfuse import accepting, gathering, manifest, messages, parcels, receiver, source, talks, trees
 from transfuse.accepting import Accepted, Wishes
 from transfuse.arena import ALIGNMENT
 from transfuse.chains import Chains
-from transfuse.digest import digest_of
+from transfuse.digest import WIDE_BYTES, digest_of, wide_digest_of
 from transfuse.errors import PeerLost, ProtocolError, ReceiveFailed, TransfuseError
 from transfuse.gathering import Gathering
+from transfuse.holdings import Holdings
 from transfuse.leaves import dense, values
 from transfuse.leaves.codec import Room
 from transfuse.leaves.kinds import Kinds
@@ -54,8 +55,9 @@ from transfuse.limits import KIB, MIB, Limits
 from transfuse.manifest import Leaf, Manifest
 from transfuse.messages import Agreed, Header, Intent, Link, Message
 from transfuse.pace import Pace
-from transfuse.parcels import Piece
+from transfuse.parcels import Parcels, Piece
 from transfuse.partial import Partial
+from transfuse.picks import Picks, boxes_in
 from transfuse.report import Report
 from transfuse.routes.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
 from transfuse.routes.memory import TOKEN_BYTES, Lease
@@ -388,7 +390,9 @@ class Guarded:
     def __init__(self, state: object) -> None:
         described = manifest.describe(state, Limits())
         wire = msgspec.msgpack.encode(described.manifest.encode())
-        m = Manifest.decode(msgspec.msgpack.decode(wire, type=manifest.Wire), Limits())
+        m = Manifest.decode(
+            msgspec.msgpack.decode(wire, type=manifest.Wire), Limits(), described.manifest.coordinates
+        )
         self._storages: list[tuple[int, int]] = []  # where each begins and ends, guards included
         size = 0
         for nbytes in m.storages.nbytes.tolist():
@@ -435,7 +439,7 @@ class Guarded:
 
 
 def _close(spec: Any, parts: Iterator[Any], m: Manifest) -> Any:
-    return Kinds(Limits()).close(spec, parts, Room(m.shared, weights_only_objects=True))
+    return Kinds(Limits()).close(spec, parts, Room(m.shared, m.coordinates, weights_only_objects=True))
 
 
 # -------------------------------------------------------------------------------------------------------- the corpus
@@ -642,7 +646,7 @@ def spec(rng: random.Random, depth: int = 0) -> Any:
         "array": lambda: [rng.choice(DESCRS), ints, rng.choice("CFA")],
         "text": lambda: rng.choice(["bytes", "str", "bytearray", "eval", 5]),
         "object": lambda: rng.choice(NAMES),
-        "dtensor": lambda: [ints, ints, [["S", small], ["R"]][:small], small, ints, ints],
+        "dtensor": lambda: [ints, ints, rng.choice([[["S", small], ["R"]][:small], [["X", small, rng.choice(INTS)]]]), small],
         "sharded": lambda: [ints, "float32", [[ints, ints, "rank:0/cpu"]], [0], False],
     }
     meta = makers.get(name, lambda: scalar(rng))()
@@ -704,8 +708,9 @@ def mutate_plain(rng: random.Random, plain: Any, paths: list[tuple[int, ...]]) -
 
 
 #: Where fields are in an offer.
-MEMORY, RATE, MANIFEST = (
-    messages.Offer.__struct_fields__.index(name) for name in ("memory", "max_bytes_per_second", "manifest")
+MEMORY, RATE, MANIFEST, COORDINATES = (
+    messages.Offer.__struct_fields__.index(name)
+    for name in ("memory", "max_bytes_per_second", "manifest", "coordinates")
 )
 #: Where the manifest's columns are in it, with their items.
 FIELDS = manifest.Wire.__struct_fields__
@@ -1023,17 +1028,21 @@ def forge_pairs(rng: random.Random, count: int) -> list[int]:
     return pairs
 
 
+def forge_digests(rng: random.Random, count: int) -> bytes:
+    """Digests of parcels, mostly of as many as there may be."""
+    number = max(rng.choice([0, 1, count, count, rng.randrange(count + 1), count + 1]), 0)
+    return rng.choice([bytes, rng.randbytes])(16 * number + rng.choice([0, 0, 0, 0, -1, 1, 8]) * (number > 0))
+
+
 def forge_request(rng: random.Random, count: int) -> tuple[Message, Any]:
     """What a receiver of ``count`` parcels may ask a source, mostly when it may, with numbers of its own."""
     pairs = messages.pairs_of(sorted(rng.sample(range(count), rng.randrange(count + 1))))
     if rng.random() < 0.15:
         pairs = forge_pairs(rng, count)
     kind = rng.choice([*[Message.MORE, Message.COMPARE, Message.CHECK] * 8, *[Message.VERDICT] * 4, *Message])
-    if kind is Message.COMPARE:
-        held = min(sum(pairs[1::2]) - sum(pairs[::2]), 100) if len(pairs) % 2 == 0 else 1
-        return kind, [pairs, rng.randbytes(max(8 * held + rng.choice([0, 0, 0, 0, -1, 1, 8, -8]), 0))]
     bodies: dict[Message, Any] = {
         Message.MORE: [pairs],
+        Message.COMPARE: [pairs],
         Message.VERDICT: [rng.choice([0, *INTS])],
         Message.REFUSAL: [rng.choice(["SourceMutated", "StepMismatch", "X"]), "because"],
     }
@@ -1068,10 +1077,39 @@ def mutate_offer(rng: random.Random, member: Member, others: list[Member]) -> by
             )[0]
             with contextlib.suppress(ValueError, TypeError):  # an earlier lie has left nothing to forge
                 plain = put(plain, (MANIFEST,), forge(rng, wire))  # type: ignore[arg-type]
+    if rng.random() < 0.15:
+        plain = forge_places(rng, plain)
     try:
-        return msgspec.msgpack.encode(plain)
+        body = msgspec.msgpack.encode(plain)
     except (OverflowError, RecursionError):
         return mutate_bytes(rng, member.body, [other.body for other in others])
+    return resealed(body) if rng.random() < 0.95 else body
+
+
+def forge_places(rng: random.Random, plain: Any) -> Any:
+    """Other places in the meshes, or other meshes."""
+
+    def place() -> Any:
+        return rng.choice([None, [], [0], [1], [0, 0], [rng.choice(INTS)], [rng.choice(INTS), 0], [0] * 20])
+
+    with contextlib.suppress(LookupError, TypeError):
+        if rng.random() < 0.7:
+            return put(plain, (COORDINATES,), [place() for _ in range(rng.randrange(4))])
+        shape = rng.choice([[1], [2], [1, 1], [2, 2], [1 << 20], [1 << 40, 1 << 40], [0], [-1], [1] * 20])
+        ranks = list(range(rng.choice([1, 2, 4, 5])))
+        return put(plain, (MANIFEST, SHARED), [["cpu", shape, ranks, None]] * rng.randrange(1, 4))
+    return plain
+
+
+def resealed(body: bytes) -> bytes:
+    """An offer with the digests of what it says: a forger knows them too."""
+    try:
+        offer = messages.decode(body, messages.Offer)
+        wire = offer.described
+        likeness = Manifest.decode(wire, LIMITS, offer.coordinates).likeness(wire)
+        return messages.encode(msgspec.structs.replace(offer, digest=wire.digest(), likeness=likeness))
+    except Exception:
+        return body
 
 
 # ------------------------------------------------------------------------------------------------------ the two ends
@@ -1187,7 +1225,9 @@ class Wire(Line):
         self._said, self._bursts, self._more = dict(said or {}), bursts, deque(more)
         self._filling = rng.choice(["random", "honest", "honest", "zero", "small", "full", "edges"])
         self._asked: Message | None = None
-        self._differ: bytes = b""
+        self._true_digests: bytes = b""
+        #: How the member cuts what is wanted from it, if it has that at all.
+        self._cut: Parcels | None = None
         self._digests: list[int] = []
         self._due: deque[int] = deque()
         self.accepted: Accepted | None = None
@@ -1198,9 +1238,9 @@ class Wire(Line):
             # Perhaps with parcels that it wants in addition.
             note = self._more.popleft() if self._more and self._rng.random() < 0.5 else int(Intent.GO_ON)
             return Header(Message.GOT, 1, note, 0, 0), bytearray()
-        if Message.AGREED in kinds or Message.DIFFER in kinds:
+        if Message.AGREED in kinds or Message.DIGESTS in kinds:
             assert self._asked is not None
-            plain = self._differ if Message.DIFFER in kinds else messages.encode(Agreed())
+            plain = self._true_digests if Message.DIGESTS in kinds else messages.encode(Agreed())
             return self._say(self._said.pop(self._asked, plain), kinds)
         while self._answers:
             answer = self._answers.popleft()
@@ -1228,15 +1268,14 @@ class Wire(Line):
             assert self.accepted is not None
             count = len(self.accepted.cut)
             if kind is Message.WANT:
-                self._due = deque(messages.numbers_in(messages.decode(body, messages.Want).parcels, count))
+                want = messages.decode(body, messages.Want)
+                self._cut = self.accepted.cut if want.picks is None else self._picked(want.picks, want.parcel_bytes)
+                self._due = deque(messages.numbers_in(want.parcels, count))
             elif kind is Message.MORE:
                 self._due += messages.numbers_in(messages.decode(body, messages.More).parcels, count)
             else:
-                compare = messages.decode(body, messages.Compare)
-                numbers = messages.numbers_in(compare.parcels, count)
-                held = np.frombuffer(compare.digests, dtype="<u8").tolist()
-                differ = [n for n, digest in zip(numbers, held, strict=True) if digest != self._true_digest(n)]
-                self._differ = messages.encode(messages.More(messages.pairs_of(differ)))
+                numbers = messages.numbers_in(messages.decode(body, messages.More).parcels, count)
+                self._true_digests = messages.encode(messages.Digests(b"".join(map(self._true_digest, numbers))))
         if kind in (Message.WANT, Message.MORE, Message.COMPARE, Message.CHECK):
             self._asked = kind
         super().send(kind, body, note=note, tag=tag)
@@ -1257,18 +1296,27 @@ class Wire(Line):
         record = messages.seal_record(self.transfer, intent, said)
         return super().post_recv(torch.frombuffer(bytearray(record), dtype=torch.uint8))
 
-    def _parcel(self, number: int, nbytes: int, fill: Callable[[Piece], bytes]) -> bytearray:
-        assert self.accepted is not None
-        data = bytearray(nbytes)
-        for piece in self.accepted.cut.pieces(number):
-            data[piece.position : piece.position + piece.high - piece.low] = fill(piece)
-        return data
+    def _picked(self, picks: Picks, parcel_bytes: int) -> Parcels | None:
+        try:
+            return parcels.cut(boxes_in(Holdings(self._member.manifest), picks), parcel_bytes, all_staged=True)
+        except ValueError:  # What was offered is not what the member has.
+            return None
 
-    def _true_digest(self, number: int) -> int:
+    def _parcel(self, number: int, nbytes: int, fill: Callable[[Piece], bytes]) -> bytearray:
+        data = bytearray(nbytes)
+        if self._cut is None or number >= len(self._cut):
+            return bytearray(self._rng.randbytes(nbytes))
+        for piece in self._cut.pieces(number):
+            data[piece.position : piece.position + piece.high - piece.low] = fill(piece)
+        return data[:nbytes].ljust(nbytes, b"\0")
+
+    def _true_digest(self, number: int) -> bytes:
         """Of a parcel as the member has it."""
         assert self.accepted is not None
-        data = self._parcel(number, int(self.accepted.cut.nbytes[number]), self._honest)
-        return digest_of(torch.frombuffer(data, dtype=torch.uint8))
+        if self._cut is None or number >= len(self._cut):
+            return bytes(WIDE_BYTES)
+        data = self._parcel(number, int(self._cut.nbytes[number]), self._honest)
+        return wide_digest_of(torch.frombuffer(data, dtype=torch.uint8))
 
     def _made_up(self, piece: Piece) -> bytes:
         size = piece.high - piece.low
@@ -1287,8 +1335,8 @@ class Wire(Line):
 
     def _box(self, piece: Piece) -> bytes:
         """What the member's own storages hold where the box says, as far as there is such a thing."""
-        assert self.accepted is not None
-        boxes, windows = self.accepted.cut.boxes, self._member.windows
+        assert self._cut is not None
+        boxes, windows = self._cut.boxes, self._member.windows
         storage, box = int(boxes.storage[piece.box]), boxes.box(piece.box)
         if storage >= len(windows) or box.end > len(windows[storage]):
             return b""
@@ -1338,8 +1386,10 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
 
     def accept_offer(*args: Any) -> Accepted:
         accepted = accepting.accept(*args)
-        arena = accepted.landing._arena
-        fresh = sum(map(len, arena.blocks)) + sum(storage.nbytes() for storage in arena._storages.values())
+        memory = accepted.landing.fresh
+        fresh = 0 if memory is None else sum(map(len, memory.arena.blocks))
+        fresh += 0 if memory is None else sum(storage.nbytes() for storage in memory.arena._storages.values())
+        fresh += sum(tensor.nbytes for tensor in getattr(memory, "locals", {}).values())
         assert fresh <= CAP + ALIGNMENT * len(accepted.manifest.storages), f"{fresh} bytes allocated"
         if accepted.cut.total_bytes > MAX_PLANNED:
             raise TooMuch("planned")

@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import HashStore
 import hostile
 from hostile import CAP, CPU, LIMITS, PEER, Audit, Ground, Member, Wire
 from ranks import Fleet, Ranks
-from transfuse import accepting, messages, parcels, plan, receiver, relay, source
+from transfuse import accepting, agreement, messages, parcels, plan, receiver, relay, source
 from transfuse.accepting import Wishes
 from transfuse.chains import Chains
 from transfuse.errors import (
@@ -162,9 +162,9 @@ def serve_want(rng: random.Random, corpus: list[Member]) -> str:
     size = rng.choice([offer.parcel_bytes, offer.parcel_bytes, LIMITS.min_parcel_bytes, LIMITS.min_parcel_bytes + 16])
     cut = parcels.cut(plan.lay_out(m, apart, parts), size)
     burst = rng.choice([offer.burst_bytes, offer.burst_bytes, 1, rng.randrange(1, offer.burst_bytes)])
-    honest = [parcels.fingerprint(cut), size, burst, True, apart, parts, messages.pairs_of(range(len(cut))), False, 0]
+    honest = [parcels.fingerprint(cut), size, burst, True, apart, parts, messages.pairs_of(range(len(cut))), False, 0, None]
     if rng.random() < 0.5:
-        honest[6:] = [hostile.forge_pairs(rng, len(cut)), rng.random() < 0.8, rng.choice(hostile.INTS)]
+        honest[6:9] = [hostile.forge_pairs(rng, len(cut)), rng.random() < 0.8, rng.choice(hostile.INTS)]
     if rng.random() < 0.1:
         honest[rng.choice([1, 2])] = rng.choice([*hostile.INTS, size + 16, offer.burst_bytes + 1])
     body = _lie(rng, honest) if rng.random() < 0.6 else msgspec.msgpack.encode(honest)
@@ -208,6 +208,7 @@ def want(
         "parcels": messages.pairs_of(range(len(cut))),
         "relay": relay,
         "host": host,
+        "picks": None,
     } | changes
     return msgspec.msgpack.encode([fields[name] for name in messages.Want.__struct_fields__]), cut
 
@@ -303,7 +304,7 @@ def hear_comparison(rng: random.Random, corpus: list[Member]) -> str:
     agreed, count = messages.encode(Agreed()), len(kept.landed)
     said: dict[Message, hostile.Said] = {}
     for kind, honest in (
-        (Message.COMPARE, msgspec.msgpack.encode([hostile.forge_pairs(rng, count)])),
+        (Message.COMPARE, msgspec.msgpack.encode([hostile.forge_digests(rng, count)])),
         (Message.WANT, agreed),
         (Message.MORE, agreed),
         (Message.CHECK, agreed),
@@ -386,11 +387,12 @@ def hear_stream(rng: random.Random, corpus: list[Member]) -> str:
 
 #: What either end may wait for after the offer.
 DUE = [
-    (Message.WANT, Message.CHECK, Message.VERDICT),
+    (Message.WANT, Message.DESCRIBE, Message.CHECK, Message.VERDICT),
     (Message.MORE, Message.COMPARE, Message.CHECK, Message.VERDICT),
     (Message.GOT,),
     (Message.AGREED,),
-    (Message.DIFFER,),
+    (Message.DIGESTS,),
+    (Message.OFFER,),
     (),
 ]
 
@@ -734,7 +736,7 @@ BOMBS: dict[str, Callable[[], Any]] = {
     "deep nesting": lambda: with_tree(deep(5000), bytes([Leaf.TENSOR]), []),
     "deep values": lambda: with_tree(0, bytes([Leaf.VALUE]), [nested(900)]),
     "many dimensions of a mesh": lambda: with_leaf(
-        "dtensor", [[3], [1], [["R"]] * 60_000, 0, [0], [3]], [("float32", [3], [1])]
+        "dtensor", [[3], [1], [["R"]] * 60_000, 0], [("float32", [3], [1])]
     ),
 }
 
@@ -751,7 +753,7 @@ def test_small_messages_demand_little(name: str, warm_corpus: list[Member]) -> N
     if name == "many dimensions of a mesh":
         plain[hostile.MANIFEST][hostile.SHARED] = [["cpu", [1] * 60_000, [0], None]]
     try:
-        body = msgspec.msgpack.encode(plain)
+        body = hostile.resealed(msgspec.msgpack.encode(plain))
     except RecursionError:
         body = b"\x94\x04\xc0\x90\x91" * 5000 + b"\x00"
     for trace in (False, True):  # Tracing takes time of its own.
@@ -825,9 +827,11 @@ def test_names_of_classes_ask_them_nothing(corpus: list[Member]) -> None:
         ]
         for plain in offers:
             sprung.clear()
-            offer = accepting.read_offer(msgspec.msgpack.encode(plain), LIMITS, PEER)
+            offer = accepting.read_offer(hostile.resealed(msgspec.msgpack.encode(plain)), LIMITS, PEER)
             with pytest.raises(TransfuseError):
-                accepting.accept(offer, Wishes(), LIMITS, PEER, CPU, offer.parcel_bytes)
+                described = accepting.read_description(offer, LIMITS, PEER)
+                choice = agreement.choose([PEER], {PEER: offer}, {offer.likeness: described}, Wishes())
+                accepting.accept(choice.cohorts, choice.offers, offer, Wishes(), LIMITS, CPU, offer.parcel_bytes)
             assert not sprung, f"{plain[hostile.MANIFEST][:3]} asked for {sprung}"
 
 
@@ -843,7 +847,7 @@ def test_odd_keys_do_not_hide_the_error(key: Any, corpus: list[Member]) -> None:
             self._digests = [0] * digests
             return super().post_recv_sent(digests)
 
-    wire = Liar(random.Random(0), corpus[0], [msgspec.msgpack.encode(plain)])
+    wire = Liar(random.Random(0), corpus[0], [hostile.resealed(msgspec.msgpack.encode(plain))])
     with hostile.patched_accept(wire), pytest.raises(CorruptData) as caught:
         hostile.gather([wire], Wishes(target=target))
     assert len(caught.value.torn) == 1
@@ -1155,6 +1159,7 @@ class Liar(Line):
         honest: int = 0,
         before: tuple[Message, Message, bytes] | None = None,
         last: Message | None = None,
+        deaf: Message | None = None,
         ended: threading.Event | None = None,
         timeout: float = HOSTILE_SECONDS,
     ) -> None:
@@ -1164,6 +1169,7 @@ class Liar(Line):
         #: How many messages are as they should be first, and what is said in addition before one of a kind.
         self._honest, self._before = honest, before
         self._last = last
+        self._deaf = deaf
         self._ended = ended
 
     def overdue(self) -> bool:
@@ -1183,6 +1189,13 @@ class Liar(Line):
         super().send(kind_said, plain, note=note, tag=tag)
         if kind is self._last:
             self.expect()  # Whatever the answer is, it ends this end's part.
+
+    def expect(self, *kinds: Message, tag: int | None = None) -> tuple[messages.Header, bytearray]:
+        header, body = super().expect(*kinds, tag=tag)
+        if header.kind is self._deaf:
+            assert self._ended is not None
+            self._ended.wait()
+        return header, body
 
     def post_send(self, tensor: torch.Tensor, tag: int | None = None) -> Posted:
         data = tensor.numpy().tobytes() if tensor.numel() < 1000 else b""
@@ -1215,6 +1228,20 @@ def altered(kind: Message, cls: Any, **changes: Any) -> Callable[[Message, bytes
         return k, body
 
     return change
+
+
+def in_turn(*changes: Any) -> Callable[[Message, bytes], tuple[Message, bytes]]:
+    """One change for the first message, another for the second, and so on; the last for all others."""
+    numbers = itertools.count()
+    return lambda kind, body: changes[min(next(numbers), len(changes) - 1)](kind, body)
+
+
+def other_state(kind: Message, body: bytes) -> tuple[Message, bytes]:
+    """The same digests, and another state."""
+    if kind is not Message.OFFER:
+        return kind, body
+    offer, other = messages.decode(body, messages.Offer), hostile.load({"v": torch.zeros(1000), "step": 5}).offer
+    return kind, messages.encode(msgspec.structs.replace(offer, manifest=other.manifest))
 
 
 def resealed(**changes: Any) -> Bytes:
@@ -1295,8 +1322,74 @@ SOURCE_LIES = {
         f"{kind.name} for an agreement": Lie(
             f"sent {kind.name} where AGREED was due", message=instead(Message.AGREED, [[]], kind)
         )
-        for kind in (Message.OFFER, Message.WANT, Message.MORE, Message.CHECK, Message.COMPARE, Message.DIFFER)
+        for kind in (
+            Message.OFFER,
+            Message.WANT,
+            Message.MORE,
+            Message.CHECK,
+            Message.COMPARE,
+            Message.DIGESTS,
+            Message.DESCRIBE,
+        )
     },
+    "another digest": Lie(
+        "malformed offer: its digests", message=altered(Message.OFFER, messages.Offer, digest=bytes(16))
+    ),
+    "another likeness": Lie(
+        "malformed offer: its digests", message=altered(Message.OFFER, messages.Offer, likeness=bytes(16))
+    ),
+    **{
+        f"{size} bytes of digest": Lie(
+            "digests of an impossible length", message=altered(Message.OFFER, messages.Offer, **{name: bytes(size)})
+        )
+        for name, size in (("digest", 0), ("digest", 17), ("likeness", 8), ("likeness", 1 << 16))
+    },
+    "a place in no mesh": Lie(
+        "a place in a mesh that was not described", message=altered(Message.OFFER, messages.Offer, coordinates=[[0]])
+    ),
+    "places that are no numbers": Lie(
+        "sent a malformed offer", message=altered(Message.OFFER, messages.Offer, coordinates=[["x"]])
+    ),
+    "a brief offer, and then silence": Lie(
+        "timed out", PeerTimeout, message=altered(Message.OFFER, messages.Offer, manifest=None), deaf=Message.DESCRIBE
+    ),
+    "a brief offer for a description": Lie(
+        "describes another state than it has offered", message=altered(Message.OFFER, messages.Offer, manifest=None)
+    ),
+    "another description than the offer": Lie(
+        "describes another state than it has offered",
+        message=in_turn(
+            altered(Message.OFFER, messages.Offer, manifest=None),
+            altered(Message.OFFER, messages.Offer, likeness=bytes(16)),
+        ),
+    ),
+    "a description of another digest": Lie(
+        "describes another state than it has offered",
+        message=in_turn(
+            altered(Message.OFFER, messages.Offer, manifest=None),
+            altered(Message.OFFER, messages.Offer, digest=bytes(16)),
+        ),
+    ),
+    "another state in the description": Lie(
+        "malformed offer: its digests",
+        message=in_turn(altered(Message.OFFER, messages.Offer, manifest=None), other_state),
+    ),
+    **{
+        f"{kind.name} for a description": Lie(
+            f"sent {kind.name} where OFFER was due",
+            message=in_turn(
+                altered(Message.OFFER, messages.Offer, manifest=None), instead(Message.OFFER, [[]], kind)
+            ),
+        )
+        for kind in (Message.AGREED, Message.DESCRIBE, Message.DIGESTS, Message.WANT)
+    },
+    "a refusal for a description": Lie(
+        "Spite: why not",
+        PeerRefused,
+        message=in_turn(
+            altered(Message.OFFER, messages.Offer, manifest=None), instead(Message.OFFER, SPITE, Message.REFUSAL)
+        ),
+    ),
     "refuses the want": Lie("Spite: why not", PeerRefused, message=refusing("Spite")),
     "refuses the want and names itself": Lie("refused: why not", SourceMutated, message=refusing("SourceMutated")),
     "has changed after all": Lie(
@@ -1317,24 +1410,25 @@ SOURCE_LIES = {
 
 #: What a source says about a parcel that the receiver has kept: the one of four that is asked about is the first.
 COMPARING_LIES = {
-    "garbage": Lie("malformed more", message=instead(Message.DIFFER, b"\xc1" * 9)),
+    "garbage": Lie("malformed digests", message=instead(Message.DIGESTS, b"\xc1" * 9)),
+    "numbers": Lie("malformed digests", message=instead(Message.DIGESTS, [[0, 1]])),
     **{
-        f"parcels {pairs}": Lie("compared parcels that do not exist", message=instead(Message.DIFFER, [pairs]))
-        for pairs in ([4, 5], [0, 1 << 63], [-1, 1], [1, 0], [0], [0, 0], [0, 1, 0, 1])
+        f"{size} bytes of digests": Lie(
+            "compared parcels that it was not asked", message=instead(Message.DIGESTS, [bytes(size)])
+        )
+        for size in (0, 8, 15, 17, 32, 64, 1 << 20)
     },
-    "another parcel": Lie("compared parcels that it was not asked", message=instead(Message.DIFFER, [[1, 2]])),
-    "all parcels": Lie("compared parcels that it was not asked", message=instead(Message.DIFFER, [[0, 4]])),
     **{
         f"{kind.name} instead": Lie(
-            f"sent {kind.name} where DIFFER was due", message=instead(Message.DIFFER, [[]], kind)
+            f"sent {kind.name} where DIGESTS was due", message=instead(Message.DIGESTS, [[]], kind)
         )
         for kind in (Message.AGREED, Message.MORE, Message.COMPARE, Message.VERDICT)
     },
-    "a refusal": Lie("Spite: why not", PeerRefused, message=instead(Message.DIFFER, SPITE, Message.REFUSAL)),
+    "a refusal": Lie("Spite: why not", PeerRefused, message=instead(Message.DIGESTS, SPITE, Message.REFUSAL)),
     "has changed": Lie(
         "refused: why not",
         SourceMutated,
-        message=instead(Message.DIFFER, ["SourceMutated", "why not"], Message.REFUSAL),
+        message=instead(Message.DIGESTS, ["SourceMutated", "why not"], Message.REFUSAL),
     ),
 }
 
@@ -1354,9 +1448,9 @@ RECEIVER_LIES = {
     "garbage": Lie("malformed want", message=instead(Message.WANT, b"\xc1" * 9)),
     **{
         f"{kind.name} for a want": Lie(
-            f"sent {kind.name} where WANT or CHECK or VERDICT was", message=instead(Message.WANT, b"", kind)
+            f"sent {kind.name} where WANT or DESCRIBE or CHECK or VERDICT was", message=instead(Message.WANT, b"", kind)
         )
-        for kind in (Message.OFFER, Message.GOT, Message.AGREED, Message.MORE, Message.COMPARE, Message.DIFFER)
+        for kind in (Message.OFFER, Message.GOT, Message.AGREED, Message.MORE, Message.COMPARE, Message.DIGESTS)
     },
     "fingerprint": wanting("derived other parcels", fingerprint=1),
     "absent storages": wanting("wants tensors that were not", apart=[9]),
@@ -1399,16 +1493,12 @@ RECEIVER_LIES = {
     ),
     "a question under way": Lie("sent GOT where MORE or COMPARE or CHECK or", before=(Message.GOT, Message.CHECK, b"")),
     **{
-        f"compares {pairs}": asking("compares parcels that do not exist", Message.COMPARE, [pairs, bytes(8)])
+        f"compares {pairs}": asking("compares parcels that do not exist", Message.COMPARE, [pairs])
         for pairs in ([1, 2], [0, 1 << 63], [-1, 1], [1, 0], [0], [0, 0], [0, 1, 0, 1])
     },
-    **{
-        f"{size} bytes of digests": asking(
-            "compares digests that do not belong to parcels", Message.COMPARE, [[0, 1], bytes(size)]
-        )
-        for size in (0, 4, 7, 9, 16)
-    },
-    "compares garbage": asking("malformed compare", Message.COMPARE, b"\xc1"),
+    "compares digests of its own": asking("malformed more", Message.COMPARE, [[0, 1], bytes(16)]),
+    "compares garbage": asking("malformed more", Message.COMPARE, b"\xc1"),
+    "a description too late": asking("sent DESCRIBE where MORE or COMPARE or CHECK", Message.DESCRIBE, b""),
 }
 
 
@@ -1492,20 +1582,22 @@ def test_hostile_comparison(name: str) -> None:
     assert error.partial.landed.tolist() == [True, False, False, False]
 
 
-@pytest.mark.parametrize("pairs", [[], [0, 1]])
-def test_a_comparison_is_believed(pairs: list[int]) -> None:
-    error, report = compare(message=instead(Message.DIFFER, [pairs]))
+@pytest.mark.parametrize("digest", [None, bytes(16), b"\xff" * 16])
+def test_a_comparison_is_believed(digest: bytes | None) -> None:
+    """What does not have the source's digest is fetched again."""
+    error, report = compare(**({} if digest is None else {"message": instead(Message.DIGESTS, [digest])}))
     assert error is None
-    assert report.kept_bytes == (0 if pairs else 1 << 16)
+    assert report.kept_bytes == (0 if digest else 1 << 16)
     assert report.bytes == (4 << 16) - report.kept_bytes
 
 
-@pytest.mark.parametrize("kind", [Message.CHECK, Message.COMPARE])
+@pytest.mark.parametrize("kind", [Message.CHECK, Message.COMPARE, Message.DESCRIBE])
 def test_questions_without_end_are_not_answered(kind: Message, large: Member) -> None:
     body, cut = want(large)
     question = {
         Message.CHECK: b"",
-        Message.COMPARE: messages.encode(messages.Compare([0, len(cut)], bytes(8 * len(cut)))),
+        Message.COMPARE: messages.encode(messages.More([0, len(cut)])),
+        Message.DESCRIBE: b"",
     }[kind]
     told: collections.Counter[Message] = collections.Counter()
 
@@ -1514,11 +1606,13 @@ def test_questions_without_end_are_not_answered(kind: Message, large: Member) ->
             told[kind] += 1
             super(Wire, self).send(kind, body, note=note, tag=tag)
 
-    wire = Told(random.Random(0), large, [body, *[(kind, question)] * 1000])
+    wanted = [body] if kind is not Message.DESCRIBE else []
+    wire = Told(random.Random(0), large, [*wanted, *[(kind, question)] * 1000])
     with pytest.raises(ProtocolError, match="asks and asks"):
         source.serve(wire, 1, FIRST_TAG, large.cargo, Caller(), Progress(), Report("send", (PEER,)))
     assert told[Message.REFUSAL] == 1
-    assert told[Message.AGREED] + told[Message.DIFFER] == LIMITS.max_working_records
+    answers = told[Message.AGREED] + told[Message.DIGESTS] + told[Message.OFFER] - 1  # The offer itself.
+    assert answers == LIMITS.max_working_records
 
 
 @pytest.mark.parametrize("name", RECEIVER_LIES)

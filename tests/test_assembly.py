@@ -1,0 +1,314 @@
+"""States put together from sources that hold other pieces of it, under other names, or as other types.
+
+Random pairs of shardings are in test_resharding.py, against DCP; here is what these do not have.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shards import mesh_of, move, plain, shard
+from transfuse import Concat, NotCovered, PeerError, ReceiveFailed, Rename, Slice, SourcesDiffer, Split, TargetMismatch
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
+
+
+@pytest.fixture(params=["group", "memory", "brief"], autouse=True)
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """On both routes, and with descriptions that come only on request."""
+    if request.param == "brief":
+        monkeypatch.setenv("TRANSFUSE_BRIEF_BYTES", "1")
+    return {"same_host": request.param == "memory"}
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    result: list[int] = tensor.contiguous().view(torch.uint8).flatten().tolist()
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------- shardings
+
+
+def test_one_source_that_holds_another_shard_is_not_enough(how: dict[str, Any]) -> None:
+    whole = torch.randn(8, 4)
+    target = {"w": shard(torch.zeros(8, 4), [2, 3], 3, Shard(0))}
+    error = move({0: {"w": shard(whole, [0, 1], 0, Shard(0))}}, {3: target}, **how)[3].error
+    assert isinstance(error, NotCovered)
+    assert "['w']: nobody holds [4:8, 0:4]" in str(error)
+    assert not plain(target["w"]).any()
+
+
+def test_strided_rows_are_not_taken_for_a_box(how: dict[str, Any]) -> None:
+    """Rows 0, 1, 4, 5 begin where rows 0 to 3 do, and are as many."""
+    whole = torch.arange(8.0)
+    source = {"w": shard(whole, [0, 1], 0, _StridedShard(0, split_factor=2))}
+    assert plain(source["w"]).tolist() == [0, 1, 4, 5]
+    target = {"w": shard(torch.zeros(8), [2, 3], 2, Shard(0))}
+    assert isinstance(move({0: source}, {2: target}, **how)[2].error, NotCovered)
+    both = {rank: {"w": shard(whole, [0, 1], rank, _StridedShard(0, split_factor=2))} for rank in (0, 1)}
+    move(both, {2: target}, **how)[2].get()
+    assert plain(target["w"]).tolist() == [0, 1, 2, 3]
+
+
+def test_partial_comes_from_the_same_place_of_the_mesh(how: dict[str, Any]) -> None:
+    """Each rank of a Partial holds a part of a sum, of the same shape as the others'."""
+    parts = {rank: torch.full((4, 4), float(rank + 1)) for rank in (0, 1)}
+    sources = {rank: {"w": shard(parts[rank], [0, 1], rank, Partial())} for rank in (0, 1)}
+    targets = {rank: {"w": shard(torch.zeros(4, 4), [2, 3], rank, Partial())} for rank in (2, 3)}
+    for rank, outcome in move(sources, targets, **how).items():
+        outcome.get()
+        assert torch.equal(plain(targets[rank]["w"]), parts[rank - 2])
+
+
+@pytest.mark.parametrize("target", [Shard(0), Replicate(), None], ids=["shard", "replicate", "plain"])
+def test_partial_goes_nowhere_else(how: dict[str, Any], target: Any) -> None:
+    sources = {rank: {"w": shard(torch.ones(4, 4), [0, 1], rank, Partial())} for rank in (0, 1)}
+    w = torch.zeros(4, 4) if target is None else shard(torch.zeros(4, 4), [2], 2, target)
+    error = move(sources, {2: {"w": w}}, **how)[2].error
+    assert isinstance(error, TargetMismatch)
+    assert "Partial" in str(error)
+    assert "redistribute()" in str(error)
+    assert not plain(w).any()
+
+
+def test_fresh_on_a_mesh_of_ones_own(how: dict[str, Any]) -> None:
+    """Without a target shards are put together on mesh=, or on a mesh of one rank."""
+    whole = torch.randn(7, 6)
+    sources = {rank: {"w": shard(whole, [0, 1], rank, Shard(0)), "n": rank * 0} for rank in (0, 1)}
+    moved = move(sources, {2: None}, **how)[2].get()
+    assert torch.equal(plain(moved.state["w"]), whole)
+    moved = move(sources, {3: None}, mesh=mesh_of([2, 3, 4], 3), **how)[3].get()
+    assert moved.state["w"].placements == (Shard(0),)
+    assert torch.equal(plain(moved.state["w"]), whole[3:6])
+
+
+def test_stages_of_a_pipeline_complete_each_other(how: dict[str, Any]) -> None:
+    first, second = torch.randn(5), torch.randn(6)
+    target = {"first": torch.zeros(5), "second": torch.zeros(6), "step": 0}
+    sources = {0: {"first": first, "step": 3}, 1: {"second": second, "step": 3}}
+    moved = move(sources, {2: target}, **how)[2].get()
+    assert torch.equal(target["first"], first)  # type: ignore[arg-type]
+    assert torch.equal(target["second"], second)  # type: ignore[arg-type]
+    assert moved.state["step"] == 3
+    assert moved.report.by_source == {0: first.nbytes, 1: second.nbytes}
+
+
+def test_sources_that_contradict_each_other_are_refused(how: dict[str, Any]) -> None:
+    sources = {0: {"a": torch.zeros(5), "step": 3}, 1: {"a": torch.zeros(5), "step": 4}}
+    error = move(sources, {2: {"a": torch.zeros(5), "step": 0}}, **how)[2].error
+    assert isinstance(error, SourcesDiffer)
+    assert "['step']" in str(error)
+
+
+def test_tied_weights_come_once(how: dict[str, Any]) -> None:
+    whole = torch.randn(8, 8)
+    tied = {rank: shard(whole, [0, 1], rank, Shard(0)) for rank in (0, 1)}
+    sources = {rank: {"in": tied[rank], "out": tied[rank]} for rank in (0, 1)}
+    w = shard(torch.zeros(8, 8), [2], 2, Shard(0))
+    moved = move(sources, {2: {"in": w, "out": w}}, **how)[2].get()
+    assert torch.equal(plain(w), whole)
+    assert moved.report.bytes == whole.nbytes
+    apart = {name: shard(torch.zeros(8, 8), [2], 2, Shard(0)) for name in ("in", "out")}
+    moved = move(sources, {2: apart}, **how)[2].get()
+    assert torch.equal(plain(apart["in"]), whole)
+    assert torch.equal(plain(apart["out"]), whole)
+    assert moved.report.bytes == whole.nbytes
+
+
+def test_targets_that_share_memory_are_refused(how: dict[str, Any]) -> None:
+    sources = {rank: {n: shard(torch.randn(8), [0, 1], rank, Shard(0)) for n in "ab"} for rank in (0, 1)}
+    memory = torch.zeros(12)
+    target = {"a": memory[:8], "b": memory[4:]}
+    error = move(sources, {2: target}, **how)[2].error
+    assert isinstance(error, TargetMismatch)
+    assert "shares memory" in str(error)
+    assert not memory.any()
+
+
+def test_parameters_stay_parameters_and_are_told(how: dict[str, Any]) -> None:
+    whole = torch.randn(6, 4)
+    # (Only one: torch remembers operations on DTensors with the mesh of whichever rank did them first in a process.)
+    sources = {rank: {"w": shard(whole, [0, 1], rank, Shard(0))} for rank in (0, 1)}
+    parameter = nn.Parameter(shard(torch.zeros(6, 4), [2, 3], 2, Shard(1)))
+    version = parameter._version
+    moved = move(sources, {2: {"w": parameter}}, **how)[2].get()
+    assert moved.state["w"] is parameter
+    assert parameter._version > version
+    assert torch.equal(plain(parameter).detach(), whole[:, :2])
+
+
+def test_a_rank_is_its_own_source(how: dict[str, Any]) -> None:
+    whole = torch.randn(13, 5)
+    sources = {rank: {"w": shard(whole, [0, 1, 2, 3], rank, Shard(0))} for rank in range(4)}
+    targets = {rank: {"w": shard(torch.zeros(13, 5), [0, 1, 2], rank, Shard(0))} for rank in range(3)}
+    for rank, outcome in move(sources, targets, **how).items():
+        mine = plain(shard(whole, [0, 1, 2], rank, Shard(0)))
+        assert torch.equal(plain(outcome.get().target["w"]), mine)
+        assert outcome.get().report.by_source.keys() >= {rank}
+
+
+# --------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_source_that_alone_held_something_ends_the_receive(how: dict[str, Any], atomic: bool) -> None:
+    """At once, and not after everybody else has been waited for."""
+
+    class Refusing:
+        def state_dict(self) -> None:
+            raise RuntimeError("no state today")
+
+    whole = torch.randn(8, 8)
+    sources: dict[int, Any] = {0: {"w": shard(whole, [0, 1], 0, Shard(0))}, 1: {"w": {1, 2, Refusing()}}}
+    target = {"w": shard(torch.zeros(8, 8), [2], 2, Shard(0))}
+    began = time.monotonic()
+    error = move(sources, {2: target}, atomic=atomic, **how)[2].error
+    assert time.monotonic() - began < 9
+    assert isinstance(error, NotCovered | ReceiveFailed | PeerError)
+    assert not plain(target["w"]).any()
+
+
+def test_a_replica_that_never_comes_is_not_missed(how: dict[str, Any]) -> None:
+    whole = torch.randn(8, 8)
+    mesh = [[0, 1], [2, 3]]
+    sources = {rank: {"w": shard(whole, mesh, rank, Replicate(), Shard(0))} for rank in range(4)}
+    target = {"w": torch.zeros(8, 8)}
+
+    class Absent(Exception):
+        pass
+
+    def wrap(rank: int, pg: Any) -> Any:
+        if rank == 3:
+            raise Absent
+        return pg
+
+    moved = move(sources, {4: target}, wrap=wrap, seconds=4, **how)[4].get()
+    assert torch.equal(target["w"], whole)
+    assert set(moved.report.by_source) <= {0, 1, 2}
+
+
+# ------------------------------------------------------------------------------------------------------------ casts
+
+
+@pytest.mark.parametrize("theirs", FLOATS, ids=str)
+@pytest.mark.parametrize("mine", FLOATS, ids=str)
+def test_casts_are_torchs(how: dict[str, Any], theirs: torch.dtype, mine: torch.dtype) -> None:
+    special = [0.0, -0.0, 1.0, -1.5, 3e-5, 448.0, 1e-40, 6e4, float("inf"), float("-inf"), float("nan"), 1 / 3]
+    whole = torch.cat([torch.tensor(special), torch.randn(500)]).to(theirs)
+    target = {"w": torch.zeros(2 * whole.numel(), dtype=mine)[::2], "i": torch.zeros(3, dtype=torch.int64)}
+    source = {"w": whole, "i": torch.arange(3)}
+    moved = move({0: source}, {1: target}, cast=True, **how)[1].get()
+    assert bits(target["w"]) == bits(whole.to(mine))
+    assert torch.equal(target["i"], source["i"])
+    assert moved.report.bytes == whole.numel() * min(theirs.itemsize, mine.itemsize) + 24
+
+
+def test_casts_of_shards(how: dict[str, Any]) -> None:
+    whole = torch.randn(64, 48)
+    sources = {rank: {"w": shard(whole, [0, 1], rank, Shard(1))} for rank in (0, 1)}
+    target = {"w": shard(torch.zeros(64, 48, dtype=torch.bfloat16), [2, 3, 4], 3, Shard(0))}
+    for delta, expected in ((False, 22 * 48 * 2), (True, 0)):
+        moved = move(sources, {3: target}, cast=True, delta=delta, **how)[3].get()
+        assert torch.equal(plain(target["w"]), whole[22:44].to(torch.bfloat16))
+        assert moved.report.bytes == expected
+
+
+def test_a_wider_target_is_always_filled_anew(how: dict[str, Any]) -> None:
+    """What rounds to the source's value is not the source's value."""
+    whole = torch.randn(100).bfloat16()
+    target = whole.float() * (1 + 2**-12)
+    assert torch.equal(target.bfloat16(), whole)
+    move({0: {"w": whole}}, {1: {"w": target}}, cast=True, delta=True, **how)[1].get()
+    assert torch.equal(target, whole.float())
+
+
+def test_another_dtype_is_an_error_without_cast(how: dict[str, Any]) -> None:
+    target = {"w": torch.zeros(4, dtype=torch.bfloat16)}
+    error = move({0: {"w": torch.ones(4)}}, {1: target}, **how)[1].error
+    assert isinstance(error, TargetMismatch)
+    assert "dtype: source torch.float32, target torch.bfloat16" in str(error)
+    error = move({0: {"w": torch.arange(4)}}, {1: target}, cast=True, **how)[1].error
+    assert isinstance(error, TargetMismatch)
+    assert "only floating types are converted" in str(error)
+    assert not target["w"].any()
+
+
+# --------------------------------------------------------------------------------------------------------- renaming
+
+
+def test_fused_weights(how: dict[str, Any]) -> None:
+    """Trainer names and shards to inference names and shards: q, k and v are one, gate_up is two."""
+    q, k, v, gate_up, norm = torch.randn(8, 6), torch.randn(4, 6), torch.randn(4, 6), torch.randn(10, 6), torch.randn(6)
+    sources = {
+        rank: {
+            "layers.0.q": shard(q, [0, 1], rank, Shard(0)),
+            "layers.0.k": shard(k, [0, 1], rank, Shard(0)),
+            "layers.0.v": shard(v, [0, 1], rank, Shard(0)),
+            "layers.0.gate_up": shard(gate_up, [0, 1], rank, Shard(1)),
+            "layers.0.norm": norm,
+        }
+        for rank in (0, 1)
+    }
+    rules = [
+        Concat(["layers.*.q", "layers.*.k", "layers.*.v"], "model.blocks.*.qkv"),
+        Split("layers.*.gate_up", ["model.blocks.*.gate", "model.blocks.*.up"]),
+        Rename("layers.*.norm", "model.blocks.*.norm"),
+    ]
+    qkv, gate, up = torch.cat([q, k, v]), gate_up[:5], gate_up[5:]
+
+    def blank(rank: int) -> dict[str, Any]:
+        half = torch.bfloat16
+        return {
+            "model": {
+                "blocks.0.qkv": shard(torch.zeros(16, 6, dtype=half), [2, 3, 4], rank, Shard(0)),
+                "blocks.0.gate": shard(torch.zeros(5, 6, dtype=half), [2, 3, 4], rank, Shard(0)),
+                "blocks.0.up": torch.zeros(5, 6, dtype=half),
+                "blocks.0.norm": torch.zeros(6, dtype=half),
+                "own": torch.full((2,), 7.0),
+            }
+        }
+
+    targets = {rank: blank(rank) for rank in (2, 3, 4)}
+    for rank, outcome in move(sources, targets, map_path=rules, cast=True, **how).items():
+        model = outcome.get().state["model"]
+        assert torch.equal(plain(model["blocks.0.qkv"]), plain(shard(qkv.bfloat16(), [2, 3, 4], rank, Shard(0))))
+        assert torch.equal(plain(model["blocks.0.gate"]), plain(shard(gate.bfloat16(), [2, 3, 4], rank, Shard(0))))
+        assert torch.equal(model["blocks.0.up"], up.bfloat16())
+        assert torch.equal(model["blocks.0.norm"], norm.bfloat16())
+        assert model["own"].tolist() == [7.0, 7.0]
+
+
+def test_a_mapping_a_callable_and_a_slice(how: dict[str, Any]) -> None:
+    w = torch.randn(6, 4)
+    for rules in ({"a.w": "b"}, lambda name: "b", [Rename("a.w", "b")]):
+        target = {"b": torch.zeros(6, 4)}
+        move({0: {"a": {"w": w}}}, {1: target}, map_path=rules, **how)[1].get()
+        assert torch.equal(target["b"], w)
+    target = {"b": torch.zeros(2, 4)}
+    moved = move({0: {"a": {"w": w}}}, {1: target}, map_path=[Rename(Slice("a.w", 0, 3, 5), "b")], **how)[1].get()
+    assert torch.equal(target["b"], w[3:5])
+    assert moved.report.bytes == target["b"].nbytes
+
+
+def test_rules_that_do_not_fit_are_refused_before_anything_moves(how: dict[str, Any]) -> None:
+    target = {"qkv": torch.zeros(5, 4)}
+    source = {"q": torch.ones(2, 4), "k": torch.ones(2, 4)}
+    error = move({0: source}, {1: target}, map_path=[Concat(["q", "k"], "qkv")], **how)[1].error
+    assert isinstance(error, TargetMismatch)
+    assert "qkv" in str(error)
+    assert not target["qkv"].any()
+
+
+def test_values_are_renamed_too(how: dict[str, Any]) -> None:
+    target = {"now": 0, "w": torch.zeros(2)}
+    moved = move({0: {"step": 4, "w": torch.ones(2)}}, {1: target}, map_path={"step": "now"}, **how)[1].get()
+    assert moved.state["now"] == 4
+    assert isinstance(moved.state["w"], torch.Tensor)
+    assert not isinstance(moved.state["w"], DTensor)
