@@ -309,11 +309,15 @@ def _source(say: Connection[Any, Any], case: Case, runs: int, profiled: bool) ->
         peak = memory.peak()
         # All others say the same, but for their places in the mesh. The mesh is the first.
         mesh = described.manifest.shared[0].shape
-        places = [tuple(map(int, place)) for place in torch.cartesian_prod(*map(torch.arange, mesh)).reshape(-1, len(mesh))]
+        places = [
+            tuple(map(int, place)) for place in torch.cartesian_prod(*map(torch.arange, mesh)).reshape(-1, len(mesh))
+        ]
         brief = messages.brief(offer)
         briefs = {
             rank: messages.encode(
-                msgspec.structs.replace(brief, digest=rank.to_bytes(16, "little") if rank else brief.digest, coordinates=[place])
+                msgspec.structs.replace(
+                    brief, digest=rank.to_bytes(16, "little") if rank else brief.digest, coordinates=[place]
+                )
             )
             for rank, place in enumerate(places)
         }
@@ -333,7 +337,11 @@ def _source(say: Connection[Any, Any], case: Case, runs: int, profiled: bool) ->
             boxes = boxes_in(Holdings(described.manifest), decoded.picks)
             cut = parcels.cut(boxes, decoded.parcel_bytes, all_staged=True)
             found = parcels.fingerprint(cut, decoded.picks.fingerprint())
-        say.send(Answered(clock.seconds["answer"], clock.cpu["answer"], len(boxes), memory.peak(), found, _most_called(profile)))
+        say.send(
+            Answered(
+                clock.seconds["answer"], clock.cpu["answer"], len(boxes), memory.peak(), found, _most_called(profile)
+            )
+        )
 
 
 # ------------------------------------------------------------------------------------------------------- the receiver
@@ -557,7 +565,18 @@ def measure(case: Case, runs: int, profiled: bool = False) -> Result:
 
 
 def table(results: Sequence[Result]) -> str:
-    head = ("case", *RECEIVER_PHASES, "CPU", "wall", "memory", "source CPU", "pieces", "sources needed", "description", "offer")
+    head = (
+        "case",
+        *RECEIVER_PHASES,
+        "CPU",
+        "wall",
+        "memory",
+        "source CPU",
+        "pieces",
+        "sources needed",
+        "description",
+        "offer",
+    )
     lines = [head]
     for r in results:
         phases = [f"{r.receiver_cpu[p] * 1e3:.0f} ms" if p in r.receiver_cpu else "" for p in RECEIVER_PHASES]
@@ -576,7 +595,9 @@ def table(results: Sequence[Result]) -> str:
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = [(line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))) for line in lines]
+    rows = [
+        (line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))) for line in lines
+    ]
     return "\n".join("  ".join(row) for row in rows)
 
 
@@ -622,7 +643,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = []
     for case in chosen:
         results.append(measure(case, options.runs, options.profile))
-        print(case.name, f"CPU {results[-1].receiver_cpu_total:.2f} s, wall {results[-1].receiver_total:.2f} s", results[-1].refused, file=sys.stderr)
+        print(
+            case.name,
+            f"CPU {results[-1].receiver_cpu_total:.2f} s, wall {results[-1].receiver_total:.2f} s",
+            results[-1].refused,
+            file=sys.stderr,
+        )
         for text in results[-1].profiles:
             print(text)
     print(table(results))

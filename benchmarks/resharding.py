@@ -394,9 +394,21 @@ def delta_work(say: Callable[[object], None], routes: Sequence[str], size: int, 
                 if rank == 1:
                     report = transport.report
                     assert report is not None
-                    wrong = [f"{route}, {change.name}: {n} differs" for n in state if not torch.equal(state[n], target[n])]
+                    wrong = [
+                        f"{route}, {change.name}: {n} differs" for n in state if not torch.equal(state[n], target[n])
+                    ]
                     say(
-                        Kept(turn, change.name, route, seconds, float(used), report.bytes, report.kept_bytes, moved, wrong)
+                        Kept(
+                            turn,
+                            change.name,
+                            route,
+                            seconds,
+                            float(used),
+                            report.bytes,
+                            report.kept_bytes,
+                            moved,
+                            wrong,
+                        )
                     )
     faulthandler.cancel_dump_traceback_later()
 
@@ -658,7 +670,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except WorkersFailed as error:
             print(f"{part}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
             return 1
-    print(f"medians of {options.runs} runs after a warm-up, in turns; load {load:.1f} before, {os.getloadavg()[0]:.1f} after")
+    print(
+        f"medians of {options.runs} runs after a warm-up, in turns; load {load:.1f} before, {os.getloadavg()[0]:.1f} after"
+    )
     if options.json is not None and found:
         options.json.write_text(json.dumps(record(found, options, argv, load), indent=2) + "\n")
     for line in wrong[:10]:

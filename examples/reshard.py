@@ -21,8 +21,7 @@ from torch.distributed.run import main as torchrun
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from transfuse import PGTransport
-from transfuse.renaming import Concat, Slice
+from transfuse import Concat, PGTransport, Slice
 
 TRAINERS, SERVERS = [0, 1], [2, 3, 4]
 VOCABULARY, WIDTH, HEADS, HIDDEN, LAYERS = 2000, 96, 6, 250, 2

@@ -41,7 +41,7 @@ def test_nothing_changed_moves_nothing(same_host: bool) -> None:
 def test_a_few_changes_move_a_few_blocks(same_host: bool) -> None:
     whole = torch.randn(16 * MIB)
     target = clustered(whole, 0.01, 4)
-    (moved,) = [o.get() for o in move({0: {"w": whole}}, {1: {"w": target}}, delta=True, same_host=same_host).values()]
+    moved = move({0: {"w": whole}}, {1: {"w": target}}, delta=True, same_host=same_host)[1].get()
     assert torch.equal(target, whole)
     assert 0 < moved.report.bytes <= 0.03 * whole.nbytes
     assert moved.report.bytes + moved.report.kept_bytes == whole.nbytes
@@ -50,7 +50,7 @@ def test_a_few_changes_move_a_few_blocks(same_host: bool) -> None:
 def test_everything_changed_moves_everything_once(same_host: bool) -> None:
     whole = torch.randn(MIB)
     target = whole + 1
-    (moved,) = [o.get() for o in move({0: {"w": whole}}, {1: {"w": target}}, delta=True, same_host=same_host).values()]
+    moved = move({0: {"w": whole}}, {1: {"w": target}}, delta=True, same_host=same_host)[1].get()
     assert torch.equal(target, whole)
     assert (moved.report.bytes, moved.report.kept_bytes) == (whole.nbytes, 0)
 
@@ -78,7 +78,7 @@ def test_tied_transposed_and_tiny_leaves(same_host: bool) -> None:
     state = {"a": tied, "b": tied, "t": torch.randn(64, 48).t(), "s": torch.tensor(3.0), "e": torch.empty(0), "n": 5}
     other = torch.randn(300, 200)
     target = {"a": other, "b": other, "t": state["t"].clone(), "s": torch.tensor(3.0), "e": torch.empty(0), "n": 4}
-    (moved,) = [o.get() for o in move({0: state}, {1: target}, delta=True, same_host=same_host).values()]
+    moved = move({0: state}, {1: target}, delta=True, same_host=same_host)[1].get()
     for name in ("a", "b", "t", "s", "e"):
         assert torch.equal(target[name], state[name]), name  # type: ignore[arg-type]
     assert moved.state["n"] == 5

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import transfuse
 from ranks import Ranks
 from transfuse import renaming
-from transfuse.errors import NotCovered
 from transfuse.renaming import link
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -49,7 +48,7 @@ def test_rules_do_what_the_table_says() -> None:
     rows = re.findall(r"^\| `(.+?)` \| (`.+?) \| (`.+?) \|$", GUIDE, re.M)
     assert len(rows) >= 8
     for text, *sides in rows:
-        rule = eval(text, {name: getattr(renaming, name) for name in ("Concat", "Rename", "Slice", "Split")})
+        rule = eval(text, {name: getattr(transfuse, name) for name in ("Concat", "Rename", "Slice", "Split")})
         source, target = (
             {name: eval(shape) for name, shape in re.findall(r"`(\S+?)` (\(.*?\))", side)} for side in sides
         )
@@ -163,7 +162,7 @@ def test_delta_keeps_what_the_source_converts_and_not_what_the_receiver_does(ran
 
 def test_not_covered(ranks: Ranks) -> None:
     target = torch.zeros(7, 5)
-    with pytest.raises(NotCovered) as error:
+    with pytest.raises(transfuse.NotCovered) as error:
         receive(ranks, [{"w": rows(0)}, {"w": rows(1)}], {"w": target}, asked=[0])
     said(error)
     assert not target.any()

@@ -61,9 +61,9 @@ def test_reshard() -> None:
     assert [line.split(" got ")[0] for line in moves] == [f"step {s}: rank {r}" for s in (5, 8) for r in (2, 3, 4)]
     got, kept = [], []
     for line in moves:
-        *parts, last = map(float, re.findall(r"([\d.]+) KiB", line))
+        *parts, here = map(float, re.findall(r"([\d.]+) KiB", line))
         got.append(sum(parts))
-        kept.append(last)
+        kept.append(here)
     # The embedding is frozen: 2000 rows of 96 bfloat16, of which the ranks have 667, 667 and 666.
     assert kept == [0, 0, 0, 125.1, 125.1, 124.9]
     assert [a + b for a, b in zip(got[3:], kept[3:], strict=True)] == pytest.approx(got[:3], abs=0.2)
@@ -73,8 +73,9 @@ def test_heal_hsdp() -> None:
     *moves, loss, last = torchrun(4, "heal_hsdp.py").splitlines()
     assert last == "healed: every loss on every rank as in the undisturbed run"
     assert re.fullmatch(r"loss in step 10: [\d.]+, in the last [\d.]+", loss)
-    # Weights and two moments of 50 of the 99 rows or of 49, and six counters of steps, which every rank has.
-    floats = [3 * (rows * 33 + rows * 100 + last) + 6 for rows, last in ((50, 101), (49, 0))]
+    # Weights and two moments of 50 of the 99 rows or of 49, with the last layer's only row at the first rank of a
+    # replica; and six counters of steps, which every rank has.
+    floats = [3 * (rows * 33 + rows * 100 + more) + 6 for rows, more in ((50, 100), (49, 0))]
     assert [line.split(", by")[0] for line in moves] == [
         f"rank {rank}: {4 * count:,} bytes" for rank, count in zip((2, 3), floats, strict=True)
     ]
@@ -87,8 +88,8 @@ def test_shrink() -> None:
     assert re.fullmatch(r"losses: [\d.]+ to [\d.]+; with four, [\d.]+ to [\d.]+", losses)
     found = [re.fullmatch(r"rank (\d) has ([\d,]+) bytes: ([\d,]+) of its own, ([\d,]+) from others", m) for m in moves]
     numbers = [[int(group.replace(",", "")) for group in match.groups()] for match in found if match is not None]
-    # Weights and two moments of 34, 34 and 32 of the 100 rows, and six counters of steps.
-    floats = [3 * (rows * 33 + rows * 101 + last) + 6 for rows, last in ((34, 101), (34, 0), (32, 0))]
+    # Weights and two moments of 34, 34 and 32 of the 100 rows, the last layer at rank 0; and six counters of steps.
+    floats = [3 * (rows * 33 + rows * 101 + more) + 6 for rows, more in ((34, 101), (34, 0), (32, 0))]
     assert [row[:2] for row in numbers] == [[rank, 4 * count] for rank, count in enumerate(floats)]
     assert all(total == own + others for _, total, own, others in numbers)
 

@@ -1491,7 +1491,7 @@ RECEIVER_LIES = {
         "asks for parcels that do not exist",
         head=only(Message.GOT, resealed(note=messages.Answer(Intent.GO_ON, 0, (1 << 31) - 1).note)),
     ),
-    "a question under way": Lie("sent GOT where MORE or COMPARE or CHECK or", before=(Message.GOT, Message.CHECK, b"")),
+    "a question under way": Lie("sent CHECK where GOT was due", before=(Message.GOT, Message.CHECK, b"")),
     **{
         f"compares {pairs}": asking("compares parcels that do not exist", Message.COMPARE, [pairs])
         for pairs in ([1, 2], [0, 1 << 63], [-1, 1], [1, 0], [0], [0, 0], [0, 1, 0, 1])

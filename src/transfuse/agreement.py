@@ -110,6 +110,8 @@ def _difference(one: tuple[int | None, Cohort], other: tuple[int | None, Cohort]
         if mine.numbers.keys() == theirs.numbers.keys():
             return None
         # Parts of one state (stages of a pipeline), if the target wants what only the other has.
+        if wishes.late is not None:
+            return None
         if isinstance(wishes.target, Prepared) and wishes.target.target is not None:
             wanted = set(trees.paths(wishes.target.root)) - mine.numbers.keys()
             if wishes.map_path is not None or wanted & theirs.numbers.keys():

@@ -123,6 +123,7 @@ class Assembled:
         self._needs = needs
         self._pieces = pieces
         self._cut = cut
+        self._portions: dict[tuple[int, tuple[int, ...]], Portion] = {}
         self._touched: Bools = np.zeros(len(pieces), dtype=bool)
         self._applied = False
         #: Where the pieces of each set of sources begin, and the last ones end.
@@ -165,8 +166,15 @@ class Assembled:
     def portion(self, rank: int) -> Portion:
         """What a source holds of what is needed."""
         number = next(i for i, cohort in enumerate(self._cohorts) if rank in cohort.members)
+        theirs = tuple(i for i, who in enumerate(self._pieces.groups) if rank in who)
+        known = self._portions.get((number, theirs))
+        if known is None:
+            known = self._portions[number, theirs] = self._portion(number, theirs)
+        return known
+
+    def _portion(self, number: int, theirs: Sequence[int]) -> Portion:
+        """What a source of this cohort holds that is in these sets of sources. Replicas have the same."""
         pieces, edges, cut = self._pieces, self._groups, self._cut
-        theirs = [i for i, who in enumerate(pieces.groups) if rank in who]
         nothing = [np.zeros(0, dtype=np.int64)]
         boxes = np.concatenate([np.arange(edges[i], edges[i + 1]) for i in theirs] or nothing)
         # Parcels are in the order of their boxes, and of one set of sources each.

@@ -79,7 +79,7 @@ class PeerReader(StorageReader):
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the last load failed on this rank, as it was raised here: DCP passes on copies, or only the text."""
+        """What this reader raised in the last load: DCP passes on copies of it, or only the text."""
         return self._failure
 
     def close(self) -> None:
@@ -122,9 +122,14 @@ class PeerReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Refuse what cannot be loaded while no rank has written anything."""
-        if self._contents is not None:
-            for item in plan.items:
-                self._contents.check(item)
+        load, contents = self._load, self._contents
+        if load is not None and contents is not None:
+            try:
+                for item in plan.items:
+                    contents.check(item)
+            except StateError as error:
+                self._fail(load, error)
+                raise
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -109,7 +109,8 @@ class Gathering:
         #: Sources of which nothing has been heard yet, and how long they are waited for once one has been.
         self._expected = set(ranks)
         self._one_by_one = one_by_one
-        self._patience = 0.0 if one_by_one else timeout / 4
+        # Who asks for what there is wants to hear of all of it.
+        self._patience = 0.0 if one_by_one else timeout / (2 if wishes.late is not None else 4)
         self._decide_at = float("inf")
         self._deciding = False
         self._offers: dict[int, Offer] = {}

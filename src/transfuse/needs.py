@@ -148,7 +148,7 @@ class Needs:
         self.root, self.origin = found.root, found.origin
         if strict:
             self.problems += unpaired(self.manifest, found, self.prepared)
-        self._raise(found.partner)
+        self._raise()
         blobs = [leaf for leaf in self.partner if leaf in self.fresh]
         self._make_fresh([*alone, *blobs])
 
@@ -168,13 +168,13 @@ class Needs:
             names, paths = sources.names, trees.paths(targets.root)
             self.problems += [f"{names[source]}: missing in the target" for source in linked.unused[:100]]
             self.problems += [f"{paths[target]}: only in the target" for target in linked.untouched[:100]]
-        self._raise([])
+        self._raise(may_be_none=links is not None)
         self.root, self.origin = targets.root, [~i for i in range(len(targets.leaves))]
 
-    def _raise(self, partner: Sequence[int]) -> None:
+    def _raise(self, *, may_be_none: bool = False) -> None:
         if self.problems:
             raise TargetMismatch(self.problems)
-        if not self._matched:
+        if not self._matched and not may_be_none:
             nothing_matches(self.manifest, self.prepared, self.kinds)
 
     # -- one leaf and its target
