@@ -30,6 +30,8 @@ check: $(STAMP)
 bench: $(STAMP)
 	mkdir -p $(RESULTS)
 	$(BIN)/transfuse bench --json $(RESULTS)/$(TODAY)-bench.json --plot $(RESULTS)/$(TODAY)-bench.svg
+	$(BIN)/python -m benchmarks.resharding --part host --part delta --json $(RESULTS)/$(TODAY)-resharding.json
+	$(BIN)/python -m benchmarks.planning --json $(RESULTS)/$(TODAY)-planning.json
 
 # Without dependencies where those would pull builds of torch with CUDA. Mooncake also needs Debian's libibverbs1,
 # ibverbs-providers, librdmacm1 and libnuma1.
@@ -39,8 +41,10 @@ peers: $(STAMP)
 
 .PHONY: network
 network: $(STAMP)
+	mkdir -p $(RESULTS)
 	$(BIN)/python -m benchmarks.network
 	$(BIN)/python -m benchmarks.sources
+	$(BIN)/python -m benchmarks.resharding --part links --json $(RESULTS)/$(TODAY)-resharding-network.json
 
 # Where there is no build of atheris, fuzzing is skipped with a reason.
 soak: $(STAMP)

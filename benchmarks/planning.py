@@ -24,7 +24,7 @@ import pstats
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -144,7 +144,7 @@ def cases(tensors: int = 10_000, ranks: int = 1024) -> list[Case]:
         return Case(f"{source} to {receiver}, {count:,} tensors", source, receiver, count)
 
     whole = fsdp(ranks)
-    return [
+    drawn = [
         case(whole, fsdp_tp(part, 8), tensors // 10),
         case(whole, fsdp_tp(part, 8)),
         case(whole, fsdp_tp(part, 8), tensors * 3),
@@ -159,6 +159,8 @@ def cases(tensors: int = 10_000, ranks: int = 1024) -> list[Case]:
         case(replicated(ranks), whole),
         case(whole, replicated(ranks), tensors // 50),
     ]
+    # With few ranks some are the same.
+    return list(dict.fromkeys(drawn))
 
 
 def state(layout: Layout, rank: int, tensors: int) -> dict[str, Any]:
@@ -577,7 +579,7 @@ def table(results: Sequence[Result]) -> str:
         "description",
         "offer",
     )
-    lines = [head]
+    lines: list[tuple[str, ...]] = [head]
     for r in results:
         phases = [f"{r.receiver_cpu[p] * 1e3:.0f} ms" if p in r.receiver_cpu else "" for p in RECEIVER_PHASES]
         lines.append(

@@ -191,13 +191,14 @@ class Rank:
             for tensor in self.state.values():
                 tensor.to_local().fill_(-1)
         self.payload = 0
-        move = {
+        moves: dict[str, Callable[[], None]] = {
             STREAM: self._stream,
             GROUP: partial(self._transfuse, same_host=False),
             MEMORY: partial(self._transfuse, same_host=True),
             GATHER: partial(self._gather, layout),
             DCP: self._dcp,
-        }[name]
+        }
+        move = moves[name]
         before = traffic() if _on_link() else None
         dist.barrier()
         cpu, started = time.process_time(), time.perf_counter()
@@ -670,9 +671,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except WorkersFailed as error:
             print(f"{part}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
             return 1
-    print(
-        f"medians of {options.runs} runs after a warm-up, in turns; load {load:.1f} before, {os.getloadavg()[0]:.1f} after"
-    )
+    after = os.getloadavg()[0]
+    print(f"medians of {options.runs} runs after a warm-up, in turns; load {load:.1f} before, {after:.1f} after")
     if options.json is not None and found:
         options.json.write_text(json.dumps(record(found, options, argv, load), indent=2) + "\n")
     for line in wrong[:10]:

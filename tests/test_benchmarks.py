@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from benchmarks import planning, resharding
 from typer.testing import CliRunner
 
 from transfuse.cli.app import app
@@ -210,3 +211,58 @@ def test_stored_results_say_where_they_come_from(path: pathlib.Path) -> None:
     written = json.loads(path.read_text())
     assert path.name.startswith(written["date"])
     assert {"command", "machine", "versions"} <= set(written)
+
+
+# ------------------------------------------------------------------------------------------- resharding and planning
+
+
+@pytest.mark.timeout(300)
+def test_resharding_on_one_host(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "resharding.json"
+    assert resharding.main(["--part", "host", "--part", "delta", "--quick", "--runs", "1", "--json", str(path)]) == 0
+    assert "DIFFERS" not in capsys.readouterr().out
+    parts = json.loads(path.read_text())["parts"]
+    (layout,) = parts["host"].values()
+    assert [move["name"] for move in layout["moves"]] == list(resharding.MOVES["host"])
+    assert all(move["verified"] for move in layout["moves"])
+    for route in ("memory", "group"):
+        changes = parts["delta"]["changes"][f"one host, {route}"]
+        assert list(changes) == [change.name for change in resharding.CHANGES]
+        moved = {name: change["moved_bytes"] for name, change in changes.items()}
+        assert moved["nothing changed"] == 0
+        assert moved["without delta"] == moved["all changed"] == 2 << 20
+        assert 0 < moved["1 % changed"] <= 0.1 * moved["all changed"]
+
+
+def test_resharding_sees_what_arrives_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    result = resharding.Result(resharding.GROUP, [1.0], [1.0], [4], 4, ["rank 2, transfuse: q differs"])
+    assert "DIFFERS" in resharding.table("links", {"rows": resharding.Measured(4, 4, 1.0, {result.name: result})})
+    kept = resharding.Kept(1, resharding.CHANGES[0].name, "group", 1.0, 1.0, 4, 0, 0, ["tensor0 differs"])
+    assert "DIFFERS" in resharding.delta_table({"one host": {kept.change: [kept]}})
+
+
+def test_planning(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "planning.json"
+    arguments = ["--quick", "--runs", "1", "--case", "shard 8 x tensor 8, 200", "--case", "to replica 64"]
+    assert planning.main([*arguments, "--json", str(path)]) == 0
+    assert "shard 64 to shard 8 x tensor 8, 200 tensors" in capsys.readouterr().out
+    for case in json.loads(path.read_text())["cases"]:
+        assert set(case["receiver_seconds"]) == set(planning.RECEIVER_PHASES)
+        assert set(case["source_seconds"]) == set(planning.SOURCE_PHASES)
+        assert case["refused"] == ""
+        assert case["pieces"] >= case["tensors"]
+        assert 1 <= case["sources_needed"] <= case["sources"]
+        assert case["brief_bytes"] < 200 < case["description_bytes"]
+
+
+def test_planning_knows_how_much_is_needed() -> None:
+    """Of 16 ranks with rows each, a receiver that holds the same rows needs one, and one that holds all needs all."""
+    for case, count in {"shard 16 to shard 16, 200": 1, "shard 16 to replica 16": 16}.items():
+        (found,) = (one for one in planning.cases(200, 16) if case in one.name)
+        assert planning.measure(found, 1).sources_needed == count
+
+
+@pytest.mark.parametrize("arguments", [["--runs", "0"], ["--ranks", "12"], ["--tensors", "3"], ["--case", "moon"]])
+def test_planning_refuses_nonsense(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        planning.main(arguments)

@@ -537,7 +537,7 @@ def columns_of_boxes(sizes: list[tuple[int, int, int]]) -> plan.Boxes:
     items = ints([item for _, item, _ in sizes])
     return plan.Boxes(
         storage=np.arange(count),
-        device=np.sort(ints([device for _, _, device in sizes])),
+        space=np.sort(ints([device for _, _, device in sizes])),
         start=np.zeros(count, dtype=np.int64),
         nbytes=ints([n for n, _, _ in sizes]) * items,
         item=items,

@@ -89,19 +89,62 @@ def wrong_shard(rank: int, case: str) -> Any:
     fine = torch.zeros(2)
     outcome = exchange(rank, 0, 1, source, {"fine": fine, "w": spoiled})
     local = spoiled.to_local() if isinstance(spoiled, DTensor) else spoiled
-    return type(outcome).__name__, str(outcome), bool(fine.any() or local.any())
+    torn = outcome.torn if isinstance(outcome, transfuse.TransfuseError) else ()
+    return type(outcome).__name__, str(outcome), bool(fine.any() or local.any() or torn)
 
 
-@pytest.mark.parametrize("case", ["coordinate", "placement", "replicate", "global shape", "plain", "partial"])
+#: What one source that holds rows 0:2 cannot bring, and what no source could.
+NOBODY_HOLDS = {
+    "coordinate": "nobody holds [2:4, 0:4]",
+    "placement": "nobody holds [2:4, 1:2]",
+    "replicate": "nobody holds [2:4, 0:4]",
+}
+NO_SHARDING = {"global shape": "global shape", "plain": "global shape", "partial": "Partial"}
+
+
+@pytest.mark.parametrize("case", [*NOBODY_HOLDS, *NO_SHARDING])
 def test_another_shard_is_refused_by_name_and_never_written(pool4: ProcessPool, case: str) -> None:
     outcomes = values(pool4, wrong_shard, case)
     kind, text, written = outcomes[1]
-    assert kind == "TargetMismatch", text
+    assert kind == ("NotCovered" if case in NOBODY_HOLDS else "TargetMismatch"), text
     assert "['w']" in text
+    assert (NOBODY_HOLDS | NO_SHARDING)[case] in text
     assert not written
     kind, text, _ = outcomes[0]
     assert kind == "SendFailed"
     assert "['w']" in text
+
+
+def other_shards(rank: int) -> Any:
+    """Rank 0 holds everything, whatever shard rank 1 has; all ranks together do, whatever shard each has."""
+    mesh = init_device_mesh("cpu", (4,))
+    full = torch.arange(35.0).view(7, 5)
+    found = []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        target = {"w": distribute_tensor(torch.zeros(7, 5), mesh, [placement])}
+        expected = distribute_tensor(full, mesh, [placement]).to_local()
+        for state in ({"w": full}, {"w": distribute_tensor(full, mesh, [Replicate()])}):
+            target["w"].to_local().zero_()
+            arrived = exchange(rank, 0, 1, state, target)
+            if rank == 1:
+                found.append(arrived["w"] is target["w"] and torch.equal(target["w"].to_local(), expected))
+        target["w"].to_local().zero_()
+        spread = {"w": distribute_tensor(full, mesh, [Shard(1 if placement == Shard(0) else 0)])}
+        if rank:
+            transport().send_checkpoint([0], spread)
+        else:
+            mine = transport({"w": torch.zeros(7, 5)}).recv_checkpoint  # Rows or columns of rank 0 are missing.
+            try:
+                mine((1, 2, 3))
+            except transfuse.TransfuseError as error:
+                found.append(type(error).__name__)
+    return found
+
+
+def test_what_a_source_holds_whole_arrives_in_any_shard(pool4: ProcessPool) -> None:
+    outcomes = values(pool4, other_shards)
+    assert outcomes[1] == [True] * 6
+    assert outcomes[0] == ["NotCovered"] * 3
 
 
 def uneven(rank: int) -> Any:
@@ -134,12 +177,20 @@ def partial_in_place(rank: int) -> Any:
     arrived = exchange(rank, 3, 1, {"w": source}, {"w": target})
     refused = exchange(rank, 3, 1, {"w": source}, {"w": other})
     if rank == 1:
-        return arrived["w"].to_local().tolist(), type(refused).__name__
+        return type(arrived).__name__, str(arrived), type(refused).__name__, target.to_local().tolist()
+    if rank == 3:
+        return type(arrived).__name__, type(refused).__name__
     return None
 
 
-def test_partial_travels_only_onto_the_same_box(pool4: ProcessPool) -> None:
-    assert values(pool4, partial_in_place)[1] == ([[3.0, 3.0], [3.0, 3.0]], "TargetMismatch")
+def test_partial_travels_only_onto_the_same_place(pool4: ProcessPool) -> None:
+    """What rank 3 holds of a sum is none of rank 1's."""
+    outcomes = values(pool4, partial_in_place)
+    kind, text, refused, left = outcomes[1]
+    assert (kind, refused, left) == ("NotCovered", "TargetMismatch", [[-1.0, -1.0], [-1.0, -1.0]])
+    assert "['w']" in text
+    assert "place (1,)" in text
+    assert outcomes[3] == ("SendFailed", "SendFailed")
 
 
 # --------------------------------------------------------------------------------------------------- DTensor, fresh
@@ -197,9 +248,10 @@ def test_fresh_dtensors_without_a_mesh(pool4: ProcessPool) -> None:
     is_dtensor, equal, refused, refused_too = values(pool4, fresh_on_one_rank)[1]
     assert is_dtensor
     assert equal
-    for text in (refused, refused_too):
-        assert "mesh=" in text
-    assert "['s']" in refused
+    assert "['s']: nobody holds [0:1, 0:2]" in refused
+    assert "['s']: nobody holds [3:4, 0:2]" in refused
+    assert "[2:3, 0:2]" not in refused  # Rank 2 holds that.
+    assert "mesh=" in refused_too
     assert "['p']" in refused_too
 
 
@@ -225,10 +277,8 @@ def sharded_in_place(rank: int) -> Any:
 
 def test_another_ranks_sharded_tensor_is_refused_by_name(pool4: ProcessPool) -> None:
     kind, text, total = values(pool4, sharded_in_place)[1]
-    assert kind == "TargetMismatch"
-    assert "['st']" in text
-    assert "[0:2, 0:3]" in text
-    assert "[2:4, 0:3]" in text
+    assert kind == "NotCovered"
+    assert "['st']: nobody holds [2:4, 0:3]" in text
     assert total == 0
 
 

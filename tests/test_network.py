@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks import hosts as hosts_module
-from benchmarks import network
+from benchmarks import network, resharding
 from benchmarks.hosts import LINK, Hosts, Unavailable, settle, traffic
 
 import transfuse
@@ -307,3 +307,44 @@ def test_benchmark_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch, capsy
 def test_benchmark_refuses_nonsense(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         network.main(arguments)
+
+
+# The benchmark of resharding
+
+
+@pytest.mark.usefixtures("available")
+def test_resharding_over_links(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "resharding.json"
+    assert resharding.main(["--part", "links", "--quick", "--mbit", "1000", "--runs", "1", "--json", str(path)]) == 0
+    assert capsys.readouterr().out.count("bit for bit") == len(resharding.MOVES["links"]) - 1
+    written = json.loads(path.read_text())
+    assert {"date", "command", "machine", "versions", "runs", "load_average_before"} <= set(written)
+    (layout,) = written["parts"]["links"].values()
+    moves = {move["name"]: move for move in layout["moves"]}
+    assert list(moves) == list(resharding.MOVES["links"])
+    assert all(move["verified"] and len(move["seconds"]) == 1 for move in moves.values())
+    # Every byte once: what it takes at least, and what is around it.
+    assert layout["busiest_bytes"] <= moves[resharding.GROUP]["busiest_link"][0] < 1.5 * layout["busiest_bytes"]
+    assert moves[resharding.GATHER]["busiest_link"][0] > 2 * layout["busiest_bytes"]
+
+
+def test_resharding_says_why_it_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    def run(part: str, *_: object) -> tuple[dict[str, Any], list[str]]:
+        if part == "links":
+            raise Unavailable("network namespaces need root")
+        return {}, ["rank 1: differs"] if part == "delta" else []
+
+    monkeypatch.setattr(resharding, "run", run)
+    assert resharding.main(["--part", "links", "--json", str(tmp_path / "x.json")]) == 2
+    assert "need root" in capsys.readouterr().err
+    assert not (tmp_path / "x.json").exists()
+    assert resharding.main(["--part", "links", "--part", "host"]) == 0
+    assert resharding.main(["--part", "delta"]) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--runs", "0"], ["--links-mib", "-1"], ["--mbit", "0"], ["--part", "ring"]])
+def test_resharding_refuses_nonsense(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        resharding.main(arguments)

@@ -183,9 +183,9 @@ class Gathering:
             self._expected.discard(rank)
             self._decide_at = min(self._decide_at, time.monotonic() + self._patience)
             self._changed.notify_all()
-        while (turn := self._next_turn(rank, offer)) is not None:
+        while (turn := self._next_turn(line, offer)) is not None:
             if turn is _Turn.DESCRIBE:
-                self._describe(rank, offer, describe)
+                self._describe(line, offer, describe)
             else:
                 self._decide()
         if late or (self._accepted is not None and rank not in self._compared):
@@ -199,9 +199,10 @@ class Gathering:
                 self._readers.add(rank)
             self._changed.notify_all()
 
-    def _next_turn(self, rank: int, offer: Offer) -> _Turn | None:
+    def _next_turn(self, line: Line, offer: Offer) -> _Turn | None:
         """Wait until this conversation has to do something for all of them; None when it has been decided."""
-        with self._changed:
+        rank = line.peer
+        with line.resting(), self._changed:
             while self._accepted is None and self._failure is None and rank not in self._dropped:
                 self._check_caller()
                 if offer.likeness not in self._described and offer.likeness not in self._describing:
@@ -214,9 +215,17 @@ class Gathering:
                 self._changed.wait(SLICE_SECONDS)
             return None
 
-    def _describe(self, rank: int, offer: Offer, describe: Callable[[], Offer]) -> None:
+    def _describe(self, line: Line, offer: Offer, describe: Callable[[], Offer]) -> None:
         """Ask this source what its state is like."""
-        described = read_description(describe(), self._limits, rank)
+        self.may_leave(line, line.abandon if self.several else None)
+        try:
+            whole = describe()
+        finally:
+            self.may_leave(line, None)
+        left = self.left(line.peer)
+        if left is not None:
+            raise left
+        described = read_description(whole, self._limits, line.peer)
         with self._changed:
             self._describing.pop(offer.likeness, None)
             self._described[offer.likeness] = described
@@ -560,7 +569,9 @@ class Gathering:
     def _others_can(self, rank: int) -> bool:
         """Whether the sources that are here can bring everything without this one."""
         others = self._present - {rank}
-        if self._accepted is None or self._accepted.assembled is None:
+        if self._accepted is None:
+            return bool(self._offers.keys() - {rank})
+        if self._accepted.assembled is None:
             return bool(others)
         return bool((self.ledger.landed | self._accepted.assembled.covered_by(frozenset(others))).all())
 
