@@ -563,7 +563,7 @@ def test_every_byte_travels_once(sizes: list[tuple[int, int, int]], parcel_bytes
         pieces = list(cut.pieces(number))
         assert 0 < cut.nbytes[number] <= parcel_bytes
         assert pieces[-1].position + pieces[-1].high - pieces[-1].low == cut.nbytes[number]
-        assert len({int(boxes.device[piece.box]) for piece in pieces}) == 1
+        assert len({int(boxes.space[piece.box]) for piece in pieces}) == 1
         chosen, positions = cut.columns(number)
         assert list(range(chosen.start, chosen.stop)) == [piece.box for piece in pieces]
         assert positions.tolist() == [piece.position for piece in pieces]

@@ -130,20 +130,19 @@ def other_shards(rank: int) -> Any:
                 found.append(arrived["w"] is target["w"] and torch.equal(target["w"].to_local(), expected))
         target["w"].to_local().zero_()
         spread = {"w": distribute_tensor(full, mesh, [Shard(1 if placement == Shard(0) else 0)])}
-        if rank:
-            transport().send_checkpoint([0], spread)
-        else:
-            mine = transport({"w": torch.zeros(7, 5)}).recv_checkpoint  # Rows or columns of rank 0 are missing.
-            try:
-                mine((1, 2, 3))
-            except transfuse.TransfuseError as error:
-                found.append(type(error).__name__)
+        try:
+            if rank:
+                transport().send_checkpoint([0], spread)
+            else:
+                transport({"w": torch.zeros(7, 5)}).recv_checkpoint((1, 2, 3))  # What rank 0 has itself is missing.
+        except transfuse.TransfuseError as error:
+            found.append(type(error).__name__)
     return found
 
 
 def test_what_a_source_holds_whole_arrives_in_any_shard(pool4: ProcessPool) -> None:
     outcomes = values(pool4, other_shards)
-    assert outcomes[1] == [True] * 6
+    assert outcomes[1] == [True, True, "SendFailed"] * 3
     assert outcomes[0] == ["NotCovered"] * 3
 
 
