@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -154,6 +155,94 @@ def test_a_rank_is_its_own_source(how: dict[str, Any]) -> None:
         assert outcome.get().report.by_source.keys() >= {rank}
 
 
+def test_sign_bits_are_part_of_what_sources_agree_on(how: dict[str, Any]) -> None:
+    """One holds a conjugate view, the others the conjugated memory: the same values, but not the same bytes."""
+    z = torch.randn(4, dtype=torch.complex64)
+    sources = {0: {"z": z.conj()}, 1: {"z": z.conj().resolve_conj()}, 2: {"z": z.conj().resolve_conj()}}
+    target = {"z": torch.zeros(4, dtype=torch.complex64)}
+    moved = move(sources, {3: target}, **how)[3].get()
+    assert torch.equal(target["z"], z.conj())
+    assert set(moved.report.by_source) <= {1, 2}
+
+
+def test_a_partial_is_no_replica_of_a_whole(how: dict[str, Any]) -> None:
+    whole = torch.randn(500_000)
+    sources = {rank: {"w": whole.clone()} for rank in (0, 1)}
+    sources[2] = {"w": shard(torch.ones(500_000), [2], 2, Partial())}
+    target = {"w": torch.zeros(500_000)}
+    moved = move(sources, {3: target}, **how)[3].get()
+    assert torch.equal(target["w"], whole)
+    assert 2 not in moved.report.by_source
+
+
+def test_every_source_agrees_with_every_other(how: dict[str, Any]) -> None:
+    """The first has neither leaf: that the two others each fit it does not mean that they fit each other."""
+    sources = {
+        0: {"a": torch.ones(4)},
+        1: {"b": torch.ones(4), "x": torch.ones(4)},
+        2: {"c": torch.ones(4), "x": torch.ones(8)},
+    }
+    target = {name: torch.zeros(4) for name in "abcx"}
+    error = move(sources, {3: target}, **how)[3].error
+    assert error is None or isinstance(error, SourcesDiffer)
+    assert target["x"].tolist() in ([1.0] * 4, [0.0] * 4)
+
+
+def test_who_wants_only_the_first_stage_may_name_all(how: dict[str, Any]) -> None:
+    sources = {0: {"first": torch.ones(4)}, 1: {"second": torch.ones(4)}}
+    for name in ("first", "second"):
+        target = {name: torch.zeros(4)}
+        move(sources, {2: target}, **how)[2].get()
+        assert target[name].all()
+
+
+def test_what_is_not_sharded_comes_with_what_is(how: dict[str, Any]) -> None:
+    """Repeated elements, arrays, tied weights, and what only the sources have; fresh and in place."""
+    whole, tied = torch.randn(6, 4), torch.randn(3, 3)
+    sources = {
+        rank: {
+            "d": shard(whole, [0, 1], rank, Shard(0)),
+            "repeated": torch.arange(3.0)[:, None].expand(3, 4),
+            "array": np.arange(5000),
+            "a": tied,
+            "b": tied,
+            "own": nn.Parameter(torch.ones(2), requires_grad=rank == 0),
+        }
+        for rank in (0, 1)
+    }
+    for target in (None, {"d": torch.zeros(6, 4), "array": None, "a": (x := torch.zeros(3, 3)), "b": x}):
+        state = move(sources, {2: target}, **how)[2].get().state
+        assert torch.equal(plain(state["d"]), whole)
+        assert torch.equal(state["repeated"], sources[0]["repeated"])
+        assert state["repeated"].stride() == (1, 0)
+        assert (state["array"] == np.arange(5000)).all()
+        assert torch.equal(state["a"], tied)
+        assert state["a"].data_ptr() == state["b"].data_ptr()
+        assert torch.equal(state["own"], torch.ones(2))
+
+
+def test_tied_weights_of_sources_on_meshes_of_their_own(how: dict[str, Any]) -> None:
+    """Replicas that know nothing of each other's meshes, fresh and in place."""
+    whole = torch.randn(8, 4)
+    sources = {rank: {n: shard(whole, [rank], rank, Shard(0)) for n in "a"} for rank in (0, 1)}
+    for rank in (0, 1):
+        sources[rank]["b"] = sources[rank]["a"]
+    w = torch.zeros(8, 4)
+    moved = move(sources, {2: {"a": w, "b": w}}, **how)[2].get()
+    assert torch.equal(w, whole)
+    assert moved.report.bytes == whole.nbytes
+    state = move(sources, {2: None}, **how)[2].get().state
+    assert plain(state["a"]).data_ptr() == plain(state["b"]).data_ptr()
+
+
+def test_columns_of_one_fused_target(how: dict[str, Any]) -> None:
+    q, k = torch.randn(1200, 512), torch.randn(1200, 512)
+    sources = {rank: {"q": shard(q, [0, 1], rank, Shard(0)), "k": shard(k, [0, 1], rank, Shard(0))} for rank in (0, 1)}
+    fused = torch.zeros(1200, 1024)
+    move(sources, {2: {"q": fused[:, :512], "k": fused[:, 512:]}}, **how)[2].get()
+    assert torch.equal(fused, torch.cat([q, k], dim=1))
+
+
 # --------------------------------------------------------------------------------------------------------- failures
 
 
@@ -283,6 +372,29 @@ def test_fused_weights(how: dict[str, Any]) -> None:
         assert torch.equal(model["blocks.0.up"], up.bfloat16())
         assert torch.equal(model["blocks.0.norm"], norm.bfloat16())
         assert model["own"].tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("options", [{"atomic": True}, {"atomic": True, "delta": True}], ids=["atomic", "and delta"])
+def test_parts_of_one_target_that_lands_aside(how: dict[str, Any], options: dict[str, Any]) -> None:
+    """Each rule brings a part of it, and all of them must be there in the end; tied targets too."""
+    q, k = torch.randn(40, 6), torch.randn(24, 6)
+    sources = {rank: {"q": shard(q, [0, 1], rank, Shard(0)), "k": k} for rank in (0, 1)}
+    tied = torch.zeros(64, 6)
+    target = {"qk": tied, "also": tied, "k": torch.zeros(24, 6)}
+    rules = [Concat(["q", "k"], "qk"), Concat(["q", "k"], "also"), Rename("k", "k")]
+    move(sources, {2: target}, map_path=rules, **options, **how)[2].get()
+    assert torch.equal(tied, torch.cat([q, k]))
+    assert torch.equal(target["k"], k)
+
+
+def test_leaves_of_several_tensors_are_renamed_whole(how: dict[str, Any]) -> None:
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    source = {"m": {"sparse": dense.to_sparse_csr(), "rng": np.arange(3000), "w": torch.ones(3)}}
+    target = {"sparse": torch.tensor([[0.0, 1.0], [1.0, 0.0]]).to_sparse_csr(), "rng": None, "w": torch.zeros(3)}
+    state = move({0: source}, {1: target}, map_path={"m.*": "*"}, **how)[1].get().state
+    assert torch.equal(state["sparse"].to_dense(), dense)
+    assert (state["rng"] == np.arange(3000)).all()
+    assert state["w"].all()
 
 
 def test_a_mapping_a_callable_and_a_slice(how: dict[str, Any]) -> None:

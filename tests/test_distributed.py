@@ -99,7 +99,7 @@ NOBODY_HOLDS = {
     "placement": "nobody holds [2:4, 1:2]",
     "replicate": "nobody holds [2:4, 0:4]",
 }
-NO_SHARDING = {"global shape": "global shape", "plain": "global shape", "partial": "Partial"}
+NO_SHARDING = {"global shape": "global shape", "plain": "global shape", "partial": "global shape"}
 
 
 @pytest.mark.parametrize("case", [*NOBODY_HOLDS, *NO_SHARDING])

@@ -3,14 +3,18 @@
 Modules, each importing only from those before it:
 
     errors, limits, classes            what can go wrong, every number that may be set, naming classes
-    leaves                             one codec for each kind of leaf
+    leaves, sharding                   one codec for each kind of leaf; which rank holds what of a global tensor
     boxes, trees, manifest             a state as plain data
-    plan, parcels, digest, messages    what travels, in what pieces, and the messages around it
-    places, matching, target           the memory it is read from, and lands in
+    plan, holdings, picks, parcels     what travels, and in what pieces
+    digest, messages                   what is said about it
+    places, matching, target           the memory it is read from, and lands in as it is
+    renaming, cohorts, spots, needs    what is needed here of what the sources hold
+    pieces, assembly                   a state put together from these
     report, progress, talks            what a caller sees
     routes                             how bytes move
-    ledger, partial, gathering         which parcels are here, from which of several sources
-    source, receiver, transport        the two ends of the conversation, and PGTransport
+    accepting, agreement, ledger       which sources are of one mind, which parcels are here and who brings the others
+    gathering, source, receiver        a receive from all its sources; the two ends of each conversation
+    transport, dcp                     PGTransport; the same for users of torch.distributed.checkpoint
 """
 
 from transfuse.errors import (

@@ -11,7 +11,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from transfuse import messages, parcels, plan
+from transfuse import messages, plan
 from transfuse.assembly import Assembled, assemble
 from transfuse.cohorts import Cohort
 from transfuse.digest import WIDE_BYTES
@@ -186,10 +186,12 @@ def _accept_as_is(
     found = match(manifest, wishes.target, room=room, kinds=kinds, strict=wishes.strict, limits=limits)
     if wishes.atomic:
         found.apart, found.wanted = [], []
-    cut = parcels.cut(plan.lay_out(manifest, found.apart, found.wanted), parcel_bytes)
+    boxes = plan.lay_out(manifest, found.apart, found.wanted)
     kept = None if wishes.resume is None else wishes.resume.memory
-    landing = Landing(manifest, found, cut, device=device, atomic=wishes.atomic, limits=limits, kept=kept)
-    return Accepted(offer, parcel_bytes, manifest, room, kinds, cut, landing, found.apart, found.wanted)
+    landing = Landing(
+        manifest, found, boxes, parcel_bytes, device=device, atomic=wishes.atomic, limits=limits, kept=kept
+    )
+    return Accepted(offer, parcel_bytes, manifest, room, kinds, landing.cut, landing, found.apart, found.wanted)
 
 
 def _assemble(

@@ -52,7 +52,7 @@ def choose(
     families: list[list[tuple[int | None, Cohort]]] = []
     for one in cohorts:
         for family in families:
-            if _difference(family[0], one, wishes) is None:
+            if all(_difference(other, one, wishes) is None for other in family):
                 family.append(one)
                 break
         else:
@@ -109,12 +109,12 @@ def _difference(one: tuple[int | None, Cohort], other: tuple[int | None, Cohort]
             return found
         if mine.numbers.keys() == theirs.numbers.keys():
             return None
-        # Parts of one state (stages of a pipeline), if the target wants what only the other has.
-        if wishes.late is not None:
+        # Parts of one state (stages of a pipeline), unless each has all that the target wants.
+        if wishes.late is not None or wishes.map_path is not None:
             return None
         if isinstance(wishes.target, Prepared) and wishes.target.target is not None:
-            wanted = set(trees.paths(wishes.target.root)) - mine.numbers.keys()
-            if wishes.map_path is not None or wanted & theirs.numbers.keys():
+            wanted = set(trees.paths(wishes.target.root))
+            if not (wanted <= mine.numbers.keys() and wanted <= theirs.numbers.keys()):
                 return None
         return first_difference(mine.manifest, theirs.manifest)
     except Exception as error:

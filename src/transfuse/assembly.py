@@ -104,7 +104,7 @@ def assemble(
         needs.linked(None, strict, links)
     elif prepared.target is None:
         needs.all_fresh()
-    elif map_path is None and len(cohorts) == 1:
+    elif map_path is None:
         needs.merged(strict)
     else:
         needs.linked(map_path, strict)
@@ -335,6 +335,11 @@ class Assembled:
         return received, self._paths(spot for spot in spots if spot.target in missing)
 
     @property
+    def stays(self) -> bool:
+        """Whether what has landed is still there after a receive that failed: not what has landed aside."""
+        return all(spot.final is None for spot in self._needs.spots)
+
+    @property
     def fresh(self) -> Any:
         return self._needs.memory
 
@@ -369,7 +374,8 @@ class Assembled:
                 ordered.append(built[origin])
             elif ~origin in needs.replaced:
                 number, leaf = needs.replaced[~origin]
-                ordered.append(values.decode(self._cohorts[number].manifest.detail(leaf)))
+                blob = number == 0 and leaf in needs.fresh
+                ordered.append(built[leaf] if blob else values.decode(self._cohorts[number].manifest.detail(leaf)))
             else:
                 ordered.append(targets[~origin])
         state = trees.unflatten(needs.root, ordered)

@@ -10,12 +10,15 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from transfuse.holdings import Holding, Holdings, Listed, Spread
-from transfuse.leaves import values
+from transfuse.leaves import dense, values
 from transfuse.leaves.codec import Coordinate
 from transfuse.leaves.distributed import ShardedTensorCodec
+from transfuse.leaves.kinds import Kinds
+from transfuse.limits import Limits
 from transfuse.manifest import Leaf, Manifest
 from transfuse.sharding import Block
 
@@ -31,6 +34,7 @@ class Cohort:
         self.manifest = manifest
         self.members = dict(members)
         self.holdings = Holdings(manifest)
+        self._kinds = Kinds(Limits())
         self._everybody: Who = frozenset(members)
         #: For a mesh and some of its dimensions: the sources in each place along these.
         self._by_place: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], Who]] = {}
@@ -43,7 +47,10 @@ class Cohort:
         mesh, fixed = key
         if mesh < 0:
             return self._everybody
-        fixed = fixed if place is None else place
+        if place is not None:
+            if len(place) != len(fixed) or any(f not in (-1, p) for f, p in zip(fixed, place, strict=True)):
+                return frozenset()  # Whoever is in that place does not hold it.
+            fixed = place
         dims = tuple(d for d, there in enumerate(fixed) if there >= 0)
         found = self._by_place.get((mesh, dims))
         if found is None:
@@ -78,10 +85,14 @@ class Cohort:
         return values.dtype_named(ShardedTensorCodec.read(manifest.detail(leaf)[2]).dtype)
 
     def shape(self, leaf: int) -> tuple[int, ...] | None:
-        """The global shape of a leaf that is one tensor."""
-        if self.manifest.kinds[leaf] == Leaf.VALUE or self.holdings.count(leaf) != 1:
-            return None
-        return self.holdings.of(leaf, 0).shape
+        """The global shape of a leaf that is one tensor, plain or sharded."""
+        kind = self.manifest.kinds[leaf]
+        sharded = kind == Leaf.COMPOSITE and self.manifest.detail(leaf)[0] in ("dtensor", "sharded")
+        return self.holdings.of(leaf, 0).shape if kind == Leaf.TENSOR or sharded else None
+
+    def is_blob(self, leaf: int) -> bool:
+        """Whether a leaf is bytes underneath (a numpy array, an object), and so a value for whoever gets it."""
+        return self.manifest.kinds[leaf] == Leaf.COMPOSITE and self._kinds.is_blob(self.manifest.detail(leaf))
 
     def is_value(self, leaf: int) -> bool:
         return self.manifest.kinds[leaf] == Leaf.VALUE
@@ -90,13 +101,57 @@ class Cohort:
         """A leaf in a few words, without what ranks of one state may have differently."""
         if self.is_value(leaf):
             return f"the value {_short(self.manifest.detail(leaf))}"
-        shapes = [
-            f"{self.dtype(leaf, k)} {list(self.holdings.of(leaf, k).shape)}" for k in range(self.holdings.count(leaf))
-        ]
+        shapes = [self._say_tensor(leaf, k) for k in range(self.holdings.count(leaf))]
         sharded = shapes and isinstance(self.holdings.of(leaf, 0), (Spread, Listed))
         composite = self.manifest.kinds[leaf] == Leaf.COMPOSITE and not sharded
         detail = f" in {_short(self.manifest.detail(leaf))}" if composite else ""
         return ", ".join(shapes) + detail
+
+    def _say_tensor(self, leaf: int, number: int) -> str:
+        holding = self.holdings.of(leaf, number)
+        words = f"{self.dtype(leaf, number)} {list(holding.shape)}"
+        signs = self.signs(leaf, number)
+        if signs:
+            words += f" with sign bits {signs}"
+        if isinstance(holding, Spread) and holding.layout.partial:
+            # What a rank holds is no value of the whole.
+            words += f" as {holding.layout.placements} on mesh {holding.layout.mesh.shape}"
+        return words
+
+    def signs(self, leaf: int, number: int) -> int:
+        """The bits that say that a tensor's memory holds the other sign."""
+        first, end = self.manifest.first_parts[leaf : leaf + 2].tolist()
+        if first + number >= end:
+            return 0
+        return int(self.manifest.parts.flags[first + number]) & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
+
+    @cached_property
+    def aliases(self) -> dict[int, int]:
+        """Leaves of one tensor that are the very same memory as an earlier leaf, and that leaf (tied weights)."""
+        manifest, parts = self.manifest, self.manifest.parts
+        result: dict[int, int] = {}
+        if not len(parts):
+            return result
+        used = np.bincount(parts.storage, minlength=len(manifest.storages))
+        first: dict[tuple[Any, ...], int] = {}
+        for part in np.flatnonzero((used > 1)[parts.storage] & (parts.numel > 0)).tolist():
+            leaf = manifest.leaf_of(part)
+            if manifest.first_parts[leaf + 1] - manifest.first_parts[leaf] != 1:
+                continue
+            key = (
+                int(parts.storage[part]),
+                int(parts.offset[part]),
+                int(parts.dtype[part]),
+                self.signs(leaf, 0),
+                parts.shape(part),
+                parts.stride(part),
+                repr(manifest.detail(leaf)),
+            )
+            if key in first:
+                result[leaf] = first[key]
+            else:
+                first[key] = leaf
+        return result
 
 
 def _short(plain: Any) -> str:

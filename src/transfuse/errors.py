@@ -6,6 +6,7 @@
     │   ├── TargetMismatch        source and target do not fit
     │   ├── StepMismatch          the two ends speak of different steps
     │   ├── SourcesDiffer         several sources do not offer the same state
+    │   ├── NotCovered            the sources together do not hold everything that is needed
     │   ├── TornState             a half-received state, asked to be a source
     │   └── LimitExceeded         larger than a configured limit allows
     ├── PeerError             the other end or the way to it: repair the group, choose another source
@@ -31,6 +32,7 @@ from typing import Any
 __all__ = [
     "CorruptData",
     "LimitExceeded",
+    "NotCovered",
     "PeerError",
     "PeerLost",
     "PeerRefused",
@@ -206,9 +208,10 @@ class SendFailed(TransfuseError):
 
 
 class ReceiveFailed(TransfuseError):
-    """A receive from several sources failed: none of them is left. ``causes`` maps rank to error."""
+    """A receive from several sources failed: nobody left holds what is missing. ``causes`` maps rank to error."""
 
-    def __init__(self, causes: Mapping[int, BaseException]) -> None:
+    def __init__(self, causes: Mapping[int, BaseException], *, alone: bool = False) -> None:
         self.causes = dict(causes)
         lines = "".join(f"\n  rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(self.causes.items()))
-        super().__init__(f"no source is left of {sorted(self.causes)}:{lines}")
+        lost = f"only {sorted(self.causes)} held some of what is missing" if alone else "no source is left"
+        super().__init__(f"{lost}:{lines}" if alone else f"{lost} of {sorted(self.causes)}:{lines}")

@@ -113,6 +113,8 @@ class Gathering:
         self._patience = 0.0 if one_by_one else timeout / (2 if wishes.late is not None else 4)
         self._decide_at = float("inf")
         self._deciding = False
+        #: Whether those that have come do not hold everything.
+        self._uncovered = False
         self._offers: dict[int, Offer] = {}
         #: For each likeness, an offer with a description, and who is being asked for one.
         self._described: dict[bytes, Described] = {}
@@ -122,6 +124,8 @@ class Gathering:
         self._compared: set[int] = set()
         self._accepted: Accepted | None = None
         self._ledger: Ledger | None = None
+        #: Parcels that an earlier receive has left.
+        self._resumed: Bools | bool = False
         #: What each source can bring, where that is not everything.
         self._portions: dict[int, Portion] = {}
         #: Sources whose memory may yet be read at full speed. Nothing is asked for over the group before that.
@@ -243,12 +247,14 @@ class Gathering:
                 ledger = Ledger(accepted.cut.payload, self._changed)
                 self._keep(accepted, ledger)
         except NotCovered as error:
-            if not self._expected:
+            if not self._expected or self._one_by_one:
+                for rank, dropped in choice.dropped.items():
+                    error.add_note(f"source {rank} is not used: {dropped}")
                 self.fail(error)
                 return
             with self._changed:
                 # Those that have not come yet may hold it.
-                self._decide_at, self._deciding = time.monotonic() + SLICE_SECONDS, False
+                self._decide_at, self._deciding, self._uncovered = time.monotonic() + SLICE_SECONDS, False, True
             return
         except BaseException as error:
             self.fail(error)
@@ -264,6 +270,7 @@ class Gathering:
                 self.report.leaves = len(accepted.manifest)
                 self.report.step = accepted.offer.step if self.wishes.step is None else self.wishes.step
                 self._accepted, self._ledger = accepted, ledger
+                self._present = {rank for rank in choice.offers if rank in self._offers}
                 self._count()
             self._changed.notify_all()
 
@@ -333,10 +340,11 @@ class Gathering:
             resume.spent = True
             if resume.fingerprint == landing.fingerprint and len(resume.landed) == len(cut):
                 claimed |= resume.landed & self._for_all_boxes(cut, landing.lie_once)
+                self._resumed = claimed.copy()
                 for number in np.flatnonzero(claimed).tolist():
                     landing.touch(range(int(cut.first[number]), int(cut.first[number] + cut.count[number])))
             else:
-                logger.warning("the target is another than that of the receive to be resumed: everything is fetched")
+                logger.warning("target or sources are others than those of the receive to be resumed: all is fetched")
         if self.wishes.delta:
             landing.fill_aside()
             claimed |= self._for_all_boxes(cut, landing.held)
@@ -472,11 +480,11 @@ class Gathering:
 
     def _look_for_orphans(self, rank: int, error: BaseException) -> None:
         """End the receive if nobody else has what a lost source was to bring."""
-        if self._accepted is None or self._accepted.assembled is None or self._failure is not None:
+        if self._accepted is None or self._accepted.assembled is None or self._failure is not None or not self.several:
             return
         here = self._accepted.assembled.covered_by(frozenset(self._present))
         if not (self.ledger.landed | here).all() and isinstance(error, TransfuseError):
-            self._failure = ReceiveFailed({rank: error})
+            self._failure = ReceiveFailed({rank: error}, alone=True)
 
     def _is_over(self) -> bool:
         """Everything is here, and whoever brought it and is still here has said that it holds."""
@@ -558,7 +566,9 @@ class Gathering:
                 line = self._lines[rank]
                 silent = 0.0 if line.waiting_since is None else now - max(line.waiting_since, line.heard_at)
                 needed = not done and not self._others_can(rank)
-                if (over and rank in self._expected) or (silent > self._timeout / 2 and not needed):
+                # One that is needed gets nearly all the time there is, but the others are still told why it ends.
+                most = self._timeout * (0.9 if needed else 0.5) if len(self._lines) > 1 or not needed else float("inf")
+                if (over and rank in self._expected) or silent > most:
                     self._left[rank] = PeerTimeout(rank, line.phase, silent)
                     leaving.append((rank, leave))
         for rank, leave in leaving:
@@ -570,7 +580,7 @@ class Gathering:
         """Whether the sources that are here can bring everything without this one."""
         others = self._present - {rank}
         if self._accepted is None:
-            return bool(self._offers.keys() - {rank})
+            return not self._uncovered and bool(self._offers.keys() - {rank})
         if self._accepted.assembled is None:
             return bool(others)
         return bool((self.ledger.landed | self._accepted.assembled.covered_by(frozenset(others))).all())
@@ -613,11 +623,10 @@ class Gathering:
             return
         landed = ledger.landed
         error.torn = self.report.torn
-        resumed = self.wishes.resume is not None
         # What an earlier receive had left, and nobody has looked at, is still left.
-        landed |= ledger.uncompared & resumed
+        landed |= ledger.uncompared & self._resumed
         error.received, error.missing = accepted.landing.account(landed)
-        if landed.any():
+        if landed.any() and accepted.landing.stays:
             error.partial = Partial(
                 accepted.offer.step,
                 accepted.offer.likeness,

@@ -151,10 +151,14 @@ class Manifest:
         whole = np.repeat(~sharded, self.parts.ndim)
         plain = [wire.tree, wire.details, wire.shared, wire.dtypes]
         digest = xxhash.xxh3_128(msgspec.msgpack.encode(plain))
-        for column in (wire.kinds, wire.part_storage, wire.part_dtype, wire.part_flags, wire.part_ndim):
+        signs = _pack(self.parts.flags & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE), "<u1")
+        for column in (wire.kinds, wire.part_storage, wire.part_dtype, signs, wire.part_ndim):
             digest.update(column)
             digest.update(len(column).to_bytes(8, "little"))
-        digest.update(_pack(self.parts.sizes[whole], "<i8"))
+        # How whole tensors lie in their storages says which are views of each other.
+        digest.update(_pack(self.parts.offset[~sharded], "<i8"))
+        for column in (self.parts.sizes[whole], self.parts.strides[whole]):
+            digest.update(_pack(column, "<i8"))
         return digest.digest()
 
     def encode(self) -> Wire:

@@ -7,7 +7,7 @@ does not fit is listed in one error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from transfuse.leaves.codec import CannotCarry, Coordinate, Room, Shared, tensor
 from transfuse.leaves.distributed import DTensorCodec, layout_in, partial_remedy
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
-from transfuse.manifest import Leaf, Manifest
+from transfuse.manifest import Leaf
 from transfuse.matching import Prepared, nothing_matches, unpaired
 from transfuse.parts import Bools
 from transfuse.places import Signs
@@ -123,7 +123,8 @@ class Needs:
         #: For each layout, the blocks of it that are here.
         self._blocks: dict[int, list[tuple[Block, tuple[int, ...]]]] = {}
         self._known: dict[tuple[Any, ...], Need] = {}
-        self._aliases: dict[int, int] | None = None
+        #: With ``atomic``, the copy of each target that is written first.
+        self._aside: dict[tuple[Any, ...], torch.Tensor] = {}
         self._matched = 0
         self.memory: Memory | None = None
 
@@ -145,6 +146,14 @@ class Needs:
             else:
                 self.partner[leaf] = partner
                 self._pair(0, leaf, partner)
+        paired = set(found.partner)
+        for number, cohort in enumerate(self.cohorts[1:], 1):
+            # What the first cohort has not.
+            other = trees.merge(cohort.manifest.root, self.prepared.root)
+            for leaf, partner in enumerate(other.partner):
+                if partner not in paired:
+                    paired.add(partner)
+                    self._pair(number, leaf, partner)
         self.root, self.origin = found.root, found.origin
         if strict:
             self.problems += unpaired(self.manifest, found, self.prepared)
@@ -169,6 +178,7 @@ class Needs:
             self.problems += [f"{names[source]}: missing in the target" for source in linked.unused[:100]]
             self.problems += [f"{paths[target]}: only in the target" for target in linked.untouched[:100]]
         self._raise(may_be_none=links is not None)
+        self._make_fresh(list(self.fresh))
         self.root, self.origin = targets.root, [~i for i in range(len(targets.leaves))]
 
     def _raise(self, *, may_be_none: bool = False) -> None:
@@ -194,10 +204,11 @@ class Needs:
         if cohort.manifest.kinds[leaf] == Leaf.COMPOSITE and self.kinds.is_blob(detail):
             if isinstance(target, torch.Tensor):
                 self._problem(partner, f"kind: source is a {detail[0]}, target is a tensor")
-            elif number or link is not None:
-                self._problem(partner, f"kind: a {detail[0]} is not renamed")
+            elif number:
+                self._problem(partner, f"kind: a {detail[0]} comes only from the sources that describe the state")
             else:
                 self.fresh[leaf] = []
+                self.replaced[partner] = number, leaf
             return
         self._matched += 1
         try:
@@ -359,6 +370,8 @@ class Needs:
             return None, f"dtype: source {theirs}, target {mine}{hint}"
         if not (theirs.is_floating_point and mine.is_floating_point):
             return None, f"dtype: source {theirs}, target {mine}; only floating types are converted"
+        if not _converts(theirs, mine):
+            return None, f"dtype: source {theirs}, target {mine}; torch does not convert these"
         # Where fewer bytes travel.
         return (mine if mine.itemsize < theirs.itemsize else theirs), ""
 
@@ -376,26 +389,28 @@ class Needs:
         converted = wire if wire is not None and wire != mine.dtype else None
         final = None
         if self._atomic:
-            # Of the same raw memory: bits that say where the sign is stay with the target.
-            mine, final = torch.empty(mine.shape, dtype=mine.dtype, device=mine.device), mine
+            # One for each memory, of the same raw items: bits that say where the sign is stay with the target.
+            key = (mine.untyped_storage().data_ptr(), mine.storage_offset(), mine.dtype, mine.shape, mine.stride())
+            if key not in self._aside:
+                self._aside[key] = torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
+            mine, final = self._aside[key], mine
         spot = Spot(mine, partner, signs, converted, final)
         self.spots.append(spot)
         return spot
 
     def _tensor(self, number: int, leaf: int, tensor: int) -> Global:
-        """The tensor, or the first one of which it is an alias (tied weights)."""
-        if len(self.cohorts) > 1:
-            path = self.cohorts[number].names[leaf]
-            rows = ((i, cohort.numbers.get(path)) for i, cohort in enumerate(self.cohorts))
-            return Global(tuple((i, found) for i, found in rows if found is not None), tensor)
-        if self._aliases is None:
-            self._aliases = _aliases(self.manifest)
-        part = int(self.manifest.first_parts[leaf]) + tensor
-        first = self._aliases.get(part)
-        if first is not None:
-            leaf = self.manifest.leaf_of(first)
-            tensor = first - int(self.manifest.first_parts[leaf])
-        return Global(((0, leaf),), tensor)
+        """The tensor, or the first one of which it is an alias (tied weights), wherever it is there."""
+        mine = self.cohorts[number]
+        first = mine.aliases.get(leaf, leaf)
+        if len(self.cohorts) == 1:
+            return Global(((0, first),), tensor)
+        rows = [(i, own) for i, c in enumerate(self.cohorts) if (own := c.numbers.get(mine.names[leaf])) is not None]
+        tied = [(i, self.cohorts[i].numbers.get(mine.names[first])) for i, _ in rows]
+        alike = all(
+            own is not None and self.cohorts[i].aliases.get(there, there) == own
+            for (i, there), (_, own) in zip(rows, tied, strict=True)
+        )
+        return Global(tuple((i, own) for i, own in tied if own is not None) if alike else tuple(rows), tensor)
 
     def _need(
         self,
@@ -459,14 +474,19 @@ class Needs:
             if leaf in locals_:
                 layout, place, _ = locals_[leaf]
                 blocks = [] if place is None else list(blocks_of(layout.runs(place)))
-                self._fill(leaf, 0, memory.locals[leaf], blocks, place if layout.partial else None)
+                first = self._tensor(0, leaf, 0).leaves[0][1]  # Tied here as there.
+                local = memory.locals.get(first, memory.locals[leaf])
+                self._fill(leaf, 0, local, blocks, place if layout.partial else None)
                 continue
             for tensor, part in enumerate(range(*manifest.first_parts[leaf : leaf + 2].tolist())):
                 shape = manifest.parts.shape(part)
                 offset = int(manifest.parts.offset[part]) if manifest.parts.numel[part] else 0
                 storage = memory.arena.storage(int(manifest.parts.storage[part]))
-                built = dense.over(storage, manifest.dtype_of(part), offset, shape, manifest.parts.stride(part))
-                whole = Block((0,) * len(shape), shape)
+                strides = manifest.parts.stride(part)
+                built = dense.over(storage, manifest.dtype_of(part), offset, shape, strides)
+                # Of what is repeated one is enough.
+                sizes = tuple(min(n, 1) if s == 0 else n for n, s in zip(shape, strides, strict=True))
+                whole = Block((0,) * len(shape), sizes)
                 self._fill(leaf, tensor, built, [(whole, whole.start)] if whole.numel else [], None)
 
     def _layout_here(self, leaf: int) -> tuple[Layout, Coordinate, tuple[int, ...]]:
@@ -514,30 +534,16 @@ class Needs:
         raise TargetMismatch([f"{paths[found.one]}: {text}"])
 
 
+@lru_cache
+def _converts(theirs: torch.dtype, mine: torch.dtype) -> bool:
+    try:
+        torch.zeros(1, dtype=mine).copy_(torch.zeros(1, dtype=theirs))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
 def _global_shape(leaf: Any) -> tuple[int, ...] | None:
     if isinstance(leaf, ShardedTensor):
         return tuple(leaf.metadata().size)
-    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
-
-
-def _aliases(manifest: Manifest) -> dict[int, int]:
-    """Parts that are the very same memory as an earlier part, and that part."""
-    parts = manifest.parts
-    used = np.bincount(parts.storage, minlength=len(manifest.storages)) if len(parts) else np.zeros(0, dtype=np.int64)
-    result: dict[int, int] = {}
-    first: dict[tuple[Any, ...], int] = {}
-    for part in np.flatnonzero((used > 1)[parts.storage] & (parts.numel > 0)).tolist() if len(parts) else ():
-        key = (
-            int(parts.storage[part]),
-            int(parts.offset[part]),
-            int(parts.dtype[part]),
-            int(parts.flags[part]) & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE),
-            parts.shape(part),
-            parts.stride(part),
-            repr(manifest.detail(manifest.leaf_of(part))),
-        )
-        if key in first:
-            result[part] = first[key]
-        else:
-            first[key] = part
-    return result
+    return tuple(leaf.shape) if isinstance(leaf, DTensor) or dense.is_plain(leaf) else None

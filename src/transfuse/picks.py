@@ -87,7 +87,7 @@ def merged(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...
 
 
 #: A receiver that picks more than the whole state so many times over is not healing from it.
-MOST_TIMES = 4
+MOST_TIMES = 64
 
 
 def boxes_in(holdings: Holdings, picks: Picks) -> Boxes:

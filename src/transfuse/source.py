@@ -114,8 +114,9 @@ class _Serving:
         self._memory: _Memory | None = None
         self._outgoing: Outgoing | None = None
         self._known: dict[int, int] = {}
-        #: How often each parcel has been asked for, how much else has been, and what is to be sent next.
+        #: How often each parcel has been asked for, and a digest of it, how much else has been, and what is sent next.
         self._sent: Ints | None = None
+        self._asked: Ints | None = None
         self._requests = 0
         self._numbers: Sequence[int] = ()
         progress.total_bytes = cargo.total_bytes
@@ -164,7 +165,7 @@ class _Serving:
         """Answer a request; parcels that it asks for are to be sent then."""
         line, self._numbers = self._line, ()
         # Parcels are counted one by one; of everything else there is no need for many.
-        self._requests += kind is not Message.MORE
+        self._requests += kind not in (Message.MORE, Message.COMPARE)
         if kind not in (Message.WANT, Message.DESCRIBE) and self._cargo.chains is not None:
             self._cargo.chains.leave(line.peer)
         if self._requests > line.limits.max_working_records:
@@ -320,6 +321,12 @@ class _Serving:
             numbers = messages.numbers_in(compare.parcels, len(cut))
         except ValueError as error:
             raise ProtocolError(line.peer, f"rank {line.peer} compares parcels that do not exist") from error
+        if self._asked is None:
+            self._asked = np.zeros(len(cut), dtype=np.int64)
+        chosen = np.asarray(numbers, dtype=np.int64)
+        self._asked[chosen] += 1
+        if not len(chosen) or (self._asked[chosen] > line.limits.max_repairs).any():
+            raise ProtocolError(line.peer, f"rank {line.peer} compares the same again and again")
         with line.holding_turn():
             mine = wide_digests_of(cut, self._memory, numbers)
         line.send(Message.DIGESTS, messages.encode(messages.Digests(b"".join(mine))))

@@ -153,10 +153,38 @@ def _are_apart(rows: Sequence[_Row]) -> bool:
     if len(layouts) == 1:  # Side by side in one tensor.
         blocks = [row.block for row in rows]
         return not any(intersect(a, b) for i, a in enumerate(blocks) for b in blocks[i + 1 :])
+    shifted = _in_one_frame(rows)
+    if shifted is not None:
+        return not any(intersect(a, b) for i, a in enumerate(shifted) for b in shifted[i + 1 :])
     if sum(row.block.numel for row in rows) > MAX_ELEMENTS:
         return False
     places = np.concatenate([_places(row) for row in rows])
     return len(np.unique(places)) == len(places)
+
+
+def _in_one_frame(rows: Sequence[_Row]) -> list[Block] | None:
+    """Blocks of views of one tensor (columns of a fused weight) as blocks of it, if that is what they are."""
+    strides = rows[0].tensor.stride()
+    if len({(row.tensor.untyped_storage().data_ptr(), row.tensor.stride(), row.tensor.dtype) for row in rows}) > 1:
+        return None
+    base = min(dense.offset_of(row.tensor) for row in rows)
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    result = []
+    for row in rows:
+        rest, start = dense.offset_of(row.tensor) - base, list(row.block.start)
+        room = None
+        for d in order:
+            if strides[d] == 0:
+                return None
+            steps, rest = divmod(rest, strides[d])
+            start[d] += steps
+            if room is not None and (start[d] + row.block.sizes[d]) * strides[d] > room:
+                return None  # It reaches over into the next row.
+            room = strides[d]
+        if rest:
+            return None
+        result.append(Block(tuple(start), row.block.sizes))
+    return result
 
 
 def _places(row: _Row) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -24,9 +24,9 @@ from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Leaf, Manifest
 from transfuse.matching import Match
-from transfuse.parcels import Parcels
 from transfuse.parts import Bools, Ints
 from transfuse.places import Place, place_in_storage, place_in_tensor
+from transfuse.plan import Boxes
 
 __all__ = ["Fresh", "Landing", "allocate"]
 
@@ -49,7 +49,8 @@ class Landing:
         self,
         manifest: Manifest,
         found: Match,
-        cut: Parcels,
+        boxes: Boxes,
+        parcel_bytes: int,
         *,
         device: torch.device,
         atomic: bool,
@@ -58,8 +59,7 @@ class Landing:
     ) -> None:
         self._manifest = manifest
         self._found = found
-        self._cut = cut
-        self._boxes = boxes = cut.boxes
+        self._boxes = boxes
         self._atomic = atomic
         self._destinations = [None] * len(manifest.parts) if atomic else found.destinations
         #: For each part, whether its bytes go into a target.
@@ -75,11 +75,18 @@ class Landing:
             self._arena = kept.arena
         else:
             self._arena = allocate(manifest, self._fresh, device, limits)
+        #: Only now: what can be allocated bounds how many parcels there are.
+        self.cut = parcels.cut(boxes, parcel_bytes)
 
     @property
     def fingerprint(self) -> int:
         """Of what lands where: a receive that goes on must have the same."""
-        return parcels.fingerprint(self._cut)
+        return parcels.fingerprint(self.cut)
+
+    @property
+    def stays(self) -> bool:
+        """Whether what has landed is still there after a receive that failed."""
+        return True
 
     @property
     def fresh(self) -> Fresh:
@@ -219,7 +226,7 @@ class Landing:
 
     def account(self, landed: Bools) -> tuple[Sequence[str], Sequence[str]]:
         """Paths of the leaves of which everything has landed, and of all others."""
-        return account(self._manifest, self._cut, landed, self._found.apart, self._found.wanted)
+        return account(self._manifest, self.cut, landed, self._found.apart, self._found.wanted)
 
     def paths_of(self, boxes: Sequence[int]) -> list[str]:
         """Paths of the leaves that these boxes hold."""

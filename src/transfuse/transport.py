@@ -57,7 +57,7 @@ class PGTransport:
         delta: keep what the targets hold already and the source has too, by 128-bit digests of blocks; fetch the rest.
         cast: convert floating values for targets of another floating type, on the side where fewer bytes travel.
         map_path: translates the source's key paths into the target's: a mapping, rules (:class:`Rename`,
-            :class:`Concat`, :class:`Split`), or a callable. Needs ``state_dict``.
+            :class:`Concat`, :class:`Split`, with :class:`Slice`), or a callable. Needs ``state_dict``.
         atomic: touch no target unless all has arrived and been verified; needs memory for a second copy.
         strict: leaves that only the source or only the target has are an error.
         mesh: the DeviceMesh for DTensors that arrive fresh, or a callable that makes one from a
@@ -185,7 +185,7 @@ class PGTransport:
     def recv_checkpoint(
         self, src_rank: int | Sequence[int], *, step: int | None = None, resume: Partial | None = None
     ) -> Any:
-        """Receive the state that ``src_rank`` sends; of several ranks, each of which sends the same state, all do.
+        """Receive the state that ``src_rank`` sends, or several ranks: replicas, shards or stages of one state.
 
         With a ``state_dict`` callback the result holds the receiver's own tensors with the source's values; what
         only the source has arrives fresh. With several sources each brings a part, and what one that is lost owed comes
