@@ -135,6 +135,10 @@ def offer(described: list[Any] | None = None, *, nbytes: int = 2 * PARCEL, **cha
     return [plain[name] for name in OFFER_FIELDS]
 
 
+#: Flags of a conjugate and of a negative view.
+SIGNS = 16 | 32
+
+
 def likeness(described: list[Any]) -> bytes:
     """Of a manifest without DTensors, as far as its columns are bytes."""
     plain = dict(zip(MANIFEST_FIELDS, described, strict=False))
@@ -142,10 +146,11 @@ def likeness(described: list[Any]) -> bytes:
     for name in ("kinds", "part_storage", "part_dtype", "part_flags", "part_ndim"):
         column = plain.get(name)
         if isinstance(column, bytes):
-            digest.update(column)
+            digest.update(bytes(flags & SIGNS for flags in column) if name == "part_flags" else column)
             digest.update(ints("q", len(column)))
-    sizes = plain.get("part_sizes")
-    digest.update(sizes if isinstance(sizes, bytes) else b"")
+    for name in ("part_offset", "part_sizes", "part_strides"):
+        column = plain.get(name)
+        digest.update(column if isinstance(column, bytes) else b"")
     return digest.digest()
 
 

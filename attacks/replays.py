@@ -231,7 +231,9 @@ ATTACKS = {
     ),
     "a verdict of an old transfer": Attack(send_twice(), old_verdict, Expected("source", "ProtocolError", OTHER)),
     "its own offer": Attack(
-        send_once, own_offer_back, Expected("source", "ProtocolError", "sent OFFER where WANT or DESCRIBE or CHECK or VERDICT")
+        send_once,
+        own_offer_back,
+        Expected("source", "ProtocolError", "sent OFFER where WANT or DESCRIBE or CHECK or VERDICT"),
     ),
     "a want twice": Attack(send_once, want_twice, Expected("source", "ProtocolError", "sent WANT where GOT was due")),
 }

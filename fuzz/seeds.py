@@ -138,8 +138,9 @@ def picks_of(described: manifest.Described) -> Picks:
         [n for _, _, block in rows for n in block.start],
         [n for _, _, block in rows for n in block.sizes],
     )
-    leaf, tensor, ndim, starts, sizes = (np.array(column, dtype=np.int64) for column in columns)
-    return Picks.of(leaf, tensor, ndim, starts, sizes, [None], np.zeros_like(leaf), np.arange(len(leaf)) % 3 == 0)
+    leaves, tensors, ndim, starts, sizes = (np.array(column, dtype=np.int64) for column in columns)
+    begins = (np.arange(len(leaves)) % 3 == 0).astype(np.int64)
+    return Picks.of(leaves, tensors, ndim, starts, sizes, [None], np.zeros_like(leaves), begins)
 
 
 def _halves(block: Block) -> list[Block]:
@@ -205,7 +206,9 @@ def seeds_for(target: str) -> list[bytes]:
         wholes, n = BODIES[messages.Want], len(STATES)
         return [bytes([i // 2 if i < 2 * n else i - 2 * n]) + body for i, body in enumerate(wholes)]
     if target == "picks":
-        return [bytes([i]) + msgspec.msgpack.encode(picks_of(described)) for i, described in enumerate(DESCRIBED.values())]
+        return [
+            bytes([i]) + msgspec.msgpack.encode(picks_of(described)) for i, described in enumerate(DESCRIBED.values())
+        ]
     if target == "sharding":
         return [msgspec.msgpack.encode(case) for case in (
             [[8, 6], [4], [["S", 0]], [1], 0, 2, 5],

@@ -203,7 +203,9 @@ def want(data: bytes) -> None:
     name = list(DESCRIBED)[(data[0] if data else 0) % len(DESCRIBED)]
     serving = SimpleNamespace(
         _line=SimpleNamespace(peer=PEER, limits=LIMITS, holding_turn=contextlib.nullcontext),
-        _cargo=SimpleNamespace(described=DESCRIBED[name], offer=OFFERS[name], holdings=Holdings(DESCRIBED[name].manifest)),
+        _cargo=SimpleNamespace(
+            described=DESCRIBED[name], offer=OFFERS[name], holdings=Holdings(DESCRIBED[name].manifest)
+        ),
     )
     serving._cut_from = partial(source._Serving._cut_from, cast(Any, serving))
     try:
@@ -262,7 +264,7 @@ def sharding(data: bytes) -> None:
         _promised(time.monotonic() - began < 5, "arithmetic that takes its time")
     _promised(all(low < cut < high for cut in cuts), f"cuts {cuts[:9]} between {low} and {high}")
     for some, size in zip(runs or (), shape, strict=False):
-        _promised(all(0 <= a and n > 0 and a + n <= size for a, n in some), f"runs {some[:9]} of {size}")
+        _promised(all(a >= 0 and n > 0 and a + n <= size for a, n in some), f"runs {some[:9]} of {size}")
 
 
 def memory(data: bytes) -> None:

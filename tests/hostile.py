@@ -390,9 +390,7 @@ class Guarded:
     def __init__(self, state: object) -> None:
         described = manifest.describe(state, Limits())
         wire = msgspec.msgpack.encode(described.manifest.encode())
-        m = Manifest.decode(
-            msgspec.msgpack.decode(wire, type=manifest.Wire), Limits(), described.manifest.coordinates
-        )
+        m = Manifest.decode(msgspec.msgpack.decode(wire, type=manifest.Wire), Limits(), described.manifest.coordinates)
         self._storages: list[tuple[int, int]] = []  # where each begins and ends, guards included
         size = 0
         for nbytes in m.storages.nbytes.tolist():
@@ -486,14 +484,15 @@ def sharded_member() -> Member:
     return member("sharded", {"whole": whole, "w": torch.randn(2)})
 
 
-def member(name: str, state: object) -> Member:
+def member(name: str, state: object, target: object = None) -> Member:
+    """Of a state; ``target`` is what it is received into, if that is not its like."""
     cargo = load(state, lease())
     body = messages.encode(cargo.offer)
     plain, windows = msgspec.msgpack.decode(body), []
     for number, window in enumerate(cargo.described.windows.tolist()):
         nbytes, real = int(cargo.described.manifest.storages.nbytes[number]), cargo.described.storages[number]
         windows.append(bytes(dense.over(real, torch.uint8, window, (nbytes,), (1,)).numpy()) if nbytes else b"")
-    return Member(name, cargo, body, plain, _paths(plain), windows, Guarded(state))
+    return Member(name, cargo, body, plain, _paths(plain), windows, Guarded(state if target is None else target))
 
 
 def _paths(plain: Any) -> list[tuple[int, ...]]:
@@ -646,7 +645,12 @@ def spec(rng: random.Random, depth: int = 0) -> Any:
         "array": lambda: [rng.choice(DESCRS), ints, rng.choice("CFA")],
         "text": lambda: rng.choice(["bytes", "str", "bytearray", "eval", 5]),
         "object": lambda: rng.choice(NAMES),
-        "dtensor": lambda: [ints, ints, rng.choice([[["S", small], ["R"]][:small], [["X", small, rng.choice(INTS)]]]), small],
+        "dtensor": lambda: [
+            ints,
+            ints,
+            rng.choice([[["S", small], ["R"]][:small], [["X", small, rng.choice(INTS)]]]),
+            small,
+        ],
         "sharded": lambda: [ints, "float32", [[ints, ints, "rank:0/cpu"]], [0], False],
     }
     meta = makers.get(name, lambda: scalar(rng))()
@@ -1031,7 +1035,8 @@ def forge_pairs(rng: random.Random, count: int) -> list[int]:
 def forge_digests(rng: random.Random, count: int) -> bytes:
     """Digests of parcels, mostly of as many as there may be."""
     number = max(rng.choice([0, 1, count, count, rng.randrange(count + 1), count + 1]), 0)
-    return rng.choice([bytes, rng.randbytes])(16 * number + rng.choice([0, 0, 0, 0, -1, 1, 8]) * (number > 0))
+    size = 16 * number + rng.choice([0, 0, 0, 0, -1, 1, 8]) * (number > 0)
+    return rng.randbytes(size) if rng.random() < 0.5 else bytes(size)
 
 
 def forge_request(rng: random.Random, count: int) -> tuple[Message, Any]:

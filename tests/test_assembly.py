@@ -196,6 +196,36 @@ def test_who_wants_only_the_first_stage_may_name_all(how: dict[str, Any]) -> Non
         assert target[name].all()
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_leaf_that_only_a_stage_has_lands_nowhere(how: dict[str, Any], strict: bool) -> None:
+    sources = {0: {"first": torch.ones(4)}, 1: {"second": torch.ones(4)}}
+    target = {"first": torch.zeros(4), "second": torch.zeros(4)}
+    move(sources, {2: target}, strict=strict, **how)[2].get()
+    assert target["first"].all()
+    assert target["second"].all()
+    sources[1]["extra"] = torch.full((4,), 5.0)
+    target = {"first": torch.zeros(4), "second": torch.zeros(4)}
+    outcome = move(sources, {2: target}, strict=strict, **how)[2]
+    if strict:
+        assert isinstance(outcome.error, TargetMismatch)
+        assert "['extra']: missing in the target" in str(outcome.error)
+    else:
+        outcome.get()
+        assert target["second"].tolist() == [1.0] * 4
+
+
+def test_a_stage_that_is_late_is_waited_for(how: dict[str, Any]) -> None:
+    sources = {0: {"first": torch.ones(4)}, 1: {"second": torch.ones(4)}}
+    target = {"first": torch.zeros(4), "second": torch.zeros(4)}
+
+    def late(rank: int, pg: Any) -> Any:
+        time.sleep(2 if rank == 1 else 0)
+        return pg
+
+    move(sources, {2: target}, wrap=late, seconds=5, **how)[2].get()
+    assert target["second"].all()
+
+
 def test_what_is_not_sharded_comes_with_what_is(how: dict[str, Any]) -> None:
     """Repeated elements, arrays, tied weights, and what only the sources have; fresh and in place."""
     whole, tied = torch.randn(6, 4), torch.randn(3, 3)

@@ -119,7 +119,7 @@ def other_shards(rank: int) -> Any:
     """Rank 0 holds everything, whatever shard rank 1 has; all ranks together do, whatever shard each has."""
     mesh = init_device_mesh("cpu", (4,))
     full = torch.arange(35.0).view(7, 5)
-    found = []
+    found: list[object] = []
     for placement in (Shard(0), Shard(1), Replicate()):
         target = {"w": distribute_tensor(torch.zeros(7, 5), mesh, [placement])}
         expected = distribute_tensor(full, mesh, [placement]).to_local()

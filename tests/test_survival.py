@@ -431,7 +431,7 @@ def test_a_source_that_has_something_else_is_not_resumed_from(change: str) -> No
         with pytest.raises(transfuse.StateError) as caught:
             transfuse.PGTransport(pg, TIMEOUT, CPU, progress=stop).recv_checkpoint(0)
         partial = caught.value.partial
-        assert partial.received_bytes > 4 * MIB
+        assert partial.received_bytes >= 4 * MIB
         taker = transfuse.PGTransport(pg, TIMEOUT, CPU)
         received = taker.recv_checkpoint(0, resume=partial)
         assert taker.report is not None

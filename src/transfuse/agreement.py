@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from transfuse import trees
 from transfuse.accepting import Accepted, Described, Wishes, check
 from transfuse.cohorts import Cohort, difference
@@ -13,7 +15,7 @@ from transfuse.manifest import Manifest
 from transfuse.matching import Prepared
 from transfuse.messages import Offer
 
-__all__ = ["Choice", "choose", "first_difference", "why_not"]
+__all__ = ["Choice", "choose", "first_difference", "lacking", "why_not"]
 
 
 class Choice(NamedTuple):
@@ -64,16 +66,34 @@ def choose(
             for other in one[1].members:
                 dropped[other] = SourcesDiffer(
                     f"source {other} offers another state than source {next(iter(first[1].members))}, with which "
-                    f"{_count(families[0])} of {len(offers)} agree: {_difference(first, one, wishes)}"
+                    f"{_count(families[0])} of {len(offers)} agree: "
+                    + next(filter(None, (_difference(other_one, one, wishes) for other_one in families[0])), "")
                 )
         if _count(families[0]) == _count(families[1]):
             raise dropped[next(iter(families[1][0][1].members))]
     chosen = [cohort for _, cohort in families[0]] if families else []
+    if len(chosen) > 1 and isinstance(wishes.target, Prepared):
+        # The description of those that have most of what is wanted is the state's.
+        wanted = set(trees.paths(wishes.target.root))
+        chosen.sort(key=lambda cohort: -len(wanted & cohort.numbers.keys()))
     return Choice(chosen, {rank: offers[rank] for cohort in chosen for rank in cohort.members}, dropped)
 
 
 def _count(family: Sequence[tuple[int | None, Cohort]]) -> int:
     return sum(len(cohort.members) for _, cohort in family)
+
+
+def lacking(choice: Choice, wishes: Wishes) -> list[str]:
+    """Tensors of the target that none of the chosen sources has: one that has not come yet may (a stage)."""
+    target = wishes.target
+    if not isinstance(target, Prepared) or target.target is None or wishes.map_path is not None:
+        return []
+    wanted = {
+        path
+        for path, leaf in zip(trees.paths(target.root), target.leaves, strict=True)
+        if isinstance(leaf, torch.Tensor)
+    }
+    return sorted(wanted.difference(*(cohort.numbers.keys() for cohort in choice.cohorts)))
 
 
 def why_not(rank: int, offer: Offer, accepted: Accepted, wishes: Wishes) -> TransfuseError | None:

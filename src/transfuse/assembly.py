@@ -379,6 +379,7 @@ class Assembled:
             else:
                 ordered.append(targets[~origin])
         state = trees.unflatten(needs.root, ordered)
+        self._examine(room, kinds)
         self._apply()
         for leaf, partner in needs.partner.items():
             spec = manifest.detail(leaf)
@@ -392,6 +393,22 @@ class Assembled:
                 except ValueError as error:
                     raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
         return state
+
+    def _examine(self, room: Room, kinds: Kinds) -> None:
+        """Before a target is written: whether what has landed aside for it makes sense."""
+        aside: dict[int, list[torch.Tensor]] = {}
+        for spot in self._needs.spots:
+            if spot.final is not None:
+                aside.setdefault(spot.target, []).append(spot.tensor)
+        manifest = self._needs.manifest
+        for leaf, partner in self._needs.partner.items():
+            spec = manifest.detail(leaf)
+            sharded = type(spec) is list and spec[0] in ("dtensor", "sharded")
+            if manifest.kinds[leaf] == Leaf.COMPOSITE and not sharded and partner in aside:
+                try:
+                    kinds.examine(spec, iter(aside[partner]), room)
+                except ValueError as error:
+                    raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
 
     def _build(self, leaf: int, spots: Sequence[Spot], room: Room, kinds: Kinds) -> Any:
         manifest = self._needs.manifest

@@ -167,4 +167,6 @@ def difference(one: Cohort, other: Cohort) -> str | None:
             a, b = one.say(mine), other.say(leaf)
             if a != b:
                 return f"leaf {path}: {a} against {b}"
+            if one.shape(mine) is None and one.manifest.detail(mine) != other.manifest.detail(leaf):
+                return f"leaf {path}: {a}, but not the same in both"
     return None

@@ -113,8 +113,9 @@ class Gathering:
         self._patience = 0.0 if one_by_one else timeout / (2 if wishes.late is not None else 4)
         self._decide_at = float("inf")
         self._deciding = False
-        #: Whether those that have come do not hold everything.
+        #: Whether those that have come do not hold everything, and who they were.
         self._uncovered = False
+        self._tried: frozenset[int] = frozenset()
         self._offers: dict[int, Offer] = {}
         #: For each likeness, an offer with a description, and who is being asked for one.
         self._described: dict[bytes, Described] = {}
@@ -213,7 +214,9 @@ class Gathering:
                     self._describing[offer.likeness] = rank
                     return _Turn.DESCRIBE
                 due = not self._expected or time.monotonic() >= self._decide_at
-                if due and not self._deciding and not self._describing:
+                # What could not be decided can be only once something is new.
+                new = not self._expected or self._offers.keys() != self._tried
+                if due and new and not self._deciding and not self._describing:
                     self._deciding = True
                     return _Turn.DECIDE
                 self._changed.wait(SLICE_SECONDS)
@@ -240,6 +243,7 @@ class Gathering:
         try:
             with self._changed:
                 offers, described = dict(self._offers), dict(self._described)
+                self._tried = frozenset(offers)
                 offers = {rank: offer for rank, offer in offers.items() if offer.likeness in described}
             choice = agreement.choose(self.ranks, offers, described, self.wishes)
             if choice.cohorts:
@@ -247,14 +251,15 @@ class Gathering:
                 ledger = Ledger(accepted.cut.payload, self._changed)
                 self._keep(accepted, ledger)
         except NotCovered as error:
-            if not self._expected or self._one_by_one:
+            with self._changed:
+                # Those that have not come yet, or came while it was planned, may hold it.
+                hope = bool(self._expected or self._offers.keys() - self._tried) and not self._one_by_one
+                if hope:
+                    self._deciding, self._uncovered = False, True
+            if not hope:
                 for rank, dropped in choice.dropped.items():
                     error.add_note(f"source {rank} is not used: {dropped}")
                 self.fail(error)
-                return
-            with self._changed:
-                # Those that have not come yet may hold it.
-                self._decide_at, self._deciding, self._uncovered = time.monotonic() + SLICE_SECONDS, False, True
             return
         except BaseException as error:
             self.fail(error)
@@ -284,6 +289,10 @@ class Gathering:
             self.wishes = wishes = replace(wishes, resume=None)
             resume = None
         fine = self._fine(first, parcel_bytes) if resume is None else resume.parcel_bytes
+        if self._expected and not self._one_by_one:
+            lacking = agreement.lacking(choice, wishes)
+            if lacking:
+                raise NotCovered([f"{path}: no source that has come so far has it" for path in lacking])
         return accept(choice.cohorts, choice.offers, first, wishes, self._limits, self._device, fine)
 
     def portion(self, rank: int) -> Portion | None:

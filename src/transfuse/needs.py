@@ -147,19 +147,32 @@ class Needs:
                 self.partner[leaf] = partner
                 self._pair(0, leaf, partner)
         paired = set(found.partner)
+        only_there: list[str] = []
         for number, cohort in enumerate(self.cohorts[1:], 1):
             # What the first cohort has not.
             other = trees.merge(cohort.manifest.root, self.prepared.root)
             for leaf, partner in enumerate(other.partner):
-                if partner not in paired:
+                if partner < 0:
+                    only_there.append(cohort.names[leaf])
+                elif partner not in paired:
                     paired.add(partner)
                     self._pair(number, leaf, partner)
         self.root, self.origin = found.root, found.origin
         if strict:
-            self.problems += unpaired(self.manifest, found, self.prepared)
+            self.problems += self._unpaired(found, paired, only_there)
         self._raise()
         blobs = [leaf for leaf in self.partner if leaf in self.fresh]
         self._make_fresh([*alone, *blobs])
+
+    def _unpaired(self, found: trees.Merged, paired: set[int], only_there: list[str]) -> list[str]:
+        """Leaves that only one side has, whichever cohort completes the first."""
+        lines = unpaired(self.manifest, found, self.prepared)
+        if len(self.cohorts) == 1:
+            return lines
+        paths = trees.paths(self.prepared.root)
+        completed = {f"{paths[partner]}: only in the target" for partner in paired if partner >= 0}
+        lines += [f"{path}: missing in the target" for path in only_there]
+        return [line for line in dict.fromkeys(lines) if line not in completed]
 
     def linked(self, map_path: MapPath | None, strict: bool, links: Sequence[Link] | None = None) -> None:
         """Leaves go where rules say. The result is the target's tree; what else the sources have stays with them."""

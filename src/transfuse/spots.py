@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -151,15 +152,24 @@ def _are_apart(rows: Sequence[_Row]) -> bool:
         (row.tensor.untyped_storage().data_ptr(), row.tensor.storage_offset(), row.tensor.stride()) for row in rows
     }
     if len(layouts) == 1:  # Side by side in one tensor.
-        blocks = [row.block for row in rows]
-        return not any(intersect(a, b) for i, a in enumerate(blocks) for b in blocks[i + 1 :])
+        return _disjoint([row.block for row in rows])
     shifted = _in_one_frame(rows)
     if shifted is not None:
-        return not any(intersect(a, b) for i, a in enumerate(shifted) for b in shifted[i + 1 :])
+        return _disjoint(shifted)
     if sum(row.block.numel for row in rows) > MAX_ELEMENTS:
         return False
     places = np.concatenate([_places(row) for row in rows])
     return len(np.unique(places)) == len(places)
+
+
+def _disjoint(blocks: list[Block]) -> bool:
+    """Whether no two blocks have an element in common."""
+    for d in range(len(blocks[0].start)):
+        # Mostly they follow each other along one dimension.
+        if len({(b.start[:d], b.start[d + 1 :], b.sizes[:d], b.sizes[d + 1 :]) for b in blocks}) == 1:
+            ordered = sorted(blocks, key=lambda block: block.start[d])
+            return all(a.start[d] + a.sizes[d] <= b.start[d] for a, b in pairwise(ordered))
+    return not any(intersect(a, b) for i, a in enumerate(blocks) for b in blocks[i + 1 :])
 
 
 def _in_one_frame(rows: Sequence[_Row]) -> list[Block] | None:
