@@ -405,9 +405,13 @@ def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool)
     with clock.phase("portions"):
         # Each conversation asks what its source can bring.
         portions = {peer: landing.portion(peer) for peer in offers}
+    most = -1
     with clock.phase("wants"):
-        wants = {
-            peer: messages.encode(
+        # Each is sent by its own conversation, and not kept.
+        for peer, portion in portions.items():
+            if not portion.held.any():
+                continue
+            want = messages.encode(
                 messages.Want(
                     portion.fingerprint,
                     described.parcel_bytes,
@@ -421,15 +425,13 @@ def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool)
                     portion.picks,
                 )
             )
-            for peer, portion in portions.items()
-            if portion.held.any()
-        }
+            planned.needed += 1
+            planned.want_bytes += len(want)
+            if len(portion.boxes) > most:
+                most, planned.busiest, planned.want = len(portion.boxes), peer, want
     planned.peak_bytes, planned.kept_bytes = memory.peak(), memory.now()
-    held = {peer: len(portion.boxes) for peer, portion in portions.items() if portion.held.any()}
-    planned.needed, planned.pieces, planned.parcels = len(held), len(cut.boxes), len(cut)
-    planned.busiest = max(held, key=lambda peer: held[peer])
-    planned.want, planned.fingerprint = wants[planned.busiest], portions[planned.busiest].fingerprint
-    planned.want_bytes = sum(map(len, wants.values()))
+    planned.pieces, planned.parcels = len(cut.boxes), len(cut)
+    planned.fingerprint = portions[planned.busiest].fingerprint
     planned.profile = _most_called(profile)
     # What is asked for is what there is, each byte once for each source that could bring it.
     needed = sum(leaf.to_local().nbytes for leaf in prepared.leaves if isinstance(leaf, DTensor))

@@ -229,7 +229,7 @@ def test_a_stage_that_is_late_is_waited_for(how: dict[str, Any]) -> None:
 def test_what_is_not_sharded_comes_with_what_is(how: dict[str, Any]) -> None:
     """Repeated elements, arrays, tied weights, and what only the sources have; fresh and in place."""
     whole, tied = torch.randn(6, 4), torch.randn(3, 3)
-    sources = {
+    sources: dict[int, dict[str, Any]] = {
         rank: {
             "d": shard(whole, [0, 1], rank, Shard(0)),
             "repeated": torch.arange(3.0)[:, None].expand(3, 4),

@@ -75,12 +75,19 @@ def test_with_other_shardings_and_several_sources(same_host: bool, options: dict
 
 def test_tied_transposed_and_tiny_leaves(same_host: bool) -> None:
     tied = torch.randn(300, 200)
-    state = {"a": tied, "b": tied, "t": torch.randn(64, 48).t(), "s": torch.tensor(3.0), "e": torch.empty(0), "n": 5}
+    state: dict[str, Any] = {
+        "a": tied,
+        "b": tied,
+        "t": torch.randn(64, 48).t(),
+        "s": torch.tensor(3.0),
+        "e": torch.empty(0),
+        "n": 5,
+    }
     other = torch.randn(300, 200)
     target = {"a": other, "b": other, "t": state["t"].clone(), "s": torch.tensor(3.0), "e": torch.empty(0), "n": 4}
     moved = move({0: state}, {1: target}, delta=True, same_host=same_host)[1].get()
     for name in ("a", "b", "t", "s", "e"):
-        assert torch.equal(target[name], state[name]), name  # type: ignore[arg-type]
+        assert torch.equal(target[name], state[name]), name
     assert moved.state["n"] == 5
     assert moved.report.bytes >= tied.nbytes
 

@@ -22,7 +22,7 @@ from transfuse.columns import PLAIN
 from transfuse.errors import UnsupportedLeaf
 from transfuse.leaves import dense, values
 from transfuse.leaves.codec import CannotCarry, Coordinate, MeshDescription, Shared
-from transfuse.leaves.distributed import read_meshes
+from transfuse.leaves.distributed import check_place, read_meshes
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.parts import Ints, Parts, Storages
@@ -219,6 +219,8 @@ class Manifest:
         meshes = read_meshes(wire.shared)
         if len(coordinates) > len(meshes):
             raise ValueError("a place in a mesh that was not described")
+        for mesh, place in zip(meshes, coordinates, strict=False):
+            check_place(mesh, place)
         manifest = cls(root, wire.kinds, wire.details, meshes, dtypes, parts, storages, coordinates)
         if manifest.first_parts[-1] != len(parts):
             raise ValueError("leaves and tensors do not add up")

@@ -7,7 +7,7 @@ does not fit is listed in one error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -383,7 +383,7 @@ class Needs:
             return None, f"dtype: source {theirs}, target {mine}{hint}"
         if not (theirs.is_floating_point and mine.is_floating_point):
             return None, f"dtype: source {theirs}, target {mine}; only floating types are converted"
-        if not _converts(theirs, mine):
+        if not dense.converts(theirs, mine):
             return None, f"dtype: source {theirs}, target {mine}; torch does not convert these"
         # Where fewer bytes travel.
         return (mine if mine.itemsize < theirs.itemsize else theirs), ""
@@ -545,15 +545,6 @@ class Needs:
         else:
             text = f"shares memory with {paths[found.other]}, but gets different elements; untie the targets"
         raise TargetMismatch([f"{paths[found.one]}: {text}"])
-
-
-@lru_cache
-def _converts(theirs: torch.dtype, mine: torch.dtype) -> bool:
-    try:
-        torch.zeros(1, dtype=mine).copy_(torch.zeros(1, dtype=theirs))
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
 
 
 def _global_shape(leaf: Any) -> tuple[int, ...] | None:

@@ -147,7 +147,7 @@ class _Boxes:
         nbytes = box.nbytes
         if wire is not None:
             memory = manifest.dtype_of(part)
-            if not (wire.is_floating_point and memory.is_floating_point):
+            if not (wire.is_floating_point and memory.is_floating_point and dense.converts(memory, wire)):
                 raise ValueError(f"{memory} is not sent as {wire}")
             if parts.flags[part] & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE):
                 raise ValueError("a tensor with its sign elsewhere is not converted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ __all__ = [
     "ITEM_TYPES",
     "Flags",
     "check",
+    "converts",
     "dress",
     "flags_of",
     "is_ordinary",
@@ -46,6 +48,16 @@ class Flags:
 
 def is_quantized(dtype: torch.dtype) -> bool:
     return dtype in (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
+
+@lru_cache
+def converts(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether torch converts items of one type into another."""
+    try:
+        torch.zeros(1, dtype=other).copy_(torch.zeros(1, dtype=one))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def is_plain(leaf: object) -> bool:

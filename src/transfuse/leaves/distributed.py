@@ -27,6 +27,7 @@ __all__ = [
     "DTensorMeta",
     "ShardedMeta",
     "ShardedTensorCodec",
+    "check_place",
     "layout_in",
     "layout_of",
     "partial_remedy",
@@ -128,13 +129,18 @@ def layout_in(leaf: DTensor, shared: Shared) -> tuple[Layout, int]:
     return known, number
 
 
-def place_in(layout: Layout, coordinate: Coordinate) -> Coordinate:
-    """A peer's place in a mesh, checked."""
+def check_place(mesh: MeshDescription, coordinate: Coordinate) -> None:
+    """``ValueError`` for a place outside of a mesh."""
     if coordinate is not None and (
-        len(coordinate) != len(layout.mesh.shape)
-        or not all(0 <= place < size for place, size in zip(coordinate, layout.mesh.shape, strict=True))
+        len(coordinate) != len(mesh.shape)
+        or not all(0 <= place < size for place, size in zip(coordinate, mesh.shape, strict=True))
     ):
         raise ValueError("a place outside of the mesh")
+
+
+def place_in(layout: Layout, coordinate: Coordinate) -> Coordinate:
+    """A peer's place in a mesh, checked."""
+    check_place(layout.mesh, coordinate)
     return coordinate
 
 
