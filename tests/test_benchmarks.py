@@ -216,6 +216,7 @@ def test_stored_results_say_where_they_come_from(path: pathlib.Path) -> None:
 # ------------------------------------------------------------------------------------------- resharding and planning
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_resharding_on_one_host(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "resharding.json"
@@ -241,6 +242,7 @@ def test_resharding_sees_what_arrives_wrong(capsys: pytest.CaptureFixture[str]) 
     assert "DIFFERS" in resharding.delta_table({"one host": {kept.change: [kept]}})
 
 
+@pytest.mark.soak
 def test_planning(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "planning.json"
     arguments = ["--quick", "--runs", "1", "--case", "shard 8 x tensor 8, 200", "--case", "to replica 64"]

@@ -94,6 +94,7 @@ def test_shrink() -> None:
     assert all(total == own + others for _, total, own, others in numbers)
 
 
+@pytest.mark.soak
 def test_without_torchrun() -> None:
     done = run(EXAMPLES / "heal_hsdp.py")
     assert done.returncode == 0, done.stdout + done.stderr

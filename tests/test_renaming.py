@@ -638,7 +638,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Rule], dict[str, Array], dict[str, Arr
 
 
 @given(worlds())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_links_do_what_numpy_does(world: tuple[list[Rule], dict[str, Array], dict[str, Array]]) -> None:
     rules, source, target = world
     linked = run(
@@ -677,7 +677,7 @@ def any_rules(draw: st.DrawFn) -> list[Rule]:
 
 
 @given(any_rules(), sides, sides)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_whatever_the_rules_links_cover_targets_exactly(
     rules: list[Rule], sources: list[tuple[str, Shape | None]], targets: list[tuple[str, Shape | None]]
 ) -> None:
