@@ -39,7 +39,7 @@ from transfuse.limits import Limits
 from transfuse.manifest import Leaf
 from transfuse.needs import Catalogue
 from transfuse.renaming import Link
-from transfuse.talks import _current_stream
+from transfuse.talks import current_stream
 from transfuse.transport import PGTransport
 
 __all__ = ["PeerReader"]
@@ -196,7 +196,7 @@ class _Contents:
         self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         mappings: dict[str, Any] = {}
         numbers = {row: number for number, row in enumerate(catalogue.rows)}
-        for i, cohort in enumerate(catalogue._cohorts):
+        for i, cohort in enumerate(catalogue.cohorts):
             mappings = self._add(cohort, {leaf: number for (j, leaf), number in numbers.items() if i == j}) | mappings
         self.metadata = Metadata(dict(self._entries), planner_data=mappings)
 
@@ -339,7 +339,7 @@ class _Load:
         self._given_up: str | None = None
         self._over = False
         self._error: BaseException | None = None
-        self._stream = _current_stream()
+        self._stream = current_stream()
         self._thread = threading.Thread(target=self._run, name="transfuse-dcp", daemon=True)
         self._thread.start()
 

@@ -53,7 +53,7 @@ class Catalogue:
     """All leaves that the sources have, by their dotted paths."""
 
     def __init__(self, cohorts: Sequence[Cohort]) -> None:
-        self._cohorts = cohorts
+        self.cohorts = cohorts
         found: dict[str, tuple[int, int]] = {}
         self.names: list[str] = []
         self.rows: list[tuple[int, int]] = []
@@ -68,18 +68,18 @@ class Catalogue:
     @cached_property
     def shapes(self) -> list[tuple[int, ...] | None]:
         """The global shape of each leaf that is a tensor."""
-        return [self._cohorts[number].shape(leaf) for number, leaf in self.rows]
+        return [self.cohorts[number].shape(leaf) for number, leaf in self.rows]
 
     def dtype(self, leaf: int) -> torch.dtype:
         number, own = self.rows[leaf]
-        return self._cohorts[number].dtype(own, 0)
+        return self.cohorts[number].dtype(own, 0)
 
     def value(self, leaf: int) -> Any:
         """Of a leaf that is no tensor. ``ValueError`` for bytes that travel as data."""
         number, own = self.rows[leaf]
-        if not self._cohorts[number].is_value(own):
+        if not self.cohorts[number].is_value(own):
             raise ValueError(f"{self.names[leaf]} is no plain value")
-        return values.decode(self._cohorts[number].manifest.detail(own))
+        return values.decode(self.cohorts[number].manifest.detail(own))
 
 
 Late = Callable[[Catalogue], tuple[object, list[Link]]]

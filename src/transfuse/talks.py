@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Caller", "run"]
+__all__ = ["Caller", "current_stream", "run"]
 
 SLICE_SECONDS = 0.1
 #: After an interrupt, how long a conversation that holds no tensors may take to say goodbye.
@@ -83,7 +83,7 @@ def run(
     Between waits ``watch`` is called, and ``show`` unless the caller wants to stop. ``park`` is called for each
     conversation that is still going on when the caller stops without it.
     """
-    stream = _current_stream()
+    stream = current_stream()
 
     def work(rank: int, talk: Callable[[], None]) -> None:
         error: BaseException | None = None
@@ -140,7 +140,7 @@ def _next(events: queue.SimpleQueue[_Event | None]) -> _Event | None:
         return None
 
 
-def _current_stream() -> Callable[[], AbstractContextManager[object]]:
+def current_stream() -> Callable[[], AbstractContextManager[object]]:
     """Make a thread's work run on the caller's current stream, so that it is ordered after what the caller did."""
     if not torch.accelerator.is_available():
         return nullcontext
