@@ -10,7 +10,8 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ from transfuse.messages import Offer
 from transfuse.parcels import Parcels
 from transfuse.partial import Partial
 from transfuse.parts import Bools
+from transfuse.phases import WAITING, Phase
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.routes.group import Line
@@ -89,6 +91,7 @@ class Gathering:
         timeout: float,
         caller: Caller,
         report: Report,
+        progress: dict[int, Progress] | None = None,
         *,
         one_by_one: bool = False,
     ) -> None:
@@ -96,7 +99,7 @@ class Gathering:
         self.wishes = wishes
         self.caller = caller
         self.report = report
-        self.progress = {rank: Progress() for rank in ranks}
+        self.progress = progress or {rank: Progress() for rank in ranks}
         #: Held while parcels are read from a source's memory: one reader uses all threads.
         self.reading = threading.Lock()
         self._limits = limits
@@ -157,13 +160,20 @@ class Gathering:
         assert self._ledger is not None
         return self._ledger
 
-    def prepare(self) -> None:
+    @contextmanager
+    def phase(self, line: Line, phase: Phase) -> Iterator[None]:
+        """A conversation is in a phase."""
+        line.phase = self.progress[line.peer].phase = phase.doing
+        with self.caller.phase(self.report, phase):
+            yield
+
+    def prepare(self, line: Line) -> None:
         """Take the target apart, once, while the sources describe their states."""
         with self._preparing:
             if self._prepared or self.wishes.failure is not None:
                 return
             self._prepared = True
-            with self.report.phase("prepare"):
+            with self.phase(line, Phase.PREPARE):
                 try:
                     self.wishes = replace(self.wishes, target=prepare(self.wishes.target, self._limits))
                 except Exception as error:
@@ -208,6 +218,7 @@ class Gathering:
         """Wait until this conversation has to do something for all of them; None when it has been decided."""
         rank = line.peer
         with line.resting(), self._changed:
+            self.progress[rank].phase = Phase.PLAN.doing
             while self._accepted is None and self._failure is None and rank not in self._dropped:
                 self._check_caller()
                 if offer.likeness not in self._described and offer.likeness not in self._describing:
@@ -219,6 +230,7 @@ class Gathering:
                 if due and new and not self._deciding and not self._describing:
                     self._deciding = True
                     return _Turn.DECIDE
+                self.progress[rank].phase = WAITING
                 self._changed.wait(SLICE_SECONDS)
             return None
 
@@ -397,6 +409,7 @@ class Gathering:
                 if self._is_over() and not self._finishing:
                     self._finishing = True
                 else:
+                    self.progress[rank].phase = WAITING
                     self._changed.wait(SLICE_SECONDS)
                     continue
             self._finish(rank)
@@ -435,6 +448,7 @@ class Gathering:
         """A source has said which parcels of which something is here are as it has them."""
         with self._changed:
             self.ledger.compared(rank, numbers, same)
+            self.progress[rank].kept_bytes += self.ledger.bytes_of(np.asarray(numbers, dtype=np.int64)[same].tolist())
             self.report.kept_bytes = self.ledger.kept_bytes
             self._count()
 
@@ -474,6 +488,7 @@ class Gathering:
                 self._ledger.give_back(rank)
                 if isinstance(error, SourceMutated):
                     self._ledger.disown(rank)
+                self.progress[rank].bytes = self._ledger.bytes_from(rank)
                 self._count()
                 self._look_for_orphans(rank, error)
             self._changed.notify_all()
@@ -505,7 +520,7 @@ class Gathering:
     def _finish(self, rank: int) -> None:
         """Build the state. A source is named for what may be wrong with it."""
         try:
-            with self.report.phase("finish"):
+            with self.phase(self._lines[rank], Phase.FINISH):
                 state = self._build(rank)
         except BaseException as error:
             self.fail(error)

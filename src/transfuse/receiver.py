@@ -21,12 +21,13 @@ from transfuse.messages import Message, Offer
 from transfuse.pace import Pace
 from transfuse.parcels import Parcels
 from transfuse.parts import Bools
+from transfuse.phases import RELAYING, Phase
 from transfuse.reading import Reading
 from transfuse.relay import Relay
 from transfuse.routes.group import OFFER_TAG, Line, valid_link_tag
 from transfuse.routes.memory import Malformed, Reader, SourceEnded, Unreadable
 
-__all__ = ["receive"]
+__all__ = ["describe", "receive"]
 
 logger = logging.getLogger("transfuse")
 
@@ -37,7 +38,7 @@ READ_BYTES = 512 << 20
 def receive(line: Line, gathering: Gathering) -> None:
     """Hear an offer, take from this source what it is to bring, and tell it how the receive has ended."""
     gathering.join(line)
-    gathering.prepare()
+    gathering.prepare(line)
     try:
         _Conversation(line, gathering, _hear(line, gathering)).run()
     except BaseException as error:
@@ -54,9 +55,7 @@ def receive(line: Line, gathering: Gathering) -> None:
 
 def _hear(line: Line, gathering: Gathering) -> Offer:
     """Hear the source's offer, and that it is what the other sources offer too."""
-    report, progress = gathering.report, gathering.progress[line.peer]
-    with report.phase("wait for offer"):
-        line.phase = progress.phase = "waiting for the offer"
+    with gathering.phase(line, Phase.WAIT_FOR_OFFER):
         try:
             _, body = line.expect(Message.OFFER, tag=OFFER_TAG)
         except ProtocolError as error:
@@ -66,8 +65,7 @@ def _hear(line: Line, gathering: Gathering) -> Offer:
                 line.broken = True
             raise
     gathering.may_leave(line, None)
-    with report.phase("plan"):
-        line.phase = progress.phase = "planning"
+    with gathering.phase(line, Phase.PLAN):
         if gathering.wishes.failure is not None:
             gathering.fail(gathering.wishes.failure)
             raise gathering.wishes.failure
@@ -75,12 +73,12 @@ def _hear(line: Line, gathering: Gathering) -> Offer:
         with line.holding_turn():
             offer = read_offer(body, line.limits, line.peer)
             del body
-            gathering.agree(line, offer, lambda: _describe(line, offer))
+            gathering.agree(line, offer, lambda: describe(line, offer))
         gathering.caller.lend(line.peer)
     return offer
 
 
-def _describe(line: Line, offer: Offer) -> Offer:
+def describe(line: Line, offer: Offer) -> Offer:
     """Ask a source for what its offer left out."""
     if offer.manifest is not None:
         return offer
@@ -146,8 +144,7 @@ class _Conversation:
             raise
         finally:
             self._pass_on(cause)
-        line.phase = "sending the verdict"
-        with suppress(PeerError):
+        with suppress(PeerError), gathering.phase(line, Phase.VERDICT):
             # Everything is here and verified: whether the source still lives no longer matters.
             line.send(Message.VERDICT, messages.encode(messages.Verdict(self._read_bytes)))
             if gathering.several:
@@ -181,15 +178,15 @@ class _Conversation:
                 return
             if self._pace.rate is not None and self._pace.rate * line.timeout < line.limits.min_parcel_bytes:
                 return  # Slower than the timeout allows: over the group such a source is noticed.
-            line.phase = self._progress.phase = "reading the source's memory"
-            self._offer = _describe(line, self._offer)
+            line.phase = self._progress.phase = Phase.READ.doing
+            self._offer = describe(line, self._offer)
             memory = self._offer.memory
             if memory is None:
                 raise Malformed("an offer whose memory is gone")
             manifest, theirs = self._seen_from_there()
             # One reader uses all threads, unless it is limited.
             turn = gathering.reading if self._pace.rate is None else nullcontext()
-            with line.holding_turn(lambda: self._progress.bytes), turn, self._report.phase("read"):
+            with line.holding_turn(lambda: self._progress.bytes), turn, gathering.phase(line, Phase.READ):
                 if self._ledger.complete:
                     return
                 call_bytes = self._pace.at_once(vm.CALL_BYTES)
@@ -291,7 +288,7 @@ class _Conversation:
             self._relay = Relay(line, self._accepted.cut, self._accepted.landing, shape, self._caller)
             if agreed.downstream is not None:
                 self._relay.start(agreed.downstream, numbers)
-        with report.phase("receive"):
+        with gathering.phase(line, Phase.RECEIVE):
             if agreed.upstream is not None:
                 self._take_relayed(agreed, numbers)
                 return
@@ -305,7 +302,6 @@ class _Conversation:
                 landed=self._landed,
                 always_staged=gathering.several or line.group.moves_tensors,
             )
-            line.phase = self._progress.phase = "receiving parcels"
             gathering.may_leave(line, incoming.leave if gathering.several else None)
             try:
                 incoming.take(numbers, self._more if gathering.several else nothing_more)
@@ -356,8 +352,7 @@ class _Conversation:
     def _ask(self, numbers: Sequence[int]) -> messages.Agreed:
         """Ask for parcels; what the source agrees to."""
         line, accepted = self._line, self._accepted
-        with self._report.phase("want"):
-            line.phase = self._progress.phase = "sending the want"
+        with self._gathering.phase(line, Phase.WANT):
             if self._want is not None:
                 line.send(Message.MORE, messages.encode(messages.More(self._pairs(numbers))))
                 self._expect_agreed()
@@ -404,7 +399,7 @@ class _Conversation:
         assert agreed.upstream is not None
         assert self._relay is not None
         line = self._line
-        line.phase = self._progress.phase = "receiving relayed parcels"
+        line.phase = self._progress.phase = RELAYING
         with line.holding_turn(lambda: self._progress.bytes):
             # Whatever the source thinks: no silence is longer than the caller allows.
             patience = min(agreed.patience, line.timeout)
@@ -421,7 +416,7 @@ class _Conversation:
         if cause is not None:
             relay.finish(cause)
             return
-        with self._report.phase("pass on"), self._line.holding_turn():
+        with self._gathering.phase(self._line, Phase.PASS_ON), self._line.holding_turn():
             relay.finish()
 
     # -- questions
@@ -431,8 +426,7 @@ class _Conversation:
         line = self._line
         if self._want is None:
             self._ask(())
-        line.phase = self._progress.phase = "comparing what is here already"
-        with self._report.phase("compare"):
+        with self._gathering.phase(line, Phase.COMPARE):
             line.send(Message.COMPARE, messages.encode(messages.More(self._pairs(numbers))))
             # Both ends hash at the same time.
             mine = places.wide_digests_of(self._accepted.cut, self._accepted.landing, numbers)
@@ -446,9 +440,9 @@ class _Conversation:
         """Ask the source whether its tensors are still what they were when it described them."""
         line = self._line
         self._pass_on()
-        line.phase = self._progress.phase = "asking whether the source has changed"
-        line.send(Message.CHECK)
-        self._expect_agreed()
+        with self._gathering.phase(line, Phase.CONFIRM):
+            line.send(Message.CHECK)
+            self._expect_agreed()
         self._gathering.confirmed(line.peer)
 
     def _leaves_of(self, numbers: Sequence[int]) -> list[str]:

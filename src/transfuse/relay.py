@@ -19,6 +19,7 @@ from transfuse.bursts import Incoming, Land, Outgoing, Shape
 from transfuse.errors import PeerError, PeerTimeout
 from transfuse.messages import Link
 from transfuse.parcels import Parcels
+from transfuse.phases import RELAYING
 from transfuse.progress import Progress
 from transfuse.routes.group import Line
 from transfuse.talks import Caller
@@ -169,7 +170,7 @@ class Relay:
         )
 
         def talk(line: Line) -> None:
-            line.phase = "receiving relayed parcels"
+            line.phase = RELAYING
             incoming.take(numbers)
 
         side = _Side(line, upstream, talk)

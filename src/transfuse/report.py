@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-__all__ = ["Report", "human_bytes"]
+from torch.profiler import record_function
+
+from transfuse.phases import Direction, Phase, trace_name
+
+__all__ = ["Report", "failed_with", "human_bytes", "said"]
 
 
 def human_bytes(count: float) -> str:
@@ -20,6 +24,11 @@ def human_bytes(count: float) -> str:
     raise AssertionError
 
 
+#: So much of an error is in a line of a log or a table; all of it is in ``error`` and ``failed``.
+MOST_LETTERS = 200
+#: More peers than these are counted, not named.
+MOST_PEERS = 8
+
 #: Conversations with several sources count in one report.
 _counting = threading.Lock()
 
@@ -28,7 +37,7 @@ _counting = threading.Lock()
 class Report:
     """Numbers of one ``send_checkpoint`` or ``recv_checkpoint``. ``print(report)`` shows a small table."""
 
-    direction: Literal["send", "receive"]
+    direction: Direction
     peers: tuple[int, ...]
     step: int | None = None
     #: "memory", "group", or both joined by a plus; empty if nothing moved.
@@ -42,7 +51,7 @@ class Report:
     relayed_bytes: int = 0
     #: For a receive, how much of it each source brought.
     by_source: dict[int, int] = field(default_factory=dict)
-    #: What a resumed receive had already.
+    #: What a receive with ``delta`` or ``resume`` had already.
     kept_bytes: int = 0
     parcels: int = 0
     #: Parcels that were sent again because their digest was wrong.
@@ -52,9 +61,14 @@ class Report:
     #: Whether digests were compared.
     verified: bool = False
     seconds: float = 0.0
-    #: Seconds by phase, in the order in which they happened. For a send, of the slowest receiver; for a receive from
-    #: several sources, of all of them together.
+    #: Seconds by phase (:class:`transfuse.phases.Phase`), in the order in which they began. For a send, of the slowest
+    #: receiver; for a receive from several sources, of all of them together.
     phases: dict[str, float] = field(default_factory=dict)
+    #: What the call has raised, as class and message. None: it has succeeded.
+    error: str | None = None
+    #: The peers with which it failed, and why: receivers that got nothing, or sources that were lost or not used. A
+    #: receive that could do without them succeeds all the same.
+    failed: dict[int, str] = field(default_factory=dict)
 
     @property
     def bytes_per_second(self) -> float:
@@ -68,23 +82,49 @@ class Report:
             self.by_source[source] = self.by_source.get(source, 0) + nbytes
             self.route = "+".join(sorted({*self.route.split("+"), route} - {""}, reverse=True))
 
+    @property
+    def title(self) -> str:
+        """Direction and peers."""
+        peers = ", ".join(map(str, self.peers)) if len(self.peers) <= MOST_PEERS else f"{len(self.peers)} ranks"
+        return f"{self.direction} {'to' if self.direction == 'send' else 'from'} {peers}"
+
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Count the time of a phase; in a trace it is a range."""
         started = time.perf_counter()
+        with _counting:
+            self.phases.setdefault(phase.label, 0.0)
         try:
-            yield
+            with record_function(trace_name(self.direction, phase)):
+                yield
         finally:
             with _counting:
-                self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
+                self.phases[phase.label] += time.perf_counter() - started
 
     def to_dict(self) -> dict[str, Any]:
+        """Everything, as what JSON knows. Keys that are ranks become strings there."""
         return {**asdict(self), "bytes_per_second": self.bytes_per_second}
+
+    def line(self) -> str:
+        """The report in one line, as it is logged."""
+        step = "any step" if self.step is None else f"step {self.step}"
+        route = f" by {self.route}" if self.route else ""
+        text = (
+            f"{self.title}, {step}: {human_bytes(self.bytes)}{route} in {self.seconds:.3f} s "
+            f"({human_bytes(self.bytes_per_second)}/s), {self.leaves} leaves, {self.repaired} parcels repaired, "
+            f"{human_bytes(self.kept_bytes)} kept"
+        )
+        if self.error is not None:
+            return f"{text}; failed: {_brief(self.error)}"
+        return f"{text}; without {', '.join(map(str, self.failed))}" if self.failed else text
 
     def rows(self) -> list[tuple[str, str]]:
         """The report as rows of a table."""
         verified = "digests compared" if self.verified else "not compared"
         return [
-            ("direction", f"{self.direction} {'to' if self.direction == 'send' else 'from'} {list(self.peers)}"),
+            ("transfer", self.title),
+            *((("failed", _brief(self.error)),) if self.error is not None else ()),
+            *((f"  without {rank}", _brief(cause)) for rank, cause in self.failed.items() if len(self.peers) > 1),
             ("step", "any" if self.step is None else str(self.step)),
             ("route", self.route or "nothing moved"),
             ("leaves", f"{self.leaves:,}"),
@@ -94,8 +134,10 @@ class Report:
                 for source, nbytes in sorted(self.by_source.items())
                 if len(self.peers) > 1
             ),
+            *((("  relayed", human_bytes(self.relayed_bytes)),) if self.relayed_bytes else ()),
             *((("kept", human_bytes(self.kept_bytes)),) if self.kept_bytes else ()),
             ("integrity", f"{verified}, {self.repaired} parcels repaired"),
+            *((("torn", f"{len(self.torn):,} leaves: {_brief(', '.join(self.torn))}"),) if self.torn else ()),
             ("time", f"{self.seconds:.3f} s ({human_bytes(self.bytes_per_second)}/s)"),
             *((f"  {name}", f"{seconds:.3f} s") for name, seconds in self.phases.items()),
         ]
@@ -104,3 +146,19 @@ class Report:
         rows = self.rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def said(error: BaseException) -> str:
+    """An error as a report has it."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def failed_with(failed: Mapping[int, BaseException]) -> dict[int, str]:
+    """Errors by rank as a report has them."""
+    return {rank: said(failed[rank]) for rank in sorted(failed)}
+
+
+def _brief(text: str) -> str:
+    """Text in one line that is not too long."""
+    text = " ".join(text.split())
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,6 +21,8 @@ from transfuse.manifest import Described, Ints
 from transfuse.messages import Message
 from transfuse.pace import Pace
 from transfuse.parcels import Parcels
+from transfuse.parts import Bools
+from transfuse.phases import READS, Phase
 from transfuse.picks import boxes_in
 from transfuse.places import Place, digests_of, wide_digests_of
 from transfuse.plan import Boxes
@@ -118,6 +121,8 @@ class _Serving:
         self._sent: Ints | None = None
         self._asked: Ints | None = None
         self._requests = 0
+        #: Payload of the parcels that have been asked for, each counted once.
+        self._asked_bytes = 0
         self._numbers: Sequence[int] = ()
         progress.total_bytes = cargo.total_bytes
         line.most_bytes = cargo.total_bytes
@@ -127,33 +132,39 @@ class _Serving:
         """The receiver reads by itself, or gets its parcels from another."""
         if self._caller.cause is not None:
             raise self._caller.cause
-        self._progress.bytes = max(self._progress.bytes, min(nbytes, self._cargo.total_bytes))
+        most = self._cargo.total_bytes if self._progress.total_bytes is None else self._progress.total_bytes
+        self._progress.bytes = max(self._progress.bytes, min(nbytes, most))
+        if nbytes and self._cut is None:
+            self._progress.phase = READS
         self._caller.tick()
 
+    @contextmanager
+    def _phase(self, phase: Phase) -> Iterator[None]:
+        self._line.phase = self._progress.phase = phase.doing
+        with self._caller.phase(self._report, phase):
+            yield
+
     def serve(self) -> None:
-        line, report = self._line, self._report
-        with report.phase("offer"):
-            line.phase = self._progress.phase = "sending the offer"
+        line = self._line
+        with self._phase(Phase.OFFER):
             line.send(Message.OFFER, self._cargo.body, note=line.tag, tag=OFFER_TAG)
-        phase = "want"
         while True:
-            with report.phase(f"wait for {phase}"):
-                line.phase = self._progress.phase = f"waiting for the {phase}"
-                try:
+            try:
+                with self._phase(Phase.WAIT_FOR_WANT if self._cut is None else Phase.WAIT_FOR_VERDICT):
                     header, body = line.expect(*self._due())
-                    if header.kind is Message.VERDICT:
-                        self._hear_verdict(body)
-                        return
+                if header.kind is Message.VERDICT:
+                    self._hear_verdict(body)
+                    return
+                with self._phase(Phase.ANSWER):
                     self._answer(header.kind, body)
-                except BaseException as error:
-                    # What comes after a failure of this end is its consequence.
-                    cause = (self._outgoing.failure if self._outgoing is not None else None) or error
-                    if not line.broken:
-                        line.refuse(cause)
-                    if cause is not error:
-                        raise cause from error
-                    raise
-            phase = "verdict"
+            except BaseException as error:
+                # What comes after a failure of this end is its consequence.
+                cause = (self._outgoing.failure if self._outgoing is not None else None) or error
+                if not line.broken:
+                    line.refuse(cause)
+                if cause is not error:
+                    raise cause from error
+                raise
             self._send()
 
     def _due(self) -> list[Message]:
@@ -164,6 +175,8 @@ class _Serving:
     def _answer(self, kind: Message, body: bytearray) -> None:
         """Answer a request; parcels that it asks for are to be sent then."""
         line, self._numbers = self._line, ()
+        if self._caller.cause is not None:
+            raise self._caller.cause
         # Parcels are counted one by one; of everything else there is no need for many.
         self._requests += kind not in (Message.MORE, Message.COMPARE)
         if kind not in (Message.WANT, Message.DESCRIBE) and self._cargo.chains is not None:
@@ -236,11 +249,10 @@ class _Serving:
             return
         assert self._outgoing is not None
         line, report = self._line, self._report
-        line.phase = self._progress.phase = "sending parcels"
         report.route = "group"
         nbytes, count = self._outgoing.nbytes, self._outgoing.parcels
         try:
-            with report.phase("send"):
+            with self._phase(Phase.SEND):
                 self._outgoing.send(numbers)
             self._caller.returned(line.peer)  # Nothing of it is under way any more.
         finally:
@@ -267,17 +279,32 @@ class _Serving:
             peer = self._line.peer
             raise ProtocolError(peer, f"rank {peer} asks for parcels that do not exist")
         self._count_sent(self._cut, more)
+        if more:
+            # It has other sources too, and asks bit by bit.
+            self._progress.total_bytes = None
 
     def _count_sent(self, cut: Parcels, numbers: Sequence[int]) -> None:
         if self._sent is None:
             self._sent = np.zeros(len(cut), dtype=np.int64)
         chosen = np.asarray(numbers, dtype=np.int64)
+        self._expect_to_move(cut.payload[chosen], self._sent[chosen] > 0)
         self._sent[chosen] += 1
         times = self._line.limits.max_repairs
         if (self._sent[chosen] > times + 1).any():
             peer = self._line.peer
             raise ProtocolError(peer, f"rank {peer} asked again for parcels more than {times} times")
         self._report.repaired += int((self._sent[chosen] > 1).sum())
+
+    def _expect_to_move(self, payload: Ints, again: Bools) -> None:
+        """Parcels are asked for, some of them again."""
+        progress, new = self._progress, int(payload[~again].sum())
+        if not self._asked_bytes:
+            # Until now it might have been everything. What the receiver has read by itself stays.
+            progress.total_bytes = progress.bytes if new else None
+        self._asked_bytes += new
+        progress.bytes = max(progress.bytes - int(payload[again].sum()), 0)
+        if progress.total_bytes is not None:
+            progress.total_bytes += new
 
     def _look_again(self, numbers: Sequence[int]) -> None:
         """Parcels arrived wrong: are they still what they were when they were sent?"""
@@ -351,7 +378,8 @@ class _Serving:
             report.read_bytes = verdict.read_bytes
             report.bytes += verdict.read_bytes
             report.route = "memory+group" if report.route else "memory"
-            self._progress.bytes = self._cargo.total_bytes
+        # Only now it is known what the receiver has taken from here, or from those it was passed on to.
+        self._progress.total_bytes = self._progress.bytes = report.read_bytes + self._asked_bytes
 
     def _plan(self, want: messages.Want) -> tuple[Parcels, Sequence[int]]:
         peer, manifest = self._line.peer, self._cargo.described.manifest

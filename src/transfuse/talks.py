@@ -9,11 +9,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
+from torch._C._autograd import _profiler_enabled
+from torch.profiler import record_function
+
+from transfuse.phases import Phase, trace_name
+from transfuse.report import Report
 
 __all__ = ["Caller", "current_stream", "run"]
 
@@ -30,16 +35,29 @@ class _Event(NamedTuple):
     ended: bool
 
 
+class _Mark(NamedTuple):
+    """A conversation enters a phase, or leaves it."""
+
+    name: str
+    enters: bool
+
+
 class Caller:
-    """What conversations know of the calling thread: whether it wants to stop, and how to wake it."""
+    """What conversations know of the calling thread: whether it wants to stop, and how to wake it.
+
+    It is made in the calling thread.
+    """
 
     def __init__(self, *, watching: bool = True) -> None:
         self._watching = watching
+        #: A profiler records the thread that started it, unless it records all: then this is False, and the
+        #: conversations' own ranges are in its trace.
+        self._traced = _profiler_enabled()
         #: Why the caller wants to stop. Conversations look at it between bursts.
         self.cause: BaseException | None = None
         self._lock = threading.Lock()
         self._lent: set[int] = set()
-        self.events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[_Event | _Mark | None] = queue.SimpleQueue()
 
     def lend(self, rank: int) -> None:
         """Called before tensors are lent to the backend: from now on the caller waits until it has them back."""
@@ -70,11 +88,64 @@ class Caller:
         if self._watching:
             self.events.put(None)
 
+    @contextmanager
+    def phase(self, report: Report, phase: Phase) -> Iterator[None]:
+        """A conversation's phase: a range in its own thread, and in the caller's if that is being profiled."""
+        name = trace_name(report.direction, phase)
+        self._mark(name, enters=True)
+        try:
+            with report.phase(phase):
+                yield
+        finally:
+            self._mark(name, enters=False)
+
+    def _mark(self, name: str, *, enters: bool) -> None:
+        if self._traced:
+            self.events.put(_Mark(name, enters))
+
+
+class _Ranges:
+    """The phases in which any conversation is, as ranges of the calling thread.
+
+    Conversations enter and leave as they like, ranges of one thread lie within each other: those inside of one that
+    ends are ended too, and begun again.
+    """
+
+    def __init__(self) -> None:
+        self._inside: dict[str, int] = {}
+        self._open: list[tuple[str, ExitStack]] = []
+
+    def mark(self, mark: _Mark) -> None:
+        count = self._inside[mark.name] = self._inside.get(mark.name, 0) + (1 if mark.enters else -1)
+        if mark.enters and count == 1:
+            self._begin(mark.name)
+        elif not mark.enters and count == 0:
+            inner = []
+            while (name := self._end()) != mark.name:
+                inner.append(name)
+            for name in reversed(inner):
+                self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        opened = ExitStack()
+        opened.enter_context(record_function(name))
+        self._open.append((name, opened))
+
+    def _end(self) -> str:
+        name, opened = self._open.pop()
+        opened.close()
+        return name
+
+    def close(self) -> None:
+        """Nobody is listened to any more."""
+        while self._open:
+            self._end()
+
 
 def run(
     talks: Mapping[int, Callable[[], None]],
     caller: Caller,
-    show: Callable[[], None],
+    show: Callable[[], object],
     watch: Callable[[], None] = lambda: None,
     park: Callable[[int], None] = lambda rank: None,
 ) -> dict[int, BaseException]:
@@ -86,15 +157,17 @@ def run(
     stream = current_stream()
 
     def work(rank: int, talk: Callable[[], None]) -> None:
-        error: BaseException | None = None
         try:
             # In this order: inference_mode(False) turns gradients on.
             with stream(), torch.inference_mode(False), torch.no_grad():
                 talk()
-        except BaseException as caught:
-            error = caught
-        caller.returned(rank)
-        caller.events.put(_Event(rank, error, ended=True))
+        except BaseException as error:
+            # Not kept in this frame, which the error refers to: with it would stay what a backend has lent.
+            caller.returned(rank)
+            caller.events.put(_Event(rank, error, ended=True))
+        else:
+            caller.returned(rank)
+            caller.events.put(_Event(rank, None, ended=True))
 
     threads = {
         rank: threading.Thread(target=work, args=(rank, talk), name=f"transfuse-peer-{rank}", daemon=True)
@@ -102,12 +175,29 @@ def run(
     }
     for thread in threads.values():
         thread.start()
-    waiting, failed = set(talks), {}
+    ranges = _Ranges()
+    try:
+        return _wait_for(threads, caller, ranges, show, watch, park)
+    finally:
+        ranges.close()
+
+
+def _wait_for(
+    threads: Mapping[int, threading.Thread],
+    caller: Caller,
+    ranges: _Ranges,
+    show: Callable[[], object],
+    watch: Callable[[], None],
+    park: Callable[[int], None],
+) -> dict[int, BaseException]:
+    waiting, failed = set(threads), {}
     give_up = float("inf") if caller.cause is None else time.monotonic() + GOODBYE_SECONDS
     while waiting:
         try:
             event = _next(caller.events)
-            if event is not None and event.rank in waiting:
+            if isinstance(event, _Mark):
+                ranges.mark(event)
+            elif event is not None and event.rank in waiting:
                 if event.ended:
                     # A thread that outlived the call could be the last to hold the group while the interpreter ends.
                     threads[event.rank].join()
@@ -133,7 +223,7 @@ def run(
     return failed
 
 
-def _next(events: queue.SimpleQueue[_Event | None]) -> _Event | None:
+def _next(events: queue.SimpleQueue[_Event | _Mark | None]) -> _Event | _Mark | None:
     try:
         return events.get(timeout=SLICE_SECONDS)
     except queue.Empty:

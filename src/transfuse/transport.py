@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from transfuse import messages, receiver, renaming, source, talks
 from transfuse.accepting import Wishes
@@ -24,9 +26,10 @@ from transfuse.limits import Limits, allows_same_host
 from transfuse.manifest import describe
 from transfuse.needs import Late
 from transfuse.partial import Partial
-from transfuse.progress import Progress, Show, show_with
+from transfuse.phases import DONE, FAILED, Phase, trace_name
+from transfuse.progress import Progress, Show, showing
 from transfuse.renaming import MapPath
-from transfuse.report import Report
+from transfuse.report import Report, failed_with, said
 from transfuse.routes.group import Group, Line, ProcessGroupLike
 from transfuse.routes.memory import Lease
 from transfuse.vigil import Vigil
@@ -66,7 +69,9 @@ class PGTransport:
         relay: receivers that want the same may pass parcels on to each other, so that the source sends each byte once.
         max_bytes_per_second: the most that a source gives away, to all its receivers together.
         max_receive_bytes: the most that one receive may allocate for fresh tensors. None: this machine's memory.
-        progress: True for a bar, or a callable that gets a dict from rank to :class:`Progress`.
+        progress: True for a bar, or a callable that gets a dict from rank to :class:`Progress`, in the calling thread,
+            at least every 100 ms and once in the end. What it raises ends the transfer: it is raised here, and the
+            peers are refused.
     """
 
     def __init__(
@@ -123,6 +128,18 @@ class PGTransport:
         """What happened in the last transfer of this transport, also if it failed. None before the first."""
         return self._report
 
+    @property
+    def torn(self) -> tuple[str, ...]:
+        """Targets that a failed receive has half-written. As long as there are any, this transport is no source.
+
+        It may be set, by who goes on with the same tensors in another transport.
+        """
+        return self._torn
+
+    @torn.setter
+    def torn(self, leaves: tuple[str, ...]) -> None:
+        self._torn = leaves
+
     def send_checkpoint(self, dst_ranks: Sequence[int], state_dict: object, *, step: int | None = None) -> None:
         """Send a state to these ranks, each of which calls :meth:`recv_checkpoint`.
 
@@ -138,30 +155,39 @@ class PGTransport:
             raise ValueError(
                 f"max_bytes_per_second={self._rate:g} is too slow for {len(ranks)} receivers and this timeout"
             )
-        started = time.perf_counter()
-        with Lease(allowed=self._same_host) as lease:
-            self._send(ranks, state_dict, step, report, lease, started)
+        progress = {rank: Progress() for rank in ranks}
+        with self._transfer(report, progress) as show, Lease(allowed=self._same_host) as lease:
+            self._send(ranks, state_dict, step, report, lease, progress, show)
 
     def _send(
-        self, ranks: tuple[int, ...], state_dict: object, step: int | None, report: Report, lease: Lease, started: float
+        self,
+        ranks: tuple[int, ...],
+        state_dict: object,
+        step: int | None,
+        report: Report,
+        lease: Lease,
+        progress: dict[int, Progress],
+        show: Callable[[], object],
     ) -> None:
         cargo, failure = None, None
         caller = talks.Caller(watching=self._progress is not False)
-        with report.phase("describe"):
+        with _calling(report, progress, Phase.DESCRIBE):
             try:
+                show()
                 cargo = self._load(state_dict, step, ranks, lease)
                 report.leaves = len(cargo.described.manifest)
             except BaseException as error:
                 failure = error
                 if not isinstance(error, Exception):
                     caller.stop(error)
-        progress = {rank: Progress() for rank in ranks}
         reports = {rank: Report("send", (rank,)) for rank in ranks}
 
+        lines = {rank: Line(self._group, rank, self._seconds, self._limits, is_source=True) for rank in ranks}
+
         def talk(rank: int) -> None:
-            line = Line(self._group, rank, self._seconds, self._limits, is_source=True)
+            line = lines[rank]
             transfer, tag = secrets.randbits(63), self._group.new_tag(rank)
-            with self._group.turn(rank, self._group.rank() or 0), line:
+            with _noting(progress[rank]), self._group.turn(rank, self._group.rank() or 0), line:
                 if cargo is None:
                     assert failure is not None
                     source.refuse(line, transfer, tag, failure)
@@ -169,18 +195,21 @@ class PGTransport:
                     source.serve(line, transfer, tag, cargo, caller, progress[rank], reports[rank])
 
         try:
-            failed = self._run({rank: partial(talk, rank) for rank in ranks}, caller, progress, "send")
+            conversations = {rank: partial(talk, rank) for rank in ranks}
+            failed = talks.run(conversations, caller, show, park=lambda rank: lines[rank].park())
         finally:
             lease.end()
-            report.seconds = time.perf_counter() - started
             _sum_up(report, list(reports.values()))
+        if failure is not None:
+            failed = dict.fromkeys(ranks, failure)
+            for one in progress.values():
+                one.phase = FAILED
+        report.failed = failed_with(failed)
+        show()
         if failure is not None:
             raise failure
         if failed:
             raise SendFailed(failed, [rank for rank in ranks if rank not in failed])
-        logger.info(
-            "sent %d bytes in %d leaves to %s in %.3f s", report.bytes, report.leaves, list(ranks), report.seconds
-        )
 
     def recv_checkpoint(
         self, src_rank: int | Sequence[int], *, step: int | None = None, resume: Partial | None = None
@@ -216,12 +245,26 @@ class PGTransport:
                 raise ValueError("this partial has been resumed from before: its memory belongs to that receive")
             self._torn = resume.torn or self._torn
         self._report = report = Report("receive", ranks, step)
-        started = time.perf_counter()
+        progress = {rank: Progress() for rank in ranks}
+        with self._transfer(report, progress) as show:
+            return self._receive(ranks, step, resume, late, report, progress, show)
+
+    def _receive(
+        self,
+        ranks: tuple[int, ...],
+        step: int | None,
+        resume: Partial | None,
+        late: Late | None,
+        report: Report,
+        progress: dict[int, Progress],
+        show: Callable[[], object],
+    ) -> Any:
         target, failure = None, None
         caller = talks.Caller(watching=self._progress is not False)
         if self._state_dict is not None and late is None:
-            with report.phase("state_dict callback"):
+            with _calling(report, progress, Phase.STATE_DICT):
                 try:
+                    show()
                     target = self._state_dict()
                     if target is None:
                         raise StateError("the state_dict callback returned None; it returns the tree to receive into")
@@ -254,36 +297,38 @@ class PGTransport:
             self._seconds,
             caller,
             report,
+            progress,
             one_by_one=self._group.serial,
         )
 
         def talk(rank: int) -> None:
             line = Line(self._group, rank, self._seconds, self._limits)
-            with self._group.turn(rank, rank), line:
+            with _noting(progress[rank]), self._group.turn(rank, rank), line:
                 receiver.receive(line, gathering)
 
         try:
-            failed = self._run(
+            failed = talks.run(
                 {rank: partial(talk, rank) for rank in ranks},
                 caller,
-                gathering.progress,
-                "receive",
+                show,
                 gathering.watch,
                 gathering.park,
             )
+            report.failed = failed_with(failed)
             if not gathering.result:
+                show()
                 raise gathering.failure or (failed[ranks[0]] if len(ranks) == 1 else ReceiveFailed(failed))
         except BaseException as error:
-            gathering.account_for(error)
-            self._torn = report.torn or self._torn
+            if gathering.result:
+                self._torn = ()  # The caller stopped when everything was here.
+            else:
+                gathering.account_for(error)
+                self._torn = report.torn or self._torn
             raise
         finally:
             gathering.close()
-            report.seconds = time.perf_counter() - started
         self._torn = ()
-        logger.info(
-            "received %d bytes in %d leaves from %s in %.3f s", report.bytes, report.leaves, list(ranks), report.seconds
-        )
+        show()
         return gathering.result[0]
 
     # ----------------------------------------------------------------------------------------------------- helpers
@@ -327,19 +372,22 @@ class PGTransport:
     def _wire(self, body: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.device)
 
-    def _run(
-        self,
-        conversations: dict[int, Callable[[], None]],
-        caller: talks.Caller,
-        progress: dict[int, Progress],
-        label: str,
-        watch: Callable[[], None] = lambda: None,
-        park: Callable[[int], None] = lambda rank: None,
-    ) -> dict[int, BaseException]:
-        with show_with(self._progress, label) as show:
-            failed = talks.run(conversations, caller, lambda: show(progress), watch, park)
-            show(progress)
-        return failed
+    @contextmanager
+    def _transfer(self, report: Report, progress: dict[int, Progress]) -> Iterator[Callable[[], object]]:
+        """Around a call: its range in a trace, its progress, and in the end its time and a line in the log."""
+        started = time.perf_counter()
+        try:
+            with (
+                record_function(trace_name(report.direction)),
+                showing(self._progress, report.title, progress) as show,
+            ):
+                yield show
+        except BaseException as error:
+            report.error = said(error)
+            raise
+        finally:
+            report.seconds = time.perf_counter() - started
+            logger.info("%s", report.line(), extra={"transfuse_report": report})
 
     def _check_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
         size = self._group.size()
@@ -351,6 +399,26 @@ class PGTransport:
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"ranks appear twice in {list(ranks)}")
         return tuple(ranks)
+
+
+@contextmanager
+def _calling(report: Report, progress: dict[int, Progress], phase: Phase) -> Iterator[None]:
+    """A phase of the calling thread."""
+    for one in progress.values():
+        one.phase = phase.doing
+    with report.phase(phase):
+        yield
+
+
+@contextmanager
+def _noting(progress: Progress) -> Iterator[None]:
+    """Say in a conversation's progress how it has ended."""
+    try:
+        yield
+    except BaseException:
+        progress.phase = FAILED
+        raise
+    progress.phase = DONE
 
 
 def _sum_up(report: Report, single: list[Report]) -> None:

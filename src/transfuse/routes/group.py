@@ -436,6 +436,7 @@ class Line:
                 self.outstanding.clear()
             if not self.outstanding:
                 _left_behind.discard(self)
+            self.on_working = None  # It refers to who refers to this line: gone at once, not when garbage is collected.
             self._unwatch()
 
     def abandon(self) -> None:
@@ -445,14 +446,16 @@ class Line:
         """
         self.park()
         self.broken = True
-        _pinned.add(self.group.pg)
         _left_behind.add(self)
         self._unwatch()
 
     def park(self) -> None:
-        """From another thread: nobody waits here any more for the peer's first word. Whoever comes next gets it."""
+        """From another thread: the caller goes on, and the thread that waits here stays behind.
+
+        If it waits for the peer's first word, whoever comes next gets that.
+        """
+        _pinned.add(self.group.pg)
         if self._first_word is not None:
-            _pinned.add(self.group.pg)
             _FirstWord.park(self._first_word)
 
     def _unwatch(self) -> None:
