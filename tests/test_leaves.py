@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import transfuse
 from moves import Pair, pair
@@ -383,3 +386,14 @@ def test_a_freed_storage_is_refused_by_name(two: Pair) -> None:
     sent, _ = two.errors({"w": tensor})
     assert "['w']" in str(sent)
     assert "freed" in str(sent)
+
+
+
+def test_a_dtensor_held_outside_its_mesh_keeps_its_local_tensor(two: Pair) -> None:
+    """torch's from_local() would put an empty tensor in its place."""
+    mesh = DeviceMesh("cpu", torch.tensor([5]), _init_backend=False, _rank=0)
+    local = torch.arange(6.0).reshape(2, 3)
+    spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(local.shape, local.stride(), local.dtype))
+    fresh = two.move({"w": DTensor(local, spec, requires_grad=False)}, mesh=mesh)["w"]  # type: ignore[no-untyped-call]
+    assert fresh.device_mesh is mesh
+    assert torch.equal(fresh.to_local(), local)

@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from transfuse.leaves import values
@@ -235,6 +236,11 @@ class DTensorCodec:
         here, coordinate = self.layout_here(meta, room)
         if coordinate is not None and tuple(local.shape) != here.local_shape(coordinate):
             raise ValueError("a DTensor whose local tensor is not its shard")
+        if coordinate is None:
+            # from_local() would put an empty tensor in the place of what a rank outside of the mesh has.
+            meta_of_all = TensorMeta(torch.Size(m.shape), m.strides, local.dtype)
+            spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta_of_all)
+            return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[no-untyped-call]
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(m.shape), stride=m.strides)
 
     def differences(self, source: Any, target: DTensorMeta, room: Room, target_shared: Shared) -> list[str]:
