@@ -1,1 +1,1 @@
-"""Other libraries' transports under their own names and on their own wire, for upgrading one end at a time."""
+"""Other libraries' transports under their own names: PyTorch's on its own wire, torchft's on ours."""

@@ -1,0 +1,265 @@
+"""torchft's ``CheckpointTransport`` on this library's wire, for ``torchft.Manager(checkpoint_transport=...)``.
+
+Only the import changes: the constructor and the calls are those of ``torchft.checkpointing.pg_transport.PGTransport``.
+Both ends of a job have to change it, because the wire is another. A receiver learns from the source's metadata, which
+the Manager passes on, that the source has not, and says so at once.
+
+All that fails raises at both ends. The Manager catches it, reports it and discards the step; the replica is still
+behind then, and heals in the next quorum.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from transfuse import transport
+from transfuse.errors import ProtocolError, TransfuseError
+from transfuse.leaves.codec import MeshDescription
+from transfuse.progress import Show
+from transfuse.renaming import MapPath
+from transfuse.report import Report
+from transfuse.routes.group import ProcessGroupLike, WorkLike
+
+try:
+    from torchft.checkpointing.transport import CheckpointTransport
+    from torchft.process_group import ProcessGroup, ProcessGroupBaby, ProcessGroupGloo, ProcessGroupWrapper
+except ImportError as error:
+    raise ImportError(
+        f"transfuse.dropin.torchft needs torchft, which cannot be imported here ({error}): "
+        "pip install 'transfuse[torchft]'"
+    ) from error
+
+__all__ = ["PGTransport"]
+
+T = TypeVar("T")
+
+#: What a source on this wire calls itself. Versions are compared in the conversation, where both ends learn of it.
+METADATA = "transfuse"
+
+
+class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
+    """Heals replicas of torchft over the process group that the Manager configures for each quorum.
+
+    Args:
+        pg: the group that the Manager gets too, one of torchft's. Ranks are replica ranks, as in the quorum.
+        timeout: how long a transfer may go without progress, for calls that do not say it. The Manager's always do.
+        device: where the backend wants its tensors (``cpu`` for gloo, an accelerator for NCCL).
+        state_dict: called at the start of a receive; the bytes then land in the tensors of the tree it returns. It has
+            to be the Manager's tree, with the user's state below ``["user"]["default"]``. Use it together with
+            ``Manager(use_async_quorum=False)``: otherwise the forward pass runs while its weights change.
+        mesh: for DTensors that arrive fresh. None: one like the source's, since replicas are laid out alike.
+
+    The other options are those of :class:`transfuse.PGTransport`.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroupLike,
+        timeout: timedelta,
+        device: torch.device | str,
+        state_dict: Callable[[], object] | None = None,
+        *,
+        same_host: bool = True,
+        verify: bool | None = None,
+        delta: bool = False,
+        cast: bool = False,
+        map_path: MapPath | None = None,
+        atomic: bool = False,
+        strict: bool = False,
+        mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None,
+        weights_only_objects: bool = False,
+        relay: bool = True,
+        max_bytes_per_second: float | None = None,
+        max_receive_bytes: int | None = None,
+        progress: bool | Show = False,
+    ) -> None:
+        self._pg = _unwrapped(pg)
+        self._timeout = timeout
+        # One for each call: the group and the timeout may be others every time.
+        self._make = partial(
+            transport.PGTransport,
+            device=torch.device(device),
+            state_dict=state_dict,
+            same_host=same_host,
+            verify=verify,
+            delta=delta,
+            cast=cast,
+            map_path=map_path,
+            atomic=atomic,
+            strict=strict,
+            mesh=_same_mesh if mesh is None else mesh,
+            weights_only_objects=weights_only_objects,
+            relay=relay,
+            max_bytes_per_second=max_bytes_per_second,
+            max_receive_bytes=max_receive_bytes,
+            progress=progress,
+        )
+        # Options that do not go together are told here, and not when somebody needs healing.
+        self._make(self._pg, timeout)
+        self._last: transport.PGTransport | None = None
+        #: Targets that a failed receive has half-written. Until one succeeds, this is no source.
+        self._torn: tuple[str, ...] = ()
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._closed = False
+
+    @property
+    def report(self) -> Report | None:
+        """What happened in the last transfer, also if it failed. None before the first."""
+        return None if self._last is None else self._last.report
+
+    def metadata(self) -> str:
+        """What the Manager tells receivers about this source: which wire it speaks."""
+        return METADATA
+
+    def send_checkpoint(
+        self, dst_ranks: Sequence[int], step: int, state_dict: T, timeout: timedelta | None = None
+    ) -> None:
+        """Send a state to these replicas. Returns when each has everything; its tensors may be changed then.
+
+        Raises :class:`SendFailed` once all are done, if some failed.
+        """
+        with self._transfer(timeout) as through:
+            through.torn = self._torn
+            through.send_checkpoint(dst_ranks, state_dict, step=step)
+
+    def disallow_checkpoint(self) -> None:
+        """Nothing to wait for: a send is over when :meth:`send_checkpoint` returns."""
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta | None = None) -> T:
+        """Receive what the replica ``src_rank`` sends for this step, in place if there is a ``state_dict``."""
+        if metadata != METADATA:
+            raise ProtocolError(
+                src_rank,
+                f"rank {src_rank} announced {metadata!r} where {METADATA!r} was due: it has another checkpoint "
+                "transport; all replicas need transfuse.dropin.torchft.PGTransport",
+            )
+        with self._transfer(timeout) as through:
+            try:
+                state = through.recv_checkpoint(src_rank, step=step)
+            except BaseException:
+                if through.report is not None:
+                    self._torn = through.report.torn or self._torn
+                raise
+            self._torn = ()
+            return cast(T, state)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Begin no more transfers. With ``wait``, return when those under way are over, one way or the other."""
+        with self._changed:
+            self._closed = True
+            if wait:
+                self._changed.wait_for(lambda: self._under_way == 0)
+
+    @contextmanager
+    def _transfer(self, timeout: timedelta | None) -> Iterator[transport.PGTransport]:
+        with self._changed:
+            if self._closed:
+                raise TransfuseError("this checkpoint transport was shut down: make a new one")
+            self._under_way += 1
+        try:
+            self._last = self._make(_configured(self._pg), self._timeout if timeout is None else timeout)
+            yield self._last
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                if self._under_way == 0 and isinstance(self._pg, _InChild):
+                    self._pg.let_go()
+                self._changed.notify_all()
+
+
+class _Held:
+    """A work of a group in a child process."""
+
+    def __init__(self, work: WorkLike) -> None:
+        self.work: WorkLike | None = work
+
+    def wait(self, timeout: timedelta) -> Any:
+        assert self.work is not None, "waited for after its transfer was over"
+        try:
+            return self.work.wait(timeout)
+        except Exception as error:
+            # Without the frames below, which hold the work.
+            raise error.with_traceback(None) from error.__cause__
+
+
+class _InChild:
+    """One of torchft's groups whose backend runs in a child process.
+
+    When a work of such a group is collected, the group tells its child so, by a number. If by then it has been
+    configured anew, the new child does not know the number, and ends over it. An error's traceback keeps works for as
+    long as somebody keeps the error: so they are let go at the end of a transfer, whoever still refers to them.
+    """
+
+    def __init__(self, pg: Any) -> None:
+        self._pg = pg
+        self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
+        return self._hold(self._pg.send(tensors, rank, tag))
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
+        return self._hold(self._pg.recv(tensors, rank, tag))
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return str(self._pg.getBackendName())
+
+    def size(self) -> int:
+        return int(self._pg.size())
+
+    def let_go(self) -> None:
+        for held in list(self._held):
+            held.work = None
+
+    def _hold(self, work: WorkLike) -> WorkLike:
+        held = _Held(work)
+        self._held.add(held)
+        return held
+
+
+def _unwrapped(pg: Any) -> ProcessGroupLike:
+    """The group that wrappers are about.
+
+    A managed group counts participants, not ranks, and waits for the quorum to do so: for ever, in the quorum's own
+    thread.
+    """
+    while isinstance(pg, ProcessGroupWrapper) and isinstance(inner := _inside(pg), ProcessGroup):
+        pg = inner
+    return _InChild(pg) if isinstance(pg, ProcessGroupBaby) else cast(ProcessGroupLike, pg)
+
+
+def _configured(pg: ProcessGroupLike) -> ProcessGroupLike:
+    """The group as it is in this quorum.
+
+    A reconfigured group stays the same object while what is in it is another, and what a lost peer has left behind on
+    the old one must not be met in the new. Groups for accelerators end waits in their own way: they stay wrapped.
+    """
+    inner = _inside(pg) if isinstance(pg, ProcessGroupWrapper) else pg
+    if inner is None or (isinstance(pg, _InChild) and pg.size() < 0):
+        raise TransfuseError("the process group is not configured: the Manager does that, or pg.configure()")
+    return cast(ProcessGroupLike, inner) if isinstance(pg, ProcessGroupGloo) else pg
+
+
+def _inside(pg: Any) -> object | None:
+    """What a wrapper wraps at the moment."""
+    with suppress(AssertionError):
+        return cast(object, pg.parent)
+    return None
+
+
+def _same_mesh(description: MeshDescription) -> DeviceMesh:
+    """The source's mesh, which in this replica group means this group's ranks. Makes no process groups."""
+    ranks = torch.tensor(description.ranks).reshape(description.shape)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    names = description.dim_names
+    return DeviceMesh(description.device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
