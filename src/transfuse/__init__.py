@@ -10,11 +10,12 @@ Modules, each importing only from those before it:
     places, matching, target           the memory it is read from, and lands in as it is
     renaming, cohorts, spots, needs    what is needed here of what the sources hold
     pieces, assembly                   a state put together from these
-    report, progress, talks            what a caller sees
+    phases, report, progress, talks    what a caller sees
     routes                             how bytes move
     accepting, agreement, ledger       which sources are of one mind, which parcels are here and who brings the others
     gathering, source, receiver        a receive from all its sources; the two ends of each conversation
     transport, dcp                     PGTransport; the same for users of torch.distributed.checkpoint
+    door, private, serving, fetching   the same for readers outside the group
 """
 
 from transfuse.errors import (
@@ -37,14 +38,16 @@ from transfuse.errors import (
     TransfuseError,
     UnsupportedLeaf,
 )
+from transfuse.fetching import Peeked, fetch, peek
 from transfuse.leaves.codec import MeshDescription
 from transfuse.partial import Partial
 from transfuse.progress import Progress
 from transfuse.renaming import Concat, MapPath, Rename, Slice, Split
 from transfuse.report import Report
+from transfuse.serving import Server, serve
 from transfuse.transport import PGTransport
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 __all__ = [
     "Concat",
@@ -55,6 +58,7 @@ __all__ = [
     "NotCovered",
     "PGTransport",
     "Partial",
+    "Peeked",
     "PeerError",
     "PeerLost",
     "PeerRefused",
@@ -65,6 +69,7 @@ __all__ = [
     "Rename",
     "Report",
     "SendFailed",
+    "Server",
     "Slice",
     "SourceMutated",
     "SourcesDiffer",
@@ -76,4 +81,7 @@ __all__ = [
     "TransfuseError",
     "UnsupportedLeaf",
     "__version__",
+    "fetch",
+    "peek",
+    "serve",
 ]

@@ -1,0 +1,122 @@
+"""Readers outside the group: a job serves its live state, and processes that are no part of it fetch it.
+
+    python examples/serve.py
+
+A trainer trains. A newcomer joins in the middle, gets the state of that moment, trains on by itself, and serves too.
+In the end a third process fetches from both at once. All agree bit for bit with a run that nobody joined.
+"""
+
+import multiprocessing
+import os
+import secrets
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import nn
+
+import transfuse
+
+TIMEOUT = timedelta(seconds=20)
+MORE_STEPS = 50
+
+
+class Trainer:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.step = 0
+        self.reports: list[transfuse.Report] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def serve(self) -> transfuse.Server:
+        return transfuse.serve(
+            self.state_dict,
+            step=lambda: self.step,
+            token=os.environ["TRANSFUSE_TOKEN"],
+            timeout=TIMEOUT,  # A reader that stalls holds training up for so long, and no longer.
+            on_report=self.reports.append,
+        )
+
+    def train(self, server: transfuse.Server, steps: int) -> None:
+        for _ in range(steps):
+            # Seeded by the step, so that every run sees the same data.
+            batch = torch.randn(32, 64, generator=torch.Generator().manual_seed(self.step))
+            loss = (self.model(batch) - batch).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            with server.mutating():  # Waits until nobody reads; readers wait until it is left.
+                self.optimizer.step()
+                self.step += 1
+
+    def join(self, address: str | list[str]) -> None:
+        state = transfuse.fetch(
+            address,
+            self.state_dict,  # Lands in the model's own tensors.
+            token=os.environ["TRANSFUSE_TOKEN"],
+            timeout=TIMEOUT,
+            on_report=self.reports.append,
+        )
+        self.optimizer.load_state_dict(state["optimizer"])  # Moments that it did not have yet arrived fresh.
+        step = self.reports[-1].step
+        assert step is not None
+        self.step = step
+
+
+def train(parent: "Connection[str, None]") -> None:
+    trainer = Trainer()
+    with trainer.serve() as server:
+        parent.send(server.address)
+        while not trainer.reports:
+            trainer.train(server, 1)
+        joined = trainer.reports[0].step
+        assert joined is not None
+        trainer.train(server, joined + MORE_STEPS - trainer.step)
+        parent.send("done")
+        parent.recv()  # Others may fetch until then.
+
+
+def join(parent: "Connection[str, None]", address: str) -> None:
+    trainer = Trainer()
+    trainer.join(address)
+    print(f"joined in the middle: {trainer.step > 0}", flush=True)
+    with trainer.serve() as server:
+        parent.send(server.address)
+        trainer.train(server, MORE_STEPS)
+        parent.send("done")
+        parent.recv()
+
+
+def main() -> None:
+    os.environ["TRANSFUSE_TOKEN"] = secrets.token_hex(32)
+    context = multiprocessing.get_context("spawn")
+    parents, processes, addresses = [], [], list[str]()
+    for work in (train, join):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=work, args=(theirs, *addresses), daemon=True))
+        processes[-1].start()
+        parents.append(ours)
+        addresses.append(ours.recv())
+
+    for parent in parents:
+        assert parent.recv() == "done"
+    reader = Trainer()
+    reader.join(addresses)  # From both at once: they are at the same step now.
+    alone = Trainer()
+    with alone.serve() as server:
+        alone.train(server, reader.step)
+    for path, tensor in alone.model.state_dict().items():
+        assert torch.equal(tensor, reader.model.state_dict()[path]), path
+    print("fetched from both: equal bit for bit to a run that nobody joined")
+
+    for parent, process in zip(parents, processes, strict=True):
+        parent.send(None)
+        process.join()
+
+
+if __name__ == "__main__":
+    main()
