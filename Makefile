@@ -6,7 +6,7 @@ RESULTS := benchmarks/results
 TODAY   := $(shell date +%Y-%m-%d)
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test check bench peers soak format clean
+.PHONY: demo test check docs bench peers soak format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,6 +25,10 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Into build/site. The variable silences an advertisement.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # What is not installed is listed as absent; `make peers` brings it.
 bench: $(STAMP)

@@ -13,7 +13,7 @@ from transfuse import chains
 @pytest.fixture(scope="session")
 def pool4() -> Iterator[ProcessPool]:
     """Four worker processes, made on first use and kept for the whole run."""
-    with ProcessPool(4) as pool:
+    with ProcessPool(4, method="forkserver") as pool:
         yield pool
 
 

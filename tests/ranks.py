@@ -36,11 +36,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
-__all__ = ["Died", "Fleet", "Outcome", "ProcessPool", "Ranks", "RemoteError", "announce"]
+__all__ = ["PRELOAD", "Died", "Fleet", "Outcome", "ProcessPool", "Ranks", "RemoteError", "announce"]
 
 T = TypeVar("T")
 
 Method = Literal["spawn", "forkserver"]
+
+#: What the fork server imports. There is one for all of a run of pytest, so all who fork from it name the same.
+PRELOAD = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "transfuse",
+]
 
 _HOST = "127.0.0.1"
 _START = timedelta(seconds=60)
@@ -282,7 +293,7 @@ class _Processes:
     def launch(self, deadline: float = 60.0) -> None:
         context = multiprocessing.get_context(self.method)
         if self.method == "forkserver":
-            context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
+            context.set_forkserver_preload(PRELOAD)
         # In this process, so that it outlives any rank.
         self._store = TCPStore(_HOST, 0, None, True, _START, wait_for_workers=False)
         self._directory = tempfile.TemporaryDirectory(prefix="ranks")
@@ -489,7 +500,7 @@ class ProcessPool(_Processes):
 class Fleet(_Processes):
     """Fresh processes for tests that kill or freeze: ``with Fleet(3) as fleet: fleet.start(fn, *args)``.
 
-    Forked from a server that has imported torch and nothing else, which takes a tenth of a second instead of two or
+    Forked from a server that has done nothing but import, which takes a tenth of a second instead of two or
     more; `method="spawn"` where it matters that the processes have nothing in common.
     """
 

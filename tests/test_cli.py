@@ -1,233 +1,91 @@
-"""The command line, as a user meets it: output and exit codes. No process is left behind, however it ends."""
+"""The command line, as a user meets it: output, exit codes and files. Demo and benchmark have tests of their own."""
 
 from __future__ import annotations
 
 import builtins
-import contextlib
 import json
 import os
-import pathlib
+import pickle
+import re
+import resource
+import shutil
 import signal
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Self
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import Shard
 from typer.testing import CliRunner
 
 import transfuse
+from commands import Running
+from shards import shard
 from transfuse import cli
-from transfuse.cli import compare, demo
+from transfuse.cli import files, flat
 from transfuse.cli.app import app
-from transfuse.cli.workers import Workers, WorkersFailed
-from transfuse.report import Report
+from transfuse.cli.errors import Failed
+from transfuse.cli.options import bytes_of
+from transfuse.limits import Limits
+from transfuse.manifest import describe
 from transfuse.testing.exact import assert_exact
 
-COMMAND = [sys.executable, "-c", "from transfuse.cli import main; main()"]
+DTYPES = tuple(flat.DTYPES.values())
 
 
-class Marked:
-    """A command whose processes, down to the last grandchild, are known by a variable in their environment."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.mark = f"MARK_OF_TEST={uuid.uuid4()}"
-        name, value = self.mark.split("=")
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            env=os.environ | {name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self.process:
-            for pid in self.alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def workers(self) -> list[int]:
-        return [pid for pid, line in self.alive().items() if "spawn_main" in line]
-
-    def alive(self) -> dict[int, str]:
-        found = {}
-        for entry in pathlib.Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-        return found
-
-    def until(self, done: Callable[[], bool], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < deadline, self.alive()
-            time.sleep(0.05)
-
-    def end(self) -> tuple[str, str, int]:
-        out, err = self.process.communicate(timeout=90)
-        # The helper that multiprocessing starts along with workers ends a moment after its owner.
-        self.until(lambda: not self.alive(), 10)
-        return out, err, self.process.returncode
+def run(*arguments: object, code: int = 0, **environ: str) -> str:
+    """What a command prints. If it fails as it should, its words on stderr, and nothing is on stdout."""
+    done = CliRunner().invoke(app, [*map(str, arguments)], env=environ)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == code, done.output
+    if code:
+        assert done.stdout == ""
+        assert "Traceback" not in done.stderr
+        return done.stderr
+    return done.stdout
 
 
-def test_demo_json() -> None:
-    with Marked("demo", "--parameters", "1", "--runs", "1", "--json") as running:
-        out, err, code = running.end()
-    assert code == 0, err
-    assert not err
-    result = json.loads(out)
-    assert result["verified"] is True
-    assert result["runs"] == 1
-    assert [move["name"] for move in result["moves"]] == list(compare.NAMES)
-    assert all(move["verified"] and len(move["seconds"]) == 1 for move in result["moves"])
-    ours, _, torchs = result["moves"]
-    assert ours["wire_bytes"] >= result["state"]["bytes"] == result["first_report"]["bytes"]
-    assert torchs["wire_bytes"] > ours["wire_bytes"], "the tied weights travel twice"
-    assert result["first_report"]["route"] == "memory"
-
-
-def test_interrupted_demo_leaves_nothing_behind() -> None:
-    with Marked("demo", "--parameters", "20", "--runs", "50") as running:
-        running.until(lambda: len(running.workers()) == 2)
-        # Workers are started deaf to interrupts, and only then does the parent listen again.
-        time.sleep(0.5)
-        running.process.send_signal(signal.SIGINT)
-        _, err, code = running.end()
-    assert code == 130
-    assert err == "transfuse demo: interrupted; both workers have ended\n"
-
-
-def test_killed_demo_leaves_nothing_behind() -> None:
-    with Marked("demo", "--parameters", "1", "--runs", "100") as running:
-        running.until(lambda: len(running.workers()) == 2)
-        running.process.kill()
-        # A worker notices once it has imported what it needs.
-        running.until(lambda: not running.workers())
-
-
-def outcome(*, wrong: tuple[str, ...] = (), seconds: tuple[float, float, float] = (1.0, 0.5, 2.0)) -> demo.Outcome:
-    facts = demo.Facts(parameters=10**8, leaves=7, bytes=1000, tied_bytes=100)
-    results = {
-        name: compare.Result(name, 1100 if name == compare.TORCH else 1000, [took])
-        for name, took in zip(compare.NAMES, seconds, strict=True)
+def job_state() -> dict[str, Any]:
+    """What a training job would save: tied weights, moments under int keys, values."""
+    weight = torch.arange(12.0).reshape(4, 3)
+    return {
+        "model": {"embed.weight": weight, "head.weight": weight, "bias": torch.ones(4, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "lr": 0.1},
+        "step": 3,
     }
-    results[compare.OURS].wrong.extend(wrong)
-    return demo.Outcome(facts, 1, Report("receive", (0,)), results)
 
 
-def run_with(monkeypatch: pytest.MonkeyPatch, result: demo.Outcome | BaseException, *arguments: str) -> Any:
-    def run(*_: object) -> demo.Outcome:
-        if isinstance(result, BaseException):
-            raise result
-        return result
-
-    monkeypatch.setattr(demo, "run", run)
-    return CliRunner().invoke(app, ["demo", *arguments])
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    torch.save(job_state(), tmp_path / "job.pt")
+    return tmp_path / "job.pt"
 
 
-def test_verdict_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = run_with(monkeypatch, outcome())
-    assert done.exit_code == 0
-    assert "transfuse was 2.00 times as fast as PyTorch's PGTransport: 1,000 ms against 2,000 ms" in done.output
-    assert "PGTransport moved the 100 B of tied weights twice." in done.output
-    slower = run_with(monkeypatch, outcome(seconds=(3.0, 2.0, 2.0)))
-    assert "transfuse took 1.50 times as long as PyTorch's PGTransport" in slower.output
-    no_bytes_counted = outcome()
-    no_bytes_counted.results[compare.TORCH].wire_bytes = 1000
-    assert "tied weights" not in run_with(monkeypatch, no_bytes_counted).output
+@contextmanager
+def serving(state: object, **options: Any) -> Iterator[str]:
+    with transfuse.serve(state, **options) as server:
+        yield server.address
 
 
-@pytest.mark.parametrize("arguments", [(), ("--json",)])
-def test_failed_verification_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
-    done = run_with(monkeypatch, outcome(wrong=("transfuse: ['w']: values differ",)), *arguments)
-    assert done.exit_code == 1
-    assert "verification failed, 1 difference(s):\n  transfuse: ['w']: values differ" in done.stderr
-    assert "times as" not in done.output
-
-
-def test_failed_workers_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = run_with(monkeypatch, WorkersFailed({1: "failed: OSError: no"}))
-    assert (done.exit_code, done.stderr) == (1, "transfuse demo: worker 1 failed: OSError: no\n")
-
-
-def test_too_little_memory_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pathlib.Path, "read_text", lambda _: "MemTotal: 9 kB\nMemAvailable: 1048576 kB\n")
-    done = run_with(monkeypatch, outcome())
-    assert done.exit_code == 1
-    assert "100 million parameters need about 4.4 GiB of memory, 1.0 GiB are available" in done.stderr
-
-
-def test_state_is_realistic_and_reproducible() -> None:
-    state, again, zeros = (demo.make_state(1_000_000, seed) for seed in (1, 1, None))
-    assert_exact(state, again)
-    model, optimizer = state["model"], state["optimizer"]
-    assert model["head.weight"].data_ptr() == model["tokens.weight"].data_ptr()
-    assert set(optimizer["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
-    assert len(optimizer["state"]) == len(model) - 1
-    facts = demo.facts_of(state)
-    assert facts.bytes > 12 * facts.parameters
-    assert not any(t.any() for t in zeros["model"].values())
-    # What the demo claims to find, it finds.
-    for damaged in (model["head.weight"], optimizer["state"][3]["exp_avg_sq"]):
-        before = damaged.view(torch.int32)[0].clone()
-        damaged.view(torch.int32)[0] ^= 1
-        assert compare._wrong(again, state, state)
-        damaged.view(torch.int32)[0] = before
-    assert not compare._wrong(again, state, state)
-    assert compare._wrong(again, state, zeros) == [
-        f"{4 * len(optimizer['state']) * 2 + 2} tensors did not land in the target's own memory"
-    ]
-
-
-def test_a_warm_up_does_not_count() -> None:
-    warm = compare.Move("a", True, 9.0, 10, [], None)
-    result = compare.summarize([warm, replace(warm, warm_up=False, seconds=1.0, wire_bytes=0)])["a"]
-    assert (result.seconds, result.wire_bytes, result.verified) == ([1.0], 10, True)
-    # But what it got wrong does.
-    assert not compare.summarize([replace(warm, wrong=["x"]), replace(warm, warm_up=False)])["a"].verified
-
-
-def one_raises_and_one_dies(say: Callable[[object], None]) -> None:
-    say(dist.get_rank())
-    # Everybody is connected.
-    dist.barrier()
-    if dist.get_rank() == 1:
-        raise LookupError("on purpose")
-    if dist.get_rank() == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def test_workers_that_fail() -> None:
-    with Workers(3, one_raises_and_one_dies) as workers, pytest.raises(WorkersFailed) as caught:
-        for _ in workers:
-            pass
-    causes = caught.value.causes
-    assert (causes[1], causes[2]) == ("failed: LookupError: on purpose", "died: signal SIGKILL")
-    assert any("in one_raises_and_one_dies" in note for note in caught.value.__notes__)
+# --------------------------------------------------------------------------------------------------- the command itself
 
 
 def test_help_and_version() -> None:
-    version = CliRunner().invoke(app, ["--version"])
-    assert (version.exit_code, version.output) == (0, f"transfuse {transfuse.__version__}\n")
-    top = CliRunner().invoke(app, ["--help"])
-    assert top.exit_code == 0
-    assert "demo" in top.output
-    usage = CliRunner().invoke(app, ["demo", "--help"])
-    assert usage.exit_code == 0
-    assert all(option in usage.output for option in ("--parameters", "--runs", "--json"))
-    assert CliRunner().invoke(app, ["demo", "--runs", "0"]).exit_code == 2
+    assert run("--version") == f"transfuse {transfuse.__version__}\n"
+    top = run("--help", COLUMNS="200", TERM="dumb")
+    commands = ("demo", "inspect", "serve", "fetch", "doctor", "bench")
+    assert all(command in top for command in commands)
+    assert all(f"{code} " in top for code in (0, 1, 2, 130, 141))
+    for command in commands:
+        assert "--help" in run(command, "--help", COLUMNS="200", TERM="dumb")
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,3 +101,455 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         cli.main()
     assert ended.value.code == 2
     assert "pip install 'transfuse[cli]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect",),
+        ("inspect", "x", "--depth", "0"),
+        ("fetch", "127.0.0.1:1"),
+        ("fetch", "nowhere", "--out", "x.pt"),
+        ("fetch", "127.0.0.1:1", "127.0.0.1:1", "--out", "x.pt"),
+        ("fetch", "127.0.0.1:1", "--out", "x.pt", "--max-size", "much"),
+        ("serve", "x.pt", "--max-rate", "-1"),
+        ("serve", "x.pt", "--port", "65536"),
+        ("nonsense",),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+    run(*arguments, code=2)
+
+
+def test_tracebacks_are_for_who_asks_for_them() -> None:
+    with pytest.raises(transfuse.PeerLost):
+        run("--debug", "inspect", "127.0.0.1:1")
+    with pytest.raises(transfuse.PeerLost):
+        run("inspect", "127.0.0.1:1", TRANSFUSE_DEBUG="1")
+    said = run("inspect", "127.0.0.1:1", code=1)
+    assert said.startswith("transfuse inspect: 127.0.0.1:1 cannot be reached")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("inspect", "x"), ("serve", "x"), ("fetch", "127.0.0.1:1", "--out", "x")])
+def test_a_wrong_setting_is_one_line(command: tuple[str, ...]) -> None:
+    said = run(*command, code=1, TRANSFUSE_CHUNK_BYTES="many")
+    expected = "TRANSFUSE_CHUNK_BYTES must be a whole number, got 'many' (in the environment)"
+    assert said == f"transfuse {command[0]}: {expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("4096", 4096), ("100MiB", 100 << 20), ("2.5GB", 2_500_000_000), ("1 kib/s", 1024)]
+)
+def test_sizes(text: str, count: int) -> None:
+    assert bytes_of(text) == count
+
+
+def test_a_closed_pipe_is_silent(tmp_path: Path) -> None:
+    torch.save({f"leaf {i}": i for i in range(20_000)}, tmp_path / "long.pt")
+    with Running("inspect", str(tmp_path / "long.pt")) as running:
+        assert running.line().endswith("(torch.save)")
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+        assert running.process.stderr is not None
+        assert running.process.stderr.read() == ""
+        assert running.process.wait(30) == 141
+
+
+# ------------------------------------------------------------------------------------------------------------- inspect
+
+
+def test_inspect_table(job: Path) -> None:
+    assert run("inspect", job) == (
+        f"{job} (torch.save)\n"
+        "\n"
+        "leaf                    kind    dtype     shape or value  size  shares\n"
+        "model.embed.weight      tensor  float32   4×3             48 B  #1\n"
+        "model.head.weight       tensor  float32   4×3             48 B  #1\n"
+        "model.bias              tensor  bfloat16  4                8 B\n"
+        "optimizer.state.0.step  tensor  float32   scalar           4 B\n"
+        "optimizer.lr            value   float     0.1\n"
+        "step                    value   int       3\n"
+        "6 leaves, 4 of them tensors: 108 B, each byte counted once 60 B\n"
+    )
+
+
+def test_inspect_less(job: Path) -> None:
+    folded = run("inspect", job, "--depth", "1").splitlines()[3:]
+    assert [line.split()[:2] for line in folded[:2]] == [["model.…", "3"], ["optimizer.…", "2"]]
+    chosen = run("inspect", job, "--filter", "model.*.weight").splitlines()
+    assert len(chosen) == 3 + 2 + 2
+    assert chosen[-2] == "model.*.weight: 2 of 6 leaves, 96 B"
+
+
+def test_inspect_json(job: Path) -> None:
+    found = json.loads(run("inspect", job, "--json"))
+    assert found["kind"] == "torch.save"
+    assert found["totals"] == {"leaves": 6, "tensors": 4, "bytes": 108, "bytes_once": 60}
+    assert found["leaves"][0] | {"device": "cpu"} == {
+        "path": "['model']['embed.weight']",
+        "name": "model.embed.weight",
+        "kind": "tensor",
+        "dtype": "float32",
+        "shape": [4, 3],
+        "nbytes": 48,
+        "role": "",
+        "requires_grad": False,
+        "device": "cpu",
+        "value": None,
+        "shares": [1],
+        "sharding": None,
+    }
+    assert len(json.loads(run("inspect", job, "--json", "--filter", "step"))["leaves"]) == 1
+
+
+def test_inspect_reads_only_the_header_of_safetensors(tmp_path: Path) -> None:
+    """A file of 256 GiB, of which only the header was ever written."""
+    size = 256 << 30
+    entry = {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}
+    header = json.dumps({"__metadata__": {"format": "pt", "\x1b[2J": "x"}, "layer.weight": entry}).encode()
+    path = tmp_path / "huge.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(path, 8 + len(header) + size)
+    said = run("inspect", path)
+    assert "layer.weight  tensor  bfloat16  137438953472    256.0 GiB" in said
+    assert r"  \x1b[2J: x" in said
+    assert json.loads(run("inspect", path, "--json"))["totals"]["bytes"] == size
+
+
+def test_inspect_a_server() -> None:
+    whole = torch.arange(40.0).reshape(10, 4)
+    state = {"w": shard(whole, [0, 1], 1, Shard(0)), "n": nn.Parameter(torch.zeros(2))}
+    with serving(state, step=41) as address:
+        said = run("inspect", address)
+        found = json.loads(run("inspect", address, "--json"))
+    assert said.startswith(f"{address} (server, step 41)\n")
+    assert re.search(r"^w +DTensor +float32 +10×4 +80 B +Shard\(0\) on 2: \[5:10, 0:4\]$", said, re.M)
+    assert re.search(r"^n +parameter +float32 +2 +8 B$", said, re.M)
+    assert (found["step"], found["totals"]["bytes"]) == (41, 88)
+
+
+def test_older_files_of_torch_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.bin"
+    torch.save(job_state(), path, _use_new_zipfile_serialization=False)
+    assert "6 leaves" in run("inspect", path)
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["PLACE_OF_HARM"],)
+
+
+def test_code_in_a_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harm = tmp_path / "harm"
+    monkeypatch.setenv("PLACE_OF_HARM", str(harm))
+    path = tmp_path / "harmful.pt"
+    torch.save({"x": Harmful()}, path)
+    for command in ("inspect", "serve"):
+        said = run(command, path, code=1)
+        assert "posix.mkdir" in said
+        assert "there is no option for it" in said
+    assert not harm.exists()
+    # The file is as bad as it looks.
+    torch.load(path, weights_only=False)
+    assert harm.exists()
+
+
+def _truncated(path: Path) -> None:
+    torch.save(job_state(), path)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _short_header(path: Path) -> None:
+    path.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+
+
+def _pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"a": 1}, protocol=2))
+
+
+@pytest.mark.parametrize("make", [_truncated, _short_header, _pickle, Path.touch, Path.mkdir, lambda path: None])
+def test_files_that_are_not_what_they_seem(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "file.pt"
+    make(path)
+    for command in ("inspect", "serve"):
+        said = run(command, path, code=1)
+        assert said.startswith(f"transfuse {command}: {path}")
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def numbers(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.arange(count, dtype=torch.int64).mul(37).to(torch.uint8)
+    # A bool is 0 or 1.
+    return (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(shape)
+
+
+def nested(dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "z.first": numbers(dtype, 3, 5),
+        "model": {"layer.0": {"weight": numbers(dtype, 4), "scalar": numbers(dtype)}, "empty": numbers(dtype, 0, 2)},
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_safetensors_keep_bits_and_tree(dtype: torch.dtype, tmp_path: Path) -> None:
+    path, state = tmp_path / "x.safetensors", nested(dtype)
+    assert flat.misfits(describe(state, Limits()).manifest) == []
+    files.save(state, path, files.Format.SAFETENSORS, overwrite=False)
+    assert_exact(state, files.load(path))
+    # Others see the names that they are used to.
+    assert set(load_file(path)) == {"z.first", "model.layer.0.weight", "model.layer.0.scalar", "model.empty"}
+    contents, metadata = files.contents_of(path)
+    assert metadata["format"] == "pt"
+    shown = {row.name: (row.dtype, row.shape, row.nbytes) for row in contents.rows}
+    assert shown["z.first"] == (str(dtype).removeprefix("torch."), (3, 5), 15 * dtype.itemsize)
+    assert contents.rows[1].path == "['model']['layer.0']['weight']"
+
+
+def test_every_dtype_that_safetensors_reads_is_known(tmp_path: Path) -> None:
+    """Of torch's dtypes with an even number of items in a byte: all that survive a file, and no other."""
+    whole = {getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+    survivors = set()
+    for dtype in whole - {torch.float4_e2m1fn_x2}:
+        if "quint" in str(dtype) or "qint" in str(dtype):
+            continue
+        try:
+            save_file({"x": torch.zeros(16, dtype=torch.uint8).view(dtype)}, tmp_path / "x")
+            survivors |= {dtype} if load_file(tmp_path / "x")["x"].dtype is dtype else set()
+        except (KeyError, RuntimeError, TypeError):
+            continue
+    assert survivors == set(DTYPES)
+
+
+def test_strides_and_roles_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    path, halves, comb = tmp_path / "x.safetensors", torch.arange(8.0), torch.arange(8.0)
+    # Two of these share a storage, and two are even interleaved; but no byte is shown twice.
+    state = OrderedDict(
+        t=nn.Parameter(torch.arange(12.0).reshape(3, 4).T), a=halves[:4], b=halves[4:], even=comb[::2], odd=comb[1::2]
+    )
+    assert flat.misfits(describe(state, Limits()).manifest) == []
+    files.save(state, path, files.Format.SAFETENSORS, overwrite=False)
+    got = files.load(path)
+    assert list(got) == list(state)
+    assert all(torch.equal(got[name], state[name]) for name in got)
+
+
+_tied = torch.zeros(2)
+_NOT_FLAT: dict[str, tuple[Any, str]] = {
+    "list": ([torch.zeros(1)], "the state is no dict"),
+    "inner list": ({"a": [torch.zeros(1)]}, "['a'] is a list, not a dict"),
+    "int key": ({0: torch.zeros(1)}, "[0] has a key that is no str"),
+    "surrogate": ({"\udc80": torch.zeros(1)}, "has a key that UTF-8 cannot write"),
+    "value": ({"a": torch.zeros(1), "step": 3}, "['step'] is a value, not a plain tensor"),
+    "sparse": ({"a": torch.eye(2).to_sparse()}, "['a'] is a coo, not a plain tensor"),
+    "dtype": ({"a": torch.zeros(2, dtype=torch.complex128)}, "['a'] is complex128, which the format does not have"),
+    "conjugate": ({"a": torch.zeros(2, dtype=torch.complex64).conj()}, "['a'] is a conjugate or negative view"),
+    "tied": ({"a": _tied, "b": _tied}, "['a'] and ['b'] share memory"),
+    "overlap": ({"a": _tied, "b": _tied[1:]}, "['a'] and ['b'] share memory"),
+    "names": ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, "two tensors would both be called a.b"),
+    "empty": ({"a": torch.zeros(1), "b": {}}, "['b'] is an empty dict"),
+    "reserved": ({"__metadata__": torch.zeros(1)}, "called __metadata__"),
+}
+
+
+@pytest.mark.parametrize("name", _NOT_FLAT)
+def test_what_safetensors_cannot_hold_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    state, reason = _NOT_FLAT[name]
+    with serving(state) as address:
+        said = run("fetch", address, "--out", tmp_path / "x.safetensors", code=1)
+        assert reason in said
+        assert said.endswith("Use --out x.pt\n")
+        assert list(tmp_path.iterdir()) == []
+        # What it is advised to do works.
+        run("fetch", address, "--out", tmp_path / "x.pt")
+    assert_exact(state, files.load(tmp_path / "x.pt"))
+
+
+def test_metadata_that_others_have_left_behind_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for keys in ('[["a"], ["b"]]', '[["a", "b"], ["a"]]', '[["a"], ["a"]]', "[[]]", "nonsense", '[["a", 1]]'):
+        save_file({"a": torch.zeros(1), "a.b": torch.ones(1)}, path, metadata={flat.KEYS: keys})
+        assert list(files.load(path)) == ["a", "a.b"]
+        assert "2 leaves" in run("inspect", path)
+
+
+# --------------------------------------------------------------------------------------------------- serve and fetch
+
+
+def test_fetch_keeps_everything_in_a_pt_file(tmp_path: Path) -> None:
+    state, path = job_state(), tmp_path / "got.pt"
+    with serving(state, step=3) as address:
+        said = run("fetch", address, "--out", path, "--step", "3")
+        assert re.search(r"^fetched 6 leaves, 60 B by (memory|group) in ", said)
+        assert f"wrote {path} (torch.save, " in said
+        assert "the source sends step 3" in run("fetch", address, "--out", tmp_path / "b.pt", "--step", "4", code=1)
+    assert_exact(state, torch.load(path, weights_only=True))
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize("route", ["memory", "group"])
+def test_fetch_json_and_routes(route: str, tmp_path: Path) -> None:
+    state = nested(torch.bfloat16)
+    option = "--no-same-host" if route == "group" else "--same-host"
+    with serving(state) as address:
+        done = json.loads(run("fetch", address, "--out", tmp_path / "got", "--json", option))
+    assert (done["format"], done["report"]["route"]) == ("safetensors", route)
+    assert Path(done["file"]) == tmp_path / "got.safetensors"
+    assert (tmp_path / "got.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask()
+    assert_exact(state, files.load(tmp_path / "got.safetensors"))
+
+
+def test_without_a_known_end_one_is_chosen(tmp_path: Path) -> None:
+    with serving({"a": torch.zeros(1), "step": 3}) as address:
+        assert f"wrote {tmp_path / 'v1.2.pt'} (torch.save, " in run("fetch", address, "--out", tmp_path / "v1.2")
+
+
+def test_shards_of_several_servers_become_one_file(tmp_path: Path) -> None:
+    whole = torch.arange(42.0).reshape(7, 6)
+    servers = [
+        transfuse.serve({"m": {"w": shard(whole, [[0, 1], [2, 3]], rank, Shard(1), Shard(0)), "b": torch.ones(2)}})
+        for rank in range(4)
+    ]
+    try:
+        addresses = [server.address for server in servers]
+        said = run("fetch", addresses[0], "--out", tmp_path / "x.pt", code=1)
+        assert "nobody holds" in said
+        run("fetch", *addresses, "--out", tmp_path / "x.safetensors")
+    finally:
+        for server in servers:
+            server.close()
+    assert_exact({"m": {"w": whole, "b": torch.ones(2)}}, files.load(tmp_path / "x.safetensors"))
+
+
+def test_an_existing_file_stays_unless_told_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    path.write_text("precious")
+    # Known before anybody is asked.
+    assert f"{path} exists; --overwrite replaces it" in run("fetch", "127.0.0.1:1", "--out", path, code=1)
+    with serving(job_state()) as address:
+        assert "no directory" in run("fetch", address, "--out", tmp_path / "no" / "x.pt", code=1)
+        assert path.read_text() == "precious"
+        run("fetch", address, "--out", path, "--overwrite")
+    assert_exact(job_state(), files.load(path))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.pt"]
+
+
+@contextmanager
+def files_end_at(nbytes: int) -> Iterator[None]:
+    """As on a full disk: nothing can be written beyond here."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("end", [".pt", ".safetensors"])
+@pytest.mark.parametrize("old", [None, "precious"])
+def test_a_full_disk_leaves_nothing_half(end: str, old: str | None, tmp_path: Path) -> None:
+    path = tmp_path / f"x{end}"
+    if old is not None:
+        path.write_text(old)
+    with serving({"a": torch.ones(1 << 20)}) as address, files_end_at(1 << 20):
+        said = run("fetch", address, "--out", path, "--overwrite", code=1)
+    assert f"{path} cannot be written" in said
+    assert "File too large" in said
+    assert [entry.name for entry in tmp_path.iterdir()] == ([path.name] if old else [])
+    assert old is None or path.read_text() == old
+
+
+def test_too_little_room_is_known_before_anything_moves(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    files.check_room(tmp_path / "x.pt", 1)
+    with pytest.raises(Failed, match="left, the state is"):
+        files.check_room(tmp_path / "x.pt", 2 * free + 1)
+
+
+def test_a_state_too_large_is_refused(tmp_path: Path) -> None:
+    with serving({"a": torch.zeros(1000)}) as address:
+        said = run("fetch", address, "--out", tmp_path / "x.pt", "--max-size", "1KiB", code=1)
+    assert "4000" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tokens(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("long and random\n")
+    with serving(job_state(), token="long and random") as address:
+        assert "another token" in run("inspect", address, code=1)
+        assert "another token" in run("fetch", address, "--out", tmp_path / "x.pt", code=1, TRANSFUSE_TOKEN="wrong")
+        assert "6 leaves" in run("inspect", address, TRANSFUSE_TOKEN="long and random")
+        # The file counts before the environment.
+        run("fetch", address, "--out", tmp_path / "x.pt", "--token-file", secret, TRANSFUSE_TOKEN="wrong")
+        assert str(tmp_path / "none") in run("inspect", address, "--token-file", tmp_path / "none", code=1)
+        secret.write_text("\n")
+        assert "empty" in run("inspect", address, "--token-file", secret, code=2)
+
+
+def test_serve_once_with_a_token(job: Path, tmp_path: Path) -> None:
+    with Running("serve", str(job), "--once", "--step", "3", environ={"TRANSFUSE_TOKEN": "secret"}) as running:
+        address = running.line()
+        assert "secret" not in "".join(running.alive().values())
+        # Who only looks is no reader yet, nor is who is turned away.
+        assert "step 3" in run("inspect", address, TRANSFUSE_TOKEN="secret")
+        run("inspect", address, code=1)
+        run("fetch", address, "--out", tmp_path / "x.pt", TRANSFUSE_TOKEN="secret")
+        out, err, code = running.end()
+    assert code == 0
+    assert out.splitlines()[:2] == ["sent the description"] * 2
+    assert re.fullmatch(r"sent 60 B by (memory|group) in \S+ s \(.+/s\)", out.splitlines()[2])
+    assert f"{job}: 6 leaves, 60 B" in err
+    assert "does not know the token" in err
+    assert_exact(job_state(), files.load(tmp_path / "x.pt"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_ends_cleanly(number: signal.Signals, tmp_path: Path) -> None:
+    save_file({"a": torch.arange(3.0)}, tmp_path / "a.safetensors")
+    with Running("serve", str(tmp_path / "a.safetensors"), "--json", "--max-rate", "1MiB") as running:
+        first = json.loads(running.line())
+        assert (first["leaves"], first["bytes"]) == (1, 12)
+        run("fetch", first["address"], "--out", tmp_path / "b.safetensors")
+        reports = [json.loads(running.line()) for _ in range(2)]
+        assert [report["bytes"] for report in reports] == [0, 12]
+        running.process.send_signal(number)
+        _, err, code = running.end()
+    assert (code, err) == (0, "transfuse serve: ending\n")
+
+
+def test_serve_refuses_what_cannot_be_served(tmp_path: Path) -> None:
+    torch.save({"step": 3}, tmp_path / "x.pt")
+    assert "holds no tensors" in run("serve", tmp_path / "x.pt", code=1)
+    torch.save({"a": torch.zeros(1)}, tmp_path / "y.pt")
+    assert "192.0.2.77" in run("serve", tmp_path / "y.pt", "--host", "192.0.2.77", code=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_fetch_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    asked = threading.Semaphore(0)
+
+    def state() -> dict[str, Any]:
+        asked.release()
+        return {"a": torch.zeros(64 << 20, dtype=torch.uint8)}
+
+    # At a mebibyte a second there is a minute to interrupt it in.
+    with transfuse.serve(state, max_bytes_per_second=1 << 20) as server:
+        with Running("fetch", server.address, "--out", str(tmp_path / "x.pt")) as running:
+            # First it only looks.
+            assert asked.acquire(timeout=60)
+            assert asked.acquire(timeout=60)
+            running.process.send_signal(number)
+            out, err, code = running.end()
+        assert (code, out, err) == (130, "", "transfuse fetch: interrupted\n")
+        assert list(tmp_path.iterdir()) == []
+        server.close(cancel=True)

@@ -1,32 +1,82 @@
-"""What docs/resharding.md says is so: its code is that of the examples, and its rules, errors and refusals are real."""
+"""Every code block of README and docs is run by some test, every command exists, and every link leads somewhere.
+
+- python: cut out of an example as it stands there, and every example is run by a test; or a file that the reader makes,
+  and that is run here; or a whole program that is listed in `RUN_ELSEWHERE`.
+- sh and console: make targets, examples, commands of `transfuse` with their options, extras and modules that exist.
+- text, json, toml: what is shown, parsed where it can be.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import json
 import pathlib
 import re
+import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
-from typing import Any
+import tomllib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+import typer
 
+import stem
 import transfuse
-from ranks import Ranks
-from transfuse import renaming
-from transfuse.renaming import link
+from test_examples import ALONE, ELSEWHERE, EXAMPLES, RANKS
+from transfuse.cli.app import app
 
 ROOT = pathlib.Path(__file__).parent.parent
-GUIDE = (ROOT / "docs" / "resharding.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
-CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=20)
-WHOLE = torch.arange(35.0).reshape(7, 5)
+#: Whole programs in a page, and the test that executes them from there.
+RUN_ELSEWHERE = {"docs/dcp.md": "test_dcp.py", "docs/cli.md": "test_cli_docs.py"}
+
+#: Words that begin a command which is what it says on any machine.
+ANYWHERE = {"cd", "export", "git"}
 
 
-# ---------------------------------------------------------------------------------------- code and rules
+class Block(NamedTuple):
+    page: str
+    line: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line} {self.kind}"
+
+
+def blocks(path: pathlib.Path) -> Iterator[Block]:
+    """Fenced blocks. Indented ones are of no kind."""
+    page, opened, before = str(path.relative_to(ROOT)), None, ""
+    kept: list[str] = []
+    listed = False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            if opened is None:
+                opened = number, line.strip()[3:]
+                kept = []
+            else:
+                yield Block(page, opened[0], opened[1], textwrap.dedent("\n".join(kept)))
+                opened = None
+        elif opened is not None:
+            kept.append(line)
+        elif line.startswith("    ") and not before and not listed:
+            yield Block(page, number, "", line.strip())
+        elif line.strip():
+            # What is indented below an item of a list belongs to it.
+            listed = bool(re.match(r"\s*([-*]|\d+\.) ", line)) or (listed and line.startswith(" "))
+        before = line.strip()
+    assert opened is None, f"{page}: a block without an end"
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def of_kind(*kinds: str) -> list[Block]:
+    return [block for block in BLOCKS if block.kind in kinds]
 
 
 def excerpts(path: pathlib.Path, length: int) -> Iterator[str]:
@@ -35,179 +85,222 @@ def excerpts(path: pathlib.Path, length: int) -> Iterator[str]:
         yield textwrap.dedent("\n".join(lines[start : start + length]))
 
 
-def test_code_is_from_the_examples() -> None:
-    blocks = [match.rstrip("\n") for match in re.findall(r"```python\n(.*?)```", GUIDE, re.S)]
-    assert len(blocks) >= 4
-    for block in blocks:
-        length = block.count("\n") + 1
-        found = [path for path in (ROOT / "examples").glob("*.py") if block in excerpts(path, length)]
-        assert found, f"in no example:\n{block}"
+def file_name(block: Block) -> str | None:
+    """A block that begins with `# name.py` is a file that the reader makes."""
+    found = re.match(r"# (\w+\.py)\n", block.text)
+    return found[1] if found else None
 
 
-def test_rules_do_what_the_table_says() -> None:
-    rows = re.findall(r"^\| `(.+?)` \| (`.+?) \| (`.+?) \|$", GUIDE, re.M)
-    assert len(rows) >= 8
-    for text, *sides in rows:
-        rule = eval(text, {name: getattr(transfuse, name) for name in ("Concat", "Rename", "Slice", "Split")})
-        source, target = (
-            {name: eval(shape) for name, shape in re.findall(r"`(\S+?)` (\(.*?\))", side)} for side in sides
-        )
-        assert source, text
-        assert target, text
-        rules = [rule] if isinstance(rule, renaming.Rule) else rule
-        linked = link(rules, list(source), list(source.values()), list(target), list(target.values()))
-        assert linked.problems == [], text
-        assert linked.untouched == [], text
+def files(page: str) -> Iterator[tuple[str, str]]:
+    """The files of a page, if one of them is run there."""
+    found = {file_name(block): block.text for block in of_kind("python") if block.page == page}
+    if any(name in found for name, _ in runs(page)):
+        yield from ((name, text) for name, text in found.items() if name is not None)
 
 
-# ------------------------------------------------------------------------------------ what is said to be
+def runs(page: str) -> Iterator[tuple[str, int]]:
+    """Programs that a page runs by torchrun, and on how many ranks."""
+    for block in of_kind("sh", "console"):
+        for words in commands(block) if block.page == page else ():
+            if words[0] == "torchrun" and (ranks := _ranks(words)):
+                yield words[-1], ranks
 
 
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    with Ranks(3) as started:
-        yield started
+def _ranks(words: list[str]) -> int | None:
+    found = re.search(r"--nproc[-_]per[-_]node[= ](\d+)", " ".join(words))
+    return int(found[1]) if found else None
 
 
-def over_two(rank: int, placement: Any, local: torch.Tensor) -> DTensor:
-    """A part of WHOLE on a mesh of ranks 0 and 1."""
-    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=rank)
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=WHOLE.shape, stride=WHOLE.stride())
+# ------------------------------------------------------------------------------------------------------ code
 
 
-def rows(rank: int) -> DTensor:
-    return over_two(rank, Shard(0), WHOLE[:4] if rank == 0 else WHOLE[4:])
+def test_every_block_has_a_kind() -> None:
+    known = {"python", "sh", "console", "text", "json", "toml"}
+    assert [str(block) for block in BLOCKS if block.kind not in known] == []
+    # Something is seen at all.
+    assert len(of_kind("python")) > 20
+    assert len(of_kind("sh", "console")) > 5
 
 
-def receive(
-    ranks: Ranks,
-    sources: Sequence[object],
-    target: object,
-    asked: Sequence[int] = (0, 1),
-    steps: Sequence[int | None] = (None, None),
-    **options: Any,
-) -> transfuse.Report:
-    """Receive on rank 2 from those of ranks 0 and 1 that are asked."""
-
-    def work(rank: int, pg: Any) -> Any:
-        if rank < 2:
-            if rank in asked:
-                transfuse.PGTransport(pg, TIMEOUT, CPU).send_checkpoint([2], sources[rank], step=steps[rank])
-            return None
-        taker = transfuse.PGTransport(pg, TIMEOUT, CPU, lambda: target, **options)
-        taker.recv_checkpoint(asked)
-        return taker.report
-
-    outcome = ranks.outcomes(work)[2]
-    report = outcome.get()
-    assert isinstance(report, transfuse.Report)
-    return report
+@pytest.mark.parametrize("block", of_kind("python"), ids=str)
+def test_python(block: Block) -> None:
+    if (test := RUN_ELSEWHERE.get(block.page)) is not None:
+        assert pathlib.Path(block.page).name in (ROOT / "tests" / test).read_text()
+        return
+    if (name := file_name(block)) is not None:
+        assert name in dict(files(block.page)), block.page
+        return
+    length = block.text.count("\n") + 1
+    found = [path for path in EXAMPLES.glob("*.py") if block.text in excerpts(path, length)]
+    assert found, f"in no example:\n{block.text}"
 
 
-def said(error: pytest.ExceptionInfo[BaseException]) -> None:
-    """The guide has the row, and every quoted sentence of it is in the message."""
-    name = type(error.value).__name__
-    quotes = re.findall(rf"^\| `{name}`: “(.+?)”", GUIDE, re.M)
-    assert quotes, name
-    words = [[part.strip() for part in quote.split("…")] for quote in quotes]
-    assert any(all(part in str(error.value) for part in parts) for parts in words), str(error.value)
+@pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if file_name(block) is not None}))
+def test_files_that_the_reader_makes(page: str, tmp_path: pathlib.Path) -> None:
+    """Pasted and run as the page says."""
+    made = dict(files(page))
+    for name, text in made.items():
+        (tmp_path / name).write_text(text + "\n")
+    for name, ranks in runs(page):
+        if name in made:
+            ended = stem.run(tmp_path / name, ranks)
+            assert all(rank.code == 0 for rank in ended), "\n".join(map(str, ended))
+            assert any(rank.out for rank in ended), "it says nothing"
 
 
-def test_shards_become_whole_and_whole_becomes_shards(ranks: Ranks) -> None:
-    target = torch.zeros(7, 5)
-    report = receive(ranks, [{"w": rows(0)}, {"w": rows(1)}], {"w": target})
-    assert torch.equal(target, WHOLE)
-    assert report.by_source == {0: 80, 1: 60}
+def test_every_example_is_run() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        if path.stem in {check.__name__ for check in (*RANKS, *ALONE)}:
+            continue
+        test = ROOT / "tests" / ELSEWHERE[path.stem]
+        assert f'"{path.name}"' in test.read_text(), f"{test.name} does not run {path.name}"
 
 
-def test_only_what_is_needed_moves(ranks: Ranks) -> None:
-    """A rank that wants the last three rows gets these, from who has them."""
-    target = torch.zeros(3, 5)
-    shard = over_two(1, Shard(0), target)
-    report = receive(ranks, [{"w": WHOLE}, {"w": WHOLE}], {"w": shard})
-    assert torch.equal(target, WHOLE[4:])
-    assert report.bytes == 60
+def test_data() -> None:
+    for block in of_kind("json"):
+        json.loads(block.text)
+    for block in of_kind("toml"):
+        tomllib.loads(block.text)
 
 
-def test_fresh_dtensors_without_a_mesh_are_whole(ranks: Ranks) -> None:
-    def work(rank: int, pg: Any) -> Any:
-        if rank < 2:
-            return transfuse.PGTransport(pg, TIMEOUT, CPU).send_checkpoint([2], {"w": rows(rank)})
-        return transfuse.PGTransport(pg, TIMEOUT, CPU).recv_checkpoint([0, 1])
-
-    fresh = ranks.run(work)[2]["w"]
-    assert fresh.placements == (Shard(0),)
-    assert torch.equal(fresh.to_local(), WHOLE)
+# -------------------------------------------------------------------------------------------------- commands
 
 
-def test_casts(ranks: Ranks) -> None:
-    target = torch.zeros(7, 5, dtype=torch.bfloat16)
-    report = receive(ranks, [{"w": rows(0)}, {"w": rows(1)}], {"w": target}, cast=True)
-    assert torch.equal(target, WHOLE.to(torch.bfloat16))
-    assert report.bytes == 70
-    with pytest.raises(transfuse.TargetMismatch, match="cast=True converts") as error:
-        receive(ranks, [{"w": rows(0)}, {"w": rows(1)}], {"w": target})
-    said(error)
-    with pytest.raises(transfuse.TargetMismatch, match="only floating types are converted"):
-        receive(ranks, [{"w": WHOLE}] * 2, {"w": torch.zeros(7, 5, dtype=torch.int32)}, cast=True)
+def commands(block: Block) -> Iterator[list[str]]:
+    text = block.text.replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.strip()]
+    if block.kind == "console":
+        lines = [line[2:] for line in lines if line.startswith("$ ")]
+        assert lines, "a console without a line that begins with $"
+    for line in lines:
+        tokens = shlex.split(line, comments=True)
+        for separator, part in itertools.groupby(tokens, lambda token: token in {"&&", "|", ";"}):
+            words = [] if separator else list(part)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words.pop(0)
+            if words and words[-1] == "&":
+                words.pop()
+            if words:
+                yield words
 
 
-def test_delta_keeps_what_the_source_converts_and_not_what_the_receiver_does(ranks: Ranks) -> None:
-    narrow, wide = WHOLE.to(torch.bfloat16), WHOLE.to(torch.float64)
-    report = receive(ranks, [{"w": WHOLE}] * 2, {"w": narrow}, cast=True, delta=True)
-    assert (report.bytes, report.kept_bytes) == (0, 70)
-    report = receive(ranks, [{"w": WHOLE}] * 2, {"w": wide}, cast=True, delta=True)
-    assert (report.bytes, report.kept_bytes) == (140, 0)
+@pytest.mark.parametrize("block", of_kind("sh", "console"), ids=str)
+def test_commands(block: Block) -> None:
+    for words in commands(block):
+        name, rest = pathlib.Path(words[0]).name, words[1:]
+        if name == "make":
+            targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+            assert set(rest) <= set(targets), words
+        elif name in {"python", "torchrun"}:
+            _check_program(name, rest, dict(files(block.page)))
+        elif name == "pip":
+            _check_install(rest)
+        elif name == "transfuse":
+            _check_command(rest)
+        else:
+            assert name in ANYWHERE, f"nothing checks {shlex.join(words)}"
 
 
-def test_not_covered(ranks: Ranks) -> None:
-    target = torch.zeros(7, 5)
-    with pytest.raises(transfuse.NotCovered) as error:
-        receive(ranks, [{"w": rows(0)}, {"w": rows(1)}], {"w": target}, asked=[0])
-    said(error)
-    assert not target.any()
+def _check_program(name: str, words: list[str], made: dict[str, str]) -> None:
+    """An example that a test runs this way, a file of the page, or a module."""
+    if words[:1] == ["-m"]:
+        if words[1] == "pytest":
+            return
+        assert importlib.util.find_spec(words[1]) is not None, words
+        return
+    if words[:1] == ["-c"]:
+        compile(words[1], "<command>", "exec")
+        return
+    program = next(word for word in words if word.endswith(".py"))
+    if program in made:
+        return
+    assert (ROOT / program).is_file(), words
+    example = pathlib.Path(program).stem
+    ranks = {check.__name__: count for check, count in RANKS.items()}
+    if name == "torchrun":
+        assert _ranks(words) == ranks[example], words
+    else:
+        assert example in {*ranks, *(check.__name__ for check in ALONE), *ELSEWHERE}, words
 
 
-def test_sources_differ(ranks: Ranks) -> None:
-    with pytest.raises(transfuse.SourcesDiffer) as error:
-        receive(ranks, [{"w": rows(0)}, {"w": rows(1)}], {"w": torch.zeros(7, 5)}, steps=[7, 8])
-    said(error)
+def _check_install(words: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for word in words[1:]:
+        if extras := re.fullmatch(r"(?:transfuse|\.)\[(.+)\]", word):
+            assert set(extras[1].split(",")) <= set(project["optional-dependencies"]), words
 
 
-def test_another_shape(ranks: Ranks) -> None:
-    with pytest.raises(transfuse.TargetMismatch, match="global shape") as error:
-        receive(ranks, [{"w": rows(0)}, {"w": rows(1)}], {"w": torch.zeros(7, 6)})
-    said(error)
+def _check_command(words: list[str]) -> None:
+    """Parsed as the command line would be, and not run."""
+    # Of click, or of what typer has taken over from it.
+    group: Any = typer.main.get_command(app)
+    if not words or words[0].startswith("-"):
+        return
+    command = group.commands[words[0]]
+    try:
+        command.make_context(words[0], words[1:])
+    except typer.Exit:
+        pass  # --help
+    except typer.BadParameter as error:
+        # A file of the reader's.
+        if "does not exist" not in str(error):
+            raise AssertionError(f"{shlex.join(words)}: {error}") from error
 
 
-def test_partial(ranks: Ranks) -> None:
-    sources = [{"w": over_two(rank, Partial(), WHOLE.clone())} for rank in range(2)]
-    with pytest.raises(transfuse.TargetMismatch, match="redistribute") as error:
-        receive(ranks, sources, {"w": torch.zeros(7, 5)})
-    said(error)
-    with pytest.raises(transfuse.TargetMismatch, match="redistribute") as error:
-        receive(ranks, sources, {"w": over_two(0, Replicate(), torch.zeros(7, 5))})
-    said(error)
+# ----------------------------------------------------------------------------------------------------- links
 
 
-def test_a_rule_that_matches_nothing(ranks: Ranks) -> None:
-    with pytest.raises(transfuse.TargetMismatch, match="matches no leaf") as error:
-        receive(ranks, [{"w": WHOLE}] * 2, {"w": torch.zeros(7, 5)}, map_path={"v": "w"})
-    said(error)
+def anchors(path: pathlib.Path) -> set[str]:
+    """As GitHub makes them."""
+    found, fenced = set(), False
+    for line in path.read_text().splitlines():
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and (heading := re.fullmatch(r"#+ (.*)", line)):
+            text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading[1]).lower()
+            found.add(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
+    return found
 
 
-def test_with_rules_what_only_the_sources_have_stays_there(ranks: Ranks) -> None:
-    target = {"w": torch.zeros(7, 5)}
-    state = {"v": WHOLE, "extra": torch.ones(3)}
-    receive(ranks, [state] * 2, target, map_path={"v": "w"})
-    assert torch.equal(target["w"], WHOLE)
-    with pytest.raises(transfuse.TargetMismatch, match="missing in the target"):
-        receive(ranks, [state] * 2, target, map_path={"v": "w"}, strict=True)
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(path: pathlib.Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    text = re.sub(r"`[^`\n]*`", "code", text)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        where, _, anchor = target.partition("#")
+        file = (path.parent / where).resolve() if where else path
+        assert file.exists(), f"{path.name}: {target}"
+        assert file.is_relative_to(ROOT.resolve()), target
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{path.name}: {target}"
 
 
-def test_stages_of_a_pipeline(ranks: Ranks) -> None:
-    target = {"first": torch.zeros(7, 5), "second": torch.zeros(7, 5)}
-    report = receive(ranks, [{"first": WHOLE}, {"second": WHOLE + 1}], target)
-    assert torch.equal(target["first"], WHOLE)
-    assert torch.equal(target["second"], WHOLE + 1)
-    assert report.by_source == {0: 140, 1: 140}
+# ------------------------------------------------------------------------------------------------- reference
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    missing = [name for name in transfuse.__all__ if f"::: transfuse.{name}\n" not in text]
+    assert [name for name in missing if name != "__version__"] == []
+    for name in ("dcp.PeerReader", "dropin.torch.PGTransport", "dropin.torchft.PGTransport", "limits.Limits"):
+        assert f"::: transfuse.{name}\n" in text, name
+
+
+def test_the_site_is_built(tmp_path: pathlib.Path) -> None:
+    """As `make docs` does: every warning, also about a link, is an error."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    config = load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site"))
+    build(config)
+    page = (tmp_path / "site" / "api" / "index.html").read_text()
+    for name in transfuse.__all__:
+        assert name == "__version__" or f'id="transfuse.{name}"' in page, name
+    # What is not rendered would be seen as it stands.
+    assert not re.search(r":(class|meth|func|attr|mod|data):", page)
+    html = "".join(file.read_text() for file in (tmp_path / "site").rglob("*.html"))
+    # Read offline: nothing is loaded from elsewhere.
+    assert not re.search(
+        r'<(script|link|img)[^>]+(src|href)="https?://', re.sub(r'<link rel="canonical"[^>]*>', "", html)
+    )

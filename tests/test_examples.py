@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say."""
+"""The examples run as their docstrings say. All but one are forked; `make soak` runs them all by the real torchrun."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from subprocess import PIPE
 
 import pytest
+
+import stem
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
 pytestmark = pytest.mark.timeout(200)
 
-#: Each process imports torch, and all share two cores with other tests.
+#: For real processes, each of which imports torch, on two cores that they share with other tests.
 SECONDS = 150
 
 
-def run(*command: object) -> subprocess.CompletedProcess[str]:
+def run(*command: object) -> str:
     # Quiet about threads, and never a name lookup.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     words = [sys.executable, *map(str, command)]
@@ -32,31 +35,37 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
             process.terminate()
             out, err = process.communicate()
             raise AssertionError(f"not done after {SECONDS} s:\n{out}{err}") from None
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    assert process.returncode == 0, out + err
+    return out
 
 
-def torchrun(processes: int, name: str) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = run(*launcher, EXAMPLES / name)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def torchrun(name: str, ranks: int) -> str:
+    return run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", EXAMPLES / f"{name}.py")
 
 
-def test_heal() -> None:
-    assert torchrun(2, "heal.py").splitlines() == ["healed: ranks agree bit for bit"]
+def fork(name: str, ranks: int | None) -> str:
+    ended = stem.run(EXAMPLES / f"{name}.py", ranks)
+    assert all(rank.code == 0 for rank in ended), "\n".join(map(str, ended))
+    return "".join(rank.out for rank in ended)
 
 
-def test_fanout() -> None:
-    # Three ranks write to one pipe: their lines may run into each other.
-    output = torchrun(3, "fanout.py")
+# ----------------------------------------------------------------------------------------------- what each says
+
+
+def heal(output: str) -> None:
+    assert output.splitlines() == ["healed: ranks agree bit for bit"]
+
+
+def fanout(output: str) -> None:
+    # Under torchrun three ranks write to one pipe: their lines may run into each other.
     assert "rank 1: received everything: True" in output
     assert "source: complete for ranks [1]" in output
     assert "rank 2: refused, target untouched: True" in output
     assert "source: rank 2 has nothing: PeerRefused" in output
 
 
-def test_reshard() -> None:
-    *moves, last = torchrun(5, "reshard.py").splitlines()
+def reshard(output: str) -> None:
+    *moves, last = output.splitlines()
     assert last == "weights equal bit for bit, logits as in a single process"
     assert [line.split(" got ")[0] for line in moves] == [f"step {s}: rank {r}" for s in (5, 8) for r in (2, 3, 4)]
     got, kept = [], []
@@ -69,8 +78,8 @@ def test_reshard() -> None:
     assert [a + b for a, b in zip(got[3:], kept[3:], strict=True)] == pytest.approx(got[:3], abs=0.2)
 
 
-def test_heal_hsdp() -> None:
-    *moves, loss, last = torchrun(4, "heal_hsdp.py").splitlines()
+def heal_hsdp(output: str) -> None:
+    *moves, loss, last = output.splitlines()
     assert last == "healed: every loss on every rank as in the undisturbed run"
     assert re.fullmatch(r"loss in step 10: [\d.]+, in the last [\d.]+", loss)
     # Weights and two moments of 50 of the 99 rows or of 49, with the last layer's only row at the first rank of a
@@ -81,8 +90,8 @@ def test_heal_hsdp() -> None:
     ]
 
 
-def test_shrink() -> None:
-    *moves, gone, losses, last = torchrun(4, "shrink.py").splitlines()
+def shrink(output: str) -> None:
+    *moves, gone, losses, last = output.splitlines()
     assert last == "shrunk: state and losses as from a checkpoint, bit for bit"
     assert gone == "rank 3 has sent what it held"
     assert re.fullmatch(r"losses: [\d.]+ to [\d.]+; with four, [\d.]+ to [\d.]+", losses)
@@ -94,8 +103,82 @@ def test_shrink() -> None:
     assert all(total == own + others for _, total, own, others in numbers)
 
 
+def from_pgtransport(output: str) -> None:
+    ways = ("before", "receiver_first", "source_first", "after")
+    assert output.splitlines() == [f"{way}: equal: True" for way in ways]
+
+
+def resume(output: str) -> None:
+    assert "rank 0 gave up: something is wrong with this source\n" in output
+    assert "torn: [\"['weight']\"" in output
+    assert "some was kept: True, the rest came: True, everything is right: True\n" in output
+
+
+def heal_ddp(output: str) -> None:
+    assert "rank 1 ended with -9: generation 1\n" in output
+    assert re.search(r"generation 1: rank 1 has got step 5, [\d,]+ bytes from \[.+\]\n", output)
+    assert output.endswith("healed: every loss and weight on every rank as in the undisturbed run\n")
+
+
+def elastic(output: str) -> None:
+    steps = re.findall(r"rank [01] goes on with step (\d+)\n", output)
+    assert len(steps) == 2
+    assert steps[0] == steps[1]
+    assert 0 <= int(steps[0]) <= 25
+    assert output.endswith("kept: the weights are those of the undisturbed run, bit for bit\n")
+
+
+def serve(output: str) -> None:
+    assert output.splitlines() == [
+        "joined in the middle: True",
+        "fetched from both: equal bit for bit to a run that nobody joined",
+    ]
+
+
+#: What is run on how many ranks, and what starts its own processes.
+RANKS: dict[Callable[[str], None], int] = {
+    heal: 2,
+    fanout: 3,
+    reshard: 5,
+    heal_hsdp: 4,
+    shrink: 4,
+    from_pgtransport: 2,
+    resume: 3,
+}
+ALONE = [heal_ddp, elastic, serve]
+#: What other tests run.
+ELSEWHERE = {"observe": "test_progress.py", "torchft_heal": "test_dropin_torchft.py"}
+
+
+@pytest.mark.parametrize("check", RANKS, ids=lambda check: check.__name__)
+def test_forked(check: Callable[[str], None]) -> None:
+    check(fork(check.__name__, RANKS[check]))
+
+
+@pytest.mark.parametrize("check", ALONE, ids=lambda check: check.__name__)
+def test_alone(check: Callable[[str], None]) -> None:
+    check(fork(check.__name__, None))
+
+
+def test_heal_by_torchrun() -> None:
+    heal(torchrun("heal", 2))
+
+
 @pytest.mark.soak
-def test_without_torchrun() -> None:
-    done = run(EXAMPLES / "heal_hsdp.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "healed: every loss on every rank as in the undisturbed run" in done.stdout
+@pytest.mark.parametrize("check", [check for check in RANKS if check is not heal], ids=lambda check: check.__name__)
+def test_by_torchrun(check: Callable[[str], None]) -> None:
+    check(torchrun(check.__name__, RANKS[check]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("check", [reshard, heal_hsdp, shrink, *ALONE], ids=lambda check: check.__name__)
+def test_without_torchrun(check: Callable[[str], None]) -> None:
+    check(run(EXAMPLES / f"{check.__name__}.py"))
+
+
+def test_docstrings_say_how_it_is_run() -> None:
+    for check, ranks in RANKS.items():
+        text = (EXAMPLES / f"{check.__name__}.py").read_text()
+        assert f"torchrun --nproc-per-node {ranks} examples/{check.__name__}.py\n" in text
+    for check in ALONE:
+        assert f"python examples/{check.__name__}.py\n" in (EXAMPLES / f"{check.__name__}.py").read_text()

@@ -388,7 +388,6 @@ def test_a_freed_storage_is_refused_by_name(two: Pair) -> None:
     assert "freed" in str(sent)
 
 
-
 def test_a_dtensor_held_outside_its_mesh_keeps_its_local_tensor(two: Pair) -> None:
     """torch's from_local() would put an empty tensor in its place."""
     mesh = DeviceMesh("cpu", torch.tensor([5]), _init_backend=False, _rank=0)

@@ -6,6 +6,7 @@ Modules, each importing only from those before it:
     leaves, sharding                   one codec for each kind of leaf; which rank holds what of a global tensor
     boxes, trees, manifest             a state as plain data
     plan, holdings, picks, parcels     what travels, and in what pieces
+    contents                           what a state holds, to show
     digest, messages                   what is said about it
     places, matching, target           the memory it is read from, and lands in as it is
     renaming, cohorts, spots, needs    what is needed here of what the sources hold

@@ -124,7 +124,7 @@ class Door:
         for _ in range(most_waits + 1):
             frame = self._receive(time.monotonic() + seconds, phase)
             if isinstance(frame, Refused):
-                raise PeerRefused(self.rank, frame.kind[:200], f"{frame.cause[:4000]} (at {self.name})")
+                raise PeerRefused(self.rank, frame.kind[:200], frame.cause[:4000], name=self.name)
             if isinstance(frame, kind):
                 return frame
             if not isinstance(frame, Wait):
@@ -182,7 +182,7 @@ class Door:
         said = theirs + mine
         proof = self._receive_bytes(PROOF_BYTES, deadline, "waiting for a proof of the token")
         if not hmac.compare_digest(proof, _proof(key, b"reader", said)):
-            raise PeerRefused(self.rank, "WrongToken", f"{self.name} does not know the token")
+            raise ProtocolError(self.rank, f"{self.name} does not know the token")
         self._send_bytes(_proof(key, b"server", said), deadline, "proving the token")
         self._open(key, said, b"to reader", b"to server")
 
@@ -194,10 +194,10 @@ class Door:
         try:
             proof = self._receive_bytes(PROOF_BYTES, deadline, "waiting for the server's proof of the token")
         except PeerLost as error:
-            cause = f"{self.name} let nobody in: it was started with another token, or with none, or is ending"
-            raise PeerRefused(self.rank, "WrongToken", cause) from error
+            cause = "it was started with another token, or with none, or is ending"
+            raise PeerRefused(self.rank, "WrongToken", cause, name=self.name) from error
         if not hmac.compare_digest(proof, _proof(key, b"server", said)):
-            raise PeerRefused(self.rank, "WrongToken", f"{self.name} does not know the token: it is another server")
+            raise ProtocolError(self.rank, f"{self.name} does not know the token: it is another server, or a false one")
         self._open(key, said, b"to server", b"to reader")
 
     def _say_hello(self, deadline: float) -> bytes:

@@ -170,10 +170,10 @@ class PeerLost(PeerError, ConnectionError):
 class PeerRefused(PeerError):
     """The peer declined or cancelled the transfer. ``cause`` holds its own words, ``kind`` its error's class name."""
 
-    def __init__(self, rank: int, kind: str, cause: str) -> None:
+    def __init__(self, rank: int, kind: str, cause: str, *, name: str | None = None) -> None:
         self.kind = kind
         self.cause = cause
-        super().__init__(rank, f"rank {rank} refused: {kind}: {cause}")
+        super().__init__(rank, f"{name or f'rank {rank}'} refused: {kind}: {cause}")
 
 
 class ProtocolError(PeerError):

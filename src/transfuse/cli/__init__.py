@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 __all__ = ["main"]
@@ -20,4 +21,8 @@ def main() -> None:
 
     from transfuse.cli.app import app
 
-    app()
+    for stream in (sys.stdout, sys.stderr):
+        # Where the terminal's encoding lacks a sign, something else stands for it.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    app(prog_name="transfuse")

@@ -1,4 +1,4 @@
-"""Worker processes on this machine, joined in one gloo group. None of them outlives its parent."""
+"""Worker processes on this machine, one by one or joined in one gloo group. None of them outlives its parent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["TIMEOUT", "Workers", "WorkersFailed"]
+__all__ = ["HOST", "TIMEOUT", "Worker", "Workers", "WorkersFailed", "interrupts_held"]
 
 HOST = "127.0.0.1"
 #: Long, since a worker may wait for another that fills gigabytes with random numbers.
@@ -37,6 +36,55 @@ class WorkersFailed(Exception):
         super().__init__("; ".join(f"worker {rank} {cause}" for rank, cause in sorted(causes.items())))
 
 
+class Worker:
+    """A fresh process that runs ``function(connection, *args)``, one of ``count``, and the pipe to it.
+
+    What the function sends is plain data. That it has ended is an end of file on the pipe.
+    """
+
+    def __init__(self, name: str, count: int, function: Callable[..., None], *args: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_live, args=(theirs, count, function, args), name=name, daemon=True)
+        try:
+            with interrupts_held():
+                self._process.start()
+                # The worker alone now holds this end, so that its death is an end of file here.
+                theirs.close()
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL, without waiting for its effect."""
+        self._process.kill()
+
+    def exit_code(self) -> int | None:
+        """Of a worker that has ended or is about to."""
+        self._process.join(GRACE_SECONDS)
+        return self._process.exitcode
+
+    def last_words(self) -> str:
+        """How it ended."""
+        code = self.exit_code()
+        if code is not None and code < 0:
+            with suppress(ValueError):
+                return f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+    def end(self) -> None:
+        """Kill it if it is still there, and wait until it is gone."""
+        if self._process.pid is not None:
+            self._process.kill()
+            self._process.join()
+        self.connection.close()
+
+
 class Workers:
     """Runs ``function(say, *args)`` in ``count`` fresh processes; iterating yields each rank and what it says.
 
@@ -48,24 +96,15 @@ class Workers:
         self._count = count
         self._task = function, args
         self._store: TCPStore | None = None
-        self._processes: list[SpawnProcess] = []
-        self._connections: list[Connection[Any, Any]] = []
+        self._workers: list[Worker] = []
 
     def __enter__(self) -> Self:
-        context = multiprocessing.get_context("spawn")
         # In this process, so that it outlives every rank.
         self._store = TCPStore(HOST, 0, None, True, TIMEOUT, wait_for_workers=False)
         try:
-            with _deaf_to_interrupts():
-                for rank in range(self._count):
-                    ours, theirs = context.Pipe()
-                    args = (rank, self._count, self._store.port, theirs, *self._task)
-                    process = context.Process(target=_work, args=args, name=f"worker-{rank}", daemon=True)
-                    process.start()
-                    # The worker alone now holds this end, so that its death is an end of file here.
-                    theirs.close()
-                    self._processes.append(process)
-                    self._connections.append(ours)
+            for rank in range(self._count):
+                args = (rank, self._count, self._store.port, *self._task)
+                self._workers.append(Worker(f"worker-{rank}", self._count, _join_in, *args))
         except BaseException:
             self._end()
             raise
@@ -75,7 +114,7 @@ class Workers:
         self._end()
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        working = {connection: rank for rank, connection in enumerate(self._connections)}
+        working = {worker.connection: rank for rank, worker in enumerate(self._workers)}
         causes: dict[int, str] = {}
         notes: list[str] = []
         until = float("inf")
@@ -86,7 +125,7 @@ class Workers:
                 try:
                     kind, body = ready.recv()
                 except (EOFError, ConnectionResetError):
-                    kind, body = "died", (f"died: {self._end_of(rank)}", "")
+                    kind, body = "died", (f"died: {self._workers[rank].last_words()}", "")
                 if kind == "said":
                     if not causes:
                         yield rank, body
@@ -102,64 +141,75 @@ class Workers:
                 error.add_note(note)
             raise error
 
-    def _end_of(self, rank: int) -> str:
-        process = self._processes[rank]
-        process.join(GRACE_SECONDS)
-        code = process.exitcode
-        if code is not None and code < 0:
-            with suppress(ValueError):
-                return f"signal {signal.Signals(-code).name}"
-        return f"exit code {code}"
-
     def _end(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for connection in self._connections:
-            connection.close()
-        self._processes.clear()
-        self._connections.clear()
-        self._store = None
+        with interrupts_held():
+            for worker in self._workers:
+                worker.kill()
+            for worker in self._workers:
+                worker.end()
+            self._workers.clear()
+            self._store = None
 
 
 @contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """What starts meanwhile ignores Ctrl-C, which a terminal sends to everyone: the parent alone answers it."""
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM take effect when this is over, and what is started meanwhile does not hear them.
+
+    A terminal sends Ctrl-C to everyone; the parent alone answers it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    held = (signal.SIGINT, signal.SIGTERM)
+    came: list[int] = []
+    # Blocked in this thread, which is what a new process inherits; another thread may still be given the signal.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in held}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for late in came:
+        os.kill(os.getpid(), late)
 
 
-def _work(
-    rank: int,
-    count: int,
-    port: int,
-    connection: Connection[Any, Any],
-    function: Callable[..., None],
-    args: tuple[object, ...],
+# ------------------------------------------------------------------------------------------------------- in the workers
+
+
+def _live(
+    connection: Connection[Any, Any], count: int, function: Callable[..., None], args: tuple[object, ...]
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+    # Never a name lookup, never an interface of the outside world.
+    if loopback := {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
     try:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-        # Never a name lookup, never an interface of the outside world.
-        if loopback := {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
-            os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
-        store = TCPStore(HOST, port, None, False, TIMEOUT)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=TIMEOUT)
-        function(lambda body: connection.send(("said", body)), *args)
-        dist.destroy_process_group()
-        connection.send(("done", None))
+        function(connection, *args)
     except BaseException as error:
         with suppress(OSError):
             connection.send(("failed", (f"failed: {type(error).__name__}: {error}", traceback.format_exc())))
         # No teardown: that of a group waits for its peers.
         os._exit(1)
+
+
+def _join_in(
+    connection: Connection[Any, Any],
+    rank: int,
+    count: int,
+    port: int,
+    function: Callable[..., None],
+    args: tuple[object, ...],
+) -> None:
+    store = TCPStore(HOST, port, None, False, TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=TIMEOUT)
+    function(lambda body: connection.send(("said", body)), *args)
+    dist.destroy_process_group()
+    connection.send(("done", None))
 
 
 def _end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""A command as a user starts it, all of whose processes can be found, down to the last grandchild."""
+"""The command ``transfuse`` as a process, with everything that it starts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-__all__ = ["Marked"]
+__all__ = ["COMMAND", "Running"]
 
 COMMAND = [sys.executable, "-c", "from transfuse.cli import main; main()"]
 
 
-class Marked:
-    """Its processes are known by a variable in their environment."""
+class Running:
+    """A command whose processes, down to the last grandchild, are known by a variable in their environment."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        environ: Mapping[str, str] | None = None,
+        under: Sequence[str] = (),
+        cwd: pathlib.Path | None = None,
+    ) -> None:
         self.mark = f"MARK_OF_TEST={uuid.uuid4()}"
         name, value = self.mark.split("=")
         self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            env=os.environ | {name: value} | environment,
+            [*under, *COMMAND, *arguments],
+            env=os.environ | dict(environ or {}) | {name: value},
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -41,10 +48,8 @@ class Marked:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def workers(self) -> list[int]:
-        return [pid for pid, line in self.alive().items() if "spawn_main" in line]
-
     def alive(self) -> dict[int, str]:
+        """The command lines of all that is left of it."""
         found = {}
         for entry in pathlib.Path("/proc").iterdir():
             try:
@@ -60,17 +65,25 @@ class Marked:
             assert time.monotonic() < deadline, self.alive()
             time.sleep(0.05)
 
+    def line(self) -> str:
+        """The next line that it prints; it has to print one."""
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        assert said, self.end()
+        return said.rstrip("\n")
+
+    def workers(self) -> list[int]:
+        return [pid for pid, line in self.alive().items() if "spawn_main" in line]
+
     def read_until(self, word: str) -> list[str]:
         """The lines that it prints, up to the first one with this word."""
-        assert self.process.stdout is not None
-        lines: list[str] = []
-        for line in self.process.stdout:
-            lines.append(line)
-            if word in line:
-                return lines
-        raise AssertionError(f"it ended without {word!r}: {lines}")
+        lines = [self.line()]
+        while word not in lines[-1]:
+            lines.append(self.line())
+        return lines
 
     def end(self) -> tuple[str, str, int]:
+        """What it still prints, and its exit code; nothing of it may be left."""
         out, err = self.process.communicate(timeout=280)
         # The helper that multiprocessing starts along with workers ends a moment after its owner.
         self.until(lambda: not self.alive(), 20)

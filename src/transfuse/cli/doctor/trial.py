@@ -1,0 +1,148 @@
+"""The routes, tried: two processes of this machine move a state, once by each."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import transfuse
+from transfuse.cli.doctor import network
+from transfuse.cli.workers import Workers, WorkersFailed
+from transfuse.messages import Memory
+from transfuse.routes.group import Group
+from transfuse.routes.memory import Lease, Reader, Unreadable
+
+__all__ = ["Outcome", "Tried", "try_routes"]
+
+STATE_BYTES = 32 << 20
+#: A route is measured no longer than this, and everything together given up after that.
+MEASURED_SECONDS, DEADLINE_SECONDS = 0.7, 12.0
+TIMEOUT = timedelta(seconds=5)
+CPU = torch.device("cpu")
+
+#: What gloo puts before its words: the place in its source, and the check that failed there.
+_CHECK = re.compile(r"^\[enforce fail at [^\]]*\] [^.]*\. ")
+
+
+class Tried(NamedTuple):
+    """What came of one route: how fast it is, or why it is not there."""
+
+    route: str
+    bytes_per_second: float | None
+    reason: str = ""
+
+
+class Outcome(NamedTuple):
+    tried: dict[str, Tried]
+    #: Where gloo listens by default.
+    addresses: tuple[str, ...]
+    #: Whether receivers can pass parcels on to each other over gloo.
+    chains: bool
+    #: What kept it from coming to an end.
+    error: str
+
+
+class _Listens(NamedTuple):
+    addresses: tuple[str, ...]
+    chains: bool
+
+
+def try_routes() -> Outcome:
+    """Move a state by every route."""
+    tried: dict[str, Tried] = {}
+    listens, error = _Listens((), False), ""
+    try:
+        with Workers(2, _work, os.environ.get(network.IFNAME_VARIABLE)) as workers:
+            for _, said in workers:
+                if isinstance(said, Tried):
+                    tried[said.route] = said
+                else:
+                    listens = said
+    except (WorkersFailed, RuntimeError, OSError) as failed:
+        error = str(failed).split("\n")[0]
+    return Outcome(tried, *listens, error)
+
+
+# ------------------------------------------------------------------------------------------------------- in the workers
+
+
+def _work(say: Callable[[object], None], ifname: str | None) -> None:
+    """Rank 0 has a state, and rank 1 receives it and says how that went."""
+    threading.Thread(target=_end_late, daemon=True).start()
+    # What gloo warns of on stderr is found out here as well, and told in better words.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    tell = say if dist.get_rank() == 1 else lambda _: None
+    tell(_try_memory())
+    os.environ.pop(network.IFNAME_VARIABLE, None)
+    if ifname is not None:
+        os.environ[network.IFNAME_VARIABLE] = ifname
+    tell(_try_group(tell))
+
+
+def _end_late() -> None:
+    time.sleep(DEADLINE_SECONDS)
+    os._exit(1)
+
+
+def _try_memory() -> Tried:
+    route, rate = _measure(dist.group.WORLD, same_host=True)
+    if route == "memory":
+        return Tried("memory", rate)
+    return Tried("memory", None, _why_unreadable() or "it was not taken, though it could have been")
+
+
+def _why_unreadable() -> str:
+    """Read one another's memory without anything around it, for the reason why not."""
+    data = torch.ones(1)
+    with Lease() as lease:
+        memory = lease.describe(np.array([data.data_ptr()], dtype=np.int64))
+        told: list[Any] = [tuple(getattr(memory, field) for field in memory.__struct_fields__)]
+        dist.broadcast_object_list(told, src=0)
+        reason = ""
+        if dist.get_rank() == 1:
+            try:
+                Reader(Memory(*told[0]), 1).close()
+            except Unreadable as error:
+                reason = str(error)
+        dist.barrier()
+    return reason
+
+
+def _try_group(tell: Callable[[object], None]) -> Tried:
+    before = network.listening()
+    try:
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        taken = {address for number, address in network.listening().items() if number not in before}
+        tell(_Listens(tuple(sorted(taken)), Group(group, CPU).tagged))
+        _, rate = _measure(group, same_host=False)
+    except (RuntimeError, transfuse.TransfuseError) as error:
+        return Tried("group", None, _CHECK.sub("", str(error).strip().split("\n")[0]))
+    return Tried("group", rate)
+
+
+def _measure(group: Any, *, same_host: bool) -> tuple[str, float]:
+    """The route that a state takes, and the best of a few runs, in bytes a second."""
+    state = {"state": torch.ones(STATE_BYTES, dtype=torch.uint8)}
+    transport = transfuse.PGTransport(group, TIMEOUT, CPU, lambda: state, same_host=same_host)
+    route, best, until = "", 0.0, time.monotonic() + MEASURED_SECONDS
+    again = torch.ones(1)
+    while again:
+        if dist.get_rank() == 0:
+            transport.send_checkpoint([1], state)
+        else:
+            transport.recv_checkpoint(0)
+        assert transport.report is not None
+        route, best = transport.report.route, max(best, transport.report.bytes_per_second)
+        again[0] = time.monotonic() < until
+        # Rank 1 decides for both.
+        dist.broadcast(again, src=1)
+    return route, best

@@ -1,0 +1,111 @@
+"""How a command fails: one line on stderr and an exit code. Tracebacks are for bugs, and for who asks for them."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from transfuse.contents import printable
+from transfuse.errors import TransfuseError
+
+__all__ = ["DEBUG_VARIABLE", "Commands", "Exit", "Failed", "interruptible", "warnings_shown"]
+
+DEBUG_VARIABLE = "TRANSFUSE_DEBUG"
+
+
+class Exit(enum.IntEnum):
+    """Exit codes, of all commands."""
+
+    FAILED = 1
+    USAGE = 2
+    INTERRUPTED = 130
+    #: As a shell reports SIGPIPE.
+    PIPE_CLOSED = 141
+
+
+class Failed(Exception):
+    """What a command was asked cannot be done, for a reason that is its message."""
+
+
+class Commands(TyperGroup):
+    """Runs a command, and turns what is expected to go wrong into a line and a code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            # Here, so that a pipe that was closed meanwhile is noticed while somebody answers it.
+            sys.stdout.flush()
+            return result
+        except KeyboardInterrupt:
+            self._end(ctx, "interrupted", Exit.INTERRUPTED)
+        except BrokenPipeError:
+            # What reads has had enough (`| head`). Nothing may be written when Python ends, either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(Exit.PIPE_CLOSED) from None
+        except (Failed, TransfuseError, OSError, MemoryError) as error:
+            self._end(ctx, _text(error), Exit.FAILED)
+
+    def _end(self, ctx: Any, text: str, code: Exit) -> NoReturn:
+        if ctx.obj is not None and ctx.obj.get("debug"):
+            raise
+        print(f"transfuse {ctx.invoked_subcommand}: {text}", file=sys.stderr)
+        raise typer.Exit(code) from None
+
+
+def _text(error: BaseException) -> str:
+    """What an error says. A peer's words may be among it, so nothing that a terminal would obey."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and not isinstance(error, TransfuseError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    notes = getattr(error, "__notes__", []) if isinstance(error, TransfuseError) else []
+    return "\n".join(_clean(part) for part in [text, *notes])
+
+
+def _clean(text: str) -> str:
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM ends what is done here as Ctrl-C does: with everything cleaned up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def warnings_shown(command: str) -> Iterator[None]:
+    """What the library logs as a warning is a line on stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(_Line(command))
+    logger = logging.getLogger("transfuse")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Line(logging.Formatter):
+    def __init__(self, command: str) -> None:
+        super().__init__()
+        self._command = command
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"transfuse {self._command}: {_clean(record.getMessage())}"

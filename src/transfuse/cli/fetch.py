@@ -1,0 +1,174 @@
+"""``transfuse fetch``: the state of a server, or of several that hold parts of it, into a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import transfuse
+from transfuse import trees
+from transfuse.cli import files, flat
+from transfuse.cli.errors import Failed, interruptible, warnings_shown
+from transfuse.cli.files import SUFFIXES, Format
+from transfuse.cli.options import AsJson, Seconds, TokenFile, bytes_of, check_settings, duration_of, token_of
+from transfuse.cli.tables import count_leaves
+from transfuse.door import split_address
+from transfuse.errors import PeerError
+from transfuse.limits import Limits
+from transfuse.manifest import Manifest, describe
+from transfuse.plan import lay_out
+from transfuse.report import Report, human_bytes
+
+__all__ = ["fetch"]
+
+#: Reasons in a refusal.
+MAX_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Where the state goes."""
+
+    path: Path
+    how: Format
+
+
+def fetch(
+    addresses: Annotated[
+        list[str],
+        typer.Argument(metavar="ADDRESS...", help="A server's host:port. Several, if they serve one state."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="`.safetensors`, or `.pt`, `.pth`, `.bin` for torch.save. Without such an end one is chosen.",
+        ),
+    ],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    token_file: TokenFile = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Accept this step of the state only.")] = None,
+    timeout: Seconds = 30,
+    max_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Refuse states that are larger. Default: this machine's memory.")
+    ] = None,
+    same_host: Annotated[bool, typer.Option(help="Read straight from the memory of a server on this host.")] = True,
+    verify: Annotated[
+        bool | None, typer.Option(help="Compare digests. Default: of all that comes over the network.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch a state and write it to a file, whole or not at all.
+
+    Whether it fits into the file is found out before a tensor moves. safetensors holds dicts of plain tensors: nested
+    ones too (their keys are joined by dots, and kept in the metadata), but no values, no tied tensors, no sparse ones.
+    What it does not hold is refused with the reason; torch.save holds everything. DTensors are written whole, as plain
+    tensors.
+    """
+    _check(addresses)
+    check_settings()
+    token, largest = token_of(token_file), bytes_of(max_size) if max_size is not None else None
+    reports: list[Report] = []
+    with interruptible(), warnings_shown("fetch"):
+        if out.suffix in SUFFIXES:
+            files.check_place(out, overwrite)
+        seen = _peek(addresses, token, timeout)
+        goal = _goal(out, seen)
+        files.check_place(goal.path, overwrite)
+        # Replicas bring the same bytes: no file is smaller than the largest.
+        files.check_room(goal.path, max(int(lay_out(manifest).nbytes.sum()) for manifest in seen))
+        state = transfuse.fetch(
+            addresses if len(addresses) > 1 else addresses[0],
+            token=token,
+            timeout=duration_of(timeout),
+            step=step,
+            same_host=same_host,
+            verify=verify,
+            max_receive_bytes=largest,
+            progress=sys.stderr.isatty(),
+            on_report=reports.append,
+        )
+        state = _whole(state)
+        if goal.how is Format.SAFETENSORS:
+            # It may have changed since it was looked at.
+            _refuse(goal.path, flat.misfits(describe(state, Limits()).manifest))
+        files.save(state, goal.path, goal.how, overwrite)
+    _tell(goal, reports[-1], as_json)
+
+
+def _check(addresses: Sequence[str]) -> None:
+    for address in addresses:
+        try:
+            split_address(address)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    if len(set(addresses)) != len(addresses):
+        raise typer.BadParameter("an address appears twice")
+
+
+def _peek(addresses: Sequence[str], token: str | None, timeout: float) -> list[Manifest]:
+    """What the servers hold. Of several some may be away: whether the others suffice is known later."""
+    found, last = [], None
+    for address in addresses:
+        try:
+            found.append(transfuse.peek(address, token=token, timeout=duration_of(timeout)).manifest)
+        except PeerError as error:
+            last = error
+    if not found and last is not None:
+        raise last
+    return found
+
+
+def _goal(out: Path, seen: Sequence[Manifest]) -> Goal:
+    misfits = [reason for manifest in seen for reason in flat.misfits(manifest)]
+    if out.suffix not in SUFFIXES:
+        how = Format.TORCH if misfits else Format.SAFETENSORS
+        suffix = next(suffix for suffix, format_ in SUFFIXES.items() if format_ is how)
+        return Goal(out.with_name(out.name + suffix), how)
+    how = SUFFIXES[out.suffix]
+    if how is Format.SAFETENSORS:
+        _refuse(out, misfits)
+    return Goal(out, how)
+
+
+def _refuse(path: Path, misfits: Sequence[str]) -> None:
+    if misfits:
+        shown = "; ".join(misfits[:MAX_NAMED])
+        more = f"; and {len(misfits) - MAX_NAMED} more" if len(misfits) > MAX_NAMED else ""
+        instead = path.with_suffix(".pt").name
+        raise Failed(f"a safetensors file cannot hold this state: {shown}{more}. Use --out {instead}")
+
+
+def _whole(state: Any) -> Any:
+    """The state with tensors in place of DTensors, which are whole here: their mesh is this process."""
+    root, leaves = trees.flatten(state, max_depth=Limits().max_depth)
+    if not any(isinstance(leaf, DTensor) for leaf in leaves):
+        return state
+    return trees.unflatten(root, [_plain(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves])
+
+
+def _plain(leaf: DTensor) -> Any:
+    local = leaf.to_local().detach()
+    return nn.Parameter(local, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else local
+
+
+def _tell(goal: Goal, report: Report, as_json: bool) -> None:
+    nbytes = goal.path.stat().st_size
+    if as_json:
+        said = {"file": str(goal.path), "format": goal.how.value, "bytes": nbytes, "report": report.to_dict()}
+        print(json.dumps(said, indent=2))
+        return
+    rate = human_bytes(report.bytes_per_second)
+    moved = f"{count_leaves(report.leaves)}, {human_bytes(report.bytes)} by {report.route or 'description alone'}"
+    print(f"fetched {moved} in {report.seconds:.3f} s ({rate}/s)")
+    print(f"wrote {goal.path} ({goal.how.value}, {human_bytes(nbytes)})")

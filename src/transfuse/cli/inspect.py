@@ -1,0 +1,144 @@
+"""``transfuse inspect``: what a state holds, in a file or at a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import transfuse
+from transfuse.cli import files
+from transfuse.cli.errors import Failed
+from transfuse.cli.options import AsJson, Seconds, TokenFile, check_settings, duration_of, token_of
+from transfuse.cli.tables import Column, count_leaves, say, show
+from transfuse.contents import Contents, Folded, Row, fold, printable
+from transfuse.door import split_address
+from transfuse.report import human_bytes
+
+__all__ = ["inspect"]
+
+#: Characters of a value, and of metadata, in a table.
+MAX_SHOWN = 40
+
+COLUMNS = (
+    Column("leaf", wraps=True),
+    Column("kind"),
+    Column("dtype"),
+    Column("shape or value", wraps=True),
+    Column("size", right=True),
+    Column("shares"),
+    Column("sharding", wraps=True),
+)
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A state, and what is known about where it is."""
+
+    where: str
+    kind: str
+    contents: Contents
+    step: int | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {
+            "where": self.where,
+            "kind": self.kind,
+            "step": self.step,
+            "metadata": self.metadata,
+            "totals": asdict(self.contents.totals),
+            "leaves": [row.to_dict() for row in rows],
+        }
+
+
+def inspect(
+    where: Annotated[
+        str, typer.Argument(metavar="ADDRESS|FILE", help="A server's host:port, or a .safetensors or .pt file.")
+    ],
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Fold leaves whose names agree in so many steps between dots.")
+    ] = None,
+    pattern: Annotated[
+        str | None, typer.Option("--filter", metavar="GLOB", help="Only leaves with such names: `model.*.weight`.")
+    ] = None,
+    token_file: TokenFile = None,
+    timeout: Seconds = 30,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a state holds: names, kinds, dtypes, shapes, sizes, what shares memory, and how it is sharded.
+
+    No tensor is read or moved. Of a .safetensors file only the header is read; a .pt file is mapped, and refused if it
+    holds more than plain data. Of a server only the description of its state is asked for.
+
+    Leaves with the same number under *shares* have a storage in common. Sizes of sharded leaves are those of the part
+    that the described rank holds. In JSON there are always all leaves that the filter leaves.
+    """
+    check_settings()
+    found = _look(where, token_file, timeout)
+    rows = found.contents.rows if pattern is None else found.contents.matching(pattern)
+    if as_json:
+        print(json.dumps(found.to_dict(rows), indent=2))
+        return
+    _say_where(found)
+    show(COLUMNS, [_cells(row) for row in (rows if depth is None else fold(rows, depth))])
+    _say_totals(found, rows, pattern)
+
+
+def _look(where: str, token_file: Path | None, timeout: float) -> Inspected:
+    path = Path(where)
+    if path.exists():
+        kind = files.format_of(path).value
+        contents, metadata = files.contents_of(path)
+        return Inspected(where, kind, contents, metadata=metadata)
+    try:
+        split_address(where)
+    except ValueError:
+        raise Failed(f"{where} is neither a file nor the host:port of a server") from None
+    peeked = transfuse.peek(where, token=token_of(token_file), timeout=duration_of(timeout))
+    try:
+        return Inspected(where, "server", Contents.of(peeked.manifest), step=peeked.step)
+    except ValueError as error:
+        raise Failed(f"{where} describes a state that cannot be: {error}") from error
+
+
+def _cells(row: Row | Folded) -> tuple[str, ...]:
+    if isinstance(row, Folded):
+        dtypes = _short(", ".join(row.dtypes))
+        return f"{row.name}.…", count_leaves(row.leaves), dtypes, "", human_bytes(row.nbytes), _marks(row.shares), ""
+    if row.value is not None:
+        shown = _short(row.value)
+    else:
+        shown = "×".join(map(str, row.shape)) if row.shape else "scalar" if row.shape == () else ""
+    size = human_bytes(row.nbytes) if row.kind != "value" or row.nbytes else ""
+    sharding = str(row.sharding) if row.sharding is not None else ""
+    return row.label, row.what, row.dtype, shown, size, _marks(row.shares), sharding
+
+
+def _marks(shares: tuple[int, ...]) -> str:
+    return " ".join(f"#{number}" for number in shares)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+
+
+def _say_where(found: Inspected) -> None:
+    step = f", step {found.step}" if found.step is not None else ""
+    say(f"{found.where} ({found.kind}{step})")
+    for key, value in found.metadata.items():
+        say(f"  {printable(key)}: {_short(printable(value))}")
+    say()
+
+
+def _say_totals(found: Inspected, rows: Sequence[Row], pattern: str | None) -> None:
+    totals = found.contents.totals
+    if pattern is not None:
+        nbytes = human_bytes(sum(row.nbytes for row in rows))
+        say(f"{pattern}: {len(rows):,} of {count_leaves(totals.leaves)}, {nbytes}")
+    once = ", each byte counted once " + human_bytes(totals.bytes_once) if totals.bytes_once != totals.bytes else ""
+    say(f"{count_leaves(totals.leaves)}, {totals.tensors:,} of them tensors: {human_bytes(totals.bytes)}{once}")

@@ -1,0 +1,79 @@
+"""What several commands are told in the same words."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from transfuse.cli.errors import Failed
+from transfuse.limits import Limits, allows_same_host
+
+__all__ = [
+    "TOKEN_VARIABLE",
+    "AsJson",
+    "Seconds",
+    "TokenFile",
+    "bytes_of",
+    "check_settings",
+    "duration_of",
+    "token_of",
+]
+
+TOKEN_VARIABLE = "TRANSFUSE_TOKEN"
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+Seconds = Annotated[
+    float, typer.Option(min=0.1, metavar="SECONDS", help="How long the other end may go without progress.")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help=f"Holds the secret that both ends share. Without it: the variable {TOKEN_VARIABLE}.",
+    ),
+]
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?(?:/s)?", re.IGNORECASE)
+
+
+def bytes_of(text: str) -> int:
+    """How many bytes ``100MiB``, ``2.5GB`` or ``4096`` are."""
+    found = _SIZE.fullmatch(text.strip())
+    count = 0 if found is None else int(float(found[1]) * _UNITS[(found[2] or "").lower()])
+    if count < 1:
+        raise typer.BadParameter(f"{text!r} is no number of bytes; write 100MiB, 2.5GB or 4096")
+    return count
+
+
+def check_settings() -> None:
+    """Better said in a line than by the first transfer."""
+    try:
+        Limits.from_environment()
+        allows_same_host()
+    except ValueError as error:
+        raise Failed(f"{error} (in the environment)") from None
+
+
+def duration_of(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)
+
+
+def token_of(file: Path | None) -> str | None:
+    """The shared secret, if there is one."""
+    if file is None:
+        token = os.environ.get(TOKEN_VARIABLE)
+        where = TOKEN_VARIABLE
+    else:
+        token = file.read_text().removesuffix("\n").removesuffix("\r")
+        where = str(file)
+    if token == "":
+        raise typer.BadParameter(
+            f"{where} is empty; make a secret with: python -c 'import secrets; print(secrets.token_hex())'"
+        )
+    return token

@@ -1,0 +1,111 @@
+"""``transfuse serve``: a state in a file, for readers anywhere."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import transfuse
+from transfuse.cli import files
+from transfuse.cli.errors import Failed, interruptible, warnings_shown
+from transfuse.cli.options import AsJson, Seconds, TokenFile, bytes_of, check_settings, duration_of, token_of
+from transfuse.cli.tables import count_leaves
+from transfuse.contents import Contents
+from transfuse.limits import Limits
+from transfuse.manifest import describe
+from transfuse.report import Report, human_bytes
+
+__all__ = ["serve"]
+
+
+def serve(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors or .pt file.", show_default=False)],
+    host: Annotated[
+        str, typer.Option(help="The address to listen on. Others reach only what is not loopback.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+    token_file: TokenFile = None,
+    once: Annotated[bool, typer.Option("--once", help="End after one reader has everything.")] = False,
+    step: Annotated[int | None, typer.Option(min=0, help="The step that readers are told.")] = None,
+    timeout: Seconds = 30,
+    max_rate: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Give away so many bytes a second at most: `100MiB`.")
+    ] = None,
+    max_readers: Annotated[int, typer.Option(min=1, help="How many read at once; others wait.")] = 4,
+    same_host: Annotated[
+        bool, typer.Option(help="Let readers on this host read straight from this process's memory.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Serve the state in a file to `transfuse fetch` and `transfuse.fetch`, until Ctrl-C.
+
+    The first line is the address; then there is a line for every reader. The file is mapped, not loaded: do not write
+    to it meanwhile (a file that is renamed into its place does no harm).
+
+    Nothing is encrypted, and without a token whoever reaches the address gets the state.
+    """
+    check_settings()
+    token, rate = token_of(token_file), bytes_of(max_rate) if max_rate is not None else None
+    state = files.load(file)
+    totals = Contents.of(describe(state, Limits()).manifest).totals
+    if not totals.bytes:
+        raise Failed(f"{file} holds no tensors: there is nothing to move")
+    if token is None and not _is_loopback(host):
+        print(f"transfuse serve: without a token: whoever reaches {host} gets the state", file=sys.stderr)
+    done = threading.Event()
+
+    def tell(report: Report) -> None:
+        _tell(report, as_json)
+        # Who only looks at the description gets nothing else.
+        if once and report.error is None and report.bytes:
+            done.set()
+
+    server = transfuse.serve(
+        state,
+        host=host,
+        port=port,
+        token=token,
+        timeout=duration_of(timeout),
+        step=step,
+        max_readers=max_readers,
+        same_host=same_host,
+        max_bytes_per_second=rate,
+        on_report=tell,
+    )
+    with interruptible(), warnings_shown("serve"), server:
+        if as_json:
+            said = {"address": server.address, "file": str(file), "leaves": totals.leaves, "bytes": totals.bytes_once}
+            print(json.dumps(said), flush=True)
+        else:
+            print(server.address, flush=True)
+            about = f"{count_leaves(totals.leaves)}, {human_bytes(totals.bytes_once)}"
+            print(f"transfuse serve: {file}: {about}; Ctrl-C ends it", file=sys.stderr)
+        try:
+            done.wait()
+        except KeyboardInterrupt:
+            # Those who read now may finish; who asks a second time is not made to wait for them.
+            print("transfuse serve: ending", file=sys.stderr)
+
+
+def _tell(report: Report, as_json: bool) -> None:
+    """A line about a reader. What failed is logged by the server, with the reader's address."""
+    if as_json:
+        print(json.dumps(report.to_dict()), flush=True)
+    elif report.error is None and report.bytes:
+        rate = human_bytes(report.bytes_per_second)
+        print(f"sent {human_bytes(report.bytes)} by {report.route} in {report.seconds:.3f} s ({rate}/s)", flush=True)
+    elif report.error is None:
+        print("sent the description", flush=True)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
