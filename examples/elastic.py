@@ -104,7 +104,9 @@ def keep(store: TCPStore, token: str, done: threading.Event) -> None:
                 continue
             try:
                 # A new copy each time: the old one stays whole if the worker dies meanwhile.
-                kept = transfuse.fetch(store.get("worker").decode(), token=token, timeout=TIMEOUT)
+                copy = transfuse.fetch(store.get("worker").decode(), token=token, timeout=TIMEOUT)
+                with server.mutating():  # State and step of one copy, for whoever asks now.
+                    kept = copy
                 store.set("keeper", server.address)
             except transfuse.PeerError:
                 pass  # It has died. After the restart there will be another address.

@@ -74,6 +74,15 @@ def join(store: Store, generation: int, rank: int) -> None:
     dist.init_process_group("gloo", store=prefix, rank=rank, world_size=RANKS, timeout=timedelta(seconds=10))
 
 
+def announced(store: Store, generation: int, patience: timedelta) -> bool:
+    """Whether there is such a generation, or comes to be one."""
+    try:
+        store.wait([f"generation {generation}"], patience)
+    except RuntimeError:
+        return False
+    return True
+
+
 def heal(job: Job) -> str:
     """Called by all ranks of a new group: who is behind receives from all who are not."""
     steps: list[Any] = [None] * RANKS
@@ -83,7 +92,8 @@ def heal(job: Job) -> str:
     behind = [rank for rank in range(RANKS) if rank not in newest]
     group = dist.group.WORLD
     assert group is not None
-    transport = PGTransport(group, timedelta(seconds=30), torch.device("cpu"), job.state)
+    # Atomic: a rank whose healing fails half-way keeps what it had, and may be the newest next time.
+    transport = PGTransport(group, timedelta(seconds=30), torch.device("cpu"), job.state, atomic=True)
     if dist.get_rank() in newest:
         transport.send_checkpoint(behind, job.state(), step=max(steps))
         return f"has sent step {job.step} to {behind}"
@@ -110,6 +120,8 @@ def train(job: Job, store: Store, fatal_step: int | None) -> None:
         job.optimizer.step()
         store.set(f"loss {job.step} {dist.get_rank()}", loss.item().hex())
         job.step += 1
+    # Nobody leaves before all are done: who dies until then is healed by the others.
+    dist.barrier()
 
 
 def work(rank: int, port: int, fatal_step: int | None) -> None:
@@ -130,11 +142,13 @@ def work(rank: int, port: int, fatal_step: int | None) -> None:
             if dist.is_initialized():
                 LEFT.append(dist.group.WORLD)
                 dist.destroy_process_group()
-            store.wait([f"generation {generation + 1}"], timedelta(seconds=60))
+            if not announced(store, generation + 1, timedelta(seconds=10)):
+                # Nobody has died: ranks that live have failed each other, by a timeout perhaps.
+                store.set(f"failed {generation}", "")
+                store.wait([f"generation {generation + 1}"], timedelta(seconds=60))
             generation = int(store.get("generation"))
     for name, tensor in job.model.state_dict().items():
         store.set(f"weight {name} {rank}", str(zlib.crc32(tensor.numpy())))
-    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -154,25 +168,33 @@ def supervise(fatal_steps: Mapping[int, int]) -> dict[str, bytes]:
         process.start()
         return process
 
-    running, generation, announced = {rank: start(rank) for rank in range(RANKS)}, 0, time.monotonic()
+    generation, since = 0, time.monotonic()
+
+    def announce(why: str) -> None:
+        nonlocal generation, since
+        generation += 1
+        print(f"{why}: generation {generation}", flush=True)
+        if generation > RANKS:
+            raise SystemExit("too many failures")
+        store.set("generation", str(generation))
+        store.set(f"generation {generation}", "")
+        since = time.monotonic()
+
+    running = {rank: start(rank) for rank in range(RANKS)}
     while running:
         wait([process.sentinel for process in running.values()], timeout=1)
         for rank, process in running.items():
             # Stuck in a collective of the old group. It is started again and healed, like any other.
-            if time.monotonic() > announced + 60 and not store.check([f"generation {generation}/rank {rank}"]):
+            if time.monotonic() > since + 60 and not store.check([f"generation {generation}/rank {rank}"]):
                 process.kill()
         for rank, process in list(running.items()):
             if process.exitcode == 0:
                 del running[rank]
             elif process.exitcode is not None:
-                generation += 1
-                print(f"rank {rank} ended with {process.exitcode}: generation {generation}", flush=True)
-                if generation > RANKS:
-                    raise SystemExit("too many deaths")
-                store.set("generation", str(generation))
-                store.set(f"generation {generation}", "")
-                announced = time.monotonic()
+                announce(f"rank {rank} ended with {process.exitcode}")
                 running[rank] = start(rank)
+        if store.check([f"failed {generation}"]):
+            announce("nobody has ended, but the group is of no more use")
     names = [f"loss {step} {rank}" for step in range(STEPS) for rank in range(RANKS)]
     names += [f"weight {name} {rank}" for name in Job().model.state_dict() for rank in range(RANKS)]
     return {name: store.get(name) for name in names}

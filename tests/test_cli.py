@@ -114,6 +114,11 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("fetch", "127.0.0.1:1", "--out", "x.pt", "--max-size", "much"),
         ("serve", "x.pt", "--max-rate", "-1"),
         ("serve", "x.pt", "--port", "65536"),
+        ("serve", "x.pt", "--host", ""),
+        ("serve", "x.pt", "--step", "9" * 20),
+        ("inspect", "127.0.0.1:1", "--timeout", "inf"),
+        ("inspect", "127.0.0.1:1", "--timeout", "nan"),
+        ("fetch", "127.0.0.1:1", "--out", "x.pt", "--max-size", "9" * 400),
         ("nonsense",),
     ],
 )
@@ -154,6 +159,18 @@ def test_a_closed_pipe_is_silent(tmp_path: Path) -> None:
         assert running.process.stderr is not None
         assert running.process.stderr.read() == ""
         assert running.process.wait(30) == 141
+
+
+def test_who_wants_only_the_address_is_served(job: Path, tmp_path: Path) -> None:
+    with Running("serve", str(job), "--once") as running:
+        address = running.line()
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+        run("fetch", address, "--out", tmp_path / "x.pt")
+        assert running.process.wait(60) == 0
+        assert running.process.stderr is not None
+        assert running.process.stderr.read() == f"transfuse serve: {job}: 6 leaves, 60 B; Ctrl-C ends it\n"
+    assert_exact(job_state(), files.load(tmp_path / "x.pt"))
 
 
 # ------------------------------------------------------------------------------------------------------------- inspect
@@ -361,7 +378,7 @@ def test_what_safetensors_cannot_hold_is_refused_by_name(name: str, tmp_path: Pa
     with serving(state) as address:
         said = run("fetch", address, "--out", tmp_path / "x.safetensors", code=1)
         assert reason in said
-        assert said.endswith("Use --out x.pt\n")
+        assert said.endswith(f"Use --out {tmp_path / 'x.pt'}\n")
         assert list(tmp_path.iterdir()) == []
         # What it is advised to do works.
         run("fetch", address, "--out", tmp_path / "x.pt")
@@ -437,6 +454,7 @@ def test_an_existing_file_stays_unless_told_otherwise(tmp_path: Path) -> None:
     assert f"{path} exists; --overwrite replaces it" in run("fetch", "127.0.0.1:1", "--out", path, code=1)
     with serving(job_state()) as address:
         assert "no directory" in run("fetch", address, "--out", tmp_path / "no" / "x.pt", code=1)
+        assert f"{tmp_path} is a directory" in run("fetch", address, "--out", tmp_path, code=1)
         assert path.read_text() == "precious"
         run("fetch", address, "--out", path, "--overwrite")
     assert_exact(job_state(), files.load(path))
@@ -492,6 +510,10 @@ def test_tokens(tmp_path: Path) -> None:
         # The file counts before the environment.
         run("fetch", address, "--out", tmp_path / "x.pt", "--token-file", secret, TRANSFUSE_TOKEN="wrong")
         assert str(tmp_path / "none") in run("inspect", address, "--token-file", tmp_path / "none", code=1)
+        # What is no text is a secret as well.
+        secret.write_bytes(b"\xff\n")
+        assert "another token" in run("inspect", address, "--token-file", secret, code=1)
+        assert "another token" in run("inspect", address, code=1, TRANSFUSE_TOKEN="\udcff")
         secret.write_text("\n")
         assert "empty" in run("inspect", address, "--token-file", secret, code=2)
 
@@ -513,7 +535,7 @@ def test_serve_once_with_a_token(job: Path, tmp_path: Path) -> None:
     assert_exact(job_state(), files.load(tmp_path / "x.pt"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_serve_ends_cleanly(number: signal.Signals, tmp_path: Path) -> None:
     save_file({"a": torch.arange(3.0)}, tmp_path / "a.safetensors")
     with Running("serve", str(tmp_path / "a.safetensors"), "--json", "--max-rate", "1MiB") as running:
@@ -532,6 +554,13 @@ def test_serve_refuses_what_cannot_be_served(tmp_path: Path) -> None:
     assert "holds no tensors" in run("serve", tmp_path / "x.pt", code=1)
     torch.save({"a": torch.zeros(1)}, tmp_path / "y.pt")
     assert "192.0.2.77" in run("serve", tmp_path / "y.pt", "--host", "192.0.2.77", code=1)
+    assert "at least" in run("serve", tmp_path / "y.pt", "--max-rate", "1", code=2)
+    # A dtype that torch does not have.
+    header = json.dumps({"a\n": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "z.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(3))
+    assert "a\\n cannot be read as a tensor of torch" in run("serve", tmp_path / "z.safetensors", code=1)
+    os.mkfifo(tmp_path / "pipe")
+    assert "no regular file" in run("serve", tmp_path / "pipe", code=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

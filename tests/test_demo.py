@@ -122,12 +122,13 @@ def test_a_source_is_killed_during_the_healing() -> None:
     assert "\x1b" not in out
 
 
-def test_interrupted_in_a_restart_it_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_interrupted_in_a_restart_it_leaves_nothing_behind(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     with Running(
         "demo", "--workers", "2", "--size", "tiny", "--steps", "4", environ={"TMPDIR": str(tmp_path)}
     ) as running:
         running.read_until("starts again")
-        running.process.send_signal(signal.SIGINT)
+        running.process.send_signal(number)
         _, err, code = running.end()
     assert code == 130
     assert err == "transfuse demo: interrupted\n"
@@ -190,6 +191,8 @@ def test_options_that_do_not_go(options: Sequence[str], said: str) -> None:
 def test_what_cannot_work_is_said_beforehand(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     done = CliRunner().invoke(app, ["demo", "--picture", str(tmp_path / "no" / "such.svg")])
     assert (done.exit_code, done.stderr) == (1, f"transfuse demo: {tmp_path}/no/such.svg cannot be written\n")
+    done = CliRunner().invoke(app, ["demo", "--picture", str(tmp_path)])
+    assert (done.exit_code, done.stderr) == (1, f"transfuse demo: {tmp_path} is a directory; name a file in it\n")
     monkeypatch.setattr(pathlib.Path, "read_text", lambda _: "MemTotal: 9 kB\nMemAvailable: 1048576 kB\n")
     done = CliRunner().invoke(app, ["demo"])
     assert done.exit_code == 1

@@ -51,6 +51,7 @@ from transfuse.limits import Limits
 from transfuse.messages import Message
 from transfuse.private import READER, Private, Several
 from transfuse.routes.group import OFFER_TAG, Group, Line
+from transfuse.source import Cargo
 from transfuse.testing.exact import differences
 
 TOKEN = "correct horse battery staple"
@@ -588,7 +589,7 @@ def test_a_stranger_hears_a_hello_and_no_more() -> None:
             "nothing": (b"", 0),
             "rubbish": (secrets.token_bytes(1000), 0),
             "half a hello": (hello()[:20], 0),
-            "another version": (hello(VERSION + 1), 0),
+            "another version": (hello(VERSION + 1), HELLO_BYTES),
             "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(100), 0),
             "no proof": (hello(), HELLO_BYTES),
             "a wrong proof": (hello() + bytes(PROOF_BYTES), HELLO_BYTES),
@@ -933,6 +934,64 @@ def test_a_process_ends_with_a_server_still_open(executor: ThreadPoolExecutor) -
                 one.result(DEADLINE)
 
 
+def test_nothing_is_left_of_who_was_cut_off() -> None:
+    """It never says what it wants. The thread that waits for it outlives the server, and goes when the reader does."""
+    with transfuse.serve(plain_state(), timeout=LONG) as server:
+        transfuse.fetch(server.address)
+    gc.collect()
+    tasks, files = own_tasks(), own_files()
+    server = transfuse.serve(plain_state(), timeout=LONG)
+    door = knock(server.address, key_of(None), 20.0, 0)
+    with contextlib.closing(door), contextlib.closing(Private(door, READER, 20.0, 0)):
+        door.send(Ready(), 20.0)
+        door.expect(Ready, 20.0, "waiting", 400)
+        server.close(cancel=True)
+        assert own_tasks() > tasks
+    nothing_is_left(tasks, files)
+
+
+def test_no_state_stays_until_garbage_is_collected() -> None:
+    """A job may have switched the collector off, and what is served may be a copy."""
+    gc.collect()
+    gc.disable()
+    try:
+        with transfuse.serve(plain_state, step=3, timeout=LONG) as server:
+            transfuse.fetch(server.address, same_host=False)
+            transfuse.fetch(server.address)
+            with pytest.raises(transfuse.StepMismatch):
+                transfuse.fetch(server.address, step=4)
+            wait_until(lambda: not server._readers)
+            assert not [one for one in gc.get_objects() if type(one) is Cargo]
+    finally:
+        gc.enable()
+
+
+def test_a_report_may_close_its_server(caplog: pytest.LogCaptureFixture) -> None:
+    server = transfuse.serve(plain_state(), timeout=LONG, on_report=lambda report: server.close())
+    assert not differences(plain_state(), transfuse.fetch(server.address))
+    wait_until(lambda: not server._readers)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    with pytest.raises(transfuse.PeerLost, match="cannot be reached"):
+        transfuse.fetch(server.address)
+    server.close()
+
+
+def test_the_end_of_a_fork_is_not_the_end_of_the_server() -> None:
+    script = """
+        import os, sys, torch, transfuse
+        with transfuse.serve({"w": torch.arange(1000.0)}) as server:
+            if (child := os.fork()) == 0:
+                sys.exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            print(len(transfuse.fetch(server.address)["w"]))
+    """
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    # Newer versions of Python warn of forks of processes with threads.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(script)]
+    said = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=DEADLINE, check=False)
+    assert (said.returncode, said.stdout) == (0, "1000\n"), said.stderr
+
+
 def fetch_until_interrupted(rank: int, addresses: list[str]) -> str:
     torch.set_num_threads(1)
 
@@ -985,8 +1044,9 @@ def test_options_that_make_no_sense() -> None:
         {"token": ""},
         {"token": b""},
         {"max_bytes_per_second": 0},
+        {"host": ""},
     ):
-        with pytest.raises(ValueError, match=r"max_readers|timeout|token|max_bytes_per_second"):
+        with pytest.raises(ValueError, match=r"max_readers|timeout|token|max_bytes_per_second|every interface"):
             serve({}, **options)
     with pytest.raises(TypeError, match="token is str or bytes, got int"):
         serve({}, token=5)
@@ -1005,3 +1065,25 @@ def test_options_that_make_no_sense() -> None:
         fetch("127.0.0.1:5", map_path={"a": "b"})
     with transfuse.serve({}) as server, pytest.raises(OSError, match=r"[Aa]ddress"):
         serve({}, port=split_address(server.address)[1])
+
+
+def test_a_module_is_no_state() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"model\.state_dict"):
+        transfuse.serve(model)
+    with pytest.raises(TypeError, match=r"model\.state_dict"):
+        transfuse.fetch("127.0.0.1:1", model)
+
+
+def test_waiting_for_a_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFUSE_MAX_WORKING_RECORDS", "2")
+    with transfuse.serve(some_state()) as server, server.mutating():
+        with pytest.raises(transfuse.PeerTimeout, match="hold still") as raised:
+            transfuse.fetch(server.address, timeout=timedelta(seconds=1))
+        assert server.address in str(raised.value)
+
+
+@pytest.mark.parametrize("step", [1 << 63, -(1 << 63) - 1])
+def test_a_step_that_no_message_can_carry(step: int) -> None:
+    with transfuse.serve(some_state(), step=step) as server, pytest.raises(transfuse.PeerRefused, match="64 bits"):
+        transfuse.fetch(server.address, timeout=LONG)

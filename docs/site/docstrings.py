@@ -1,7 +1,7 @@
 """An extension of griffe: docstrings and comments of this package, as the reference shows them.
 
-Roles (:class:`X`) become code, a double colon before an indented block becomes one, and a comment of `#:` lines above
-an attribute becomes its docstring.
+Roles (:class:`X`) become code, a double colon before an indented block becomes one, so do doctests, and a comment of
+`#:` lines above an attribute becomes its docstring.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import griffe
 
 __all__ = ["Docstrings"]
 
+_DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.M)
 _ROLE = re.compile(r":(?:class|meth|func|attr|mod|data|exc):`~?([^`]+)`")
 
 
 def _plain(text: str) -> str:
+    # Left as they are, doctests would be quotations, and their asterisks emphasis.
+    text = _DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", text)
     return re.sub(r"::$", ":", _ROLE.sub(r"`\1`", text), flags=re.M)
 
 

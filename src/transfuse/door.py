@@ -20,15 +20,28 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from transfuse.errors import PeerLost, PeerRefused, PeerTimeout, ProtocolError
 
-__all__ = ["Call", "Door", "Frame", "Ready", "Refused", "Wait", "join_address", "key_of", "knock", "split_address"]
+__all__ = [
+    "WAIT_SECONDS",
+    "Call",
+    "Door",
+    "Frame",
+    "Ready",
+    "Refused",
+    "Wait",
+    "join_address",
+    "key_of",
+    "knock",
+    "split_address",
+]
 
 MAGIC = b"TFUSDOOR"
 VERSION = 1
@@ -36,6 +49,8 @@ NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + 1 + NONCE_BYTES
 #: Frames carry addresses and causes of failures, and nothing long.
 MAX_FRAME_BYTES = 16 << 10
+#: How often a reader that has to wait hears that it is not forgotten.
+WAIT_SECONDS = 0.5
 
 _LENGTH = struct.Struct("<I")
 _COUNTER = struct.Struct("<Q")
@@ -66,6 +81,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=
 Frame = Wait | Call | Ready | Refused
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 _F = TypeVar("_F", Wait, Call, Ready)
+_T = TypeVar("_T")
 
 
 class Door:
@@ -121,6 +137,7 @@ class Door:
 
     def expect(self, kind: type[_F], seconds: float, phase: str, most_waits: int) -> _F:
         """The next frame, which is a ``kind``; or raise what a refusal says. ``Wait`` frames buy ``seconds`` more."""
+        started = time.monotonic()
         for _ in range(most_waits + 1):
             frame = self._receive(time.monotonic() + seconds, phase)
             if isinstance(frame, Refused):
@@ -129,7 +146,9 @@ class Door:
                 return frame
             if not isinstance(frame, Wait):
                 raise ProtocolError(self.rank, f"{self.name} sent {type(frame).__name__} while {phase}")
-        raise ProtocolError(self.rank, f"{self.name} says that it is there, but never that it is ready, while {phase}")
+            if most_waits == 0:
+                raise ProtocolError(self.rank, f"{self.name} asks to be waited for while {phase}")
+        raise PeerTimeout(self.rank, f"{phase} ({self.name})", time.monotonic() - started)
 
     def _receive(self, deadline: float, phase: str) -> Frame:
         head = self._receive_bytes(_LENGTH.size, deadline, phase)
@@ -161,7 +180,7 @@ class Door:
             data += chunk
         return bytes(data)
 
-    def _do(self, operation: Any, deadline: float, phase: str) -> Any:
+    def _do(self, operation: Callable[[], _T], deadline: float, phase: str) -> _T:
         started = time.monotonic()
         try:
             if deadline <= started:
@@ -179,6 +198,7 @@ class Door:
         """The server's side: let in who proves that it knows ``key``."""
         theirs = self._hear_hello(deadline)
         mine = self._say_hello(deadline)
+        self._compare_versions(theirs)
         said = theirs + mine
         proof = self._receive_bytes(PROOF_BYTES, deadline, "waiting for a proof of the token")
         if not hmac.compare_digest(proof, _proof(key, b"reader", said)):
@@ -189,7 +209,9 @@ class Door:
     def enter(self, key: bytes, deadline: float) -> None:
         """The reader's side: prove that one knows ``key``, and hear that the server does."""
         mine = self._say_hello(deadline)
-        said = mine + self._hear_hello(deadline)
+        theirs = self._hear_hello(deadline)
+        self._compare_versions(theirs)
+        said = mine + theirs
         self._send_bytes(_proof(key, b"reader", said), deadline, "proving the token")
         try:
             proof = self._receive_bytes(PROOF_BYTES, deadline, "waiting for the server's proof of the token")
@@ -207,15 +229,20 @@ class Door:
 
     def _hear_hello(self, deadline: float) -> bytes:
         hello = self._receive_bytes(HELLO_BYTES, deadline, "waiting for a hello")
-        magic, version = hello[: len(MAGIC)], hello[len(MAGIC)]
-        if magic != MAGIC:
-            raise ProtocolError(self.rank, f"{self.name} does not speak as transfuse does at a door: another service?")
+        if not hello.startswith(MAGIC):
+            raise ProtocolError(
+                self.rank, f"{self.name} does not speak as transfuse does at a door: is it another service?"
+            )
+        return hello
+
+    def _compare_versions(self, theirs: bytes) -> None:
+        """Once both have said hello, so that both learn of it."""
+        version = theirs[len(MAGIC)]
         if version != VERSION:
             raise ProtocolError(
                 self.rank,
                 f"{self.name} speaks version {version} at its door, this is version {VERSION}: upgrade the older end",
             )
-        return hello
 
     def _open(self, key: bytes, said: bytes, sending: bytes, receiving: bytes) -> None:
         self._session = hmac.digest(key, b"session " + said, hashlib.sha256)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import messages, receiver, talks
 from transfuse.accepting import read_offer
-from transfuse.door import Door, Ready, key_of, knock, split_address
+from transfuse.door import WAIT_SECONDS, Door, Ready, key_of, knock, split_address
 from transfuse.errors import PeerTimeout, ProtocolError, ReceiveFailed, TransfuseError
 from transfuse.leaves.codec import MeshDescription
 from transfuse.limits import Limits
@@ -76,6 +76,8 @@ def fetch(
     they hold all that is needed.
     """
     addresses = _check(address, timeout)
+    if isinstance(state_dict, torch.nn.Module):
+        raise TypeError("a module is no state: fetch(address, model.state_dict), or a callable that gives more")
     # Before any server holds still for it.
     tree = state_dict() if callable(state_dict) else state_dict
     with _Visit(addresses, key_of(token), timeout.total_seconds()) as visit:
@@ -161,7 +163,8 @@ class _Visit:
         self._addresses = addresses
         self._key = key
         self._seconds = seconds
-        self._waits = Limits.from_environment().max_working_records
+        # In all as long as signs of life in a conversation are believed, which come every quarter of the timeout.
+        self._waits = int(Limits.from_environment().max_working_records * max(1.0, seconds / 4 / WAIT_SECONDS))
         self._doors: dict[int, Door] = {}
         self._met: dict[int, Private] = {}
         self._causes: dict[int, BaseException] = {}

@@ -11,7 +11,7 @@ import hmac
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -67,11 +67,11 @@ class _Exchange(Store):
         # gloo believes every length in it.
         if not any(_alike(call.value, mine) for mine in self._mine.values()):
             raise ProtocolError(self._door.rank, f"{self._door.name} gives an address that is none of gloo's")
-        if call.key in self._mine or call.key in self._values:
+        if call.key in self._mine or self._values:
             raise ProtocolError(self._door.rank, f"{self._door.name} gives its address twice")
         self._values[call.key] = call.value
 
-    def _say(self, operation: Any) -> None:
+    def _say(self, operation: Callable[[], None]) -> None:
         if self.failure is not None:
             raise self.failure
         try:
@@ -100,6 +100,9 @@ def _alike(theirs: bytes, mine: bytes) -> bool:
 
 class Private:
     """A group of this end and the other, both of which have proved to be who came through the door."""
+
+    #: A thread that is left in a wait keeps gloo by :meth:`_hold`, and no longer than that wait: nobody else has to.
+    outlives_waits = True
 
     def __init__(self, door: Door, rank: int, seconds: float, most_waits: int) -> None:
         self.door = door
@@ -241,6 +244,8 @@ class Several:
 
     Rank ``i`` is the server of the group ``i``, and the last one is the reader itself.
     """
+
+    outlives_waits = Private.outlives_waits
 
     def __init__(self, groups: Sequence[Private]) -> None:
         self._groups = groups

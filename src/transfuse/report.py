@@ -149,8 +149,9 @@ class Report:
 
 
 def said(error: BaseException) -> str:
-    """An error as a report has it."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """An error as a report has it. What it quotes may be no UTF-8; logs and files of reports are."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def failed_with(failed: Mapping[int, BaseException]) -> dict[int, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import socket
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -17,12 +19,12 @@ from typing import Any, Self, cast
 
 import torch
 
-from transfuse.door import Door, Ready, Refused, Wait, join_address, key_of
+from transfuse.door import WAIT_SECONDS, Door, Ready, Refused, Wait, join_address, key_of
 from transfuse.errors import PeerLost, PeerTimeout, SendFailed, TransfuseError
 from transfuse.private import READER, SERVER, Private
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.transport import PGTransport
+from transfuse.transport import PGTransport, check_step
 from transfuse.turns import Turns
 
 __all__ = ["Server", "serve"]
@@ -34,8 +36,6 @@ logger = logging.getLogger("transfuse")
 MAX_STRANGERS = 64
 #: A stranger's time to prove itself, at most.
 HANDSHAKE_SECONDS = 10.0
-#: How often a reader that has to wait hears that it is not forgotten.
-WAIT_SECONDS = 0.5
 COMPLAINT_SECONDS = 1.0
 #: How long the interpreter's end waits for those who read to be told.
 END_SECONDS = 3.0
@@ -110,6 +110,10 @@ class Server:
     ) -> None:
         if max_readers < 1:
             raise ValueError(f"max_readers must be at least 1, got {max_readers}")
+        if not host:
+            raise ValueError("host is empty, which would be every interface: if that is meant, say 0.0.0.0")
+        if isinstance(state_dict, torch.nn.Module):
+            raise TypeError("a module is no state: serve(model.state_dict), or a callable that gives more")
         self._state_dict, self._step = state_dict, step
         self._key = key_of(token)
         self._seconds = timeout.total_seconds()
@@ -144,6 +148,7 @@ class Server:
         self._address = join_address(host, self._socket.getsockname()[1])
         self._thread = threading.Thread(target=self._listen, name="transfuse-server", daemon=True)
         self._thread.start()
+        self._process = os.getpid()
         atexit.register(self._end)
 
     @property
@@ -166,7 +171,11 @@ class Server:
 
     def close(self, *, cancel: bool = False) -> None:
         """Let nobody in any more. Those who read now may finish, unless ``cancel``; those who wait are told."""
+        if self._is_fork():
+            return
         for thread in self._stop(cancel=cancel):
+            if thread is threading.current_thread():
+                continue  # Closed by ``on_report`` or another callable of the user's: it ends when that returns.
             try:
                 thread.join()
             except BaseException:
@@ -191,8 +200,14 @@ class Server:
             door.hang_up()
         return threads
 
+    def _is_fork(self) -> bool:
+        """Whether this process is a fork of the one that serves: what it shut down would be shut down there too."""
+        return os.getpid() != self._process
+
     def _end(self) -> None:
         """The interpreter ends. A thread that comes back from gloo after that ends the process, with a message."""
+        if self._is_fork():
+            return
         until = time.monotonic() + END_SECONDS
         for thread in self._stop(cancel=True):
             thread.join(max(0.0, until - time.monotonic()))
@@ -263,21 +278,19 @@ class Server:
                 raise
         except SendFailed as error:
             # As text: a record that a handler keeps would keep all that the error's traceback holds.
-            logger.warning("reader %s: %s", door.name, str(error.causes[READER]))
+            logger.warning("reader %s: %s", door.name, _printable(str(error.causes[READER])))
         except TransfuseError as error:
-            logger.warning("reader %s: %s", door.name, str(error))
+            logger.warning("reader %s: %s", door.name, _printable(str(error)))
         except Exception:
-            logger.exception("reader %s: the server failed", door.name)
+            logger.error("reader %s: the server failed\n%s", door.name, _printable(traceback.format_exc()))
         finally:
             door.close()
             with self._lock:
                 del self._readers[threading.current_thread()]
 
     def _tell(self, door: Door, error: Exception) -> None:
-        # It may quote text that is no UTF-8: the name of a file, for example.
-        words = str(error)[:2000].encode("utf-8", "backslashreplace").decode()
         with suppress(TransfuseError):
-            door.send(Refused(type(error).__name__, words), self._seconds)
+            door.send(Refused(type(error).__name__, _printable(str(error)[:2000])), self._seconds)
 
     def _receive(self, door: Door) -> None:
         """A reader that has proved itself: a place, a group, and its turn with the state."""
@@ -287,10 +300,12 @@ class Server:
             door.expect(Ready, self._seconds, "waiting for the reader to begin", most_waits=0)
             meanwhile()  # It may have closed since.
             with self._turns.reading(meanwhile):
+                # Before the callable, which may copy: work of this thread is not ordered after that of training's.
+                self._last_change.wait()
                 with self._asking:
                     state = self._state_dict() if callable(self._state_dict) else self._state_dict
                     step = self._step() if callable(self._step) else self._step
-                self._last_change.wait()
+                check_step(step)
                 door.send(Ready(), self._seconds)
                 self._send(group, state, step)
 
@@ -321,6 +336,11 @@ class Server:
         logger.log(
             logging.WARNING if loud else logging.DEBUG, "the server at %s: %s: %s", self._address, what, str(error)
         )
+
+
+def _printable(text: str) -> str:
+    """An error may quote what is no UTF-8, the name of a file for example; logs and frames are."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class _Meanwhile:

@@ -93,9 +93,11 @@ def serve(
     line: Line, transfer: int, tag: int, cargo: Cargo, caller: Caller, progress: Progress, report: Report
 ) -> None:
     """Offer, hear what is wanted, send it, and hear that it arrived."""
+    serving = _Serving(line, transfer, tag, cargo, caller, progress, report)
     try:
-        _Serving(line, transfer, tag, cargo, caller, progress, report).serve()
+        serving.serve()
     finally:
+        serving.close()
         if cargo.chains is not None:
             cargo.chains.leave(line.peer)
 
@@ -162,10 +164,18 @@ class _Serving:
                 cause = (self._outgoing.failure if self._outgoing is not None else None) or error
                 if not line.broken:
                     line.refuse(cause)
-                if cause is not error:
-                    raise cause from error
-                raise
+                try:
+                    if cause is not error:
+                        raise cause from error
+                    raise
+                finally:
+                    # Not kept in this frame, which the error refers to: with it would stay all of the state.
+                    del cause
             self._send()
+
+    def close(self) -> None:
+        """It is over. What refers to this is let go: otherwise the state would stay until garbage is collected."""
+        self._outgoing = None
 
     def _due(self) -> list[Message]:
         """What the receiver may say now. It may ask for parcels once it has said how they are cut."""

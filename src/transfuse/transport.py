@@ -34,7 +34,7 @@ from transfuse.routes.group import Group, Line, ProcessGroupLike
 from transfuse.routes.memory import Lease
 from transfuse.vigil import Vigil
 
-__all__ = ["PGTransport"]
+__all__ = ["PGTransport", "check_step"]
 
 logger = logging.getLogger("transfuse")
 
@@ -148,6 +148,7 @@ class PGTransport:
         this returns or raises, and not before.
         """
         ranks = self._check_ranks(dst_ranks)
+        check_step(step)
         self._report = report = Report("send", ranks, step)
         if not ranks:
             return
@@ -238,6 +239,7 @@ class PGTransport:
         ranks = self._check_ranks([src_rank] if isinstance(src_rank, int) else src_rank)
         if not ranks:
             raise ValueError("a receive needs a source")
+        check_step(step)
         if resume is not None and not isinstance(resume, Partial):
             raise TypeError(f"resume takes the partial of an error of an earlier receive, got {type(resume).__name__}")
         if resume is not None:
@@ -419,6 +421,12 @@ def _noting(progress: Progress) -> Iterator[None]:
         progress.phase = FAILED
         raise
     progress.phase = DONE
+
+
+def check_step(step: int | None) -> None:
+    """A step that no message can carry is told to whoever made it up."""
+    if step is not None and not -(1 << 63) <= step < 1 << 63:
+        raise ValueError(f"step must be a number of 64 bits, got {step}")
 
 
 def _sum_up(report: Report, single: list[Report]) -> None:

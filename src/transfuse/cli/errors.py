@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from transfuse.contents import printable
 from transfuse.errors import TransfuseError
 
-__all__ = ["DEBUG_VARIABLE", "Commands", "Exit", "Failed", "interruptible", "warnings_shown"]
+__all__ = ["DEBUG_VARIABLE", "Commands", "Exit", "Failed", "warnings_shown"]
 
 DEBUG_VARIABLE = "TRANSFUSE_DEBUG"
 
@@ -42,7 +42,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
+            with _interruptible():
+                result = super().invoke(ctx)
             # Here, so that a pipe that was closed meanwhile is noticed while somebody answers it.
             sys.stdout.flush()
             return result
@@ -76,16 +77,20 @@ def _clean(text: str) -> str:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM ends what is done here as Ctrl-C does: with everything cleaned up."""
+def _interruptible() -> Iterator[None]:
+    """SIGTERM, and a terminal that is closed, end what is done here as Ctrl-C does: with everything cleaned up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # What is ignored, by nohup for example, stays ignored.
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

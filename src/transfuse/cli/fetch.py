@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import transfuse
 from transfuse import trees
 from transfuse.cli import files, flat
-from transfuse.cli.errors import Failed, interruptible, warnings_shown
+from transfuse.cli.errors import Failed, warnings_shown
 from transfuse.cli.files import SUFFIXES, Format
 from transfuse.cli.options import AsJson, Seconds, TokenFile, bytes_of, check_settings, duration_of, token_of
 from transfuse.cli.tables import count_leaves
@@ -44,7 +44,7 @@ class Goal:
 def fetch(
     addresses: Annotated[
         list[str],
-        typer.Argument(metavar="ADDRESS...", help="A server's host:port. Several, if they serve one state."),
+        typer.Argument(metavar="ADDRESS", help="A server's host:port. Several, if they serve one state."),
     ],
     out: Annotated[
         Path,
@@ -79,9 +79,9 @@ def fetch(
     check_settings()
     token, largest = token_of(token_file), bytes_of(max_size) if max_size is not None else None
     reports: list[Report] = []
-    with interruptible(), warnings_shown("fetch"):
-        if out.suffix in SUFFIXES:
-            files.check_place(out, overwrite)
+    with warnings_shown("fetch"):
+        # Without a known end another file is written, beside this one.
+        files.check_place(out, overwrite or out.suffix not in SUFFIXES)
         seen = _peek(addresses, token, timeout)
         goal = _goal(out, seen)
         files.check_place(goal.path, overwrite)
@@ -116,7 +116,7 @@ def _check(addresses: Sequence[str]) -> None:
         raise typer.BadParameter("an address appears twice")
 
 
-def _peek(addresses: Sequence[str], token: str | None, timeout: float) -> list[Manifest]:
+def _peek(addresses: Sequence[str], token: bytes | None, timeout: float) -> list[Manifest]:
     """What the servers hold. Of several some may be away: whether the others suffice is known later."""
     found, last = [], None
     for address in addresses:
@@ -145,7 +145,7 @@ def _refuse(path: Path, misfits: Sequence[str]) -> None:
     if misfits:
         shown = "; ".join(misfits[:MAX_NAMED])
         more = f"; and {len(misfits) - MAX_NAMED} more" if len(misfits) > MAX_NAMED else ""
-        instead = path.with_suffix(".pt").name
+        instead = path.with_suffix(".pt")
         raise Failed(f"a safetensors file cannot hold this state: {shown}{more}. Use --out {instead}")
 
 

@@ -50,6 +50,9 @@ MAX_NAMED = 5
 
 def format_of(path: Path) -> Format:
     """What a file is, from its first bytes."""
+    if path.is_fifo() or path.is_char_device() or path.is_socket():
+        # It is read more than once, and mapped.
+        raise Failed(f"{path} is no regular file; write what it gives to one")
     with path.open("rb") as file:
         first = file.read(9)
     # A zip, or the pickle that older versions of torch wrote.

@@ -100,7 +100,10 @@ def load(path: Path) -> dict[str, Any]:
             node = state
             for key in trail[:-1]:
                 node = node.setdefault(key, {})
-            node[trail[-1]] = file.get_tensor(name)
+            try:
+                node[trail[-1]] = file.get_tensor(name)
+            except SafetensorError as error:
+                raise Failed(f"{path}: {printable(name)} cannot be read as a tensor of torch: {error}") from error
     return state
 
 

@@ -25,10 +25,15 @@ __all__ = [
 ]
 
 TOKEN_VARIABLE = "TRANSFUSE_TOKEN"
+#: A week. What is far longer than this no clock of the system takes.
+LONGEST_SECONDS = 604_800
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 Seconds = Annotated[
-    float, typer.Option(min=0.1, metavar="SECONDS", help="How long the other end may go without progress.")
+    float,
+    typer.Option(
+        min=0.1, max=LONGEST_SECONDS, metavar="SECONDS", help="How long the other end may go without progress."
+    ),
 ]
 TokenFile = Annotated[
     Path | None,
@@ -39,7 +44,7 @@ TokenFile = Annotated[
 ]
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?(?:/s)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kmg]i?)?b?(?:/s)?", re.IGNORECASE)
 
 
 def bytes_of(text: str) -> int:
@@ -64,15 +69,15 @@ def duration_of(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def token_of(file: Path | None) -> str | None:
-    """The shared secret, if there is one."""
+def token_of(file: Path | None) -> bytes | None:
+    """The shared secret, if there is one. As bytes: it need not be text."""
     if file is None:
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = os.environb.get(TOKEN_VARIABLE.encode())
         where = TOKEN_VARIABLE
     else:
-        token = file.read_text().removesuffix("\n").removesuffix("\r")
+        token = file.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
         where = str(file)
-    if token == "":
+    if token == b"":
         raise typer.BadParameter(
             f"{where} is empty; make a secret with: python -c 'import secrets; print(secrets.token_hex())'"
         )

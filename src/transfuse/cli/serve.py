@@ -6,6 +6,7 @@ import ipaddress
 import json
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import typer
 
 import transfuse
 from transfuse.cli import files
-from transfuse.cli.errors import Failed, interruptible, warnings_shown
+from transfuse.cli.errors import Failed, warnings_shown
 from transfuse.cli.options import AsJson, Seconds, TokenFile, bytes_of, check_settings, duration_of, token_of
 from transfuse.cli.tables import count_leaves
 from transfuse.contents import Contents
@@ -51,6 +52,12 @@ def serve(
     Nothing is encrypted, and without a token whoever reaches the address gets the state.
     """
     check_settings()
+    if not host:
+        raise typer.BadParameter(
+            "it is empty, which would be every interface: write 0.0.0.0 for that", param_hint="--host"
+        )
+    if step is not None and step > sys.maxsize:
+        raise typer.BadParameter("it is a number of 64 bits", param_hint="--step")
     token, rate = token_of(token_file), bytes_of(max_rate) if max_rate is not None else None
     state = files.load(file)
     totals = Contents.of(describe(state, Limits()).manifest).totals
@@ -61,24 +68,29 @@ def serve(
     done = threading.Event()
 
     def tell(report: Report) -> None:
-        _tell(report, as_json)
+        # Who wanted only the address has closed the pipe, and is served all the same.
+        with suppress(BrokenPipeError):
+            _tell(report, as_json)
         # Who only looks at the description gets nothing else.
         if once and report.error is None and report.bytes:
             done.set()
 
-    server = transfuse.serve(
-        state,
-        host=host,
-        port=port,
-        token=token,
-        timeout=duration_of(timeout),
-        step=step,
-        max_readers=max_readers,
-        same_host=same_host,
-        max_bytes_per_second=rate,
-        on_report=tell,
-    )
-    with interruptible(), warnings_shown("serve"), server:
+    try:
+        server = transfuse.serve(
+            state,
+            host=host,
+            port=port,
+            token=token,
+            timeout=duration_of(timeout),
+            step=step,
+            max_readers=max_readers,
+            same_host=same_host,
+            max_bytes_per_second=rate,
+            on_report=tell,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    with warnings_shown("serve"), server:
         if as_json:
             said = {"address": server.address, "file": str(file), "leaves": totals.leaves, "bytes": totals.bytes_once}
             print(json.dumps(said), flush=True)

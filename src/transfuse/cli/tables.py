@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Column", "count_leaves", "say", "show"]
+__all__ = ["Column", "Lines", "count_leaves", "say", "show"]
+
+
+class Lines(Console):
+    """A console that, where nobody reads its lines any more, leaves it to the command how to end."""
+
+    def on_broken_pipe(self) -> None:
+        raise
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["HOST", "TIMEOUT", "Worker", "Workers", "WorkersFailed", "interrupts_held"]
+__all__ = ["HOST", "TIMEOUT", "Worker", "Workers", "WorkersFailed", "interrupts_held", "loopback_store"]
 
 HOST = "127.0.0.1"
 #: Long, since a worker may wait for another that fills gigabytes with random numbers.
@@ -99,8 +99,7 @@ class Workers:
         self._workers: list[Worker] = []
 
     def __enter__(self) -> Self:
-        # In this process, so that it outlives every rank.
-        self._store = TCPStore(HOST, 0, None, True, TIMEOUT, wait_for_workers=False)
+        self._store = loopback_store(TIMEOUT)
         try:
             for rank in range(self._count):
                 args = (rank, self._count, self._store.port, *self._task)
@@ -151,16 +150,24 @@ class Workers:
             self._store = None
 
 
+def loopback_store(timeout: timedelta) -> TCPStore:
+    """A store for workers to meet through, in this process, so that it outlives every one of them."""
+    # On a socket of one's own: a store would listen on all interfaces, whatever host it is given.
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+        return TCPStore(HOST, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C and SIGTERM take effect when this is over, and what is started meanwhile does not hear them.
+    """Ctrl-C and its like take effect when this is over, and what is started meanwhile does not hear them.
 
-    A terminal sends Ctrl-C to everyone; the parent alone answers it.
+    A terminal sends Ctrl-C, and that it is closed, to everyone; the parent alone answers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held = (signal.SIGINT, signal.SIGTERM)
+    held = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     came: list[int] = []
     # Blocked in this thread, which is what a new process inherits; another thread may still be given the signal.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, held)
@@ -181,7 +188,8 @@ def interrupts_held() -> Iterator[None]:
 def _live(
     connection: Connection[Any, Any], count: int, function: Callable[..., None], args: tuple[object, ...]
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))

@@ -130,7 +130,6 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
         Raises :class:`SendFailed` once all are done, if some failed.
         """
         with self._transfer(timeout) as through:
-            through.torn = self._torn
             through.send_checkpoint(dst_ranks, state_dict, step=step)
 
     def disallow_checkpoint(self) -> None:
@@ -146,13 +145,9 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
             )
         with self._transfer(timeout) as through:
             try:
-                state = through.recv_checkpoint(src_rank, step=step)
-            except BaseException:
-                if through.report is not None:
-                    self._torn = through.report.torn or self._torn
-                raise
-            self._torn = ()
-            return cast(T, state)
+                return cast(T, through.recv_checkpoint(src_rank, step=step))
+            finally:
+                self._torn = through.torn
 
     def shutdown(self, wait: bool = True) -> None:
         """Begin no more transfers. With ``wait``, return when those under way are over, one way or the other."""
@@ -168,8 +163,9 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
                 raise TransfuseError("this checkpoint transport was shut down: make a new one")
             self._under_way += 1
         try:
-            self._last = self._make(_configured(self._pg), self._timeout if timeout is None else timeout)
-            yield self._last
+            self._last = through = self._make(_configured(self._pg), self._timeout if timeout is None else timeout)
+            through.torn = self._torn
+            yield through
         finally:
             with self._changed:
                 self._under_way -= 1

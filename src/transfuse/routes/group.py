@@ -81,13 +81,16 @@ _left_behind: set[Line] = set()
 
 
 class _Pinned:
-    """Groups that a thread may be left in. They are never destroyed: under a waiting thread that ends the process."""
+    """Groups that a thread may be left in. They are never destroyed: under a waiting thread that ends the process.
+
+    But for those that see to it themselves that they outlive every wait, and say so by ``outlives_waits``.
+    """
 
     def __init__(self) -> None:
         self._ids: set[int] = set()
 
     def add(self, pg: object) -> None:
-        if id(pg) not in self._ids:
+        if id(pg) not in self._ids and not getattr(pg, "outlives_waits", False):
             self._ids.add(id(pg))
             # Not even when the interpreter ends, and with it everything that a module holds.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
@@ -432,11 +435,13 @@ class Line:
                 with suppress(TransfuseError):
                     self.outstanding[0].wait()
         finally:
+            # These refer to this line, or to who refers to it: gone at once, not when garbage is collected.
             if self not in _left_behind or self.closed:
                 self.outstanding.clear()
+                self._unanswered.clear()
             if not self.outstanding:
                 _left_behind.discard(self)
-            self.on_working = None  # It refers to who refers to this line: gone at once, not when garbage is collected.
+            self.on_working = None
             self._unwatch()
 
     def abandon(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import queue
 import sys
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +29,7 @@ __all__ = ["CPU", "Ended", "Factory", "Group", "Late", "Ranks", "Transport"]
 CPU = torch.device("cpu")
 
 _ids = itertools.count()
+_looking = threading.Lock()
 
 # No transport uses it, so that nothing ever arrives there.
 _SILENT_TAG = 2**31 - 2
@@ -216,6 +219,22 @@ def _in_threads(
 def _late(rank: int, thread: threading.Thread, limit: float) -> Late:
     """Says where the rank is, as far as its own thread knows."""
     late = Late(f"rank {rank} had not ended after {limit:.2f} s")
-    if (frame := sys._current_frames().get(thread.ident or 0)) is not None:
+    if (frame := _frames().get(thread.ident or 0)) is not None:
         late.add_note(f"rank {rank} was at:\n{''.join(traceback.format_stack(frame)[-5:])}")
     return late
+
+
+def _frames() -> dict[int, FrameType]:
+    """Where all threads are.
+
+    CPython 3.11 holds a lock of its own meanwhile. Garbage collected then may run code and give the interpreter to a
+    thread that ends, which waits for that lock, and everything stands still.
+    """
+    with _looking:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collecting:
+                gc.enable()

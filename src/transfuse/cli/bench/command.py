@@ -24,6 +24,7 @@ from transfuse.cli.bench.peers import LIMIT, OURS, PEERS, REFERENCE, Peer
 from transfuse.cli.bench.record import record
 from transfuse.cli.bench.results import Limit, Move, Outcome
 from transfuse.cli.bench.run import Begun, measure
+from transfuse.cli.tables import Lines
 from transfuse.cli.workers import WorkersFailed
 from transfuse.report import human_bytes
 
@@ -74,7 +75,7 @@ def bench(
     A peer that is absent, fails or hangs is reported in one line, and the others go on. Exit code 1 if a result was
     wrong. All of it takes some 20 minutes on two cores, and needs about 6 GiB of memory.
     """
-    console = Console(highlight=False)
+    console = Lines(highlight=False)
     scale = scale if scale is not None else QUICK_SCALE if quick else 1.0
     runs = runs if runs is not None else QUICK_RUNS if quick else 5
     load = os.getloadavg()[0]
@@ -88,6 +89,8 @@ def bench(
         outcomes, limits = run(console, entries, runs, scale, timeout)
     except KeyboardInterrupt:
         fail("interrupted; all workers have ended", 130)
+    except BrokenPipeError:
+        raise
     except (WorkersFailed, MemoryError, OSError) as error:
         fail(str(error))
     except LookupError as error:

@@ -20,7 +20,7 @@ from transfuse.cli.demo.run import Course, Kill, run
 from transfuse.cli.demo.screen import Screen
 from transfuse.cli.demo.summary import conclude
 from transfuse.cli.demo.words import Settings
-from transfuse.cli.errors import Failed, interruptible
+from transfuse.cli.errors import Failed
 from transfuse.cli.workers import WorkersFailed
 from transfuse.report import human_bytes
 
@@ -67,10 +67,7 @@ def demo(
     victim = check(workers, victim, kills, chaos, steps, parameters, picture)
     screen = Screen(workers, steps, quiet=as_json)
     try:
-        with (
-            interruptible(),
-            tempfile.TemporaryDirectory(prefix="transfuse-demo-", ignore_cleanup_errors=True) as folder,
-        ):
+        with tempfile.TemporaryDirectory(prefix="transfuse-demo-", ignore_cleanup_errors=True) as folder:
             settings = Settings(workers, width_for(parameters), steps, seed, Path(folder), same_host)
             outcome = perform(settings, victim, kills, chaos, compare, screen, began, load)
     except WorkersFailed as error:
@@ -165,6 +162,8 @@ def check(
     chosen = min(2, workers - 1) if victim is None else victim
     if chosen >= workers:
         raise typer.BadParameter(f"there are workers 0 to {workers - 1}", param_hint="--victim")
+    if picture is not None and picture.is_dir():
+        raise Failed(f"{picture} is a directory; name a file in it")
     if picture is not None and not os.access(picture if picture.exists() else picture.parent, os.W_OK):
         raise Failed(f"{picture} cannot be written")
     needed, available = workers * (PROCESS_BYTES + BYTES_PER_PARAMETER * parameters), available_bytes()

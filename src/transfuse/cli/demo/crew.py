@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from transfuse.cli.demo.job import work
 from transfuse.cli.demo.words import Go, Lost, Over, Settings, Started, Word
-from transfuse.cli.workers import HOST, Worker, WorkersFailed, interrupts_held
+from transfuse.cli.workers import Worker, WorkersFailed, interrupts_held, loopback_store
 
 __all__ = ["Crew"]
 
@@ -36,8 +36,7 @@ class Crew:
         self._generations = itertools.count()
 
     def __enter__(self) -> Self:
-        # In this process, so that it outlives every worker.
-        self._store = TCPStore(HOST, 0, None, True, PATIENCE, wait_for_workers=False)
+        self._store = loopback_store(PATIENCE)
         return self
 
     def __exit__(self, *_: object) -> None:

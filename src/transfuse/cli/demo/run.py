@@ -178,6 +178,8 @@ class _Run:
             self._begin = self._course.begin
         self._ready -= gone
         self._finished -= gone
+        # One that somebody else was faster with is made up for.
+        self._kills += [kill for kill in self._due if kill.rank in gone]
         self._due = {kill: due for kill, due in self._due.items() if kill.rank not in gone}
         for rank in sorted(gone):
             self._note(rank, self._crew.start(rank))

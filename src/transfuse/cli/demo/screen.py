@@ -32,6 +32,7 @@ from transfuse.cli.demo.words import (
     Started,
     Warned,
 )
+from transfuse.cli.tables import Lines
 from transfuse.report import human_bytes
 
 __all__ = ["Screen", "spark"]
@@ -66,7 +67,7 @@ class Screen:
     """Shows what happens. Quiet: nothing at all."""
 
     def __init__(self, workers: int, steps: int, *, quiet: bool) -> None:
-        self.console = Console(quiet=quiet, highlight=False)
+        self.console: Console = Lines(quiet=quiet, highlight=False)
         self._steps = steps
         self._began = time.monotonic()
         self._rows = [Row() for _ in range(workers)]

@@ -131,7 +131,7 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name in given:
         if name not in known:
             alike = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {alike[0]}?" if alike else "remove it; docs/design.md names those that there are"
+            remedy = f"did you mean {alike[0]}?" if alike else "remove it; transfuse.limits names those that there are"
             yield Finding("warn", "setting", f"{name} is no setting of transfuse", remedy)
         elif name == TOKEN_VARIABLE:
             yield Finding("note", "setting", f"{name} is set")
