@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say. All but one are forked; `make soak` runs them all by the real torchrun."""
+"""The examples run as their docstrings say: forked, and in `make soak` by the real torchrun."""
 
 from __future__ import annotations
 
@@ -160,12 +160,9 @@ def test_alone(check: Callable[[str], None]) -> None:
     check(fork(check.__name__, None))
 
 
-def test_heal_by_torchrun() -> None:
-    heal(torchrun("heal", 2))
-
-
+# In the ordinary run test_readme.py does the same with the lines of the README.
 @pytest.mark.soak
-@pytest.mark.parametrize("check", [check for check in RANKS if check is not heal], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", RANKS, ids=lambda check: check.__name__)
 def test_by_torchrun(check: Callable[[str], None]) -> None:
     check(torchrun(check.__name__, RANKS[check]))
 
