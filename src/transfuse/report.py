@@ -12,6 +12,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from transfuse.phases import Direction, Phase, trace_name
+from transfuse.texts import as_utf8
 
 __all__ = ["Report", "failed_with", "human_bytes", "said"]
 
@@ -151,7 +152,7 @@ class Report:
 def said(error: BaseException) -> str:
     """An error as a report has it. What it quotes may be no UTF-8; logs and files of reports are."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return text.encode("utf-8", "backslashreplace").decode()
+    return as_utf8(text)
 
 
 def failed_with(failed: Mapping[int, BaseException]) -> dict[int, str]:

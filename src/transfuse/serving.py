@@ -24,6 +24,7 @@ from transfuse.errors import PeerLost, PeerTimeout, SendFailed, TransfuseError
 from transfuse.private import READER, SERVER, Private
 from transfuse.progress import Progress
 from transfuse.report import Report
+from transfuse.texts import as_utf8
 from transfuse.transport import PGTransport, check_step
 from transfuse.turns import Turns
 
@@ -278,11 +279,11 @@ class Server:
                 raise
         except SendFailed as error:
             # As text: a record that a handler keeps would keep all that the error's traceback holds.
-            logger.warning("reader %s: %s", door.name, _printable(str(error.causes[READER])))
+            logger.warning("reader %s: %s", door.name, as_utf8(str(error.causes[READER])))
         except TransfuseError as error:
-            logger.warning("reader %s: %s", door.name, _printable(str(error)))
+            logger.warning("reader %s: %s", door.name, as_utf8(str(error)))
         except Exception:
-            logger.error("reader %s: the server failed\n%s", door.name, _printable(traceback.format_exc()))
+            logger.error("reader %s: the server failed\n%s", door.name, as_utf8(traceback.format_exc()))
         finally:
             door.close()
             with self._lock:
@@ -290,7 +291,7 @@ class Server:
 
     def _tell(self, door: Door, error: Exception) -> None:
         with suppress(TransfuseError):
-            door.send(Refused(type(error).__name__, _printable(str(error)[:2000])), self._seconds)
+            door.send(Refused(type(error).__name__, as_utf8(str(error)[:2000])), self._seconds)
 
     def _receive(self, door: Door) -> None:
         """A reader that has proved itself: a place, a group, and its turn with the state."""
@@ -336,11 +337,6 @@ class Server:
         logger.log(
             logging.WARNING if loud else logging.DEBUG, "the server at %s: %s: %s", self._address, what, str(error)
         )
-
-
-def _printable(text: str) -> str:
-    """An error may quote what is no UTF-8, the name of a file for example; logs and frames are."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class _Meanwhile:

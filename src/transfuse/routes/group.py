@@ -45,6 +45,7 @@ from transfuse.errors import (
 from transfuse.limits import Limits
 from transfuse.messages import HEADER_BYTES, Header, Intent, Message
 from transfuse.routes.loop import Loop
+from transfuse.texts import as_utf8
 
 __all__ = ["Group", "Line", "Posted", "ProcessGroupLike", "WorkLike", "new_link_tag", "valid_link_tag"]
 
@@ -601,8 +602,7 @@ class Line:
         kind, cause = type(error).__name__, str(error)[:4000]
         if isinstance(error, PeerRefused):
             kind, cause = error.kind, f"(from rank {error.rank}) {error.cause}"
-        # A cause may quote text that is no UTF-8: the name of a file, or what a peer made up.
-        cause = cause.encode("utf-8", "backslashreplace").decode()
+        cause = as_utf8(cause)
         with suppress(TransfuseError):
             self.send(Message.REFUSAL, messages.encode(messages.Refusal(kind, cause)), note=self.tag, tag=tag)
             self.settle()

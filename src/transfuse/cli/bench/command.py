@@ -24,6 +24,7 @@ from transfuse.cli.bench.peers import LIMIT, OURS, PEERS, REFERENCE, Peer
 from transfuse.cli.bench.record import record
 from transfuse.cli.bench.results import Limit, Move, Outcome
 from transfuse.cli.bench.run import Begun, measure
+from transfuse.cli.memory import available_bytes
 from transfuse.cli.tables import Lines
 from transfuse.cli.workers import WorkersFailed
 from transfuse.report import human_bytes
@@ -194,7 +195,7 @@ def run(
 def check_memory(chosen: Sequence[Case]) -> None:
     """Better said now than by the kernel in the middle."""
     needed = max(case.size()[0] * (COPIES + case.receivers - 1) for case in chosen) + PROCESSES_BYTES
-    available = machine.available_bytes()
+    available = available_bytes()
     if available is not None and available < needed:
         raise MemoryError(
             f"this needs about {human_bytes(needed)} of memory, {human_bytes(available)} are available; "

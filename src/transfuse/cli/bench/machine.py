@@ -22,7 +22,7 @@ from transfuse.cli.bench.readv import Reader, cpus, permit
 from transfuse.cli.bench.results import Limit
 from transfuse.cli.workers import Workers
 
-__all__ = ["available_bytes", "describe", "limits"]
+__all__ = ["describe", "limits"]
 
 RUNS = 5
 CHUNK = 4 << 20
@@ -37,12 +37,6 @@ def describe() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled").strip(),
     }
-
-
-def available_bytes() -> int | None:
-    """What can still be used without swapping, where Linux tells it."""
-    line = _line("/proc/meminfo", "MemAvailable")
-    return int(line.split()[0]) * 1024 if line else None
 
 
 def limits(size: int) -> dict[str, Limit]:

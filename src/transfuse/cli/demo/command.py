@@ -21,6 +21,7 @@ from transfuse.cli.demo.screen import Screen
 from transfuse.cli.demo.summary import conclude
 from transfuse.cli.demo.words import Settings
 from transfuse.cli.errors import Failed
+from transfuse.cli.memory import available_bytes
 from transfuse.cli.workers import WorkersFailed
 from transfuse.report import human_bytes
 
@@ -173,11 +174,3 @@ def check(
             f"memory, {human_bytes(available)} are available; choose fewer with --workers or --size"
         )
     return chosen
-
-
-def available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import transfuse
 from transfuse.cli.doctor.finding import Finding
 from transfuse.cli.errors import DEBUG_VARIABLE
+from transfuse.cli.memory import available_bytes
 from transfuse.cli.options import TOKEN_VARIABLE
 from transfuse.limits import Limits, allows_same_host
 from transfuse.messages import WIRE_VERSION
@@ -111,8 +112,7 @@ def _memory() -> Finding:
 
 
 def _available() -> str:
-    lines = _read(Path("/proc/meminfo")).splitlines()
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    free = available_bytes()
     return f", {human_bytes(free)} of it available" if free is not None else ""
 
 
