@@ -184,8 +184,12 @@ def test_every_source_agrees_with_every_other(how: dict[str, Any]) -> None:
     }
     target = {name: torch.zeros(4) for name in "abcx"}
     error = move(sources, {3: target}, **how)[3].error
-    assert error is None or isinstance(error, SourcesDiffer)
-    assert target["x"].tolist() in ([1.0] * 4, [0.0] * 4)
+    assert isinstance(error, NotCovered)
+    assert "['c']: source 2 holds it, but is not used" in str(error)
+    assert not any(leaf.any() for leaf in target.values()), "nothing was written"
+    del target["c"]
+    move(sources, {3: target}, **how)[3].get()
+    assert all(leaf.all() for leaf in target.values())
 
 
 def test_who_wants_only_the_first_stage_may_name_all(how: dict[str, Any]) -> None:

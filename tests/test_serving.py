@@ -227,6 +227,27 @@ def test_shards_of_one_tensor(executor: ThreadPoolExecutor) -> None:
         assert not differences(shards[0], fresh)
 
 
+def test_a_stage_whose_server_is_not_there_does_not_leave_its_targets_as_they_were() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as nobody,
+        transfuse.serve({"a": torch.ones(5)}, token=TOKEN) as one,
+        transfuse.serve({"b": torch.ones(6)}, token=TOKEN) as other,
+    ):
+        dead = f"127.0.0.1:{nobody.getsockname()[1]}"
+        nobody.close()
+        target = {"a": torch.zeros(5), "b": torch.zeros(6)}
+        with pytest.raises(transfuse.NotCovered) as raised:
+            transfuse.fetch([one.address, dead], target, token=TOKEN)
+        assert f"['b']: {dead} may hold it, but is not there" in str(raised.value)
+        assert not target["a"].any(), "nothing was written"
+        transfuse.fetch([one.address, other.address], target, token=TOKEN)
+        assert bool(target["a"].all() and target["b"].all())
+        # Where nobody is absent, a tensor that no server has keeps its values: strict= is for those.
+        more = {"a": torch.zeros(5), "mine": torch.full((3,), 7.0)}
+        transfuse.fetch(one.address, more, token=TOKEN)
+        assert more["mine"].eq(7).all()
+
+
 def test_servers_at_different_steps_are_told_apart() -> None:
     states = [{"w": torch.full((1000,), float(step))} for step in (5, 6)]
     with (

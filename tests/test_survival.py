@@ -116,6 +116,22 @@ def test_each_of_several_sources_brings_a_part_and_no_byte_comes_twice(sources: 
         assert set(report.by_source) == set(range(sources)), "with that many bursts everybody gets some"
 
 
+def test_a_tensor_that_only_a_refused_source_has_does_not_keep_its_old_values() -> None:
+    target = {"a": torch.zeros(5), "b": torch.zeros(6)}
+    stages = [{"a": torch.ones(5)}, {"b": torch.ones(6)}]
+    outcomes, _ = gather(2, lambda rank: stages[rank], target=target, steps=[5, 4], step=5)
+    error = outcomes[-1].error
+    assert isinstance(error, transfuse.NotCovered)
+    assert "['b']: source 1 holds it, but is not used: the source sends step 4" in str(error)
+    assert not target["a"].any(), "nothing was written"
+    assert all(isinstance(outcome.error, transfuse.SendFailed) for outcome in outcomes[:2])
+    # A replica of the same step makes it whole, whatever the other one's step is.
+    stages.append(stages[1])
+    outcomes, _ = gather(3, lambda rank: stages[rank], target=target, steps=[5, 4, 5], step=5)
+    outcomes[-1].get()
+    assert bool(target["a"].all() and target["b"].all())
+
+
 def test_a_slow_source_brings_less(group_route: None) -> None:
     def slowly(rank: int, pg: Any) -> Any:
         def pause(tensor: torch.Tensor) -> None:

@@ -48,7 +48,7 @@ from transfuse.report import Report
 from transfuse.serving import Server, serve
 from transfuse.transport import PGTransport
 
-__version__ = "0.5.0"
+__version__ = "0.5.1"
 
 __all__ = [
     "Concat",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,8 @@ class Wishes:
     late: Late | None = None
     #: What an earlier receive has left.
     resume: Partial | None = None
+    #: Sources that the caller named and that cannot even be asked, and why.
+    absent: Mapping[str, BaseException] = field(default_factory=dict)
 
 
 @dataclass

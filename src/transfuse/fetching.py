@@ -100,7 +100,7 @@ def fetch(
         )
         ranks = range(len(visit.begin()))
         try:
-            return transport.recv_checkpoint(0 if len(ranks) == 1 else list(ranks), step=step, resume=resume)
+            return transport.receive(list(ranks), step=step, resume=resume, absent=visit.absent)
         except TransfuseError as error:
             visit.explain(error)
             raise
@@ -198,18 +198,23 @@ class _Visit:
         if not ready:
             causes = self._causes
             raise causes[0] if len(self._addresses) == 1 else ReceiveFailed(causes)
-        for number, cause in sorted(self._causes.items()):
-            logger.warning("going on without %s: %s", self._addresses[number], str(cause))
+        for address, cause in self.absent.items():
+            logger.warning("going on without %s: %s", address, str(cause))
         self.groups[:] = [ready[number] for number in sorted(ready)]
         self._names = [self._addresses[number] for number in sorted(ready)]
         return self.groups
+
+    @property
+    def absent(self) -> dict[str, BaseException]:
+        """The servers that it goes on without, and why."""
+        return {self._addresses[number]: cause for number, cause in sorted(self._causes.items())}
 
     def explain(self, error: TransfuseError) -> None:
         """Which address each rank is, and who was not there."""
         if len(self._addresses) > 1:
             error.add_note("; ".join(f"rank {rank} is {name}" for rank, name in enumerate(self._names)))
-            for number, cause in sorted(self._causes.items()):
-                error.add_note(f"{self._addresses[number]} was not there: {cause}")
+            for address, cause in self.absent.items():
+                error.add_note(f"{address} was not there: {cause}")
 
     def _meet(self, number: int) -> Private:
         door = knock(self._addresses[number], self._key, self._seconds, number)

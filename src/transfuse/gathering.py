@@ -6,7 +6,6 @@ source that dies, falls silent or answers wrongly costs what it owed, which beco
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
@@ -34,6 +33,7 @@ from transfuse.ledger import Ledger
 from transfuse.limits import Limits
 from transfuse.matching import prepare
 from transfuse.messages import Offer
+from transfuse.negotiation import Decide, Describe, Done, Negotiation, Wait
 from transfuse.parcels import Parcels
 from transfuse.partial import Partial
 from transfuse.parts import Bools
@@ -72,13 +72,6 @@ class Confirm:
     """Ask the source whether what it brought is still what it has."""
 
 
-class _Turn(enum.Enum):
-    """What a conversation has to do for all of them before it goes on."""
-
-    DESCRIBE = enum.auto()
-    DECIDE = enum.auto()
-
-
 class Gathering:
     """What the conversations of one receive share. Every method may be called from any of their threads."""
 
@@ -109,23 +102,10 @@ class Gathering:
         self._prepared = False
         self._changed = threading.Condition()
         self._lines: dict[int, Line] = {}
-        #: Sources of which nothing has been heard yet, and how long they are waited for once one has been.
-        self._expected = set(ranks)
         self._one_by_one = one_by_one
         # Who asks for what there is wants to hear of all of it.
-        self._patience = 0.0 if one_by_one else timeout / (2 if wishes.late is not None else 4)
-        self._decide_at = float("inf")
-        self._deciding = False
-        #: Whether those that have come do not hold everything, and who they were.
-        self._uncovered = False
-        self._tried: frozenset[int] = frozenset()
-        self._offers: dict[int, Offer] = {}
-        #: For each likeness, an offer with a description, and who is being asked for one.
-        self._described: dict[bytes, Described] = {}
-        self._describing: dict[bytes, int] = {}
-        self._dropped: dict[int, TransfuseError] = {}
-        #: Sources whose offers were looked at when it was decided.
-        self._compared: set[int] = set()
+        patience = 0.0 if one_by_one else timeout / (2 if wishes.late is not None else 4)
+        self._negotiation = Negotiation(ranks, patience)
         self._accepted: Accepted | None = None
         self._ledger: Ledger | None = None
         #: Parcels that an earlier receive has left.
@@ -193,48 +173,37 @@ class Gathering:
         """
         rank = line.peer
         with self._changed:
-            late = self._accepted is not None
-            self._offers[rank] = offer
-            self._expected.discard(rank)
-            self._decide_at = min(self._decide_at, time.monotonic() + self._patience)
+            self._negotiation.hand_in(rank, offer, time.monotonic())
             self._changed.notify_all()
-        while (turn := self._next_turn(line, offer)) is not None:
-            if turn is _Turn.DESCRIBE:
-                self._describe(line, offer, describe)
+        while not isinstance(turn := self._next_turn(line), Done):
+            if isinstance(turn, Describe):
+                self._describe(line, describe)
             else:
-                self._decide()
-        if late or (self._accepted is not None and rank not in self._compared):
+                self._decide(turn)
+        if turn.late:
             self._compare_late(rank, offer)
         with self._changed:
-            if rank in self._dropped:
-                raise self._dropped[rank]
             self._check(rank)
             self._present.add(rank)
             if offer.memory is not None and offer.max_bytes_per_second is None and self.wishes.same_host:
                 self._readers.add(rank)
             self._changed.notify_all()
 
-    def _next_turn(self, line: Line, offer: Offer) -> _Turn | None:
-        """Wait until this conversation has to do something for all of them; None when it has been decided."""
+    def _next_turn(self, line: Line) -> Describe | Decide | Done:
+        """Wait until this conversation has to do something for all of them, or it has been decided."""
         rank = line.peer
         with line.resting(), self._changed:
             self.progress[rank].phase = Phase.PLAN.doing
-            while self._accepted is None and self._failure is None and rank not in self._dropped:
+            while True:
+                self._check(rank)
                 self._check_caller()
-                if offer.likeness not in self._described and offer.likeness not in self._describing:
-                    self._describing[offer.likeness] = rank
-                    return _Turn.DESCRIBE
-                due = not self._expected or time.monotonic() >= self._decide_at
-                # What could not be decided can be only once something is new.
-                new = not self._expected or self._offers.keys() != self._tried
-                if due and new and not self._deciding and not self._describing:
-                    self._deciding = True
-                    return _Turn.DECIDE
+                turn = self._negotiation.next_turn(rank, time.monotonic())
+                if not isinstance(turn, Wait):
+                    return turn
                 self.progress[rank].phase = WAITING
                 self._changed.wait(SLICE_SECONDS)
-            return None
 
-    def _describe(self, line: Line, offer: Offer, describe: Callable[[], Offer]) -> None:
+    def _describe(self, line: Line, describe: Callable[[], Offer]) -> None:
         """Ask this source what its state is like."""
         self.may_leave(line, line.abandon if self.several else None)
         try:
@@ -246,28 +215,24 @@ class Gathering:
             raise left
         described = read_description(whole, self._limits, line.peer)
         with self._changed:
-            self._describing.pop(offer.likeness, None)
-            self._described[offer.likeness] = described
+            self._negotiation.hand_in_description(line.peer, described)
             self._changed.notify_all()
 
-    def _decide(self) -> None:
+    def _decide(self, turn: Decide) -> None:
         """Choose the sources that agree, and plan. In the thread of the first conversation that finds it due."""
         try:
-            with self._changed:
-                offers, described = dict(self._offers), dict(self._described)
-                self._tried = frozenset(offers)
-                offers = {rank: offer for rank, offer in offers.items() if offer.likeness in described}
-            choice = agreement.choose(self.ranks, offers, described, self.wishes)
+            choice = agreement.choose(self.ranks, turn.offers, turn.described, self.wishes)
             if choice.cohorts:
-                accepted = self._accept(choice, described)
+                accepted = self._accept(choice, turn.described)
                 ledger = Ledger(accepted.cut.payload, self._changed)
                 self._keep(accepted, ledger)
         except NotCovered as error:
             with self._changed:
                 # Those that have not come yet, or came while it was planned, may hold it.
-                hope = bool(self._expected or self._offers.keys() - self._tried) and not self._one_by_one
+                hope = self._negotiation.may_still_change() and not self._one_by_one
                 if hope:
-                    self._deciding, self._uncovered = False, True
+                    self._negotiation.postpone()
+                    self._changed.notify_all()
             if not hope:
                 for rank, dropped in choice.dropped.items():
                     error.add_note(f"source {rank} is not used: {dropped}")
@@ -280,14 +245,12 @@ class Gathering:
             if self.several:
                 logger.warning("source %d is not used: %s", rank, dropped)
         with self._changed:
-            self._dropped.update(choice.dropped)
-            self._compared.update(offers)
-            self._deciding = False  # Without a choice: another may still come with the right step.
+            self._negotiation.decide(dropped=choice.dropped, stands=bool(choice.cohorts))
             if choice.cohorts:
                 self.report.leaves = len(accepted.manifest)
                 self.report.step = accepted.offer.step if self.wishes.step is None else self.wishes.step
                 self._accepted, self._ledger = accepted, ledger
-                self._present = {rank for rank in choice.offers if rank in self._offers}
+                self._present = choice.offers.keys() & self._negotiation.offers.keys()
                 self._count()
             self._changed.notify_all()
 
@@ -301,11 +264,33 @@ class Gathering:
             self.wishes = wishes = replace(wishes, resume=None)
             resume = None
         fine = self._fine(first, parcel_bytes) if resume is None else resume.parcel_bytes
-        if self._expected and not self._one_by_one:
-            lacking = agreement.lacking(choice, wishes)
-            if lacking:
-                raise NotCovered([f"{path}: no source that has come so far has it" for path in lacking])
+        if not self._one_by_one:
+            self._check_lacking(choice)
         return accept(choice.cohorts, choice.offers, first, wishes, self._limits, self._device, fine)
+
+    def _check_lacking(self, choice: agreement.Choice) -> None:
+        """Raise if a tensor of the target is held by none of the chosen sources, but may be by one that is not used.
+
+        A tensor that no source has at all keeps its values: ``strict`` is for those.
+        """
+        lacking = agreement.lacking(choice, self.wishes)
+        if not lacking:
+            return
+        with self._changed:
+            if self._negotiation.awaited:
+                raise NotCovered([f"{path}: no source that has come so far has it" for path in lacking])
+            unused = list(self._negotiation.unused(choice.dropped))
+        blocks = [
+            f"{path}: {name} may hold it, but is not there: {why}"
+            for name, why in self.wishes.absent.items()
+            for path in lacking
+        ]
+        for rank, why, manifest in unused:
+            held = lacking if manifest is None else sorted(set(manifest.paths) & set(lacking))
+            may = "may hold it, but is lost" if manifest is None else "holds it, but is not used"
+            blocks += [f"{path}: source {rank} {may}: {why}" for path in held]
+        if blocks:
+            raise NotCovered(blocks)
 
     def portion(self, rank: int) -> Portion | None:
         """What a source can bring; None: everything."""
@@ -343,7 +328,7 @@ class Gathering:
         if error is not None:
             logger.warning("source %d is not used: %s", rank, error)
             with self._changed:
-                self._dropped[rank] = error
+                self._negotiation.dropped[rank] = error
 
     @staticmethod
     def _continues(resume: Partial, offer: Offer, parcel_bytes: int) -> bool:
@@ -476,14 +461,10 @@ class Gathering:
         been changed meanwhile.
         """
         with self._changed:
-            self._expected.discard(rank)
+            self._negotiation.lose(rank, error)
             self._present.discard(rank)
             self._readers.discard(rank)
             self._leavable.pop(rank, None)
-            for likeness in [likeness for likeness, who in self._describing.items() if who == rank]:
-                del self._describing[likeness]  # Another will be asked.
-            if self._accepted is None:
-                self._offers.pop(rank, None)
             if self._ledger is not None:
                 self._ledger.give_back(rank)
                 if isinstance(error, SourceMutated):
@@ -555,7 +536,7 @@ class Gathering:
 
     def _check(self, rank: int) -> None:
         """Raise what ends the receive, or this source's part in it."""
-        for cause in (self._failure, self._left.get(rank)):
+        for cause in (self._negotiation.dropped.get(rank), self._failure, self._left.get(rank)):
             if cause is not None:
                 raise cause
 
@@ -592,7 +573,7 @@ class Gathering:
                 needed = not done and not self._others_can(rank)
                 # One that is needed gets nearly all the time there is, but the others are still told why it ends.
                 most = self._timeout * (0.9 if needed else 0.5) if len(self._lines) > 1 or not needed else float("inf")
-                if (over and rank in self._expected) or silent > most:
+                if (over and rank in self._negotiation.awaited) or silent > most:
                     self._left[rank] = PeerTimeout(rank, line.phase, silent)
                     leaving.append((rank, leave))
         for rank, leave in leaving:
@@ -604,7 +585,7 @@ class Gathering:
         """Whether the sources that are here can bring everything without this one."""
         others = self._present - {rank}
         if self._accepted is None:
-            return not self._uncovered and bool(self._offers.keys() - {rank})
+            return not self._negotiation.uncovered and bool(self._negotiation.offers.keys() - {rank})
         if self._accepted.assembled is None:
             return bool(others)
         return bool((self.ledger.landed | self._accepted.assembled.covered_by(frozenset(others))).all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -234,8 +234,12 @@ class PGTransport:
         step: int | None = None,
         resume: Partial | None = None,
         late: Late | None = None,
+        absent: Mapping[str, BaseException] | None = None,
     ) -> Any:
-        """As :meth:`recv_checkpoint`; with ``late``, what goes where is said when it is known what there is."""
+        """As :meth:`recv_checkpoint`; with ``late``, what goes where is said when it is known what there is.
+
+        ``absent`` names sources that are not there, and why: what only they may hold is not left as it was.
+        """
         ranks = self._check_ranks([src_rank] if isinstance(src_rank, int) else src_rank)
         if not ranks:
             raise ValueError("a receive needs a source")
@@ -249,7 +253,7 @@ class PGTransport:
         self._report = report = Report("receive", ranks, step)
         progress = {rank: Progress() for rank in ranks}
         with self._transfer(report, progress) as show:
-            return self._receive(ranks, step, resume, late, report, progress, show)
+            return self._receive(ranks, step, resume, late, absent or {}, report, progress, show)
 
     def _receive(
         self,
@@ -257,6 +261,7 @@ class PGTransport:
         step: int | None,
         resume: Partial | None,
         late: Late | None,
+        absent: Mapping[str, BaseException],
         report: Report,
         progress: dict[int, Progress],
         show: Callable[[], object],
@@ -290,6 +295,7 @@ class PGTransport:
             self._map_path,
             late,
             resume,
+            absent,
         )
         gathering = Gathering(
             ranks,
