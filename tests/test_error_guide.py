@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pathlib
 import re
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint._pg_transport import PGTransport as TorchPGTransport
@@ -99,6 +101,18 @@ def test_target_mismatch() -> None:
     told(received.error, "TargetMismatch")
     assert not any(tensor.any() for tensor in target.values())
     told(sent.error, "SendFailed")
+
+
+def test_a_read_only_target(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(bytes(12))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's arrays know that they are read-only, and torch warns of it.
+        target = {"w": torch.from_numpy(np.memmap(path, dtype=np.float32, mode="r"))}
+    sent, received = meet(sends({"w": torch.ones(3)}), receives(target))
+    told(received.error, "TargetMismatch")
+    assert isinstance(sent.error, transfuse.SendFailed)
+    assert path.read_bytes() == bytes(12)
 
 
 def test_step_mismatch() -> None:

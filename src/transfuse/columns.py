@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from transfuse.leaves import dense
+from transfuse.mappings import Mappings
 from transfuse.parts import Bools, Ints, Shapes, on_cpu
 
 __all__ = ["PLAIN", "Tensors", "Unusual", "read", "read_any", "read_carefully"]
@@ -81,6 +82,15 @@ class Tensors(Shapes):
     def on_cpu(self) -> Bools:
         """Which tensors are in main memory."""
         return on_cpu(self.devices)[self.device]
+
+    def faults(self, rows: Ints, memory: Mappings, *, write: bool) -> dict[int, str]:
+        """Of the tensors in these rows: which row is of one that cannot be read (with ``write``, written), and why.
+
+        Everything between a tensor's first and last item counts. Those that reach beyond their storage are left out.
+        """
+        here = np.flatnonzero((self.on_cpu & (self.numel > 0) & ~self.beyond)[rows])
+        found = memory.faults(self.address[rows[here]], self.end[rows[here]], write=write)
+        return {int(here[i]): why for i, why in found.items()}
 
 
 def read(tensors: Sequence[torch.Tensor], *, roles: bool = True) -> Tensors:

@@ -25,6 +25,7 @@ from transfuse.leaves.codec import CannotCarry, Coordinate, MeshDescription, Sha
 from transfuse.leaves.distributed import check_place, read_meshes
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
+from transfuse.mappings import Mappings
 from transfuse.parts import Ints, Parts, Storages
 
 __all__ = ["Described", "Ints", "Leaf", "Manifest", "Parts", "Storages", "describe"]
@@ -346,6 +347,10 @@ def _lay_down(root: trees.Node | None, opened: _Opened, found: columns.Tensors) 
         raise UnsupportedLeaf(
             manifest.paths[leaf], "its storage has been freed or shrunk (an unsharded FSDP parameter?); gather it first"
         )
+    gone = found.faults(np.arange(len(found)), Mappings(), write=False)
+    if gone:
+        part, why = next(iter(gone.items()))
+        raise UnsupportedLeaf(manifest.paths[manifest.leaf_of(part)], f"its memory cannot be read: {why}")
     addresses = np.where(storages.on_cpu & (nbytes > 0), found.storage_key[owners] + windows, 0)
     return Described(manifest, opened.parts, windows, addresses, owners)
 

@@ -24,15 +24,19 @@ from transfuse.leaves.codec import CannotCarry, Room, Shared
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Leaf, Manifest
+from transfuse.mappings import Mappings
 from transfuse.parts import Bools, Ints
 
-__all__ = ["Match", "Prepared", "match", "nothing_matches", "prepare", "unpaired"]
+__all__ = ["UNWRITABLE", "Match", "Prepared", "match", "nothing_matches", "prepare", "unpaired"]
 
 #: Targets that interleave in memory are compared run by run up to this many runs; beyond, they are refused.
 MAX_RUNS = 1 << 20
 
 #: Flags that say that memory holds the other sign.
 SIGNS = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
+
+#: What is wrong with a target whose memory may not be written, or is gone.
+UNWRITABLE = "the target's memory cannot be written: {}; give it memory of its own, for example with clone()"
 
 
 @dataclass
@@ -110,7 +114,8 @@ def match(
         return result
     merged = trees.merge(manifest.root, prepared.root)
     fitted = _fit(manifest, merged, prepared, room, kinds)
-    problems = merged.conflicts + fitted.problems
+    others = columns.read_any([tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None])
+    problems = merged.conflicts + fitted.problems + _unwritable(manifest, fitted, prepared.tensors, others)
     target_leaves = prepared.leaves
     if not len(fitted.quick) and not fitted.others and not problems:
         nothing_matches(manifest, prepared, kinds)
@@ -121,9 +126,6 @@ def match(
     targets = _Targets(manifest)
     targets.add(fitted.quick, prepared.tensors, fitted.rows)
     if fitted.others:
-        others = columns.read_any(
-            [tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None]
-        )
         targets.add(np.array(fitted.others, dtype=np.int64), others, np.arange(len(others)))
     result = Match(merged, target_leaves, fitted.destinations, {}, [], [], targets.address, targets.as_lies)
     problems = _tie(manifest, result, targets.placed)
@@ -218,6 +220,16 @@ def _compare(manifest: Manifest, part: int, target: torch.Tensor) -> list[str]:
         if (target.storage_offset() + reach) * target.element_size() > target.untyped_storage().nbytes():
             found.append("the target's storage has been freed or shrunk")
     return found
+
+
+def _unwritable(manifest: Manifest, fitted: _Fitted, quick: columns.Tensors, others: columns.Tensors) -> list[str]:
+    """Targets whose memory is mapped read-only, or not at all: to write there would end the process."""
+    memory = Mappings()
+    found = {int(fitted.quick[i]): why for i, why in quick.faults(fitted.rows, memory, write=True).items()}
+    rest = others.faults(np.arange(len(others)), memory, write=True)
+    found |= {fitted.others[i]: why for i, why in rest.items()}
+    lines = (f"{manifest.paths[manifest.leaf_of(p)]}: {UNWRITABLE.format(why)}" for p, why in sorted(found.items()))
+    return list(dict.fromkeys(lines))
 
 
 class _Targets:

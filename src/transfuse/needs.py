@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from transfuse import trees
+from transfuse import columns, trees
 from transfuse.cohorts import Cohort
 from transfuse.errors import TargetMismatch, UnsupportedLeaf
 from transfuse.holdings import Spread
@@ -26,7 +26,8 @@ from transfuse.leaves.distributed import DTensorCodec, layout_in, partial_remedy
 from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Leaf
-from transfuse.matching import Prepared, nothing_matches, unpaired
+from transfuse.mappings import Mappings
+from transfuse.matching import UNWRITABLE, Prepared, nothing_matches, unpaired
 from transfuse.parts import Bools
 from transfuse.places import Signs
 from transfuse.renaming import Link, Linked, MapPath, link
@@ -195,10 +196,18 @@ class Needs:
         self.root, self.origin = targets.root, [~i for i in range(len(targets.leaves))]
 
     def _raise(self, *, may_be_none: bool = False) -> None:
+        self._check_writable()
         if self.problems:
             raise TargetMismatch(self.problems)
         if not self._matched and not may_be_none:
             nothing_matches(self.manifest, self.prepared, self.kinds)
+
+    def _check_writable(self) -> None:
+        """Refuse targets whose memory is mapped read-only, or not at all: to write there would end the process."""
+        spots = [spot for spot in self.spots if not spot.fresh]
+        found = columns.read_any([spot.own for spot in spots]).faults(np.arange(len(spots)), Mappings(), write=True)
+        for target, why in {spots[i].target: why for i, why in found.items()}.items():
+            self._problem(target, UNWRITABLE.format(why))
 
     # -- one leaf and its target
 

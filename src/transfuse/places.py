@@ -6,18 +6,22 @@ receiver has one or more (tied weights that are not tied in its target).
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 
 from transfuse import vm
 from transfuse.boxes import Box, Form, blocks
 from transfuse.digest import digest_of, wide_digest_of
+from transfuse.errors import StateError
 from transfuse.leaves import dense
 from transfuse.manifest import Ints
+from transfuse.mappings import Mappings
 from transfuse.parcels import Parcels, Piece
 from transfuse.plan import Boxes
 
@@ -27,6 +31,7 @@ __all__ = [
     "Signs",
     "Staging",
     "as_bytes",
+    "check_reach",
     "digests_of",
     "pack",
     "place_in_storage",
@@ -96,6 +101,9 @@ class Places(Protocol):
     def places(self, box: int) -> Sequence[Place]:
         """All places of a box, whatever their layout."""
 
+    def paths_of(self, boxes: Sequence[int]) -> list[str]:
+        """Paths of the leaves that these boxes hold."""
+
 
 def place_in_storage(storage: torch.UntypedStorage, window: int, box: Box) -> Place:
     """The place of a box in a storage whose window begins at byte ``window``."""
@@ -157,7 +165,7 @@ def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) ->
         theirs, positions = memory
         if theirs[:, 1].sum() < filled.numel():
             filled.zero_()
-        if _gather(theirs, vm.ranges(positions + filled.data_ptr(), theirs[:, 1])):
+        if _gather(theirs, vm.ranges(positions + filled.data_ptr(), theirs[:, 1]), places, parcels, parcel):
             return filled
     used = 0
     runs, slots = [], []
@@ -181,7 +189,7 @@ def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) 
     memory = ranges(places, parcels, parcel) if buffer.is_cpu else None
     if memory is not None:
         mine, positions = memory
-        if _gather(vm.ranges(positions + buffer.data_ptr(), mine[:, 1]), mine):
+        if _gather(vm.ranges(positions + buffer.data_ptr(), mine[:, 1]), mine, places, parcels, parcel, write=True):
             return
     runs, slots = [], []
     for piece in parcels.pieces(parcel):
@@ -234,13 +242,35 @@ def _hash(parcels: Parcels, places: Places, numbers: Sequence[int], digest: Call
     return cast("list[T]", result)
 
 
-def _gather(theirs: vm.Ranges, mine: vm.Ranges) -> bool:
+def check_reach(places: Places, boxes: Ints, memory: vm.Ranges, *, write: bool) -> None:
+    """Raise if the memory of one of these boxes cannot be read (with ``write``, written) any more.
+
+    All of it could be when the transfer began.
+    """
+    start, nbytes = memory.astype(np.int64).T
+    found = Mappings().faults(start, start + nbytes, write=write)
+    if found:
+        paths = places.paths_of(boxes[list(found)].tolist())
+        some = ", ".join(paths[:10]) + (", …" if len(paths) > 10 else "")
+        raise StateError(
+            f"leaves {some}: their memory could no longer be {'written' if write else 'read'} in the middle of the "
+            f"transfer: {next(iter(found.values()))}; keep it mapped until the transfer has ended"
+        )
+
+
+def _gather(
+    theirs: vm.Ranges, mine: vm.Ranges, places: Places, parcels: Parcels, parcel: int, *, write: bool = False
+) -> bool:
     """Copy by address within this process, many ranges a call: no tensor object for each. False: not possible here."""
     if not vm.AVAILABLE:
         return False
     try:
         vm.copy(theirs, mine)
-    except OSError:
+    except OSError as error:
+        if error.errno == errno.EFAULT:
+            # What this process may not touch, no other way of copying may either.
+            boxes, _ = parcels.columns(parcel)
+            check_reach(places, np.arange(boxes.start, boxes.stop), mine if write else theirs, write=write)
         return False  # Forbidden by a container, perhaps.
     return True
 

@@ -110,7 +110,9 @@ class Reading:
         finally:
             self._landing.touch(box[np.cumsum(nbytes) - nbytes < max(begun)])
         # Rare: once more without joining neighbours, to know exactly which could not be read.
-        return sorted({int(parcel[row]) for row in self._reader.read(theirs, mine, went_on=self._pace)})
+        failed = self._reader.read(theirs, mine, went_on=self._pace)
+        places.check_reach(self._landing, box[failed], mine[failed], write=True)
+        return sorted({int(parcel[row]) for row in failed})
 
     def _read_aside(self, number: int, buffer: torch.Tensor) -> bool:
         """Read one parcel by way of a buffer; whether that was possible."""

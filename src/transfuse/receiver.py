@@ -305,9 +305,18 @@ class _Conversation:
             gathering.may_leave(line, incoming.leave if gathering.several else None)
             try:
                 incoming.take(numbers, self._more if gathering.several else nothing_more)
+            except PeerLost:
+                self._check_own_memory()
+                raise
             finally:
                 gathering.may_leave(line, None)
         self._sort_out(incoming.wrong)
+
+    def _check_own_memory(self) -> None:
+        """Raise if a connection broke because the backend could not write where it was told to."""
+        landing, boxes = self._accepted.landing, self._accepted.cut.boxes
+        here = np.flatnonzero(landing.addresses > 0)
+        places.check_reach(landing, here, vm.ranges(landing.addresses[here], boxes.nbytes[here]), write=True)
 
     def _more(self) -> tuple[int, Sequence[int]]:
         """What to ask for in addition: the number that the source has for the first, and the numbers here."""

@@ -81,6 +81,11 @@ class _Memory:
         window = int(self._described.windows[storage])
         return [places.place_of_box(self._described.storages[storage], window, self._boxes, box)]
 
+    def paths_of(self, boxes: Sequence[int]) -> list[str]:
+        manifest = self._described.manifest
+        parts = np.flatnonzero(np.isin(manifest.parts.storage, self._boxes.storage[list(boxes)]))
+        return [manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(parts)).tolist()]
+
 
 def refuse(line: Line, transfer: int, tag: int, cause: BaseException) -> None:
     """Instead of an offer: there will be none, and why."""

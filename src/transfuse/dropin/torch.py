@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup, Work, get_rank, is_initialized
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -53,6 +54,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path, tree_unflatten
 
+from transfuse import columns
 from transfuse.errors import (
     PeerError,
     PeerLost,
@@ -63,6 +65,7 @@ from transfuse.errors import (
     TransfuseError,
     UnsupportedLeaf,
 )
+from transfuse.mappings import Mappings
 
 __all__ = [
     "PGTransport",
@@ -192,6 +195,9 @@ def _prepare(state_dict: object) -> tuple[_StateDictMeta, list[tuple[str, torch.
             described.append(prepare(leaf, name))
         else:
             described.append(leaf)
+    gone = columns.read_any([data for _, data in named]).faults(np.arange(len(named)), Mappings(), write=False)
+    for row, why in gone.items():
+        raise UnsupportedLeaf(named[row][0], f"its memory cannot be read: {why}")
     return _StateDictMeta(treespec, [path for path, _ in leaves], described), named
 
 
@@ -501,6 +507,7 @@ class _Plan:
         self.leaves: list[Callable[[], object]] = []
         for path, leaf in zip(meta.paths, meta.non_tensor_leaves, strict=True):
             self.leaves.append(self._leaf(keystr(path) or "<root>", leaf, targets.get(path)))
+        self._check_writable()
         if self._mismatches:
             raise TargetMismatch(self._mismatches)
 
@@ -540,8 +547,16 @@ class _Plan:
                 piece.target = _plain(target)
                 self._fit(piece, piece.target)
             except (_NoPlainMemoryError, RuntimeError) as error:
+                piece.target = None
                 self._mismatches.append(f"{name}: expected a target with memory to receive into, got {error}")
         return piece
+
+    def _check_writable(self) -> None:
+        """To write into memory that is mapped read-only, or not at all, would end the process."""
+        placed = [(piece.name, piece.target) for piece in self.pieces if piece.target is not None]
+        found = columns.read_any([target for _, target in placed])
+        for row, why in found.faults(np.arange(len(placed)), Mappings(), write=True).items():
+            self._mismatches.append(f"{placed[row][0]}: expected a target with memory to write to, but {why}")
 
     def _differ(self, name: str, what: str, expected: object, got: object) -> bool:
         if expected == got:
