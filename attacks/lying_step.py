@@ -1,7 +1,6 @@
 """A source lies about the step that its state is of.
 
-Expected: a receiver that names a step takes no other, and both ends say which. A source that names none is believed:
-who needs the step names it at both ends.
+Expected: a receiver that names a step takes no other, and both ends say which. A source that names none is refused too.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ ATTACKS = {
     "a step of 64 bits, to a receiver that takes any": Attack(
         receive(), step((1 << 64) - 1), Expected("receiver", None)
     ),
-    "no step": Attack(receive(step=8), step(None), Expected("receiver", None)),
+    "no step": Attack(receive(step=8, in_place=True), step(None), MISMATCH),
+    "no step, to a receiver that takes any": Attack(receive(), step(None), Expected("receiver", None)),
     "half a step": Attack(receive(step=8), step(8.5), MALFORMED),
     "a step in words": Attack(receive(step=8), step("8"), MALFORMED),
     "a step that is a truth": Attack(receive(step=1), step(True), MALFORMED),

@@ -116,6 +116,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("serve", "x.pt", "--port", "65536"),
         ("serve", "x.pt", "--host", ""),
         ("serve", "x.pt", "--step", "9" * 20),
+        ("fetch", "127.0.0.1:1", "--out", "x.pt", "--step", "9" * 20),
         ("inspect", "127.0.0.1:1", "--timeout", "inf"),
         ("inspect", "127.0.0.1:1", "--timeout", "nan"),
         ("fetch", "127.0.0.1:1", "--out", "x.pt", "--max-size", "9" * 400),

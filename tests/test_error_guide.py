@@ -119,6 +119,9 @@ def test_step_mismatch() -> None:
     sent, received = meet(sends({"w": torch.ones(3)}, step=7), receives(step=8))
     told(received.error, "StepMismatch")
     assert isinstance(sent.error, transfuse.SendFailed)
+    sent, received = meet(sends({"w": torch.ones(3)}), receives(step=8))
+    told(received.error, "StepMismatch")
+    assert isinstance(sent.error, transfuse.SendFailed)
 
 
 def test_sources_differ() -> None:

@@ -1106,5 +1106,8 @@ def test_waiting_for_a_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("step", [1 << 63, -(1 << 63) - 1])
 def test_a_step_that_no_message_can_carry(step: int) -> None:
-    with transfuse.serve(some_state(), step=step) as server, pytest.raises(transfuse.PeerRefused, match="64 bits"):
+    with pytest.raises(ValueError, match="64 bits"):
+        transfuse.serve(some_state(), step=step)
+    serving = transfuse.serve(some_state(), step=lambda: step)
+    with serving as server, pytest.raises(transfuse.PeerRefused, match="64 bits"):
         transfuse.fetch(server.address, timeout=LONG)

@@ -140,8 +140,14 @@ def check(offer: messages.Offer, wishes: Wishes) -> None:
     """Raise unless a source has what the caller asked for, as far as the offer itself says."""
     if wishes.verify and not offer.digests:
         raise StateError("verify=True, but the source was made with verify=False and offers no digests")
-    if wishes.step is not None and offer.step is not None and wishes.step != offer.step:
-        raise StepMismatch(f"the source sends step {offer.step}, the receiver expects step {wishes.step}")
+    if wishes.step is None or wishes.step == offer.step:
+        return
+    if offer.step is None:
+        raise StepMismatch(
+            f"the receiver expects step {wishes.step}, but the source does not say which step it sends: pass "
+            f"step={wishes.step} to send_checkpoint, or step= to serve"
+        )
+    raise StepMismatch(f"the source sends step {offer.step}, the receiver expects step {wishes.step}")
 
 
 def accept(

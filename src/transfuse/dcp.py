@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, SupportsIndex
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from transfuse import trees
+from transfuse.arguments import check_step, ranks_of
 from transfuse.cohorts import Cohort
 from transfuse.errors import StateError, TransfuseError, UnsupportedLeaf
 from transfuse.leaves import values
@@ -60,18 +61,28 @@ class PeerReader(StorageReader):
         transport: its options say how to receive (``cast``, ``verify``, ``delta``, ``atomic``, ``same_host``). Its
             ``state_dict`` is not called.
         src_ranks: the sources, as ranks within the transport's group.
-        step: if given, sources that send another one are refused.
+        step: if given, sources that send another one, or do not say which, are refused.
     """
 
-    def __init__(self, transport: PGTransport, src_ranks: int | Sequence[int], *, step: int | None = None) -> None:
+    def __init__(
+        self,
+        transport: PGTransport,
+        src_ranks: SupportsIndex | Sequence[SupportsIndex],
+        *,
+        step: SupportsIndex | None = None,
+    ) -> None:
         super().__init__()
+        if not isinstance(transport, PGTransport):
+            raise TypeError(f"transport takes a transfuse.PGTransport, got a {type(transport).__name__}")
         if transport._map_path is not None:
             raise ValueError(
                 "the names that are loaded are the planner's: PeerReader takes a transport without map_path"
             )
         self._transport = transport
-        self._src_ranks: int | tuple[int, ...] = src_ranks if isinstance(src_ranks, int) else tuple(src_ranks)
-        self._step = step
+        self._src_ranks = ranks_of("src_ranks", src_ranks)
+        if not self._src_ranks:
+            raise ValueError("src_ranks is empty: a load needs a source")
+        self._step = check_step(step)
         self._load: _Load | None = None
         self._contents: _Contents | None = None
         self._watch: weakref.finalize[[str], PeerReader] | None = None
@@ -330,7 +341,7 @@ def _lay_out(contents: _Contents, wanted: Sequence[_Wanted]) -> tuple[object, li
 class _Load:
     """A receive in a thread of its own, which waits to be told what goes where."""
 
-    def __init__(self, transport: PGTransport, src_ranks: int | Sequence[int], step: int | None) -> None:
+    def __init__(self, transport: PGTransport, src_ranks: Sequence[int], step: int | None) -> None:
         self._transport, self._src_ranks, self._step = transport, src_ranks, step
         self._seconds = transport._seconds
         self._changed = threading.Condition()

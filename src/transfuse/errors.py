@@ -4,7 +4,7 @@
     ├── StateError            the state itself: change it or the target, then try again
     │   ├── UnsupportedLeaf       a leaf that cannot be carried exactly
     │   ├── TargetMismatch        source and target do not fit
-    │   ├── StepMismatch          the two ends speak of different steps
+    │   ├── StepMismatch          not the step that the receiver named
     │   ├── SourcesDiffer         several sources do not offer the same state
     │   ├── NotCovered            the sources together do not hold everything that is needed
     │   ├── TornState             a half-received state, asked to be a source
@@ -111,7 +111,7 @@ class TargetMismatch(StateError):
 
 
 class StepMismatch(StateError):
-    """Source and receiver were called for different steps."""
+    """The receiver named a step, and the source sends another one or does not say which."""
 
 
 class SourcesDiffer(StateError):

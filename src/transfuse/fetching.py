@@ -6,17 +6,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from transfuse import messages, receiver, talks
+from transfuse import arguments, messages, receiver, talks
 from transfuse.accepting import read_offer
+from transfuse.arguments import check_step
 from transfuse.door import WAIT_SECONDS, Door, Ready, key_of, knock, split_address
 from transfuse.errors import PeerTimeout, ProtocolError, ReceiveFailed, TransfuseError
 from transfuse.leaves.codec import MeshDescription
@@ -29,7 +30,7 @@ from transfuse.progress import Show
 from transfuse.renaming import MapPath
 from transfuse.report import Report
 from transfuse.routes.group import OFFER_TAG, Group, Line
-from transfuse.transport import PGTransport
+from transfuse.transport import PGTransport, check_resume
 
 __all__ = ["Peeked", "fetch", "peek"]
 
@@ -43,8 +44,8 @@ def fetch(
     state_dict: object | None = None,
     *,
     token: str | bytes | None = None,
-    timeout: timedelta = timedelta(seconds=30),
-    step: int | None = None,
+    timeout: timedelta | float = timedelta(seconds=30),
+    step: SupportsIndex | None = None,
     resume: Partial | None = None,
     same_host: bool = True,
     verify: bool | None = None,
@@ -67,19 +68,18 @@ def fetch(
         state_dict: the tree whose tensors the bytes land in, or a callable that gives it. Without it, everything
             arrives fresh.
         token: the servers' secret.
-        timeout: how long it may go without progress.
-        step: what the servers' step must be; None: any.
+        timeout: how long it may go without progress, as a timedelta or in seconds.
+        step: what the servers' step must be: one that serves another, or does not say which, is refused. None: any.
         resume: the ``partial`` of the error of an earlier fetch.
         on_report: called with the :class:`Report`, also of a failed transfer.
 
     All other options are those of :class:`PGTransport`. With several servers it goes on with those that are there, if
     they hold all that is needed.
     """
-    addresses = _check(address, timeout)
-    if isinstance(state_dict, torch.nn.Module):
-        raise TypeError("a module is no state: fetch(address, model.state_dict), or a callable that gives more")
-    # Before any server holds still for it.
-    tree = state_dict() if callable(state_dict) else state_dict
+    addresses, timeout, step = _check(address), arguments.duration(timeout), check_step(step)
+    arguments.check_no_module(state_dict, "fetch(address, model.state_dict)")
+    arguments.check_callable("on_report", on_report)
+    check_resume(resume)
     with _Visit(addresses, key_of(token), timeout.total_seconds()) as visit:
         transport = PGTransport(
             Several(visit.groups),
@@ -98,6 +98,8 @@ def fetch(
             max_receive_bytes=max_receive_bytes,
             progress=progress,
         )
+        # Before any server holds still for it, and after all else that could be wrong with the call.
+        tree = state_dict() if callable(state_dict) else state_dict
         ranks = range(len(visit.begin()))
         try:
             return transport.receive(list(ranks), step=step, resume=resume, absent=visit.absent)
@@ -117,11 +119,13 @@ class Peeked:
     manifest: Manifest
 
 
-def peek(address: str, *, token: str | bytes | None = None, timeout: timedelta = timedelta(seconds=30)) -> Peeked:
+def peek(
+    address: str, *, token: str | bytes | None = None, timeout: timedelta | float = timedelta(seconds=30)
+) -> Peeked:
     """What a server's state is made of. No tensor moves."""
-    seconds, limits = timeout.total_seconds(), Limits.from_environment()
+    seconds, limits = arguments.duration(timeout).total_seconds(), Limits.from_environment()
     found: list[messages.Offer] = []
-    with _Visit(_check([address], timeout), key_of(token), seconds) as visit:
+    with _Visit(_check([address]), key_of(token), seconds) as visit:
         group = Group(Several(visit.begin()), CPU)
 
         def talk() -> None:
@@ -143,13 +147,15 @@ def peek(address: str, *, token: str | bytes | None = None, timeout: timedelta =
             raise ProtocolError(0, f"{address} describes no state: {error}") from error
 
 
-def _check(address: str | Sequence[str], timeout: timedelta) -> tuple[str, ...]:
-    if timeout <= timedelta(0):
-        raise ValueError(f"timeout must be positive, got {timeout}")
+def _check(address: str | Sequence[str]) -> tuple[str, ...]:
+    takes = "host:port, or several of these"
+    if not isinstance(address, str | Iterable):
+        arguments.check_text("address", address, takes)
     addresses = (address,) if isinstance(address, str) else tuple(address)
     if not addresses:
         raise ValueError("a fetch needs an address")
     for one in addresses:
+        arguments.check_text("address", one, takes)
         split_address(one)
     if len(set(addresses)) != len(addresses):
         raise ValueError(f"addresses appear twice in {list(addresses)}")

@@ -15,17 +15,19 @@ from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Self, SupportsIndex
 
 import torch
 
+from transfuse import arguments
+from transfuse.arguments import check_step
 from transfuse.door import WAIT_SECONDS, Door, Ready, Refused, Wait, join_address, key_of
 from transfuse.errors import PeerLost, PeerTimeout, SendFailed, TransfuseError
-from transfuse.private import READER, SERVER, Private
+from transfuse.private import READER, SERVER, Private, Several
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.texts import as_utf8
-from transfuse.transport import PGTransport, check_step
+from transfuse.transport import PGTransport
 from transfuse.turns import Turns
 
 __all__ = ["Server", "serve"]
@@ -48,8 +50,8 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | bytes | None = None,
-    timeout: timedelta = timedelta(seconds=30),
-    step: int | Callable[[], int | None] | None = None,
+    timeout: timedelta | float = timedelta(seconds=30),
+    step: SupportsIndex | Callable[[], SupportsIndex | None] | None = None,
     max_readers: int = 4,
     same_host: bool = True,
     verify: bool | None = None,
@@ -65,8 +67,10 @@ def serve(
             must provide.
         port: 0 takes a free one; :attr:`Server.address` says which.
         token: a secret that readers must know, and the server too. Long and random: ``secrets.token_hex(32)``.
-        timeout: how long a reader may go without progress, and so how long one that stalls holds up training.
-        step: the step that readers are told, or a callable that gives it while the state holds still.
+        timeout: how long a reader may go without progress, and so how long one that stalls holds up training; a
+            timedelta, or seconds.
+        step: the step that readers are told, or a callable that gives it while the state holds still. Without it,
+            readers that name a step refuse.
         max_readers: how many read at once; others wait for their turn. With a cap on the rate they read one by one.
         same_host: readers on this host may read straight from memory.
         verify: as of :class:`PGTransport`.
@@ -101,21 +105,26 @@ class Server:
         host: str,
         port: int,
         token: str | bytes | None,
-        timeout: timedelta,
-        step: int | Callable[[], int | None] | None,
+        timeout: timedelta | float,
+        step: SupportsIndex | Callable[[], SupportsIndex | None] | None,
         max_readers: int,
         same_host: bool,
         verify: bool | None,
         max_bytes_per_second: float | None,
         on_report: Callable[[Report], object] | None,
     ) -> None:
+        max_readers = arguments.whole("max_readers", max_readers)
         if max_readers < 1:
             raise ValueError(f"max_readers must be at least 1, got {max_readers}")
+        arguments.check_text("host", host, "an address to listen on")
         if not host:
             raise ValueError("host is empty, which would be every interface: if that is meant, say 0.0.0.0")
-        if isinstance(state_dict, torch.nn.Module):
-            raise TypeError("a module is no state: serve(model.state_dict), or a callable that gives more")
-        self._state_dict, self._step = state_dict, step
+        port = arguments.whole("port", port)
+        arguments.check_no_module(state_dict, "serve(model.state_dict)")
+        arguments.check_callable("on_report", on_report)
+        timeout = arguments.duration(timeout)
+        self._state_dict = state_dict
+        self._step = step if callable(step) else check_step(step)
         self._key = key_of(token)
         self._seconds = timeout.total_seconds()
         self._transport = partial(
@@ -127,7 +136,7 @@ class Server:
             relay=False,
             max_bytes_per_second=max_bytes_per_second,
         )
-        self._transport(cast(Any, None))  # Options that make no sense are told here, and not to the first reader.
+        self._transport(Several([]))  # Options that make no sense are told here, and not to the first reader.
         self._on_report = on_report
         self._turns = Turns()
         #: The callables are the user's: one thread at a time.
@@ -305,8 +314,7 @@ class Server:
                 self._last_change.wait()
                 with self._asking:
                     state = self._state_dict() if callable(self._state_dict) else self._state_dict
-                    step = self._step() if callable(self._step) else self._step
-                check_step(step)
+                    step = check_step(self._step(), "what step() gives") if callable(self._step) else self._step
                 door.send(Ready(), self._seconds)
                 self._send(group, state, step)
 

@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from transfuse import messages, receiver, renaming, source, talks
+from transfuse import arguments, messages, receiver, renaming, source, talks
 from transfuse.accepting import Wishes
+from transfuse.arguments import check_step
 from transfuse.chains import Chains
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
 from transfuse.gathering import Gathering
@@ -34,7 +35,7 @@ from transfuse.routes.group import Group, Line, ProcessGroupLike
 from transfuse.routes.memory import Lease
 from transfuse.vigil import Vigil
 
-__all__ = ["PGTransport", "check_step"]
+__all__ = ["PGTransport", "check_resume", "check_step"]
 
 logger = logging.getLogger("transfuse")
 
@@ -48,8 +49,9 @@ class PGTransport:
     Args:
         pg: a process group, or anything with its ``send(tensors, rank, tag)`` and ``recv(tensors, rank, tag)``.
             All ranks below are ranks within it.
-        timeout: how long a transfer may go without progress before it fails. A source's begins when it has described
-            its state, a receiver's when its callback has returned: allow for the other end's part of that.
+        timeout: how long a transfer may go without progress before it fails, as a timedelta or in seconds. A source's
+            begins when it has described its state, a receiver's when its callback has returned: allow for the other
+            end's part of that.
         device: where the backend wants its tensors (``cpu`` for gloo, an accelerator for NCCL).
         state_dict: called at the start of a receive; the bytes then land in the tensors of the tree it returns.
             Without it, tensors arrive fresh.
@@ -77,8 +79,8 @@ class PGTransport:
     def __init__(
         self,
         pg: ProcessGroupLike,
-        timeout: timedelta,
-        device: torch.device,
+        timeout: timedelta | float,
+        device: torch.device | str,
         state_dict: Callable[[], object] | None = None,
         *,
         same_host: bool = True,
@@ -95,19 +97,31 @@ class PGTransport:
         max_receive_bytes: int | None = None,
         progress: bool | Show = False,
     ) -> None:
+        arguments.check_group(pg)
+        arguments.check_state_dict(state_dict)
+        arguments.check_flags(
+            verify,
+            same_host=same_host,
+            delta=delta,
+            cast=cast,
+            atomic=atomic,
+            strict=strict,
+            weights_only_objects=weights_only_objects,
+            relay=relay,
+        )
+        arguments.check_mesh(mesh)
+        arguments.check_progress(progress)
+        timeout = arguments.duration(timeout)
         self._seconds = timeout.total_seconds()
-        if self._seconds <= 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
         self._limits = Limits.from_environment()
         if max_receive_bytes is not None:
-            self._limits = replace(self._limits, max_receive_bytes=max_receive_bytes)
-        slowest = self._limits.min_parcel_bytes * 8 / self._seconds
-        if max_bytes_per_second is not None and not slowest <= max_bytes_per_second < float("inf"):
-            raise ValueError(f"max_bytes_per_second must be at least {slowest:.0f} with a timeout of {timeout}")
-        self._rate, self._slowest = max_bytes_per_second, slowest
+            most = arguments.whole("max_receive_bytes", max_receive_bytes, "an int, a number of bytes, or None")
+            self._limits = replace(self._limits, max_receive_bytes=most)
+        self._slowest = self._limits.min_parcel_bytes * 8 / self._seconds
+        self._rate = _rate(max_bytes_per_second, self._slowest, timeout)
         self._same_host = same_host and allows_same_host()
         self._relay = relay
-        self._group = Group(pg, torch.device(device))
+        self._group = Group(pg, arguments.device_of(device))
         self._state_dict = state_dict
         self._verify = verify
         if map_path is not None and state_dict is None:
@@ -140,15 +154,23 @@ class PGTransport:
     def torn(self, leaves: tuple[str, ...]) -> None:
         self._torn = leaves
 
-    def send_checkpoint(self, dst_ranks: Sequence[int], state_dict: object, *, step: int | None = None) -> None:
-        """Send a state to these ranks, each of which calls :meth:`recv_checkpoint`.
+    def send_checkpoint(
+        self,
+        dst_ranks: SupportsIndex | Sequence[SupportsIndex],
+        state_dict: object,
+        *,
+        step: SupportsIndex | None = None,
+    ) -> None:
+        """Send a state to these ranks, or to this one; each calls :meth:`recv_checkpoint`.
 
         Returns when every receiver has everything. A receiver that fails does not disturb the others; once they
         are done, :class:`SendFailed` maps each failed rank to its cause. The tensors may be changed as soon as
         this returns or raises, and not before.
+
+        ``step`` says which step the state is of. Without it, receivers that name a step refuse.
         """
-        ranks = self._check_ranks(dst_ranks)
-        check_step(step)
+        ranks = self._check_ranks("dst_ranks", dst_ranks)
+        step = check_step(step)
         self._report = report = Report("send", ranks, step)
         if not ranks:
             return
@@ -213,13 +235,20 @@ class PGTransport:
             raise SendFailed(failed, [rank for rank in ranks if rank not in failed])
 
     def recv_checkpoint(
-        self, src_rank: int | Sequence[int], *, step: int | None = None, resume: Partial | None = None
+        self,
+        src_rank: SupportsIndex | Sequence[SupportsIndex],
+        *,
+        step: SupportsIndex | None = None,
+        resume: Partial | None = None,
     ) -> Any:
         """Receive the state that ``src_rank`` sends, or several ranks: replicas, shards or stages of one state.
 
         With a ``state_dict`` callback the result holds the receiver's own tensors with the source's values; what
         only the source has arrives fresh. With several sources each brings a part, and what one that is lost owed comes
         from the others; :class:`ReceiveFailed` if none is left.
+
+        With ``step``, what arrives is of that step: a source that sends another, or does not say which, is refused
+        with :class:`StepMismatch`. None takes whatever comes.
 
         On failure the error's ``torn`` lists the targets that may hold new bytes, ``received`` and ``missing`` the
         leaves that have arrived and that have not. ``resume=error.partial``, here or in a new transport, then fetches
@@ -229,9 +258,9 @@ class PGTransport:
 
     def receive(
         self,
-        src_rank: int | Sequence[int],
+        src_rank: SupportsIndex | Sequence[SupportsIndex],
         *,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         resume: Partial | None = None,
         late: Late | None = None,
         absent: Mapping[str, BaseException] | None = None,
@@ -240,15 +269,12 @@ class PGTransport:
 
         ``absent`` names sources that are not there, and why: what only they may hold is not left as it was.
         """
-        ranks = self._check_ranks([src_rank] if isinstance(src_rank, int) else src_rank)
+        ranks = self._check_ranks("src_rank", src_rank)
         if not ranks:
             raise ValueError("a receive needs a source")
-        check_step(step)
-        if resume is not None and not isinstance(resume, Partial):
-            raise TypeError(f"resume takes the partial of an error of an earlier receive, got {type(resume).__name__}")
+        step = check_step(step)
+        check_resume(resume)
         if resume is not None:
-            if resume.spent:
-                raise ValueError("this partial has been resumed from before: its memory belongs to that receive")
             self._torn = resume.torn or self._torn
         self._report = report = Report("receive", ranks, step)
         progress = {rank: Progress() for rank in ranks}
@@ -397,16 +423,14 @@ class PGTransport:
             report.seconds = time.perf_counter() - started
             logger.info("%s", report.line(), extra={"transfuse_report": report})
 
-    def _check_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        size = self._group.size()
+    def _check_ranks(self, name: str, given: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
+        ranks, size = arguments.ranks_of(name, given), self._group.size()
         for rank in ranks:
-            if not isinstance(rank, int) or isinstance(rank, bool):
-                raise TypeError(f"ranks are ints, got {rank!r}")
             if rank < 0 or (size is not None and rank >= size):
                 raise ValueError(f"rank {rank} is not in the group of {size} (ranks are ranks within the group)")
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"ranks appear twice in {list(ranks)}")
-        return tuple(ranks)
+        return ranks
 
 
 @contextmanager
@@ -429,10 +453,24 @@ def _noting(progress: Progress) -> Iterator[None]:
     progress.phase = DONE
 
 
-def check_step(step: int | None) -> None:
-    """A step that no message can carry is told to whoever made it up."""
-    if step is not None and not -(1 << 63) <= step < 1 << 63:
-        raise ValueError(f"step must be a number of 64 bits, got {step}")
+def check_resume(resume: Partial | None) -> None:
+    """Refuse what a receive cannot go on from."""
+    if resume is not None and not isinstance(resume, Partial):
+        raise TypeError(f"resume takes the partial of an error of an earlier receive, got {type(resume).__name__}")
+    if resume is not None and resume.spent:
+        raise ValueError("this partial has been resumed from before: its memory belongs to that receive")
+
+
+def _rate(max_bytes_per_second: float | None, slowest: float, timeout: timedelta) -> float | None:
+    """The cap on a source's rate. Below the slowest, nothing arrives within the timeout."""
+    if max_bytes_per_second is None:
+        return None
+    rate = arguments.number("max_bytes_per_second", max_bytes_per_second, "a number of bytes, or None")
+    if not slowest <= rate < float("inf"):
+        raise ValueError(
+            f"max_bytes_per_second must be finite and at least {slowest:.0f} with a timeout of {timeout}, got {rate:g}"
+        )
+    return rate
 
 
 def _sum_up(report: Report, single: list[Report]) -> None:

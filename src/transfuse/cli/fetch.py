@@ -18,7 +18,16 @@ from transfuse import trees
 from transfuse.cli import files, flat
 from transfuse.cli.errors import Failed, warnings_shown
 from transfuse.cli.files import SUFFIXES, Format
-from transfuse.cli.options import AsJson, Seconds, TokenFile, bytes_of, check_settings, duration_of, token_of
+from transfuse.cli.options import (
+    AsJson,
+    Seconds,
+    TokenFile,
+    bytes_of,
+    check_settings,
+    check_step,
+    duration_of,
+    token_of,
+)
 from transfuse.cli.tables import count_leaves
 from transfuse.door import split_address
 from transfuse.errors import PeerError
@@ -77,6 +86,7 @@ def fetch(
     """
     _check(addresses)
     check_settings()
+    check_step(step)
     token, largest = token_of(token_file), bytes_of(max_size) if max_size is not None else None
     reports: list[Report] = []
     with warnings_shown("fetch"):

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from transfuse import arguments
 from transfuse.cli.errors import Failed
 from transfuse.limits import Limits, allows_same_host
 
@@ -20,6 +21,7 @@ __all__ = [
     "TokenFile",
     "bytes_of",
     "check_settings",
+    "check_step",
     "duration_of",
     "token_of",
 ]
@@ -63,6 +65,14 @@ def check_settings() -> None:
         allows_same_host()
     except ValueError as error:
         raise Failed(f"{error} (in the environment)") from None
+
+
+def check_step(step: int | None) -> None:
+    """Before a file is read, or a server asked."""
+    try:
+        arguments.check_step(step)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--step") from None
 
 
 def duration_of(seconds: float) -> timedelta:

@@ -15,7 +15,16 @@ import typer
 import transfuse
 from transfuse.cli import files
 from transfuse.cli.errors import Failed, warnings_shown
-from transfuse.cli.options import AsJson, Seconds, TokenFile, bytes_of, check_settings, duration_of, token_of
+from transfuse.cli.options import (
+    AsJson,
+    Seconds,
+    TokenFile,
+    bytes_of,
+    check_settings,
+    check_step,
+    duration_of,
+    token_of,
+)
 from transfuse.cli.tables import count_leaves
 from transfuse.contents import Contents
 from transfuse.limits import Limits
@@ -56,8 +65,7 @@ def serve(
         raise typer.BadParameter(
             "it is empty, which would be every interface: write 0.0.0.0 for that", param_hint="--host"
         )
-    if step is not None and step > sys.maxsize:
-        raise typer.BadParameter("it is a number of 64 bits", param_hint="--step")
+    check_step(step)
     token, rate = token_of(token_file), bytes_of(max_rate) if max_rate is not None else None
     state = files.load(file)
     totals = Contents.of(describe(state, Limits()).manifest).totals

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import transport
+from transfuse.arguments import whole
 from transfuse.errors import ProtocolError, TransfuseError
 from transfuse.leaves.codec import MeshDescription
 from transfuse.progress import Show
@@ -65,7 +66,7 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
     def __init__(
         self,
         pg: ProcessGroupLike,
-        timeout: timedelta,
+        timeout: timedelta | float,
         device: torch.device | str,
         state_dict: Callable[[], object] | None = None,
         *,
@@ -88,7 +89,7 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
         # One for each call: the group and the timeout may be others every time.
         self._make = partial(
             transport.PGTransport,
-            device=torch.device(device),
+            device=device,
             state_dict=state_dict,
             same_host=same_host,
             verify=verify,
@@ -104,7 +105,7 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
             max_receive_bytes=max_receive_bytes,
             progress=progress,
         )
-        # Options that do not go together are told here, and not when somebody needs healing.
+        # Options that cannot work, or not together, are told here, and not when somebody needs healing.
         self._make(self._pg, timeout)
         self._last: transport.PGTransport | None = None
         #: Targets that a failed receive has half-written. Until one succeeds, this is no source.
@@ -123,7 +124,11 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
         return METADATA
 
     def send_checkpoint(
-        self, dst_ranks: Sequence[int], step: int, state_dict: T, timeout: timedelta | None = None
+        self,
+        dst_ranks: SupportsIndex | Sequence[SupportsIndex],
+        step: SupportsIndex,
+        state_dict: T,
+        timeout: timedelta | float | None = None,
     ) -> None:
         """Send a state to these replicas. Returns when each has everything; its tensors may be changed then.
 
@@ -135,12 +140,15 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
     def disallow_checkpoint(self) -> None:
         """Nothing to wait for: a send is over when :meth:`send_checkpoint` returns."""
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta | None = None) -> T:
+    def recv_checkpoint(
+        self, src_rank: SupportsIndex, metadata: str, step: SupportsIndex, timeout: timedelta | float | None = None
+    ) -> T:
         """Receive what the replica ``src_rank`` sends for this step, in place if there is a ``state_dict``."""
         if metadata != METADATA:
+            rank = whole("src_rank", src_rank)
             raise ProtocolError(
-                src_rank,
-                f"rank {src_rank} announced {metadata!r} where {METADATA!r} was due: it has another checkpoint "
+                rank,
+                f"rank {rank} announced {metadata!r} where {METADATA!r} was due: it has another checkpoint "
                 "transport; all replicas need transfuse.dropin.torchft.PGTransport",
             )
         with self._transfer(timeout) as through:
@@ -157,7 +165,7 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
                 self._changed.wait_for(lambda: self._under_way == 0)
 
     @contextmanager
-    def _transfer(self, timeout: timedelta | None) -> Iterator[transport.PGTransport]:
+    def _transfer(self, timeout: timedelta | float | None) -> Iterator[transport.PGTransport]:
         with self._changed:
             if self._closed:
                 raise TransfuseError("this checkpoint transport was shut down: make a new one")
