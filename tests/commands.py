@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
+from foreground import FOREGROUND
+
 __all__ = ["COMMAND", "Running"]
 
 COMMAND = [sys.executable, "-c", "from transfuse.cli import main; main()"]
@@ -31,7 +33,7 @@ class Running:
         self.mark = f"MARK_OF_TEST={uuid.uuid4()}"
         name, value = self.mark.split("=")
         self.process = subprocess.Popen(
-            [*under, *COMMAND, *arguments],
+            [*FOREGROUND, *under, *COMMAND, *arguments],
             env=os.environ | dict(environ or {}) | {name: value},
             cwd=cwd,
             stdout=subprocess.PIPE,

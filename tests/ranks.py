@@ -36,6 +36,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
+from foreground import come_to_foreground
+
 __all__ = ["PRELOAD", "Died", "Fleet", "Outcome", "ProcessPool", "Ranks", "RemoteError", "announce"]
 
 T = TypeVar("T")
@@ -196,6 +198,7 @@ def _work(
     rank: int, n: int, port: int, timeout: float, connection: Connection, stacks: str, environ: dict[str, str]
 ) -> None:
     global _channel
+    come_to_foreground()
     # Ends with the thread that started it, even while frozen: PR_SET_PDEATHSIG. A fork server ends with its parent only
     # when no child holds on to it.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from foreground import come_to_foreground
 from ranks import PRELOAD
 
 __all__ = ["Ended", "run", "threads"]
@@ -146,6 +147,7 @@ def _read(output: pathlib.Path, which: str) -> str:
 def _be(path: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
     """In the fork: become that program."""
     os.setsid()
+    come_to_foreground()
     # Ends with the stem, which ends with pytest once no fork keeps it (PR_SET_PDEATHSIG).
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     server = getattr(multiprocessing.forkserver, "_forkserver")  # noqa: B009 - hidden from mypy

@@ -447,6 +447,7 @@ def test_the_live_view_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -
     assert any(line.startswith("loss") and line.endswith("2.0000") for line in lines)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupts_are_held_and_not_lost() -> None:
     reached = []
 

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import transfuse
+from foreground import FOREGROUND
 from ranks import Fleet, announce
 from transfuse.testing.exact import assert_exact
 
@@ -558,7 +559,7 @@ def test_torchfts_own_scenario(kind: str, in_place: bool) -> None:
 
 @pytest.mark.timeout(200)
 def test_the_example() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "torchft_heal.py")]
+    command = [*FOREGROUND, sys.executable, str(ROOT / "examples" / "torchft_heal.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             out, err = process.communicate(timeout=180)

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import transfuse
-from ranks import Outcome, Ranks
+from descriptor_limits import leaving
+from ranks import Fleet, Outcome, Ranks
 from tampering import Tampering
 from transfuse import PGTransport, TransfuseError, errors, messages
 
@@ -162,6 +163,18 @@ def test_torn_state(small_bursts: None) -> None:
 def test_limit_exceeded() -> None:
     received = meet(sends({"w": torch.ones(MIB)}), receives(max_receive_bytes=MIB))[1]
     told(received.error, "LimitExceeded")
+
+
+def fetch_without_descriptors(rank: int) -> None:
+    with leaving(3):
+        transfuse.fetch("127.0.0.1:1")
+
+
+def test_limit_exceeded_by_descriptors() -> None:
+    with Fleet(1) as fleet:
+        fleet.start(fetch_without_descriptors)
+        (outcome,) = fleet.outcomes()
+    told(outcome.error, "LimitExceeded")
 
 
 # ------------------------------------------------------------------------------------- the other end, or the way to it

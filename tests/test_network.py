@@ -118,7 +118,7 @@ def test_leaving_removes_everything(error: type[BaseException]) -> None:
     assert socket.if_nameindex() == outside
 
 
-@pytest.mark.usefixtures("available")
+@pytest.mark.usefixtures("available", "interruptible")
 @pytest.mark.parametrize("calls", [1, 5, 12])
 def test_an_interrupted_start_removes_everything(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call, left = hosts_module._call, calls

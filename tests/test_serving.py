@@ -1020,7 +1020,6 @@ def fetch_until_interrupted(rank: int, addresses: list[str]) -> str:
         if progress[0].bytes:
             announce("moving")
 
-    announce("there")
     try:
         transfuse.fetch(addresses[rank], token=TOKEN, timeout=10 * LONG, same_host=False, progress=show)
     except KeyboardInterrupt:
@@ -1037,10 +1036,12 @@ def test_ctrl_c_ends_a_fetch_and_the_server_goes_on() -> None:
         transfuse.serve(state, token=TOKEN, timeout=10 * LONG) as locked,
         transfuse.serve(state, token=TOKEN, timeout=10 * LONG, max_bytes_per_second=1e6, same_host=False) as slow,
     ):
-        with locked.mutating():
+        with locked.mutating(), contextlib.ExitStack() as stack:
             addresses = [f"127.0.0.1:{silent.getsockname()[1]}", locked.address, slow.address]
             fleet.start(fetch_until_interrupted, addresses)
-            fleet.wait_for(0, "there")
+            silent.settimeout(DEADLINE)
+            visitor = stack.enter_context(silent.accept()[0])
+            assert visitor.recv(1)
             wait_until(lambda: len(locked._turns._waiting) == 1)
             fleet.wait_for(2, "moving")
             for rank in range(3):

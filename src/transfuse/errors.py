@@ -8,7 +8,7 @@
     │   ├── SourcesDiffer         several sources do not offer the same state
     │   ├── NotCovered            the sources together do not hold everything that is needed
     │   ├── TornState             a half-received state, asked to be a source
-    │   └── LimitExceeded         larger than a configured limit allows
+    │   └── LimitExceeded         more than a limit allows: one of ours, or one of the process
     ├── PeerError             the other end or the way to it: repair the group, choose another source
     │   ├── PeerTimeout           no progress within the timeout (also a TimeoutError)
     │   ├── PeerLost              the connection broke (also a ConnectionError)
@@ -143,7 +143,7 @@ class TornState(StateError):
 
 
 class LimitExceeded(StateError):
-    """A configured limit would be exceeded. The message names the setting."""
+    """A configured limit, or one of the process, would be exceeded. The message names it."""
 
 
 class PeerError(TransfuseError):

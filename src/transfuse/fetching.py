@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from transfuse import arguments, messages, receiver, talks
+from transfuse import arguments, descriptors, messages, receiver, talks
 from transfuse.accepting import read_offer
 from transfuse.arguments import check_step
 from transfuse.door import WAIT_SECONDS, Door, Ready, key_of, knock, split_address
@@ -174,6 +174,8 @@ class _Visit:
         self._doors: dict[int, Door] = {}
         self._met: dict[int, Private] = {}
         self._causes: dict[int, BaseException] = {}
+        #: What gloo will open, for each server that has not been asked yet.
+        self._kept: dict[int, descriptors.Kept] = {}
         #: Servers that are not waited for any more.
         self._left: set[int] = set()
         self._lock = threading.Lock()
@@ -187,9 +189,15 @@ class _Visit:
     def __exit__(self, *_: object) -> None:
         for number in range(len(self._addresses)):
             self._leave(number)
+        for kept in list(self._kept.values()):
+            kept.give_back()
 
     def begin(self) -> Sequence[Private]:
         """Go to every server; the groups with those whose state holds still now."""
+        # For all of them, before the first is asked: what is missing here is no fault of the last one's.
+        count = len(self._addresses)
+        purpose = "fetching from a server" if count == 1 else f"fetching from {count} servers at once"
+        self._kept.update(enumerate(descriptors.keep(descriptors.DOOR + descriptors.GROUP, purpose, count)))
         # Who has been met waits for a word from here: the others may take a part of the time that it grants.
         met = self._all(self._meet, range(len(self._addresses)), "the others were there", self._seconds / 2)
 
@@ -223,13 +231,14 @@ class _Visit:
                 error.add_note(f"{address} was not there: {cause}")
 
     def _meet(self, number: int) -> Private:
-        door = knock(self._addresses[number], self._key, self._seconds, number)
-        with self._lock:
-            self._doors[number] = door
-            left = number in self._left
-        if left:
-            door.close()
-        group = Private(door, READER, self._seconds, self._waits)
+        with self._kept.pop(number):
+            door = knock(self._addresses[number], self._key, self._seconds, number)
+            with self._lock:
+                self._doors[number] = door
+                left = number in self._left
+            if left:
+                door.close()
+            group = Private(door, READER, self._seconds, self._waits)
         with self._lock:
             self._met[number] = group
             left = number in self._left

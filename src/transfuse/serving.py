@@ -19,7 +19,7 @@ from typing import Self, SupportsIndex
 
 import torch
 
-from transfuse import arguments
+from transfuse import arguments, descriptors
 from transfuse.arguments import check_step
 from transfuse.door import WAIT_SECONDS, Door, Ready, Refused, Wait, join_address, key_of
 from transfuse.errors import PeerLost, PeerTimeout, SendFailed, TransfuseError
@@ -40,6 +40,8 @@ MAX_STRANGERS = 64
 #: A stranger's time to prove itself, at most.
 HANDSHAKE_SECONDS = 10.0
 COMPLAINT_SECONDS = 1.0
+#: How long the thread that listens waits for a connection, and looks again whether one can be taken.
+LISTEN_SECONDS, ROOM_SECONDS = 1.0, 0.05
 #: How long the interpreter's end waits for those who read to be told.
 END_SECONDS = 3.0
 
@@ -152,9 +154,13 @@ class Server:
         self._lock = threading.Lock()
         self._complained_at = float("-inf")
         self._last_change = _Moment()
+        # As above: nobody could be served.
+        descriptors.check(descriptors.LISTENER + descriptors.DOOR + descriptors.GROUP, "serving a state")
         # One's own socket: a store of torch's would listen on all interfaces, whatever host it is given.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
+        # A thread that waits in accept without a timeout holds a descriptor that nobody can count.
+        self._socket.settimeout(LISTEN_SECONDS)
         self._address = join_address(host, self._socket.getsockname()[1])
         self._thread = threading.Thread(target=self._listen, name="transfuse-server", daemon=True)
         self._thread.start()
@@ -235,8 +241,14 @@ class Server:
 
     def _listen(self) -> None:
         while self._closing is None:
+            if not descriptors.spare():
+                # Or strangers would take what gloo needs for a reader. They can wait.
+                time.sleep(ROOM_SECONDS)
+                continue
             try:
                 sock, where = self._socket.accept()
+            except TimeoutError:
+                continue
             except OSError as error:
                 if self._closing is not None:
                     return
@@ -305,7 +317,7 @@ class Server:
     def _receive(self, door: Door) -> None:
         """A reader that has proved itself: a place, a group, and its turn with the state."""
         meanwhile = _Meanwhile(door, self._seconds, lambda: self._closing)
-        with self._place(meanwhile), closing(Private(door, SERVER, self._seconds, most_waits=0)) as group:
+        with self._place(meanwhile), closing(self._form(door)) as group:
             self._groups.add(group)
             door.expect(Ready, self._seconds, "waiting for the reader to begin", most_waits=0)
             meanwhile()  # It may have closed since.
@@ -317,6 +329,11 @@ class Server:
                     step = check_step(self._step(), "what step() gives") if callable(self._step) else self._step
                 door.send(Ready(), self._seconds)
                 self._send(group, state, step)
+
+    def _form(self, door: Door) -> Private:
+        (kept,) = descriptors.keep(descriptors.GROUP, "serving a reader")
+        with kept:
+            return Private(door, SERVER, self._seconds, most_waits=0)
 
     @contextmanager
     def _place(self, meanwhile: _Meanwhile) -> Iterator[None]:
