@@ -123,6 +123,88 @@ def test_tied_weights_come_once(how: dict[str, Any]) -> None:
     assert moved.report.bytes == whole.nbytes
 
 
+def _tied_on(whole: torch.Tensor, ranks: list[Any], rank: int) -> dict[str, Any]:
+    w = shard(whole, ranks, rank, Shard(0))
+    return {"in": w, "out": w}
+
+
+def _emptied(state: dict[str, Any]) -> dict[str, Any]:
+    """Empty shards that do not even share a storage."""
+    return state | {
+        "out": DTensor.from_local(
+            state["out"].to_local().clone(),
+            state["out"].device_mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=state["out"].shape,
+            stride=state["out"].stride(),
+        )
+    }
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3], ids="rows={}".format)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)], ids=["full first", "empty first"])
+@pytest.mark.parametrize("split", [False, True], ids=["one storage", "two storages"])
+def test_weights_are_tied_though_some_shards_of_them_are_empty(
+    how: dict[str, Any], rows: int, order: tuple[int, ...], split: bool
+) -> None:
+    """Ranks with empty shards cannot say what is tied, be they asked first or last; those with elements can."""
+    whole = torch.randn(rows, 8)
+    mesh = list(order)
+    sources = {rank: _tied_on(whole, mesh, rank) for rank in mesh}
+    if split:
+        sources |= {rank: _emptied(sources[rank]) for rank in mesh[rows:]}
+    tied = shard(torch.zeros(rows, 8), [4], 4, Shard(0))
+    moved = move(sources, {4: {"in": tied, "out": tied}}, **how)[4].get()
+    assert torch.equal(plain(tied), whole)
+    assert moved.report.bytes == whole.nbytes
+    fresh = move(sources, {4: None}, **how)[4].get().state
+    assert torch.equal(plain(fresh["out"]), whole)
+    assert plain(fresh["in"]).data_ptr() == plain(fresh["out"]).data_ptr()
+
+
+def test_neighbours_in_one_buffer_are_not_tied_where_their_shards_are_empty(how: dict[str, Any]) -> None:
+    """Empty shards of two weights in one buffer look as those of tied weights do."""
+    whole = {name: torch.randn(1, 8) for name in "ab"}
+
+    def source(rank: int) -> dict[str, Any]:
+        mesh = mesh_of([1, 0], rank)
+        buffer = torch.cat([whole["a"], whole["b"]]) if rank == 1 else torch.empty(0, 8)
+        size = 1 if rank == 1 else 0
+        return {
+            name: DTensor.from_local(
+                buffer[i * size : (i + 1) * size],
+                mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=torch.Size((1, 8)),
+                stride=(8, 1),
+            )
+            for i, name in enumerate("ab")
+        }
+
+    sources = {rank: source(rank) for rank in (0, 1)}
+    target = {name: torch.zeros(1, 8) for name in "ab"}
+    move(sources, {2: target}, **how)[2].get()
+    assert all(torch.equal(target[name], whole[name]) for name in "ab")
+    fresh = move(sources, {2: None}, **how)[2].get().state
+    assert all(torch.equal(plain(fresh[name]), whole[name]) for name in "ab")
+    memory = torch.zeros(1, 8)
+    error = move(sources, {2: {"a": memory, "b": memory}}, **how)[2].error
+    assert isinstance(error, TargetMismatch)
+    assert "untie the targets, or tie the source" in str(error)
+    assert not memory.any()
+
+
+def test_tied_targets_of_what_nobody_here_holds(how: dict[str, Any]) -> None:
+    """To untie the targets would not help."""
+    source = _tied_on(torch.randn(1, 8), [0, 1], 1)
+    tied = torch.zeros(1, 8)
+    error = move({1: source}, {2: {"in": tied, "out": tied}}, **how)[2].error
+    assert isinstance(error, NotCovered)
+    assert "['in']: nobody holds [0:1, 0:8]" in str(error)
+
+
 def test_targets_that_share_memory_are_refused(how: dict[str, Any]) -> None:
     sources = {rank: {n: shard(torch.randn(8), [0, 1], rank, Shard(0)) for n in "ab"} for rank in (0, 1)}
     memory = torch.zeros(12)
@@ -275,6 +357,32 @@ def test_columns_of_one_fused_target(how: dict[str, Any]) -> None:
     fused = torch.zeros(1200, 1024)
     move(sources, {2: {"q": fused[:, :512], "k": fused[:, 512:]}}, **how)[2].get()
     assert torch.equal(fused, torch.cat([q, k], dim=1))
+
+
+@pytest.mark.parametrize("key", [float("nan"), (1, float("nan")), "x" * 300], ids=["nan", "tuple", "long"])
+def test_keys_that_paths_do_not_tell_apart(how: dict[str, Any], key: Any) -> None:
+    """A NaN equals nothing, a long name is cut short: neither makes one tensor of two."""
+    other = float("nan") if isinstance(key, float) else (1, float("nan")) if isinstance(key, tuple) else "x" * 301
+    first, second = torch.randn(8), torch.randn(8)
+    # Meshes of their own, so that there are two descriptions.
+    sources = {
+        rank: {key: shard(first, [rank], rank, Shard(0)), other: shard(second, [rank], rank, Shard(0))}
+        for rank in (0, 1)
+    }
+    target = {key: torch.zeros(8), other: torch.zeros(8)}
+    move(sources, {2: target}, strict=True, **how)[2].get()
+    assert [leaf.tolist() for leaf in target.values()] == [first.tolist(), second.tolist()]
+    fresh = move(sources, {2: None}, **how)[2].get().state
+    assert [plain(leaf).tolist() for leaf in fresh.values()] == [first.tolist(), second.tolist()]
+
+
+def test_rules_find_a_nan(how: dict[str, Any]) -> None:
+    whole = torch.randn(8)
+    sources = {rank: {float("nan"): shard(whole, [0, 1], rank, Shard(0))} for rank in (0, 1)}
+    target = {"m": {float("-nan"): torch.zeros(8)}}
+    move(sources, {2: target}, map_path={"nan": "m.nan"}, strict=True, **how)[2].get()
+    (got,) = target["m"].values()
+    assert torch.equal(got, whole)
 
 
 # --------------------------------------------------------------------------------------------------------- failures

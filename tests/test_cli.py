@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import os
 import pickle
@@ -10,17 +11,20 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import struct
 import threading
+import warnings
+import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import nn
 from torch.distributed.tensor import Shard
 from typer.testing import CliRunner
@@ -128,12 +132,14 @@ def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...]) -> None:
 
 
 def test_tracebacks_are_for_who_asks_for_them() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
     with pytest.raises(transfuse.PeerLost):
-        run("--debug", "inspect", "127.0.0.1:1")
+        run("--debug", "inspect", address)
     with pytest.raises(transfuse.PeerLost):
-        run("inspect", "127.0.0.1:1", TRANSFUSE_DEBUG="1")
-    said = run("inspect", "127.0.0.1:1", code=1)
-    assert said.startswith("transfuse inspect: 127.0.0.1:1 cannot be reached")
+        run("inspect", address, TRANSFUSE_DEBUG="1")
+    said = run("inspect", address, code=1)
+    assert said.startswith(f"transfuse inspect: {address} cannot be reached")
     assert said.count("\n") == 1
 
 
@@ -273,26 +279,157 @@ def test_code_in_a_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert harm.exists()
 
 
-def _truncated(path: Path) -> None:
-    torch.save(job_state(), path)
-    os.truncate(path, path.stat().st_size // 2)
+def _saved(old: bool = False, size: int = 12) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(job_state() | {"w": torch.randn(size)}, buffer, _use_new_zipfile_serialization=not old)
+    return buffer.getvalue()
 
 
-def _short_header(path: Path) -> None:
-    path.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+def _zip_of(pickled: bytes) -> bytes:
+    """As torch.save writes it, with another pickle in it."""
+    writer = torch._C.PyTorchFileWriter(buffer := io.BytesIO())
+    writer.write_record("data.pkl", pickled, len(pickled))
+    writer.write_record("byteorder", b"little", 6)
+    writer.write_end_of_file()
+    return buffer.getvalue()
 
 
-def _pickle(path: Path) -> None:
-    path.write_bytes(pickle.dumps({"a": 1}, protocol=2))
+def _other_zip() -> bytes:
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
+        archive.writestr("notes.txt", "no state")
+    return buffer.getvalue()
 
 
-@pytest.mark.parametrize("make", [_truncated, _short_header, _pickle, Path.touch, Path.mkdir, lambda path: None])
-def test_files_that_are_not_what_they_seem(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    path = tmp_path / "file.pt"
-    make(path)
+def _flipped(data: bytes, word: bytes) -> bytes:
+    """One letter of a word is another."""
+    assert word in data
+    return data.replace(word, word[:-1] + bytes([word[-1] ^ 1]), 1)
+
+
+_WHOLE, _OLD, _LARGE, _FLAT = _saved(), _saved(old=True), _saved(size=100_000), save({"w": torch.arange(100.0)})
+_OBJECT_AT = _OLD.index(b"model") - 20
+_DAMAGED = {
+    "empty": b"",
+    "short": b"PK",
+    **{f"zip, {n} bytes": _WHOLE[:n] for n in (4, 100, len(_WHOLE) // 2, len(_WHOLE) - 1)},
+    **{f"large zip, {n} bytes": _LARGE[:n] for n in (5_000, 60_000, 200_000, len(_LARGE) - 30)},
+    "zip, a letter": _flipped(_WHOLE, b"_rebuild_tensor_v2"),
+    **{f"old, {n} bytes": _OLD[:n] for n in (2, 10, 40, *range(_OBJECT_AT, _OBJECT_AT + 200, 7), len(_OLD) - 1)},
+    "old, garbage": _OLD[:_OBJECT_AT] + b"\xff\xfe" * 500,
+    "zip of a short pickle": _zip_of(b"\x80\x02}q\x00(X\x01\x00\x00\x00a"),
+    "zip of garbage": _zip_of(b"\x80\x02}\xff\xfe\xff"),
+    **{f"safetensors, {n} bytes": _FLAT[:n] for n in (7, 9, 30, len(_FLAT) - 1)},
+    "safetensors, long header": struct.pack("<Q", 1 << 40) + b"{}",
+    "safetensors, garbage": struct.pack("<Q", 20) + b"{" + b"x" * 40,
+}
+
+
+def said_of(path: Path) -> Iterator[str]:
+    """What commands that read this file say about it: one line, which names it."""
     for command in ("inspect", "serve"):
         said = run(command, path, code=1)
-        assert said.startswith(f"transfuse {command}: {path}")
+        assert said.startswith(f"transfuse {command}: {path} ")
+        assert said.count("\n") == 1
+        yield said
+
+
+@pytest.mark.parametrize("name", _DAMAGED)
+def test_damaged_files_are_called_so(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "file.pt"
+    path.write_bytes(_DAMAGED[name])
+    for said in said_of(path):
+        assert "is damaged or incomplete: " in said
+        assert "copy or save it again" in said
+        assert "run code" not in said
+
+
+_STRANGE: dict[str, tuple[bytes, str]] = {
+    "pickle": (pickle.dumps({"a": 1}, protocol=2), "not torch.save's; save what it holds with torch.save"),
+    "other zip": (_other_zip(), "is a zip, but not one that torch.save wrote"),
+    "text": (b"this is no state at all", "neither a safetensors file nor one that torch.save wrote; save the state"),
+    "newer pickle": (_zip_of(pickle.dumps({"a": 1}, protocol=4)), "does not read: Unsupported operand 149; load it in"),
+    "newer safetensors": (_flipped(_FLAT, b"F32"), "install a newer one"),
+}
+
+
+@pytest.mark.parametrize("name", _STRANGE)
+def test_files_of_other_kinds_are_not_called_damaged(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "file.pt"
+    data, says = _STRANGE[name]
+    path.write_bytes(data)
+    for said in said_of(path):
+        assert says in said
+        assert "damaged" not in said
+
+
+class Fine:
+    """A class that does nothing, but is not torch's."""
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["zip", "old"])
+def test_classes_are_named_in_every_format(tmp_path: Path, old: bool) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"x": Fine()}, path, _use_new_zipfile_serialization=not old)
+    for said in said_of(path):
+        assert f"holds more than tensors and plain data ({__name__}.Fine)" in said
+    os.truncate(path, path.stat().st_size - 30)
+    for said in said_of(path):
+        assert "damaged or incomplete" in said
+
+
+def test_a_torchscript_archive_is_called_so(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # The files of others stay.
+        torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), path)  # type: ignore[no-untyped-call]
+    for said in said_of(path):
+        assert "is a TorchScript archive, which holds code; load it in a program of yours with torch.jit.load" in said
+
+
+def test_a_name_says_nothing_about_a_file(tmp_path: Path) -> None:
+    """torch.load goes by the end of a name."""
+    path = tmp_path / "job.safetensors"
+    path.write_bytes(_WHOLE)
+    assert "7 leaves" in run("inspect", path)
+
+
+def test_files_without_checksums_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "job.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(job_state(), path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert "6 leaves" in run("inspect", path)
+
+
+def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    directory, checkpoint, gone, loop = (tmp_path / name for name in ("directory", "checkpoint", "gone", "loop"))
+    directory.mkdir()
+    checkpoint.mkdir()
+    (checkpoint / ".metadata").touch()
+    gone.symlink_to(tmp_path / "nowhere")
+    loop.symlink_to(loop)
+    for path, says in (
+        (directory, "is a directory; name a file in it"),
+        (checkpoint, "is a directory; it looks like a checkpoint of torch.distributed.checkpoint"),
+        (gone, "cannot be read: No such file or directory; is the name right?"),
+        (loop, "cannot be read: Too many levels of symbolic links"),
+        # The system does not say with which file it could not go on.
+        (Path("/proc/self/mem"), "cannot be read: Input/output error; its disk may be failing"),
+    ):
+        assert all(f"{path} {says}" in said for said in said_of(path))
+    absent = tmp_path / "absent"
+    assert f"{absent} cannot be read: No such file" in run("serve", absent, code=1)
+    assert f"{absent} is neither a file here nor the host:port of a server" in run("inspect", absent, code=1)
+    for path in (directory, Path("/proc/self/mem")):
+        assert f"inspect: {path} " in run("inspect", "127.0.0.1:1", "--token-file", path, code=1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_named(job: Path) -> None:
+    job.chmod(0)
+    assert all("cannot be read: Permission denied; read it as a user who may" in said for said in said_of(job))
 
 
 # --------------------------------------------------------------------------------------------------------------- files

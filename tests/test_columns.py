@@ -236,7 +236,7 @@ def test_what_is_unusual_shows(name: str) -> None:
         ("functionalize", "a tensor inside a torch.func transform; send it from outside"),
         ("nested", "a nested tensor of strided layout; use layout=torch.jagged"),
         ("mkldnn", "a tensor of layout torch._mkldnn has no codec; convert it with to_dense()"),
-        ("meta", "a meta tensor has no data; materialize it first, for example with to_empty()"),
+        ("meta", 'a meta tensor has no data; materialize it first, for example with to_empty(device="cpu")'),
         ("quantized", "a quantized tensor (torch.qint8)"),
         ("zeros", "a tensor of zeros that has no memory"),
         ("freed", "its storage has been freed or shrunk"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -114,6 +114,53 @@ def test_no_match_at_all_names_the_likely_prefix(two: Pair, prefix: str, side: s
     assert isinstance(received, transfuse.TargetMismatch)
     assert repr(prefix) in str(received)
     assert f"the {side}'s names" in str(received)
+
+
+def _nan() -> float:
+    """One that is the same object as no other."""
+    return float("nan")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [_nan, lambda: complex(1, _nan()), lambda: ("a", _nan()), lambda: ("a", (1, _nan()))],
+    ids=["float", "complex", "tuple", "deep"],
+)
+def test_nan_is_matched_by_nan(two: Pair, key: Callable[[], Any]) -> None:
+    """It equals nothing, not even itself. Of two in one dict the first meets the first."""
+    first, second = torch.randn(3), torch.randn(4)
+    target = {"x": {key(): torch.zeros(3), 1.0: torch.zeros(2), key(): torch.zeros(4)}}
+    state = {"x": {key(): first, key(): second, 1.0: torch.ones(2)}}
+    arrived = two.move(state, target, strict=True)
+    one, plain, other = target["x"].values()
+    assert torch.equal(one, first)
+    assert torch.equal(other, second)
+    assert torch.equal(plain, torch.ones(2))
+    assert {id(leaf) for leaf in arrived["x"].values()} == {id(one), id(plain), id(other)}
+    fresh = two.move(state)["x"]
+    assert [leaf.tolist() for leaf in fresh.values()] == [leaf.tolist() for leaf in state["x"].values()]
+    # One that only the target has stays.
+    kept = two.move({"x": {key(): first}}, {"x": {key(): torch.zeros(3), key(): torch.full((1,), 7.0)}})["x"]
+    assert [leaf.tolist() for leaf in kept.values()] == [first.tolist(), [7.0]]
+    _, received = two.errors({"x": {key(): first}}, {"x": {key(): torch.zeros(3), key(): torch.ones(1)}}, strict=True)
+    assert "only in the target" in str(received)
+
+
+@pytest.mark.parametrize("lazy", [nn.UninitializedParameter, nn.UninitializedBuffer])
+def test_a_lazy_target_wants_a_forward_pass(two: Pair, lazy: type[Any]) -> None:
+    _, received = two.errors({"w": torch.ones(3), "v": torch.ones(3)}, {"w": torch.zeros(3), "v": lazy()})
+    expected = (
+        f"['v']: the target cannot be filled: an {lazy.__name__} of a lazy module has no shape yet; run a forward"
+    )
+    assert expected in str(received)
+
+
+def test_a_meta_target_is_told_what_to_do(two: Pair) -> None:
+    _, received = two.errors({"w": torch.ones(3)}, {"w": torch.empty(3, device="meta")})
+    assert (
+        "['w']: the target cannot be filled: a meta tensor has no data; materialize it first, for example with "
+        'to_empty(device="cpu")'
+    ) in str(received)
 
 
 def test_an_empty_target_is_an_error(two: Pair) -> None:

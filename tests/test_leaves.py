@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import enum
+import io
 import pathlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 import transfuse
 from moves import Pair, pair
 from transfuse.leaves import dense
+from transfuse.leaves.blobs import ObjectCodec
+from transfuse.leaves.codec import CannotCarry, Room
 from transfuse.testing.exact import assert_exact
 
 pytestmark = pytest.mark.usefixtures("either_route")
@@ -341,7 +344,11 @@ class Custom:
         (np.array([None, 1]), "Python objects"),
         (torch.empty(3, device="meta"), "meta tensor"),
         (defaultdict(lambda: 3), "factory"),
-        (nn.parameter.UninitializedParameter(), "UninitializedParameter"),
+        (
+            nn.LazyLinear(2).weight,
+            "an UninitializedParameter of a lazy module has no shape yet; run a forward pass first",
+        ),
+        (nn.LazyBatchNorm1d().running_mean, "an UninitializedBuffer of a lazy module has no shape yet"),
     ],
     ids=[
         "dict subclass",
@@ -353,6 +360,7 @@ class Custom:
         "meta",
         "factory",
         "lazy",
+        "lazy buffer",
     ],
 )
 def test_what_cannot_be_carried_is_refused_by_name_at_both_ends(two: Pair, leaf: object, says: str) -> None:
@@ -371,6 +379,31 @@ def test_objects_travel_to_a_receiver_that_opted_in(two: Pair) -> None:
         arrived = two.move(state, weights_only_objects=True)
     assert type(arrived["c"]) is Custom
     assert arrived["c"].a == 1
+
+
+def _pickled(item: object) -> bytes:
+    torch.save(item, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _pickled(Custom())[:-40],
+        _pickled(Custom()).replace(b"Custom", b"Cus\xfftom"[:6]),
+        _pickled({"a": 1}).replace(b"}", b"\xff", 1),
+        b"\x80\x02}\xff\xff",
+        b"",
+    ],
+    ids=["truncated", "other letter", "garbage", "no archive", "empty"],
+)
+def test_a_damaged_object_is_not_called_unsafe(data: bytes) -> None:
+    part = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"a damaged pickle of test_leaves.Custom: "):
+        ObjectCodec(1 << 20).close("test_leaves.Custom", [part], Room([], weights_only_objects=True))
+    whole = torch.frombuffer(bytearray(_pickled(Custom())), dtype=torch.uint8)
+    with pytest.raises(CannotCarry, match=r"refuses test_leaves.Custom, which needs test_leaves.Custom; convert it"):
+        ObjectCodec(1 << 20).close("test_leaves.Custom", [whole], Room([], weights_only_objects=True))
 
 
 def test_a_container_that_holds_itself_is_refused(two: Pair) -> None:

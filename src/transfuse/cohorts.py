@@ -6,6 +6,7 @@ these what they hold. Sources of different cohorts may complete each other, if w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -35,6 +36,7 @@ class Cohort:
         self.members = dict(members)
         self.holdings = Holdings(manifest)
         self._kinds = Kinds(Limits())
+        self._holds_none: dict[int, bool] = {}
         self._everybody: Who = frozenset(members)
         #: For a mesh and some of its dimensions: the sources in each place along these.
         self._by_place: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], Who]] = {}
@@ -68,8 +70,13 @@ class Cohort:
 
     @cached_property
     def names(self) -> list[str]:
-        """The path of each leaf."""
-        return list(self.manifest.paths)
+        """The path of each leaf, with a number where the same comes again: paths are shown, and so may be cut short."""
+        seen: Counter[str] = Counter()
+        names = []
+        for path in self.manifest.paths:
+            seen[path] += 1
+            names.append(path if seen[path] == 1 else f"{path} ({seen[path]})")
+        return names
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -124,6 +131,25 @@ class Cohort:
         if first + number >= end:
             return 0
         return int(self.manifest.parts.flags[first + number]) & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
+
+    def holds_none(self, leaf: int) -> bool:
+        """Whether no source here holds an element of a sharded leaf: then none can tell what it is tied to."""
+        known = self._holds_none.get(leaf)
+        if known is None:
+            known = self._holds_none[leaf] = self._look_for_none(leaf)
+        return known
+
+    def _look_for_none(self, leaf: int) -> bool:
+        first, end = self.manifest.first_parts[leaf : leaf + 2].tolist()
+        if self.shape(leaf) is None or self.manifest.parts.numel[first:end].any():
+            return False
+        holding = self.holdings.of(leaf, 0)
+        if isinstance(holding, Listed):
+            return not any(block.numel for block in holding.blocks)
+        if not isinstance(holding, Spread):
+            return False
+        places = [own[holding.mesh] if holding.mesh < len(own) else None for own in self.members.values()]
+        return all(place is None or 0 in holding.layout.local_shape(place) for place in places)
 
     @cached_property
     def aliases(self) -> dict[int, int]:

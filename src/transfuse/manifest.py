@@ -160,7 +160,29 @@ class Manifest:
         digest.update(_pack(self.parts.offset[~sharded], "<i8"))
         for column in (self.parts.sizes[whole], self.parts.strides[whole]):
             digest.update(_pack(column, "<i8"))
+        if self.hidden_ties:
+            # A rank that cannot say which weights are tied does not speak for those that can.
+            digest.update(msgspec.msgpack.encode(self.hidden_ties))
         return digest.digest()
+
+    @cached_property
+    def hidden_ties(self) -> list[list[int]]:
+        """Groups of DTensors that may be tied, or neighbours in one buffer: this rank's shards of them are empty.
+
+        Shards with elements show it, by their places in the storage that they share.
+        """
+        parts = self.parts
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        if not self.is_sharded:
+            return []
+        empty = parts.numel == 0
+        used = np.bincount(parts.storage[empty], minlength=len(self.storages))
+        for part in np.flatnonzero(empty & (used > 1)[parts.storage]).tolist():
+            leaf = self.leaf_of(part)
+            if _is_dtensor(self, leaf):
+                key = (int(parts.storage[part]), int(parts.dtype[part]), repr(self.detail(leaf)))
+                groups.setdefault(key, []).append(leaf)
+        return [group for group in groups.values() if len(group) > 1]
 
     def encode(self) -> Wire:
         p, s = self.parts, self.storages

@@ -27,10 +27,13 @@ from transfuse.manifest import Leaf, Manifest
 from transfuse.mappings import Mappings
 from transfuse.parts import Bools, Ints
 
-__all__ = ["UNWRITABLE", "Match", "Prepared", "match", "nothing_matches", "prepare", "unpaired"]
+__all__ = ["FREED", "UNWRITABLE", "Match", "Prepared", "match", "nothing_matches", "prepare", "unpaired"]
 
 #: Targets that interleave in memory are compared run by run up to this many runs; beyond, they are refused.
 MAX_RUNS = 1 << 20
+
+#: What is wrong with a target that has elements but no memory for them.
+FREED = "the target's storage has been freed or shrunk (an unsharded FSDP parameter?); give it memory again first"
 
 #: Flags that say that memory holds the other sign.
 SIGNS = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
@@ -78,7 +81,7 @@ def prepare(target: object | None, limits: Limits) -> Prepared:
     try:
         root, leaves = trees.flatten(target, max_depth=limits.max_depth)
     except UnsupportedLeaf as error:
-        raise TargetMismatch([f"{error.path or '<root>'}: the target is {error.reason}"]) from error
+        raise TargetMismatch([f"{error.path or '<root>'}: the target cannot be filled: {error.reason}"]) from error
     if set(map(type, leaves)) <= PLAIN:
         chosen, plain = np.arange(len(leaves)), leaves
     else:
@@ -193,11 +196,13 @@ def _fit_leaf(
     if manifest.kinds[leaf] == Leaf.VALUE:
         if not isinstance(target, torch.Tensor):
             return []
-        return [f"kind: source is a {type(values.decode(manifest.detail(leaf))).__name__}, target is a tensor"]
+        return [
+            f"kind: source is a value of type {type(values.decode(manifest.detail(leaf))).__name__}, target is a tensor"
+        ]
     try:
         found, why = kinds.fit(manifest.detail(leaf), target, room, shared)
     except CannotCarry as reason:
-        return [f"the target is {reason}"]
+        return [f"the target cannot be filled: {reason}"]
     if why:
         return why
     for part, destination in enumerate(found, int(manifest.first_parts[leaf])):
@@ -218,7 +223,7 @@ def _compare(manifest: Manifest, part: int, target: torch.Tensor) -> list[str]:
     if not found and target.numel():
         reach = 1 + sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True))
         if (target.storage_offset() + reach) * target.element_size() > target.untyped_storage().nbytes():
-            found.append("the target's storage has been freed or shrunk")
+            found.append(FREED)
     return found
 
 
@@ -443,7 +448,7 @@ def _clash(manifest: Manifest, found: Match, numbers: list[int]) -> list[str]:
         form = canonical(target.shape, target.stride())
         if len(found_runs) + prod(form.sizes) // (form.sizes[-1] if form.strides[-1:] == (1,) else 1) > MAX_RUNS:
             path = manifest.paths[manifest.leaf_of(part)]
-            return [f"{path}: its target interleaves too finely with others to be checked"]
+            return [f"{path}: its target interleaves too finely with others to be checked; give it memory of its own"]
         box = Box(dense.start_of(target), target.element_size(), form.sizes, form.strides)
         found_runs += [(low, high, part) for low, high in runs(box)]
     found_runs.sort()

@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 # magic, version, kind, transfer, note, body length, digest of the body, digest of all that
 _HEADER = struct.Struct("<4sHHQQQQQ")

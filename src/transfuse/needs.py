@@ -27,7 +27,7 @@ from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
 from transfuse.manifest import Leaf
 from transfuse.mappings import Mappings
-from transfuse.matching import UNWRITABLE, Prepared, nothing_matches, unpaired
+from transfuse.matching import FREED, UNWRITABLE, Prepared, nothing_matches, unpaired
 from transfuse.parts import Bools
 from transfuse.places import Signs
 from transfuse.renaming import Link, Linked, MapPath, link
@@ -219,7 +219,7 @@ class Needs:
         if cohort.is_value(leaf):
             if isinstance(target, torch.Tensor):
                 kind = type(values.decode(cohort.manifest.detail(leaf))).__name__
-                self._problem(partner, f"kind: source is a {kind}, target is a tensor")
+                self._problem(partner, f"kind: source is a value of type {kind}, target is a tensor")
             self.replaced[partner] = number, leaf
             return
         detail = cohort.manifest.detail(leaf)
@@ -236,7 +236,7 @@ class Needs:
         try:
             found = self._open(cohort, leaf, target)
         except CannotCarry as reason:
-            self._problem(partner, f"the target is {reason}")
+            self._problem(partner, f"the target cannot be filled: {reason}")
             return
         if found is None:
             self._pair_composite(number, leaf, partner, target, link)
@@ -281,7 +281,7 @@ class Needs:
         try:
             found, why = self.kinds.fit(spec, target, self.room, self._shared)
         except CannotCarry as reason:
-            found, why = [], [f"the target is {reason}"]
+            found, why = [], [f"the target cannot be filled: {reason}"]
         for line in why:
             self._problem(partner, line)
         for tensor, destination in enumerate(found):
@@ -303,7 +303,8 @@ class Needs:
         plain = type(spec) is int
         sharded = not plain and spec[0] in ("dtensor", "sharded")
         if sharded and any(child != 0 for child in spec[3]):
-            raise CannotCarry(f"to get a {spec[0]} of other than plain tensors, which comes only from its own shard")
+            raise CannotCarry(f"a {spec[0]} of other than plain tensors comes only from its own shard")
+        dense.check_initialized(target)
         if dense.is_plain(target):
             dense.check(target)
             if not plain and not sharded:
@@ -345,7 +346,7 @@ class Needs:
             return tuple(target.metadata().size), shards, None
         if plain or sharded:
             kind = tensor_type(target) if isinstance(target, torch.Tensor) else f"value of type {type(target).__name__}"
-            raise CannotCarry(f"a {kind}, the source a tensor")
+            raise CannotCarry(f"it is a {kind}, and the source's a tensor; put a tensor in its place")
         return None
 
     def _land(
@@ -368,7 +369,7 @@ class Needs:
                 self._problem(partner, why)
                 return
             if mine.numel() and not has_memory(mine):
-                self._problem(partner, "the target's storage has been freed or shrunk")
+                self._problem(partner, FREED)
                 return
             spot = self._spot(mine, partner, number, leaf, tensor, wire)
             for block, at in blocks:
@@ -423,16 +424,24 @@ class Needs:
     def _tensor(self, number: int, leaf: int, tensor: int) -> Global:
         """The tensor, or the first one of which it is an alias (tied weights), wherever it is there."""
         mine = self.cohorts[number]
-        first = mine.aliases.get(leaf, leaf)
         if len(self.cohorts) == 1:
-            return Global(((0, first),), tensor)
+            return Global(((0, mine.aliases.get(leaf, leaf)),), tensor)
         rows = [(i, own) for i, c in enumerate(self.cohorts) if (own := c.numbers.get(mine.names[leaf])) is not None]
-        tied = [(i, self.cohorts[i].numbers.get(mine.names[first])) for i, _ in rows]
+        first = self._first_name(rows, mine.names[leaf])
+        tied = [(i, self.cohorts[i].numbers.get(first)) for i, _ in rows]
         alike = all(
-            own is not None and self.cohorts[i].aliases.get(there, there) == own
+            own is not None and _may_be_tied(self.cohorts[i], there, own)
             for (i, there), (_, own) in zip(rows, tied, strict=True)
         )
         return Global(tuple((i, own) for i, own in tied if own is not None) if alike else tuple(rows), tensor)
+
+    def _first_name(self, rows: Sequence[tuple[int, int]], name: str) -> str:
+        """The path of the leaf that a leaf is tied to, or its own, as those say who hold some of it."""
+        for number, leaf in rows:
+            cohort = self.cohorts[number]
+            if not cohort.holds_none(leaf):
+                return cohort.names[cohort.aliases.get(leaf, leaf)]
+        return name
 
     def _need(
         self,
@@ -545,6 +554,9 @@ class Needs:
     def check_collisions(self) -> None:
         """Refuse targets of which one element would get two different source elements."""
         found = find_collision(self.needs)
+        if found is not None:
+            # What nobody here holds is no mismatch: whoever holds it may say that it is tied.
+            found = find_collision([need for need in self.needs if not self._is_held_by_none(need.tensor)])
         if found is None:
             return
         paths = trees.paths(self.prepared.root)
@@ -552,8 +564,19 @@ class Needs:
             strides = self.prepared.leaves[found.one].stride()
             text = f"elements of the target share memory (strides {strides}); give it memory of its own"
         else:
-            text = f"shares memory with {paths[found.other]}, but gets different elements; untie the targets"
+            other = paths[found.other]
+            text = f"shares memory with {other}, but gets different elements; untie the targets, or tie the source"
         raise TargetMismatch([f"{paths[found.one]}: {text}"])
+
+    def _is_held_by_none(self, tensor: Global) -> bool:
+        return all(self.cohorts[number].holds_none(leaf) for number, leaf in tensor.leaves)
+
+
+def _may_be_tied(cohort: Cohort, leaf: int, first: int) -> bool:
+    """Whether a cohort's leaf is the same memory as another, or none of its sources holds anything of the two."""
+    if cohort.aliases.get(leaf, leaf) == first:
+        return True
+    return cohort.holds_none(leaf) and cohort.holds_none(first)
 
 
 def _global_shape(leaf: Any) -> tuple[int, ...] | None:

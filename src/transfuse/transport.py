@@ -468,7 +468,7 @@ def _rate(max_bytes_per_second: float | None, slowest: float, timeout: timedelta
     rate = arguments.number("max_bytes_per_second", max_bytes_per_second, "a number of bytes, or None")
     if not slowest <= rate < float("inf"):
         raise ValueError(
-            f"max_bytes_per_second must be finite and at least {slowest:.0f} with a timeout of {timeout}, got {rate:g}"
+            f"max_bytes_per_second must be at least {slowest:.0f} with a timeout of {timeout}, and finite, got {rate:g}"
         )
     return rate
 

@@ -8,13 +8,17 @@ named, and on the other side found among those already imported and registered: 
 from __future__ import annotations
 
 import abc
+import cmath
 import enum
-from collections import OrderedDict, defaultdict, deque
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, repeat
+from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -349,7 +353,7 @@ def _encode_keys(keys: list[Any]) -> list[Any]:
     return [key if type(key) is str and key.isascii() else values.encode(key) for key in keys]
 
 
-def _all_strings(keys: list[Any]) -> bool:
+def _all_strings(keys: Sequence[Any]) -> bool:
     return set(map(type, keys)) <= {str}
 
 
@@ -518,8 +522,8 @@ def merge(source: Node | None, target: Node | None) -> Merged:
             pair(len(s.children))
             return s
         at = list(accumulate(map(_leaves, t.children), initial=next_target))
-        place = {key: i for i, key in enumerate(t.keys)} if mapping else {i: i for i in range(len(t.children))}
-        keys = s.keys if mapping else range(len(s.children))
+        place = {key: i for i, key in enumerate(_marks(t.keys) if mapping else range(len(t.children)))}
+        keys = _marks(s.keys) if mapping else range(len(s.children))
         children: list[Node | None] = []
         before = len(origin)
         for number, (key, child) in enumerate(zip(keys, s.children, strict=True)):
@@ -531,7 +535,7 @@ def merge(source: Node | None, target: Node | None) -> Merged:
                 trail.append((s, number))
                 children.append(walk(child, t.children[i]))
                 trail.pop()
-        extra_keys = list(place)
+        extra_keys = [t.keys[i] for i in place.values()] if mapping else []
         for i in place.values():
             next_target = at[i]
             children.append(adopt(t.children[i]))
@@ -553,6 +557,41 @@ def _same_leaves(s: Node, t: Node, mapping: bool) -> bool:
         return False
     # Only with strings: what other keys of a target make of == is their own business.
     return not mapping or (_all_strings(t.keys) and s.keys == t.keys)
+
+
+def _marks(keys: Sequence[Any]) -> Sequence[Any]:
+    """Keys as they are compared. A NaN equals nothing, not even itself: it stands for the NaN of the other side.
+
+    Of several in one mapping the first stands for the first, and so on.
+    """
+    if _all_strings(keys):  # Most are.
+        return keys
+    seen: Counter[Any] = Counter()
+    marks = []
+    for key in keys:
+        mark = _without_nan(key)
+        if mark is not key:
+            seen[mark] += 1
+            mark = (_NAN, mark, seen[mark])
+        marks.append(mark)
+    return marks
+
+
+#: Stands for any NaN, and is equal to itself.
+_NAN = object()
+
+
+def _without_nan(key: Any) -> Any:
+    """The key itself, unless there is a NaN in it."""
+    # By type: what other keys of a target make of == is their own business.
+    if isinstance(key, (float, np.floating)):
+        return _NAN if math.isnan(key) else key
+    if type(key) is complex:
+        return (_without_nan(key.real), _without_nan(key.imag)) if cmath.isnan(key) else key
+    if type(key) is tuple:
+        inside = tuple(map(_without_nan, key))
+        return key if all(map(is_, inside, key)) else inside
+    return key
 
 
 def _same_family(s: Node, t: Node) -> bool:

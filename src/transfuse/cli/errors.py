@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -18,7 +20,7 @@ from typer.core import TyperGroup
 from transfuse.contents import printable
 from transfuse.errors import TransfuseError
 
-__all__ = ["DEBUG_VARIABLE", "Commands", "Exit", "Failed", "warnings_shown"]
+__all__ = ["DEBUG_VARIABLE", "Commands", "Exit", "Failed", "reading", "warnings_shown"]
 
 DEBUG_VARIABLE = "TRANSFUSE_DEBUG"
 
@@ -35,6 +37,36 @@ class Exit(enum.IntEnum):
 
 class Failed(Exception):
     """What a command was asked cannot be done, for a reason that is its message."""
+
+
+#: What to do about a file that cannot be read. For all else the system's own words have to do.
+_REMEDIES = {
+    errno.ENOENT: "is the name right?",
+    errno.EACCES: "read it as a user who may, or change its mode",
+    errno.EIO: "its disk may be failing: use a copy on another",
+}
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Whatever goes wrong here goes wrong with this file. What the system says about it seldom names it."""
+    try:
+        yield
+    except IsADirectoryError as error:
+        raise Failed(f"{path} is a directory; {_in_directory(path)}") from error
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0)
+        text = f"{path} cannot be read: {error.strerror or error}"
+        raise Failed(text + (f"; {remedy}" if remedy else "")) from error
+
+
+def _in_directory(path: Path) -> str:
+    if not (path / ".metadata").is_file():
+        return "name a file in it"
+    return (
+        "it looks like a checkpoint of torch.distributed.checkpoint: make a file of it with "
+        f"`python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE.pt`"
+    )
 
 
 class Commands(TyperGroup):

@@ -13,17 +13,19 @@ import pickle
 import secrets
 import shutil
 import stat
+import warnings
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from transfuse.cli import flat
-from transfuse.cli.errors import Failed
+from transfuse.cli.errors import Failed, reading
 from transfuse.contents import Contents, printable
+from transfuse.leaves import pickles
 from transfuse.limits import Limits
 from transfuse.manifest import describe
 from transfuse.report import human_bytes
@@ -44,55 +46,118 @@ SUFFIXES = {
     ".bin": Format.TORCH,
 }
 
+#: What a zip begins with.
+ZIP = b"PK\x03\x04"
+
+#: What to do about a file that is not whole.
+AGAIN = "copy or save it again"
+
 #: Names in a refusal.
 MAX_NAMED = 5
 
 
 def format_of(path: Path) -> Format:
     """What a file is, from its first bytes."""
-    if path.is_fifo() or path.is_char_device() or path.is_socket():
-        # It is read more than once, and mapped.
-        raise Failed(f"{path} is no regular file; write what it gives to one")
-    with path.open("rb") as file:
-        first = file.read(9)
+    with reading(path):
+        if path.is_fifo() or path.is_char_device() or path.is_socket():
+            # It is read more than once, and mapped.
+            raise Failed(f"{path} is no regular file; write what it gives to one")
+        with path.open("rb") as file:
+            first = file.read(9)
     # A zip, or the pickle that older versions of torch wrote.
-    if first.startswith((b"PK\x03\x04", b"\x80\x02")):
+    if first.startswith((ZIP, b"\x80\x02")):
         return Format.TORCH
     if len(first) == 9 and first[8:] == b"{":
         return Format.SAFETENSORS
-    raise Failed(f"{path} is neither a safetensors file nor one that torch.save wrote")
+    if len(first) < 9:
+        size = f"only {len(first)} bytes long" if first else "empty"
+        raise Failed(f"{path} is damaged or incomplete: it is {size}; {AGAIN}")
+    raise Failed(
+        f"{path} is neither a safetensors file nor one that torch.save wrote; save the state with one of these, or, if "
+        f"it was one, {AGAIN}"
+    )
 
 
 def contents_of(path: Path) -> tuple[Contents, dict[str, str]]:
     """What a file holds, and its metadata. No tensor is read."""
     if format_of(path) is Format.SAFETENSORS:
-        return flat.contents_of(path)
+        with reading(path):
+            return flat.contents_of(path)
     return Contents.of(describe(load(path), Limits()).manifest), {}
 
 
 def load(path: Path) -> Any:
     """The state in a file, its tensors mapped from it."""
-    if format_of(path) is Format.SAFETENSORS:
-        return flat.load(path)
+    how = format_of(path)
+    with reading(path):
+        return flat.load(path) if how is Format.SAFETENSORS else _load_torch(path)
+
+
+def _load_torch(path: Path) -> Any:
+    with path.open("rb") as file:
+        zipped = file.read(len(ZIP)) == ZIP
+        if zipped:
+            _check_zip(path)
+        # Older files are no zip, and cannot be mapped; and by this end of its name torch takes a file for another.
+        mapped = zipped and path.suffix != ".safetensors"
+        file.seek(0)
+        try:
+            with warnings.catch_warnings():
+                # If what they warn of matters, an error follows.
+                warnings.simplefilter("ignore")
+                return torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+        except pickle.UnpicklingError as error:
+            raise Failed(_refused(path, pickles.explain(file, error))) from error
+        except OSError as error:
+            # torch asks for places that the file would have if it were whole.
+            if error.errno != errno.EINVAL:
+                raise
+            raise Failed(damaged(path, error)) from error
+        except Exception as error:  # torch raises nearly anything for a damaged file
+            if "Invalid magic number" in str(error) and not pickles.damage(file, pickles=1):
+                raise Failed(f"{path} is a pickle, but not torch.save's; save what it holds with torch.save") from error
+            raise Failed(damaged(path, pickles.damage(file) or error)) from error
+
+
+def _check_zip(path: Path) -> None:
+    """Whether a zip is whole, as far as this can be told without reading the tensors, and torch.save's."""
     try:
-        # Older files are no zip, and cannot be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise Failed(_refused(path)) from error
-    except OSError:
-        raise
-    except Exception as error:  # torch raises nearly anything for a damaged file
-        first = str(error).strip().split("\n")[0]
-        raise Failed(f"{path} cannot be read: {type(error).__name__}: {first}") from error
+        with zipfile.ZipFile(path) as archive:
+            names = {name.rpartition("/")[2] for name in archive.namelist()}
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise Failed(damaged(path, "the directory at its end is missing or broken")) from error
+    if "constants.pkl" in names:
+        raise Failed(
+            f"{path} is a TorchScript archive, which holds code; load it in a program of yours with torch.jit.load, "
+            "and save its state_dict()"
+        )
+    if "data.pkl" not in names:
+        raise Failed(
+            f"{path} is a zip, but not one that torch.save wrote; unpack it, or save the state with torch.save"
+        )
+    with path.open("rb") as file:
+        broken = pickles.damage(file)
+    if broken:
+        raise Failed(damaged(path, broken))
 
 
-def _refused(path: Path) -> str:
-    names: list[str] = []
-    with suppress(Exception):  # a damaged file has no list of names
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    shown = ", ".join(map(printable, names[:MAX_NAMED])) + (", …" if len(names) > MAX_NAMED else "")
+def damaged(path: Path, error: BaseException | str) -> str:
+    """What to say about a file that should be all right, but is not."""
+    said = str(error).strip().split("\n")[0] or type(error).__name__
+    return f"{path} is damaged or incomplete: {said.rstrip('.')}; {AGAIN}"
+
+
+def _refused(path: Path, why: pickles.Reason) -> str:
+    if why.damage:
+        return damaged(path, why.damage)
+    names = ", ".join(map(printable, why.names[:MAX_NAMED])) + (", …" if len(why.names) > MAX_NAMED else "")
+    if not names:
+        return (
+            f"{path} is pickled in a way that torch.load(weights_only=True) does not read: {why.text}; load it in a "
+            "program of yours that trusts it, and save a plain state_dict with torch.save"
+        )
     return (
-        f"{path} holds more than tensors and plain data{f' ({shown})' if shown else ''}, which "
+        f"{path} holds more than tensors and plain data ({names}), which "
         "torch.load(weights_only=True) refuses. To load it would be to run code that the file brings, so there is no "
         "option for it: load it in a program of yours that trusts it, and save a plain state_dict."
     )
@@ -122,19 +187,17 @@ def check_room(path: Path, nbytes: int) -> None:
 
 def save(state: Any, path: Path, how: Format, overwrite: bool) -> None:
     """Write a state. What is there before stays as it is until everything is on the disk."""
-    with _in_place_of(path, overwrite) as unfinished:
-        try:
+    try:
+        with _in_place_of(path, overwrite) as unfinished:
             if how is Format.SAFETENSORS:
                 flat.save(state, unfinished)
             else:
                 with unfinished.open("wb") as file:
                     torch.save(state, file)
-        except OSError:
-            raise
-        except (RuntimeError, flat.SafetensorError) as error:
-            raise Failed(f"{path} cannot be written: {_cause(error)}; nothing is left of it") from error
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise Failed(f"{path} cannot be written: torch.save refuses the state: {error}") from error
+    except (OSError, RuntimeError, flat.SafetensorError) as error:
+        raise Failed(f"{path} cannot be written: {_cause(error)}; nothing is left of it") from error
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise Failed(f"{path} cannot be written: torch.save refuses the state: {error}") from error
 
 
 def _cause(error: BaseException) -> str:

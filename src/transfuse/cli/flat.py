@@ -103,15 +103,24 @@ def load(path: Path) -> dict[str, Any]:
             try:
                 node[trail[-1]] = file.get_tensor(name)
             except SafetensorError as error:
-                raise Failed(f"{path}: {printable(name)} cannot be read as a tensor of torch: {error}") from error
+                raise Failed(
+                    f"{path}: {printable(name)} cannot be read as a tensor of torch: {error}; use a newer version of "
+                    "torch, or copy or save the file again"
+                ) from error
     return state
 
 
 def _opened(path: Path, framework: str) -> Any:
     try:
         return safe_open(path, framework=framework)
-    except (SafetensorError, RuntimeError) as error:
-        raise Failed(f"{path} is no intact safetensors file, or too large: {error}") from error
+    except SafetensorError as error:
+        if "unknown variant" in str(error):
+            raise Failed(
+                f"{path} has a dtype that this version of safetensors does not know; install a newer one: {error}"
+            ) from error
+        raise Failed(f"{path} is damaged or incomplete: {error}; copy or save it again") from error
+    except RuntimeError as error:
+        raise Failed(f"{path} cannot be mapped into memory: {str(error).splitlines()[0]}") from error
 
 
 def _keys(metadata: dict[str, str], names: set[str]) -> dict[str, list[str]]:

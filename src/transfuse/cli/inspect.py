@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -91,14 +92,14 @@ def inspect(
 
 def _look(where: str, token_file: Path | None, timeout: float) -> Inspected:
     path = Path(where)
-    if path.exists():
+    if os.path.lexists(path):
         kind = files.format_of(path).value
         contents, metadata = files.contents_of(path)
         return Inspected(where, kind, contents, metadata=metadata)
     try:
         split_address(where)
     except ValueError:
-        raise Failed(f"{where} is neither a file nor the host:port of a server") from None
+        raise Failed(f"{where} is neither a file here nor the host:port of a server; is the name right?") from None
     peeked = transfuse.peek(where, token=token_of(token_file), timeout=duration_of(timeout))
     try:
         return Inspected(where, "server", Contents.of(peeked.manifest), step=peeked.step)

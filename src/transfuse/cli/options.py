@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from transfuse import arguments
-from transfuse.cli.errors import Failed
+from transfuse.cli.errors import Failed, reading
 from transfuse.limits import Limits, allows_same_host
 
 __all__ = [
@@ -85,7 +85,8 @@ def token_of(file: Path | None) -> bytes | None:
         token = os.environb.get(TOKEN_VARIABLE.encode())
         where = TOKEN_VARIABLE
     else:
-        token = file.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
+        with reading(file):
+            token = file.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
         where = str(file)
     if token == b"":
         raise typer.BadParameter(

@@ -13,9 +13,13 @@ import msgspec
 import numpy as np
 import torch
 
+from transfuse.leaves import pickles
 from transfuse.leaves.codec import CannotCarry, Opened, Room, Shared
 
 __all__ = ["ArrayCodec", "ObjectCodec", "TextCodec"]
+
+#: Names in a refusal.
+MAX_NAMED = 5
 
 
 def _over_bytes(data: bytes | bytearray) -> torch.Tensor:
@@ -79,7 +83,9 @@ class ArrayCodec(_Blob):
         flat = np.asarray(leaf, order=order).reshape(-1, order=order)
         descr = np.lib.format.dtype_to_descr(leaf.dtype)
         if np.lib.format.descr_to_dtype(descr) != leaf.dtype:
-            raise CannotCarry(f"a numpy array of dtype {leaf.dtype}, which has no plain description")
+            raise CannotCarry(
+                f"a numpy array of dtype {leaf.dtype}, which has no plain description; convert it to another dtype"
+            )
         if not flat.flags.writeable and flat.nbytes:
             # torch takes only writable memory without a warning; look at it through its address instead.
             window = (ctypes.c_ubyte * flat.nbytes).from_address(flat.ctypes.data)
@@ -205,7 +211,8 @@ class ObjectCodec(_Blob):
             ) from error
         if buffer.tell() > self._max_bytes:
             raise CannotCarry(
-                f"{cls} is {buffer.tell()} bytes when pickled, more than TRANSFUSE_MAX_OBJECT_BYTES={self._max_bytes}"
+                f"{cls} is {buffer.tell()} bytes when pickled, more than "
+                f"TRANSFUSE_MAX_OBJECT_BYTES={self._max_bytes}; raise that, or convert it to plain data"
             )
         return Opened(cls, [_over_bytes(buffer.getvalue())])
 
@@ -223,9 +230,16 @@ class ObjectCodec(_Blob):
         try:
             return torch.load(io.BytesIO(data), weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CannotCarry(f"torch.load(weights_only=True) refuses {meta[:200]}: {error}") from error
+            why = pickles.explain(io.BytesIO(data), error)
+            if why.damage:
+                raise ValueError(f"a damaged pickle of {meta[:200]}: {why.damage}") from error
+            needs = f", which needs {', '.join(why.names[:MAX_NAMED])}" if why.names else f" ({why.text})"
+            raise CannotCarry(
+                f"torch.load(weights_only=True) refuses {meta[:200]}{needs}; convert it to plain data, or allow what "
+                "it needs on the receiver with torch.serialization.add_safe_globals, if you trust it"
+            ) from error
         except Exception as error:
-            raise ValueError(f"a malformed pickle of {meta[:200]}: {error!r}") from error
+            raise ValueError(f"a damaged pickle of {meta[:200]}: {error!r}") from error
 
 
 def _holds_tensors(leaf: Any, depth: int = 3) -> bool:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from transfuse.leaves.codec import CannotCarry, tensor_type
 
@@ -72,7 +73,7 @@ def check(tensor: torch.Tensor) -> None:
             f"a quantized tensor ({tensor.dtype}); send int_repr(), q_scale() and q_zero_point(), or use torchao"
         )
     if tensor.device.type == "meta":
-        raise CannotCarry("a meta tensor has no data; materialize it first, for example with to_empty()")
+        raise CannotCarry('a meta tensor has no data; materialize it first, for example with to_empty(device="cpu")')
     if tensor.is_nested:
         raise CannotCarry("a nested tensor of strided layout; use layout=torch.jagged")
     if _has_names is not None and _has_names(tensor):
@@ -81,6 +82,14 @@ def check(tensor: torch.Tensor) -> None:
         raise CannotCarry("a tensor of zeros that has no memory (torch._efficientzerotensor); clone() it first")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise CannotCarry("a tensor inside a torch.func transform; send it from outside")
+
+
+def check_initialized(leaf: object) -> None:
+    """Refuse parameters and buffers of lazy modules that have no shape yet."""
+    if isinstance(leaf, torch.Tensor) and is_lazy(leaf):
+        raise CannotCarry(
+            f"an {type(leaf).__name__} of a lazy module has no shape yet; run a forward pass first, which gives it one"
+        )
 
 
 def is_ordinary(leaf: object) -> bool:
@@ -161,6 +170,7 @@ def dress(tensor: torch.Tensor, flags: int) -> torch.Tensor:
 
 
 def refuse_subclass(tensor: torch.Tensor) -> CannotCarry:
+    check_initialized(tensor)
     if type(tensor) in (torch.Tensor, nn.Parameter):
         return CannotCarry(f"a tensor of layout {tensor.layout} has no codec; convert it with to_dense()")
     return CannotCarry(

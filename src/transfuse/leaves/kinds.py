@@ -113,13 +113,11 @@ class Kinds:
         """
         if isinstance(target, AsyncCollectiveTensor):
             target = target.wait()
+        dense.check_initialized(target)
         if type(spec) is int:
             if not dense.is_plain(target):
                 return [], [f"kind: source is a tensor, target is {_name(target)}"]
-            try:
-                dense.check(target)
-            except CannotCarry as reason:
-                return [], [f"target is {reason}"]
+            dense.check(target)
             return [target], []
         codec, _, meta, children = self._read(spec)
         if self.is_blob(spec):

@@ -184,7 +184,7 @@ class JaggedCodec:
 
     def open(self, leaf: Any, shared: Shared) -> Opened:
         if leaf._lengths is not None and leaf._lengths.is_meta:
-            raise CannotCarry("a nested tensor without data")
+            raise CannotCarry("a nested tensor whose lengths are a meta tensor, without data; materialize them first")
         cache = {key: int(tensor.shape[0]) for key, tensor in leaf._metadata_cache.items()}
         meta = JaggedMeta(leaf._ragged_idx, leaf._lengths is not None, cache.get("min_seqlen"), cache.get("max_seqlen"))
         children = [leaf._values.detach(), leaf._offsets]

@@ -45,7 +45,10 @@ class WrapperCodec:
         if odd := [
             name for name, child in zip(attributes, children, strict=True) if not isinstance(child, torch.Tensor)
         ]:
-            raise CannotCarry(f"tensor subclass {type(leaf).__qualname__} whose {', '.join(odd)} are no tensors")
+            raise CannotCarry(
+                f"tensor subclass {type(leaf).__qualname__} whose {', '.join(odd)} are no tensors; leave them out of "
+                "its __tensor_flatten__"
+            )
         try:
             name, encoded = classes.name_of(type(leaf)), values.encode(context)
         except (ValueError, values.Unencodable) as error:

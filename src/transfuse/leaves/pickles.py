@@ -1,0 +1,91 @@
+"""Why ``torch.load(weights_only=True)`` does not read something: it is damaged, or holds more than that allows."""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import zipfile
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import _weights_only_unpickler as unpickler
+
+__all__ = ["Reason", "damage", "explain"]
+
+#: What the older format of torch.save begins with: a magic number, a version, sizes of types, and the object.
+PICKLES = 4
+
+
+class Reason(NamedTuple):
+    """Why a pickle is refused."""
+
+    #: What is broken, if something is.
+    damage: str
+    #: Classes and functions that it names, and that are not allowed.
+    names: list[str]
+    #: What torch says, in one line.
+    text: str
+
+
+def explain(file: BinaryIO, error: Exception) -> Reason:
+    """Why torch.load refused this file, which is what torch.save writes, or was. Nothing of it is loaded."""
+    return Reason(damage(file), _unsafe(file), _own_words(str(error)))
+
+
+def damage(file: BinaryIO, pickles: int = PICKLES) -> str:
+    """What is broken about the pickle in this file, if something is. The tensors' own bytes are not looked at."""
+    file.seek(0)
+    try:
+        for stream in islice(_pickles(file), pickles):
+            for _ in pickletools.genops(stream):
+                pass
+    except Exception as error:  # nearly anything
+        return _line(str(error)) or type(error).__name__
+    return ""
+
+
+def _pickles(file: BinaryIO) -> Iterator[BinaryIO]:
+    """What a reader takes for pickles, one after the other. ``ValueError`` if what holds them is broken."""
+    start = file.read(4)
+    file.seek(0)
+    if start != b"PK\x03\x04":
+        for _ in range(PICKLES):
+            yield file
+        return
+    with zipfile.ZipFile(file) as archive:
+        info = next((info for info in archive.infolist() if info.filename.endswith("/data.pkl")), None)
+    file.seek(0)
+    data = torch._C.PyTorchFileReader(file).get_record("data.pkl")
+    # 0 is what torch writes if it was told not to compute any.
+    if info is not None and info.CRC and zlib.crc32(data) != info.CRC:
+        raise ValueError("the checksum of data.pkl is wrong")
+    yield io.BytesIO(data)
+
+
+def _unsafe(file: BinaryIO) -> list[str]:
+    """All globals that it names and weights_only does not allow, as far as it can be read."""
+    allowed = {*unpickler._get_allowed_globals(), *unpickler._get_user_allowed_globals()}  # type: ignore[no-untyped-call]
+    found: dict[str, None] = {}
+    file.seek(0)
+    try:
+        for stream in _pickles(file):
+            for code, argument, _ in pickletools.genops(stream):
+                if code.name == "GLOBAL":
+                    found[str(argument).replace(" ", ".", 1)] = None
+    except Exception:  # nearly anything
+        pass
+    return [name for name in found if name not in allowed]
+
+
+def _own_words(text: str) -> str:
+    """torch's reason without its advice, which is not ours: it is to load without ``weights_only``."""
+    text = text.rpartition("WeightsUnpickler error:")[2].partition("\n\nCheck the documentation")[0].strip()
+    return _line(text.removeprefix("Weights only load failed. "))
+
+
+def _line(text: str) -> str:
+    lines = [line.strip() for line in text.split("\n")]
+    return next(filter(None, lines), "")
