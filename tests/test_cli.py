@@ -426,6 +426,15 @@ def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
         assert f"inspect: {path} " in run("inspect", "127.0.0.1:1", "--token-file", path, code=1)
 
 
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """Not the file beside it that would have taken its name."""
+    path = tmp_path / ("x" * 250 + ".pt")
+    with serving(job_state()) as address:
+        said = run("fetch", address, "--out", path, code=1)
+    assert f"fetch: {path} cannot be written: File name too long; nothing is left of it" in said
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_what_may_not_be_read_is_named(job: Path) -> None:
     job.chmod(0)
