@@ -26,12 +26,12 @@ import msgspec
 import torch
 
 import transfuse
-from transfuse import parcels, plan
-from transfuse.leaves.codec import Room
-from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
-from transfuse.manifest import Manifest, Wire, describe
-from transfuse.matching import match, prepare
+from transfuse.plan import parcels, regions
+from transfuse.plan.match import match, prepare
+from transfuse.state.leaves.codec import Room
+from transfuse.state.leaves.registry import Kinds
+from transfuse.state.manifest import Manifest, Wire, describe
 
 T = TypeVar("T")
 
@@ -74,10 +74,10 @@ def once(state: object, target: object) -> dict[str, float]:
     ready = clock.time("prepare", lambda: prepare(target, limits))
     room = Room(manifest.shared)
     found = clock.time("match", lambda: match(manifest, ready, room=room, kinds=kinds, strict=False, limits=limits))
-    boxes = clock.time("lay out", lambda: plan.lay_out(manifest, found.apart, found.wanted))
+    boxes = clock.time("lay out", lambda: regions.lay_out(manifest, found.apart, found.wanted))
     cut = clock.time("cut", lambda: parcels.cut(boxes, limits.parcel_bytes))
     mine = clock.time("fingerprint", lambda: parcels.fingerprint(cut))
-    theirs = parcels.fingerprint(parcels.cut(plan.lay_out(described.manifest), limits.parcel_bytes))
+    theirs = parcels.fingerprint(parcels.cut(regions.lay_out(described.manifest), limits.parcel_bytes))
     if mine != theirs or len(found.destinations) != len(manifest.parts) or None in set(map(type, found.destinations)):
         raise AssertionError("the two ends do not agree")
     return clock.seconds

@@ -40,16 +40,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import transfuse
-from transfuse import agreement, messages, parcels
-from transfuse.accepting import Wishes, read_description, read_offer
-from transfuse.assembly import assemble
 from transfuse.errors import TargetMismatch
-from transfuse.holdings import Holdings
-from transfuse.leaves.kinds import Kinds
 from transfuse.limits import MIB, Limits
-from transfuse.manifest import Described, describe
-from transfuse.matching import Prepared, prepare
-from transfuse.picks import Picks, boxes_in
+from transfuse.memory.assembly import assemble
+from transfuse.plan import parcels
+from transfuse.plan.holdings import Holdings
+from transfuse.plan.match import Prepared, prepare
+from transfuse.plan.request import Picks, boxes_in
+from transfuse.session import agreement
+from transfuse.session.accepting import Wishes, read_description, read_offer
+from transfuse.state.leaves.registry import Kinds
+from transfuse.state.manifest import Described, describe
+from transfuse.wire import messages
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from transfuse import vm
 from transfuse.limits import MIB
+from transfuse.memory import vm
 
 RUNS = 5
 

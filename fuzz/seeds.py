@@ -19,13 +19,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from transfuse import manifest, messages, parcels, plan
-from transfuse.holdings import Holdings
 from transfuse.limits import Limits
-from transfuse.messages import Message
-from transfuse.picks import Picks, boxes_in
-from transfuse.routes.memory import Lease
-from transfuse.sharding import Block, blocks_of
+from transfuse.plan import parcels, regions
+from transfuse.plan.holdings import Holdings
+from transfuse.plan.request import Picks, boxes_in
+from transfuse.state import manifest
+from transfuse.state.leaves.layout import Block, blocks_of
+from transfuse.wire import messages
+from transfuse.wire.memory import Lease
+from transfuse.wire.messages import Message
 
 __all__ = ["OFFERS", "STATES", "Point", "offer_of", "seeds_for"]
 
@@ -112,7 +114,7 @@ def _wants() -> list[bytes]:
     for described in DESCRIBED.values():
         for apart in ([], [0] if len(described.manifest.storages) else []):
             parts = np.flatnonzero(np.isin(described.manifest.parts.storage, apart)).tolist()
-            cut = parcels.cut(plan.lay_out(described.manifest, apart, parts), PARCEL)
+            cut = parcels.cut(regions.lay_out(described.manifest, apart, parts), PARCEL)
             numbers = messages.pairs_of(range(len(cut)))
             found.append(
                 messages.encode(

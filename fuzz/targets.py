@@ -21,17 +21,20 @@ import numpy as np
 import torch
 
 from fuzz.seeds import DESCRIBED, OFFERS, PARCEL, STATES
-from transfuse import accepting, agreement, messages, parcels, source, trees
-from transfuse.accepting import Wishes
 from transfuse.errors import ProtocolError, TransfuseError
-from transfuse.holdings import Holdings
-from transfuse.leaves import values
-from transfuse.leaves.distributed import layout_of, place_in, read_meshes
 from transfuse.limits import MIB, Limits
-from transfuse.manifest import Manifest
-from transfuse.matching import prepare
-from transfuse.picks import Picks, boxes_in
-from transfuse.routes.memory import Malformed, Reader, Unreadable
+from transfuse.plan import parcels
+from transfuse.plan.holdings import Holdings
+from transfuse.plan.match import prepare
+from transfuse.plan.request import Picks, boxes_in
+from transfuse.session import accepting, agreement, source
+from transfuse.session.accepting import Wishes
+from transfuse.state import trees
+from transfuse.state.leaves import values
+from transfuse.state.leaves.distributed import layout_of, place_in, read_meshes
+from transfuse.state.manifest import Manifest
+from transfuse.wire import messages
+from transfuse.wire.memory import Malformed, Reader, Unreadable
 
 __all__ = ["TARGETS", "mutate"]
 

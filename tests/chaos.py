@@ -38,11 +38,11 @@ import torch.distributed as dist
 
 import transfuse
 from ranks import Died, Fleet, Outcome, announce
-from transfuse import chains
-from transfuse import receiver as receiver_module
-from transfuse.messages import MAGIC
-from transfuse.routes import group as group_module
+from transfuse.session import chains
+from transfuse.session import receiver as receiver_module
 from transfuse.testing.exact import differences
+from transfuse.wire import group as group_module
+from transfuse.wire.messages import MAGIC
 
 __all__ = ["Fault", "Make", "Receiving", "Result", "Scenario", "Wire", "Yard", "build"]
 

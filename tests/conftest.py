@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ranks import ProcessPool
-from transfuse import chains
+from transfuse.session import chains
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import transfuse
 from tampering import Tampering
-from transfuse import chains, receiver
+from transfuse.session import chains, receiver
 
 try:
     from torchft.checkpointing import HTTPTransport

@@ -40,29 +40,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree
 
-from transfuse import accepting, gathering, manifest, messages, parcels, receiver, source, talks, trees
-from transfuse.accepting import Accepted, Wishes
-from transfuse.arena import ALIGNMENT
-from transfuse.chains import Chains
-from transfuse.digest import WIDE_BYTES, digest_of, wide_digest_of
 from transfuse.errors import PeerLost, ProtocolError, ReceiveFailed, TransfuseError
-from transfuse.gathering import Gathering
-from transfuse.holdings import Holdings
-from transfuse.leaves import dense, values
-from transfuse.leaves.codec import Room
-from transfuse.leaves.kinds import Kinds
 from transfuse.limits import KIB, MIB, Limits
-from transfuse.manifest import Leaf, Manifest
-from transfuse.messages import Agreed, Header, Intent, Link, Message
-from transfuse.pace import Pace
-from transfuse.parcels import Parcels, Piece
-from transfuse.partial import Partial
-from transfuse.picks import Picks, boxes_in
+from transfuse.memory.arena import ALIGNMENT
+from transfuse.memory.digest import WIDE_BYTES, digest_of, wide_digest_of
+from transfuse.plan import parcels
+from transfuse.plan.holdings import Holdings
+from transfuse.plan.parcels import Parcels, Piece
+from transfuse.plan.request import Picks, boxes_in
 from transfuse.report import Report
-from transfuse.routes.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
-from transfuse.routes.memory import TOKEN_BYTES, Lease
-from transfuse.talks import Caller
+from transfuse.session import accepting, receiver, source, threads
+from transfuse.session import receive as gathering
+from transfuse.session.accepting import Accepted, Wishes
+from transfuse.session.chains import Chains
+from transfuse.session.partial import Partial
+from transfuse.session.receive import Gathering
+from transfuse.session.threads import Caller
+from transfuse.state import manifest, trees
+from transfuse.state.leaves import dense, values
+from transfuse.state.leaves.codec import Room
+from transfuse.state.leaves.registry import Kinds
+from transfuse.state.manifest import Leaf, Manifest
 from transfuse.transport import PGTransport
+from transfuse.wire import messages
+from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
+from transfuse.wire.memory import TOKEN_BYTES, Lease
+from transfuse.wire.messages import Agreed, Header, Intent, Link, Message
+from transfuse.wire.rate_limit import Pace
 
 __all__ = [
     "CAP",
@@ -1366,7 +1370,7 @@ def gather(
                 failed[ranks[0]] = error
         else:
             talking = {line.peer: functools.partial(receiver.receive, line, gathering_) for line in lines}
-            failed = talks.run(talking, caller, lambda: None, gathering_.watch, gathering_.park)
+            failed = threads.run(talking, caller, lambda: None, gathering_.watch, gathering_.park)
         if not gathering_.result:
             raise gathering_.failure or (failed[ranks[0]] if len(lines) == 1 else ReceiveFailed(failed))
     except BaseException as error:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfuse import parcels, plan
-from transfuse.boxes import Box, Budget, blocks, canonical, cover
 from transfuse.limits import Limits
-from transfuse.manifest import describe
+from transfuse.plan import parcels, regions
+from transfuse.state.manifest import describe
+from transfuse.state.region import Box, Budget, blocks, canonical, cover
 
 
 def bytes_of(box: Box) -> list[int]:
@@ -97,7 +97,7 @@ def test_parcels_carry_every_box_once(seed: int, parcel_bytes: int) -> None:
     rng = np.random.default_rng(seed)
     state = [torch.zeros(int(rng.integers(0, 3000)), dtype=torch.uint8) for _ in range(8)] + random_views(seed)
     manifest = describe(state, Limits()).manifest
-    boxes = plan.lay_out(manifest)
+    boxes = regions.lay_out(manifest)
     cut = parcels.cut(boxes, parcel_bytes)
     seen: dict[int, list[tuple[int, int]]] = {}
     for number in range(len(cut)):
@@ -121,9 +121,9 @@ def test_parcels_carry_every_box_once(seed: int, parcel_bytes: int) -> None:
 
 def test_a_fingerprint_tells_plans_apart() -> None:
     small, large = (describe([torch.zeros(n)], Limits()).manifest for n in (3, 4))
-    one, same = (parcels.fingerprint(parcels.cut(plan.lay_out(small), 64)) for _ in range(2))
+    one, same = (parcels.fingerprint(parcels.cut(regions.lay_out(small), 64)) for _ in range(2))
     assert one == same
-    assert one != parcels.fingerprint(parcels.cut(plan.lay_out(large), 64))
+    assert one != parcels.fingerprint(parcels.cut(regions.lay_out(large), 64))
 
 
 @pytest.mark.parametrize(("steps", "apart"), [((2, 3, 2), False), ((16, 12, 16), True)])

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from transfuse import classes
+from transfuse.state import class_names
 
 
 class Outer:
@@ -21,9 +21,9 @@ class Loud(type):
 
 @pytest.mark.parametrize("cls", [int, collections.OrderedDict, Outer, Outer.Inner])
 def test_names_lead_back(cls: type) -> None:
-    name = classes.name_of(cls)
+    name = class_names.name_of(cls)
     assert name == f"{cls.__module__}:{cls.__qualname__}"
-    assert classes.find(name) is cls
+    assert class_names.find(name) is cls
 
 
 def test_classes_without_a_name_are_refused() -> None:
@@ -31,15 +31,15 @@ def test_classes_without_a_name_are_refused() -> None:
         pass
 
     with pytest.raises(ValueError, match="local to a function"):
-        classes.name_of(Local)
+        class_names.name_of(Local)
     with pytest.raises(ValueError, match="another class has taken the name"):
-        classes.name_of(type("Outer", (), {"__module__": __name__}))
+        class_names.name_of(type("Outer", (), {"__module__": __name__}))
     with pytest.raises(ValueError, match="cannot be found"):
-        classes.name_of(type("Nowhere", (), {"__module__": __name__}))
+        class_names.name_of(type("Nowhere", (), {"__module__": __name__}))
     with pytest.raises(ValueError, match="cannot be found"):
-        classes.name_of(type("odd name", (), {"__module__": __name__}))
+        class_names.name_of(type("odd name", (), {"__module__": __name__}))
     with pytest.raises(ValueError, match="not imported"):
-        classes.name_of(type("Lost", (), {"__module__": "no.such.module"}))
+        class_names.name_of(type("Lost", (), {"__module__": "no.such.module"}))
 
 
 @pytest.mark.parametrize(
@@ -74,15 +74,15 @@ def test_classes_without_a_name_are_refused() -> None:
 )
 def test_odd_names_find_nothing(name: str) -> None:
     with pytest.raises(LookupError) as caught:
-        classes.find(name)
-    assert len(str(caught.value)) < 2 * classes.MAX_NAME
+        class_names.find(name)
+    assert len(str(caught.value)) < 2 * class_names.MAX_NAME
 
 
 def test_nothing_is_imported() -> None:
     assert "antigravity" not in sys.modules
     for name in ("antigravity:x", "antigravity:x.y", "xml.antigravity:x"):
         with pytest.raises(LookupError, match="not imported"):
-            classes.find(name)
+            class_names.find(name)
     assert "antigravity" not in sys.modules
 
 
@@ -98,11 +98,11 @@ def test_no_hook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     type.__setattr__(loud, "Inner", Outer)
     monkeypatch.setitem(sys.modules, "hooked", module)
     monkeypatch.setitem(sys.modules, "blocked", None)
-    assert classes.find("hooked:Loud") is loud
-    assert classes.find("hooked:Loud.Inner") is Outer
+    assert class_names.find("hooked:Loud") is loud
+    assert class_names.find("hooked:Loud.Inner") is Outer
     for name in ("hooked:Absent", "hooked:Loud.Absent", "blocked:Loud"):
         with pytest.raises(LookupError):
-            classes.find(name)
+            class_names.find(name)
 
 
 def test_objects_that_only_claim_to_be_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,4 +114,4 @@ def test_objects_that_only_claim_to_be_classes_are_refused(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "claims", Claims())
     for name in (f"{__name__}:claims", "claims:x"):
         with pytest.raises(LookupError):
-            classes.find(name)
+            class_names.find(name)

@@ -33,15 +33,15 @@ import transfuse
 from commands import Running
 from shards import shard
 from transfuse import cli
-from transfuse.cli import files, flat
+from transfuse.cli import files, safetensors_file
 from transfuse.cli.app import app
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import bytes_of
 from transfuse.limits import Limits
-from transfuse.manifest import describe
+from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
 
-DTYPES = tuple(flat.DTYPES.values())
+DTYPES = tuple(safetensors_file.DTYPES.values())
 
 
 def run(*arguments: object, code: int = 0, **environ: str) -> str:
@@ -461,7 +461,7 @@ def nested(dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_safetensors_keep_bits_and_tree(dtype: torch.dtype, tmp_path: Path) -> None:
     path, state = tmp_path / "x.safetensors", nested(dtype)
-    assert flat.misfits(describe(state, Limits()).manifest) == []
+    assert safetensors_file.misfits(describe(state, Limits()).manifest) == []
     files.save(state, path, files.Format.SAFETENSORS, overwrite=False)
     assert_exact(state, files.load(path))
     # Others see the names that they are used to.
@@ -494,7 +494,7 @@ def test_strides_and_roles_are_no_reason_to_refuse(tmp_path: Path) -> None:
     state = OrderedDict(
         t=nn.Parameter(torch.arange(12.0).reshape(3, 4).T), a=halves[:4], b=halves[4:], even=comb[::2], odd=comb[1::2]
     )
-    assert flat.misfits(describe(state, Limits()).manifest) == []
+    assert safetensors_file.misfits(describe(state, Limits()).manifest) == []
     files.save(state, path, files.Format.SAFETENSORS, overwrite=False)
     got = files.load(path)
     assert list(got) == list(state)
@@ -535,7 +535,7 @@ def test_what_safetensors_cannot_hold_is_refused_by_name(name: str, tmp_path: Pa
 def test_metadata_that_others_have_left_behind_is_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     for keys in ('[["a"], ["b"]]', '[["a", "b"], ["a"]]', '[["a"], ["a"]]', "[[]]", "nonsense", '[["a", 1]]'):
-        save_file({"a": torch.zeros(1), "a.b": torch.ones(1)}, path, metadata={flat.KEYS: keys})
+        save_file({"a": torch.zeros(1), "a.b": torch.ones(1)}, path, metadata={safetensors_file.KEYS: keys})
         assert list(files.load(path)) == ["a", "a.b"]
         assert "2 leaves" in run("inspect", path)
 

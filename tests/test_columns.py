@@ -18,16 +18,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from states import like, states
-from transfuse import columns, parcels, plan, trees
-from transfuse.boxes import Budget, canonical, cover, crowds
 from transfuse.errors import TargetMismatch, UnsupportedLeaf
-from transfuse.leaves import dense
-from transfuse.leaves.codec import Room
-from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
-from transfuse.manifest import Described, Manifest, Wire, describe
-from transfuse.matching import Match, Prepared, match, prepare
-from transfuse.parts import Ints, Shapes
+from transfuse.plan import parcels, regions
+from transfuse.plan.match import Match, Prepared, match, prepare
+from transfuse.state import columns, trees
+from transfuse.state.leaves import dense
+from transfuse.state.leaves.codec import Room
+from transfuse.state.leaves.registry import Kinds
+from transfuse.state.manifest import Described, Manifest, Wire, describe
+from transfuse.state.region import Budget, canonical, cover, crowds
+from transfuse.state.tensors import Ints, Shapes
 
 relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=150)
 
@@ -518,7 +519,7 @@ def test_containers_that_are_alike_are_written_once() -> None:
 @given(state=states(["dense", "alias"]))
 def test_boxes_are_those_of_the_parts(state: Any) -> None:
     manifest = describe(state, LIMITS).manifest
-    boxes = plan.lay_out(manifest)
+    boxes = regions.lay_out(manifest)
     found = [(int(boxes.storage[i]), boxes.box(i), boxes.members(i)) for i in range(len(boxes))]
     expected = []
     budget = Budget()
@@ -530,12 +531,12 @@ def test_boxes_are_those_of_the_parts(state: Any) -> None:
     assert found == expected
 
 
-def columns_of_boxes(sizes: list[tuple[int, int, int]]) -> plan.Boxes:
+def columns_of_boxes(sizes: list[tuple[int, int, int]]) -> regions.Boxes:
     """Boxes of so many items of so many bytes on these devices."""
     ints: Callable[[list[int]], Ints] = lambda column: np.array(column, dtype=np.int64)  # noqa: E731
     count = len(sizes)
     items = ints([item for _, item, _ in sizes])
-    return plan.Boxes(
+    return regions.Boxes(
         storage=np.arange(count),
         space=np.sort(ints([device for _, _, device in sizes])),
         start=np.zeros(count, dtype=np.int64),
@@ -599,7 +600,7 @@ def everything(leaves: int) -> int:
     try:
         manifest = sent(describe(state, LIMITS))
         found = match(manifest, target, room=Room(), kinds=Kinds(LIMITS), strict=True, limits=LIMITS)
-        parcels.fingerprint(parcels.cut(plan.lay_out(manifest, found.apart, found.wanted), LIMITS.parcel_bytes))
+        parcels.fingerprint(parcels.cut(regions.lay_out(manifest, found.apart, found.wanted), LIMITS.parcel_bytes))
     finally:
         sys.setprofile(None)
     assert found.as_lies.all()

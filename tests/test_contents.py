@@ -20,10 +20,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ranks import ProcessPool
 from shards import shard
 from states import Color, Pair, states
-from transfuse import contents
-from transfuse.contents import Contents, Folded, Row, fold, printable
+from transfuse.cli import contents
+from transfuse.cli.contents import Contents, Folded, Row, fold, printable
 from transfuse.limits import Limits
-from transfuse.manifest import Manifest, Wire, describe
+from transfuse.state.manifest import Manifest, Wire, describe
 
 PAIR = Pair(torch.zeros(2, dtype=torch.int8), torch.zeros(1), {"dtype": torch.float32})
 WHOLE = torch.arange(40.0).reshape(10, 4)

@@ -17,9 +17,9 @@ import transfuse
 from descriptor_limits import leaving
 from moves import CPU
 from ranks import Fleet, ProcessPool
-from transfuse import descriptors
-from transfuse.door import key_of, knock, split_address
-from transfuse.private import READER, Private
+from transfuse.remote import descriptors
+from transfuse.remote.handshake import key_of, knock, split_address
+from transfuse.remote.pair_group import READER, Private
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 FREE = range(25)

@@ -20,7 +20,8 @@ import transfuse
 from descriptor_limits import leaving
 from ranks import Fleet, Outcome, Ranks
 from tampering import Tampering
-from transfuse import PGTransport, TransfuseError, errors, messages
+from transfuse import PGTransport, TransfuseError, errors
+from transfuse.wire import messages
 
 GUIDE = pathlib.Path(__file__).parent.parent / "docs" / "guides" / "errors.md"
 

@@ -25,10 +25,13 @@ import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
 from ranks import Fleet, Ranks, announce
 from tampering import Passing, Tampering
-from transfuse import accepting, gathering, messages, places, source
 from transfuse.limits import Limits
-from transfuse.routes.group import FIRST_TAG, Group, Line
+from transfuse.memory import packing as places
+from transfuse.session import accepting, source
+from transfuse.session import receive as gathering
 from transfuse.testing.exact import assert_exact
+from transfuse.wire import messages
+from transfuse.wire.group import FIRST_TAG, Group, Line
 
 pytestmark = pytest.mark.usefixtures("group_route")
 

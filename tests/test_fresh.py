@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moves import CPU, Pair, pair
-from transfuse import arena
-from transfuse.arena import ALIGNMENT, BLOCK_BYTES, LARGE_BYTES, Arena
-from transfuse.leaves.values import dtype_name
 from transfuse.limits import KIB, MIB
+from transfuse.memory import arena
+from transfuse.memory.arena import ALIGNMENT, BLOCK_BYTES, LARGE_BYTES, Arena
+from transfuse.state.leaves.values import dtype_name
 
 #: All but the quantized, and those of less than a byte.
 DTYPES = sorted(
@@ -230,7 +230,7 @@ RELEASE = """
 import gc, os
 import numpy as np, torch
 from pathlib import Path
-from transfuse.arena import Arena
+from transfuse.memory.arena import Arena
 from transfuse.limits import MIB
 
 def resident():

@@ -38,9 +38,6 @@ from torch._C._distributed_c10d import HashStore
 import hostile
 from hostile import CAP, CPU, LIMITS, PEER, Audit, Ground, Member, Wire
 from ranks import Fleet, Ranks
-from transfuse import accepting, agreement, messages, parcels, plan, receiver, relay, source
-from transfuse.accepting import Wishes
-from transfuse.chains import Chains
 from transfuse.errors import (
     CorruptData,
     PeerError,
@@ -52,20 +49,25 @@ from transfuse.errors import (
     SourceMutated,
     TransfuseError,
 )
-from transfuse.leaves import values
-from transfuse.leaves.blobs import ArrayCodec
-from transfuse.leaves.codec import CannotCarry, MeshDescription, Room
-from transfuse.leaves.sparse import JaggedCodec
-from transfuse.leaves.wrapped import WrapperCodec
 from transfuse.limits import MIB, Limits
-from transfuse.manifest import Leaf
-from transfuse.messages import Agreed, Intent, Link, Memory, Message
+from transfuse.plan import parcels, regions
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.routes.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
-from transfuse.routes.memory import Lease, Reader, Unreadable
-from transfuse.talks import Caller
+from transfuse.session import accepting, agreement, receiver, relay, source
+from transfuse.session.accepting import Wishes
+from transfuse.session.chains import Chains
+from transfuse.session.threads import Caller
+from transfuse.state.leaves import values
+from transfuse.state.leaves.blobs import ArrayCodec
+from transfuse.state.leaves.codec import CannotCarry, MeshDescription, Room
+from transfuse.state.leaves.sparse import JaggedCodec
+from transfuse.state.leaves.subclass import WrapperCodec
+from transfuse.state.manifest import Leaf
 from transfuse.transport import PGTransport
+from transfuse.wire import messages
+from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
+from transfuse.wire.memory import Lease, Reader, Unreadable
+from transfuse.wire.messages import Agreed, Intent, Link, Memory, Message
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
@@ -160,7 +162,7 @@ def serve_want(rng: random.Random, corpus: list[Member]) -> str:
     apart = sorted(rng.sample(range(len(m.storages)), rng.randrange(min(len(m.storages), 3) + 1)))
     parts = [p for p in range(len(m.parts)) if int(m.parts.storage[p]) in apart and rng.random() < 0.8]
     size = rng.choice([offer.parcel_bytes, offer.parcel_bytes, LIMITS.min_parcel_bytes, LIMITS.min_parcel_bytes + 16])
-    cut = parcels.cut(plan.lay_out(m, apart, parts), size)
+    cut = parcels.cut(regions.lay_out(m, apart, parts), size)
     burst = rng.choice([offer.burst_bytes, offer.burst_bytes, 1, rng.randrange(1, offer.burst_bytes)])
     honest = [
         parcels.fingerprint(cut),
@@ -208,7 +210,7 @@ def want(
 ) -> tuple[bytes, parcels.Parcels]:
     """An honest want of all parcels of a member but for what is changed, and these parcels."""
     offer = member.cargo.offer
-    cut = parcels.cut(plan.lay_out(member.manifest), offer.parcel_bytes)
+    cut = parcels.cut(regions.lay_out(member.manifest), offer.parcel_bytes)
     fields = {
         "fingerprint": parcels.fingerprint(cut),
         "parcel_bytes": offer.parcel_bytes,

@@ -38,8 +38,6 @@ from test_hostile import (
     want,
     with_leaf,
 )
-from transfuse import messages, parcels, source
-from transfuse.accepting import Wishes
 from transfuse.errors import (
     CorruptData,
     NotCovered,
@@ -51,17 +49,21 @@ from transfuse.errors import (
     SourceMutated,
     TransfuseError,
 )
-from transfuse.holdings import Holdings
-from transfuse.leaves.codec import MeshDescription
 from transfuse.limits import MIB
-from transfuse.messages import Agreed, Message
-from transfuse.picks import MOST_TIMES, Picks, boxes_in
+from transfuse.plan import parcels
+from transfuse.plan.holdings import Holdings
+from transfuse.plan.request import MOST_TIMES, Picks, boxes_in
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.routes.group import FIRST_TAG
-from transfuse.routes.memory import Lease
-from transfuse.sharding import MAX_RANKS, Layout
-from transfuse.talks import Caller
+from transfuse.session import source
+from transfuse.session.accepting import Wishes
+from transfuse.session.threads import Caller
+from transfuse.state.leaves.codec import MeshDescription
+from transfuse.state.leaves.layout import MAX_RANKS, Layout
+from transfuse.wire import messages
+from transfuse.wire.group import FIRST_TAG
+from transfuse.wire.memory import Lease
+from transfuse.wire.messages import Agreed, Message
 
 
 def shard(full: torch.Tensor, ranks: int, rank: int, placement: Placement | None = None) -> DTensor:

@@ -22,9 +22,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import transfuse
 from moves import Pair, pair
-from transfuse.leaves import dense
-from transfuse.leaves.blobs import ObjectCodec
-from transfuse.leaves.codec import CannotCarry, Room
+from transfuse.state.leaves import dense
+from transfuse.state.leaves.blobs import ObjectCodec
+from transfuse.state.leaves.codec import CannotCarry, Room
 from transfuse.testing.exact import assert_exact
 
 pytestmark = pytest.mark.usefixtures("either_route")

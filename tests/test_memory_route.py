@@ -24,10 +24,10 @@ import torch.distributed as dist
 import transfuse
 from moves import CPU, Pair, pair
 from ranks import Fleet, ProcessPool, Ranks, announce
-from transfuse import vm
-from transfuse.routes import memory
-from transfuse.routes.memory import Lease, Reader, Unreadable
+from transfuse.memory import vm
 from transfuse.testing.exact import assert_exact
+from transfuse.wire import memory
+from transfuse.wire.memory import Lease, Reader, Unreadable
 
 TIMEOUT = timedelta(seconds=10)
 NONE = np.zeros(0, dtype=np.int64)

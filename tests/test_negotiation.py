@@ -17,17 +17,17 @@ import transfuse
 from moves import CPU
 from ranks import Ranks
 from schedules import Director, Judge, explore
-from transfuse.accepting import Described, Wishes
 from transfuse.errors import NotCovered, PeerLost, StepMismatch
-from transfuse.gathering import Gathering
 from transfuse.limits import Limits
-from transfuse.manifest import describe
-from transfuse.messages import Offer
-from transfuse.negotiation import Decide, Describe, Done, Negotiation, Wait
 from transfuse.report import Report
-from transfuse.routes.group import Group, Line
-from transfuse.talks import Caller
+from transfuse.session.accepting import Described, Wishes
+from transfuse.session.negotiation import Decide, Describe, Done, Negotiation, Wait
+from transfuse.session.receive import Gathering
+from transfuse.session.threads import Caller
+from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
+from transfuse.wire.group import Group, Line
+from transfuse.wire.messages import Offer
 
 LIMITS = Limits()
 

@@ -14,8 +14,8 @@ import transfuse
 from moves import CPU, pair
 from ranks import Ranks
 from transfuse.limits import Limits
-from transfuse.pace import Pace
 from transfuse.testing.exact import assert_exact
+from transfuse.wire.rate_limit import Pace
 
 TIMEOUT = timedelta(seconds=10)
 
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("transfuse.pace.time", clock)
+    monkeypatch.setattr("transfuse.wire.rate_limit.time", clock)
     return clock
 
 

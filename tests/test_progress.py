@@ -26,9 +26,9 @@ import tqdm.auto
 import transfuse
 from ranks import Outcome, Ranks
 from tampering import Tampering
-from transfuse import receiver
 from transfuse.phases import Phase, trace_name
 from transfuse.progress import Bar, Progress
+from transfuse.session import receiver
 
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "observing.md").read_text()

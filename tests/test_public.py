@@ -105,6 +105,43 @@ def test_modules_import_only_from_below() -> None:
             del graph[name]
 
 
+#: The rooms of the package, bottom to top. A module imports from its own room and from those before it.
+ROOMS = (
+    ("errors", "limits", "phases", "rules", "arguments", "progress", "report"),
+    ("state",),
+    ("options",),
+    ("plan",),
+    ("memory",),
+    ("wire",),
+    ("session",),
+    ("transport",),
+    ("remote", "dcp", "dropin"),
+    ("",),
+    ("cli",),
+)
+MOST_FILES_AT_THE_TOP = 16
+
+
+def test_rooms_import_only_from_below() -> None:
+    floor = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        room = parts[0].replace("__init__", "")
+        for name in imports(path):
+            other = name.split(".")[1] if "." in name else ""
+            if room == "testing":
+                assert other == "testing", f"{path} imports {name}: the conformance suite imports nothing else of ours"
+            elif other != room:
+                assert floor[other] < floor[room] or floor[other] == floor[room] == 0, f"{path} imports {name}"
+
+
+def test_the_listing_is_short() -> None:
+    files = [path.name for path in PACKAGE.glob("*.py")]
+    rooms = [path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
+    assert len(files) <= MOST_FILES_AT_THE_TOP, files
+    assert len(rooms) <= 9, rooms
+
+
 def test_importing_starts_and_configures_nothing() -> None:
     script = (
         "import logging, threading, transfuse\n"

@@ -15,12 +15,13 @@ import transfuse
 from moves import CPU
 from ranks import Fleet, Outcome, Ranks, announce
 from tampering import Tampering
-from transfuse import chains, parcels, plan, receiver
-from transfuse.chains import Chains
 from transfuse.limits import KIB, MIB, Limits
-from transfuse.manifest import describe
-from transfuse.messages import Agreed
+from transfuse.plan import parcels, regions
+from transfuse.session import chains, receiver
+from transfuse.session.chains import Chains
+from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
+from transfuse.wire.messages import Agreed
 
 TIMEOUT = timedelta(seconds=10)
 NBYTES = 5 * MIB
@@ -354,7 +355,7 @@ def test_staging_for_all_receivers_stays_within_its_budget(peers: int) -> None:
 def test_bursts_hold_less_of_what_passes_through_staging() -> None:
     """Two large runs, then small boxes that are packed."""
     state = {"a": torch.zeros(4 * MIB), "b": torch.zeros(4 * MIB), "c": [torch.zeros(20_000) for _ in range(200)]}
-    cut = parcels.cut(plan.lay_out(describe(state, Limits()).manifest), 2 * MIB)
+    cut = parcels.cut(regions.lay_out(describe(state, Limits()).manifest), 2 * MIB)
     groups = parcels.bursts(cut, range(len(cut)), parcels.Most(16 * MIB, 4 * MIB))
     assert [n for group in groups for n in group] == list(range(len(cut)))
     for group in groups:

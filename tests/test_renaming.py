@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfuse import renaming
-from transfuse.renaming import Concat, Link, Linked, MapPath, Rename, Rule, Slice, Split, check, link
+from transfuse import rules
+from transfuse.plan.linking import Link, Linked, link
+from transfuse.rules import Concat, MapPath, Rename, Rule, Slice, Split, check
 
 Shape = tuple[int, ...]
 Leaves = Mapping[str, Shape | None]
@@ -561,7 +562,7 @@ def test_check_refuses_what_is_no_rule(rules: object, error: type[Exception], ma
 
 
 def test_examples_in_the_docstrings() -> None:
-    failed, tried = doctest.testmod(renaming)
+    failed, tried = doctest.testmod(rules, extraglobs={"link": link})
     assert failed == 0
     assert tried >= 6
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import transfuse
 from ranks import Ranks
-from transfuse import renaming
-from transfuse.renaming import link
+from transfuse.plan.linking import link
+from transfuse.rules import Rule
 
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "resharding.md").read_text()
@@ -38,7 +38,7 @@ def test_rules_do_what_the_table_says() -> None:
         )
         assert source, text
         assert target, text
-        rules = [rule] if isinstance(rule, renaming.Rule) else rule
+        rules = [rule] if isinstance(rule, Rule) else rule
         linked = link(rules, list(source), list(source.values()), list(target), list(target.values()))
         assert linked.problems == [], text
         assert linked.untouched == [], text

@@ -33,8 +33,9 @@ from torch.distributed.tensor import Shard
 import transfuse
 from ranks import Fleet, announce
 from shards import mesh_of, shard
-from transfuse import serving
-from transfuse.door import (
+from transfuse.limits import Limits
+from transfuse.remote import server as serving
+from transfuse.remote.handshake import (
     HELLO_BYTES,
     MAGIC,
     MAX_FRAME_BYTES,
@@ -47,12 +48,11 @@ from transfuse.door import (
     knock,
     split_address,
 )
-from transfuse.limits import Limits
-from transfuse.messages import Message
-from transfuse.private import READER, Private, Several
-from transfuse.routes.group import OFFER_TAG, Group, Line
-from transfuse.source import Cargo
+from transfuse.remote.pair_group import READER, Private, Several
+from transfuse.session.source import Cargo
 from transfuse.testing.exact import differences
+from transfuse.wire.group import OFFER_TAG, Group, Line
+from transfuse.wire.messages import Message
 
 TOKEN = "correct horse battery staple"
 #: Long enough for everything that should succeed, on a busy machine.

@@ -19,11 +19,11 @@ import transfuse
 from moves import CPU, TIMEOUT
 from ranks import Fleet, Outcome, Ranks
 from tampering import Passing
-from transfuse import messages
 from transfuse.limits import Limits
-from transfuse.manifest import describe
+from transfuse.memory.mutation import Vigil
+from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
-from transfuse.vigil import Vigil
+from transfuse.wire import messages
 
 MIB = 1 << 20
 

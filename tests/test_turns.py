@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from transfuse.turns import Turns
+from transfuse.remote.rwlock import Turns
 
 SECONDS = 20.0
 

@@ -28,7 +28,7 @@ import transfuse
 from ranks import Fleet, ProcessPool
 from transfuse.dcp import PeerReader
 from transfuse.dropin.torch import PGTransport as DropIn
-from transfuse.mappings import Mappings
+from transfuse.state.mappings import Mappings
 from transfuse.testing.exact import assert_exact
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=20)
@@ -489,5 +489,5 @@ def test_windows_of_all_kinds() -> None:
 
 
 def test_a_system_that_lists_no_mappings_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfuse.mappings.MAPS", "/proc/self/no such list")
+    monkeypatch.setattr("transfuse.state.mappings.MAPS", "/proc/self/no such list")
     assert Mappings().faults(*ends(unmapped(PAGE)), write=True) == {}

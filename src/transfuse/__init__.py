@@ -39,13 +39,13 @@ from transfuse.errors import (
     TransfuseError,
     UnsupportedLeaf,
 )
-from transfuse.fetching import Peeked, fetch, peek
-from transfuse.leaves.codec import MeshDescription
-from transfuse.partial import Partial
 from transfuse.progress import Progress
-from transfuse.renaming import Concat, MapPath, Rename, Slice, Split
+from transfuse.remote.client import Peeked, fetch, peek
+from transfuse.remote.server import Server, serve
 from transfuse.report import Report
-from transfuse.serving import Server, serve
+from transfuse.rules import Concat, MapPath, Rename, Slice, Split
+from transfuse.session.partial import Partial
+from transfuse.state.leaves.codec import MeshDescription
 from transfuse.transport import PGTransport
 
 __version__ = "0.5.1"

@@ -30,17 +30,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from transfuse import trees
 from transfuse.arguments import check_step, ranks_of
-from transfuse.cohorts import Cohort
 from transfuse.errors import StateError, TransfuseError, UnsupportedLeaf
-from transfuse.leaves import values
-from transfuse.leaves.kinds import Kinds
 from transfuse.limits import Limits
-from transfuse.manifest import Leaf
-from transfuse.needs import Catalogue
-from transfuse.renaming import Link
-from transfuse.talks import current_stream
+from transfuse.memory.needs import Catalogue
+from transfuse.plan.cohorts import Cohort
+from transfuse.plan.linking import Link
+from transfuse.session.threads import current_stream
+from transfuse.state import trees
+from transfuse.state.leaves import values
+from transfuse.state.leaves.registry import Kinds
+from transfuse.state.manifest import Leaf
 from transfuse.transport import PGTransport
 
 __all__ = ["PeerReader"]

@@ -215,3 +215,8 @@ class ReceiveFailed(TransfuseError):
         lines = "".join(f"\n  rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(self.causes.items()))
         lost = f"only {sorted(self.causes)} held some of what is missing" if alone else "no source is left"
         super().__init__(f"{lost}:{lines}" if alone else f"{lost} of {sorted(self.causes)}:{lines}")
+
+
+def as_utf8(text: str) -> str:
+    """Text as UTF-8 can hold it: an error may quote what it cannot, the name of a file or what a peer made up."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.profiler import record_function
 
+from transfuse.errors import as_utf8
 from transfuse.phases import Direction, Phase, trace_name
-from transfuse.texts import as_utf8
 
 __all__ = ["Report", "failed_with", "human_bytes", "said"]
 

@@ -16,24 +16,26 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from transfuse import arguments, messages, receiver, renaming, source, talks
-from transfuse.accepting import Wishes
+from transfuse import arguments, rules
 from transfuse.arguments import check_step
-from transfuse.chains import Chains
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
-from transfuse.gathering import Gathering
-from transfuse.leaves.codec import MeshDescription
 from transfuse.limits import Limits, allows_same_host
-from transfuse.manifest import describe
-from transfuse.needs import Late
-from transfuse.partial import Partial
+from transfuse.memory.mutation import Vigil
+from transfuse.memory.needs import Late
 from transfuse.phases import DONE, FAILED, Phase, trace_name
 from transfuse.progress import Progress, Show, showing
-from transfuse.renaming import MapPath
 from transfuse.report import Report, failed_with, said
-from transfuse.routes.group import Group, Line, ProcessGroupLike
-from transfuse.routes.memory import Lease
-from transfuse.vigil import Vigil
+from transfuse.rules import MapPath
+from transfuse.session import receiver, source, threads
+from transfuse.session.accepting import Wishes
+from transfuse.session.chains import Chains
+from transfuse.session.partial import Partial
+from transfuse.session.receive import Gathering
+from transfuse.state.leaves.codec import MeshDescription
+from transfuse.state.manifest import describe
+from transfuse.wire import messages
+from transfuse.wire.group import Group, Line, ProcessGroupLike
+from transfuse.wire.memory import Lease
 
 __all__ = ["PGTransport", "check_resume", "check_step"]
 
@@ -126,7 +128,7 @@ class PGTransport:
         self._verify = verify
         if map_path is not None and state_dict is None:
             raise ValueError("map_path= translates names into those of a target: it needs state_dict=")
-        renaming.check(map_path)
+        rules.check(map_path)
         self._delta, self._cast, self._map_path = delta, cast, map_path
         self._atomic = atomic
         self._strict = strict
@@ -193,7 +195,7 @@ class PGTransport:
         show: Callable[[], object],
     ) -> None:
         cargo, failure = None, None
-        caller = talks.Caller(watching=self._progress is not False)
+        caller = threads.Caller(watching=self._progress is not False)
         with _calling(report, progress, Phase.DESCRIBE):
             try:
                 show()
@@ -219,7 +221,7 @@ class PGTransport:
 
         try:
             conversations = {rank: partial(talk, rank) for rank in ranks}
-            failed = talks.run(conversations, caller, show, park=lambda rank: lines[rank].park())
+            failed = threads.run(conversations, caller, show, park=lambda rank: lines[rank].park())
         finally:
             lease.end()
             _sum_up(report, list(reports.values()))
@@ -293,7 +295,7 @@ class PGTransport:
         show: Callable[[], object],
     ) -> Any:
         target, failure = None, None
-        caller = talks.Caller(watching=self._progress is not False)
+        caller = threads.Caller(watching=self._progress is not False)
         if self._state_dict is not None and late is None:
             with _calling(report, progress, Phase.STATE_DICT):
                 try:
@@ -341,7 +343,7 @@ class PGTransport:
                 receiver.receive(line, gathering)
 
         try:
-            failed = talks.run(
+            failed = threads.run(
                 {rank: partial(talk, rank) for rank in ranks},
                 caller,
                 show,

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from transfuse.contents import printable
+from transfuse.cli.contents import printable
 from transfuse.errors import TransfuseError
 
 __all__ = ["DEBUG_VARIABLE", "Commands", "Exit", "Failed", "reading", "warnings_shown"]

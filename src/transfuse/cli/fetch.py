@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import transfuse
-from transfuse import trees
-from transfuse.cli import files, flat
+from transfuse.cli import files, safetensors_file
 from transfuse.cli.errors import Failed, warnings_shown
 from transfuse.cli.files import SUFFIXES, Format
 from transfuse.cli.options import (
@@ -29,12 +28,13 @@ from transfuse.cli.options import (
     token_of,
 )
 from transfuse.cli.tables import count_leaves
-from transfuse.door import split_address
 from transfuse.errors import PeerError
 from transfuse.limits import Limits
-from transfuse.manifest import Manifest, describe
-from transfuse.plan import lay_out
+from transfuse.plan.regions import lay_out
+from transfuse.remote.handshake import split_address
 from transfuse.report import Report, human_bytes
+from transfuse.state import trees
+from transfuse.state.manifest import Manifest, describe
 
 __all__ = ["fetch"]
 
@@ -111,7 +111,7 @@ def fetch(
         state = _whole(state)
         if goal.how is Format.SAFETENSORS:
             # It may have changed since it was looked at.
-            _refuse(goal.path, flat.misfits(describe(state, Limits()).manifest))
+            _refuse(goal.path, safetensors_file.misfits(describe(state, Limits()).manifest))
         files.save(state, goal.path, goal.how, overwrite)
     _tell(goal, reports[-1], as_json)
 
@@ -140,7 +140,7 @@ def _peek(addresses: Sequence[str], token: bytes | None, timeout: float) -> list
 
 
 def _goal(out: Path, seen: Sequence[Manifest]) -> Goal:
-    misfits = [reason for manifest in seen for reason in flat.misfits(manifest)]
+    misfits = [reason for manifest in seen for reason in safetensors_file.misfits(manifest)]
     if out.suffix not in SUFFIXES:
         how = Format.TORCH if misfits else Format.SAFETENSORS
         suffix = next(suffix for suffix, format_ in SUFFIXES.items() if format_ is how)

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from transfuse.cli import flat
+from transfuse.cli import safetensors_file
+from transfuse.cli.contents import Contents, printable
 from transfuse.cli.errors import Failed, reading
-from transfuse.contents import Contents, printable
-from transfuse.leaves import pickles
 from transfuse.limits import Limits
-from transfuse.manifest import describe
 from transfuse.report import human_bytes
+from transfuse.state.leaves import pickles
+from transfuse.state.manifest import describe
 
 __all__ = ["SUFFIXES", "Format", "check_place", "check_room", "contents_of", "format_of", "load", "save"]
 
@@ -82,7 +82,7 @@ def contents_of(path: Path) -> tuple[Contents, dict[str, str]]:
     """What a file holds, and its metadata. No tensor is read."""
     if format_of(path) is Format.SAFETENSORS:
         with reading(path):
-            return flat.contents_of(path)
+            return safetensors_file.contents_of(path)
     return Contents.of(describe(load(path), Limits()).manifest), {}
 
 
@@ -90,7 +90,7 @@ def load(path: Path) -> Any:
     """The state in a file, its tensors mapped from it."""
     how = format_of(path)
     with reading(path):
-        return flat.load(path) if how is Format.SAFETENSORS else _load_torch(path)
+        return safetensors_file.load(path) if how is Format.SAFETENSORS else _load_torch(path)
 
 
 def _load_torch(path: Path) -> Any:
@@ -190,11 +190,11 @@ def save(state: Any, path: Path, how: Format, overwrite: bool) -> None:
     try:
         with _in_place_of(path, overwrite) as unfinished:
             if how is Format.SAFETENSORS:
-                flat.save(state, unfinished)
+                safetensors_file.save(state, unfinished)
             else:
                 with unfinished.open("wb") as file:
                     torch.save(state, file)
-    except (OSError, RuntimeError, flat.SafetensorError) as error:
+    except (OSError, RuntimeError, safetensors_file.SafetensorError) as error:
         raise Failed(f"{path} cannot be written: {_cause(error)}; nothing is left of it") from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise Failed(f"{path} cannot be written: torch.save refuses the state: {error}") from error

@@ -13,11 +13,11 @@ import typer
 
 import transfuse
 from transfuse.cli import files
+from transfuse.cli.contents import Contents, Folded, Row, fold, printable
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import AsJson, Seconds, TokenFile, check_settings, duration_of, token_of
 from transfuse.cli.tables import Column, count_leaves, say, show
-from transfuse.contents import Contents, Folded, Row, fold, printable
-from transfuse.door import split_address
+from transfuse.remote.handshake import split_address
 from transfuse.report import human_bytes
 
 __all__ = ["inspect"]

@@ -19,6 +19,7 @@ __all__ = [
     "AsJson",
     "Seconds",
     "TokenFile",
+    "available_bytes",
     "bytes_of",
     "check_settings",
     "check_step",
@@ -93,3 +94,12 @@ def token_of(file: Path | None) -> bytes | None:
             f"{where} is empty; make a secret with: python -c 'import secrets; print(secrets.token_hex())'"
         )
     return token
+
+
+def available_bytes() -> int | None:
+    """The memory of this machine that can still be used without swapping, where Linux tells it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

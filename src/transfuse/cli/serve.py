@@ -14,6 +14,7 @@ import typer
 
 import transfuse
 from transfuse.cli import files
+from transfuse.cli.contents import Contents
 from transfuse.cli.errors import Failed, warnings_shown
 from transfuse.cli.options import (
     AsJson,
@@ -26,10 +27,9 @@ from transfuse.cli.options import (
     token_of,
 )
 from transfuse.cli.tables import count_leaves
-from transfuse.contents import Contents
 from transfuse.limits import Limits
-from transfuse.manifest import describe
 from transfuse.report import Report, human_bytes
+from transfuse.state.manifest import describe
 
 __all__ = ["serve"]
 

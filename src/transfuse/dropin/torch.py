@@ -54,7 +54,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path, tree_unflatten
 
-from transfuse import columns
 from transfuse.errors import (
     PeerError,
     PeerLost,
@@ -65,7 +64,8 @@ from transfuse.errors import (
     TransfuseError,
     UnsupportedLeaf,
 )
-from transfuse.mappings import Mappings
+from transfuse.state import columns
+from transfuse.state.mappings import Mappings
 
 __all__ = [
     "PGTransport",

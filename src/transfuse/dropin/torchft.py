@@ -25,11 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transfuse import transport
 from transfuse.arguments import whole
 from transfuse.errors import ProtocolError, TransfuseError
-from transfuse.leaves.codec import MeshDescription
 from transfuse.progress import Show
-from transfuse.renaming import MapPath
 from transfuse.report import Report
-from transfuse.routes.group import ProcessGroupLike, WorkLike
+from transfuse.rules import MapPath
+from transfuse.state.leaves.codec import MeshDescription
+from transfuse.wire.group import ProcessGroupLike, WorkLike
 
 try:
     from torchft.checkpointing.transport import CheckpointTransport

@@ -24,7 +24,7 @@ from transfuse.cli.bench.peers import LIMIT, OURS, PEERS, REFERENCE, Peer
 from transfuse.cli.bench.record import record
 from transfuse.cli.bench.results import Limit, Move, Outcome
 from transfuse.cli.bench.run import Begun, measure
-from transfuse.cli.memory import available_bytes
+from transfuse.cli.options import available_bytes
 from transfuse.cli.tables import Lines
 from transfuse.cli.workers import WorkersFailed
 from transfuse.report import human_bytes

@@ -21,7 +21,7 @@ from transfuse.cli.demo.screen import Screen
 from transfuse.cli.demo.summary import conclude
 from transfuse.cli.demo.words import Settings
 from transfuse.cli.errors import Failed
-from transfuse.cli.memory import available_bytes
+from transfuse.cli.options import available_bytes
 from transfuse.cli.workers import WorkersFailed
 from transfuse.report import human_bytes
 

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from transfuse.cli.contents import printable
 from transfuse.cli.doctor import network, permission, setup, trial
 from transfuse.cli.doctor.finding import Finding
 from transfuse.cli.errors import Exit
 from transfuse.cli.options import AsJson
-from transfuse.contents import printable
 from transfuse.limits import allows_same_host
 from transfuse.report import human_bytes
 

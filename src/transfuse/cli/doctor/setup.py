@@ -17,11 +17,10 @@ import torch.distributed as dist
 import transfuse
 from transfuse.cli.doctor.finding import Finding
 from transfuse.cli.errors import DEBUG_VARIABLE
-from transfuse.cli.memory import available_bytes
-from transfuse.cli.options import TOKEN_VARIABLE
+from transfuse.cli.options import TOKEN_VARIABLE, available_bytes
 from transfuse.limits import Limits, allows_same_host
-from transfuse.messages import WIRE_VERSION
 from transfuse.report import human_bytes
+from transfuse.wire.messages import WIRE_VERSION
 
 __all__ = ["look_around", "variables"]
 

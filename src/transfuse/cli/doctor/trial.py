@@ -17,9 +17,9 @@ import torch.distributed as dist
 import transfuse
 from transfuse.cli.doctor import network
 from transfuse.cli.workers import Workers, WorkersFailed
-from transfuse.messages import Memory
-from transfuse.routes.group import Group
-from transfuse.routes.memory import Lease, Reader, Unreadable
+from transfuse.wire.group import Group
+from transfuse.wire.memory import Lease, Reader, Unreadable
+from transfuse.wire.messages import Memory
 
 __all__ = ["Outcome", "Tried", "try_routes"]
 

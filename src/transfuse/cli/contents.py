@@ -1,0 +1,321 @@
+"""Contents: what a state holds, as rows to show. From its manifest alone: no tensor is looked at, or has to exist.
+
+The manifest may be a peer's. Names and values are a peer's words then: everything that is no printable character is
+escaped, so that a terminal shows it and does not obey it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from transfuse.plan.regions import lay_out
+from transfuse.state import trees
+from transfuse.state.leaves import values
+from transfuse.state.leaves.blobs import ArrayMeta
+from transfuse.state.leaves.codec import Coordinate, MeshDescription
+from transfuse.state.leaves.dense import Flags
+from transfuse.state.leaves.distributed import DTensorMeta, ShardedTensorCodec, layout_of
+from transfuse.state.leaves.layout import Block, blocks_of
+from transfuse.state.leaves.sparse import CompressedMeta, CooMeta
+from transfuse.state.leaves.subclass import WrapperMeta
+from transfuse.state.manifest import Leaf, Manifest
+
+__all__ = ["Contents", "Folded", "Row", "Sharding", "Totals", "fold", "printable"]
+
+#: Characters of a value that a row keeps.
+MAX_VALUE = 200
+#: Blocks that a row names: a strided shard may have a thousand.
+MAX_BLOCKS = 4
+
+_NOT_TENSORS = ("value", "array", "object")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a leaf is spread over ranks, and what of it the described rank holds."""
+
+    #: Of a DTensor: its mesh, a placement for each of the mesh's dimensions, and the rank's place in it.
+    mesh: MeshDescription | None
+    placements: tuple[str, ...]
+    place: Coordinate
+    #: Of a ShardedTensor: how many shards it has.
+    shards: int | None
+    #: The rank's boxes of the global tensor; "…" at the end where there are more.
+    blocks: tuple[str, ...]
+
+    def __str__(self) -> str:
+        held = " ".join(self.blocks) or "nothing"
+        if self.mesh is None:
+            return f"{self.shards} shards: {held}"
+        names = self.mesh.dim_names or [""] * len(self.mesh.shape)
+        sizes = "×".join(f"{name}={n}" if name else str(n) for name, n in zip(names, self.mesh.shape, strict=True))
+        held = held if self.place is not None else "nothing (outside the mesh)"
+        return f"{', '.join(self.placements)} on {printable(sizes)}: {held}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One leaf."""
+
+    #: As errors name it, and with its keys joined by dots.
+    path: str
+    name: str
+    #: tensor, DTensor, ShardedTensor, sparse_coo, …, jagged, a wrapper's class, array, object, or value.
+    kind: str
+    #: Of its items; of a value its type.
+    dtype: str
+    #: The global shape of a sharded leaf. None for what has no shape, and for jagged tensors, where it is data.
+    shape: tuple[int, ...] | None
+    #: Of its elements in the described process, whether or not they share memory.
+    nbytes: int
+    #: "parameter", "buffer" or nothing.
+    role: str = ""
+    requires_grad: bool = False
+    #: Where its memory is; nothing for a value, which travels in the description.
+    device: str = ""
+    #: What a value is.
+    value: str | None = None
+    #: Leaves with a number in common have a storage in common.
+    shares: tuple[int, ...] = ()
+    sharding: Sharding | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind not in _NOT_TENSORS
+
+    @property
+    def label(self) -> str:
+        """The name, or something to show where it is empty."""
+        return self.name or self.path or "<root>"
+
+    @property
+    def what(self) -> str:
+        """Kind and role in as few words as say it."""
+        return self.role if self.role and self.kind == "tensor" else f"{self.kind} {self.role}".rstrip()
+
+    def to_dict(self) -> dict[str, Any]:
+        sharding = None
+        if self.sharding is not None:
+            sharding = asdict(self.sharding) | {"mesh": self.sharding.mesh and self.sharding.mesh._asdict()}
+        return {field: getattr(self, field) for field in self.__dataclass_fields__} | {"sharding": sharding}
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Leaves whose names begin alike, as one."""
+
+    name: str
+    leaves: int
+    dtypes: tuple[str, ...]
+    nbytes: int
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Totals:
+    leaves: int
+    tensors: int
+    #: Of all leaves, and with memory that several of them show counted once: what a transfer moves.
+    bytes: int
+    bytes_once: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The rows of a state, in its order."""
+
+    rows: tuple[Row, ...]
+    totals: Totals
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Contents:
+        """``ValueError``, which names the leaf, for a description that no describer writes."""
+        marks = _marks(manifest)
+        names = trees.dotted(manifest.root)
+        rows = []
+        for leaf, (path, name) in enumerate(zip(manifest.paths, names, strict=True)):
+            try:
+                rows.append(_row(manifest, leaf, printable(path), printable(name), marks.get(leaf, ())))
+            except ValueError as error:
+                raise ValueError(f"leaf {printable(path)}: {error}") from error
+        return cls(tuple(rows), _totals(rows, int(lay_out(manifest).nbytes.sum())))
+
+    @classmethod
+    def apart(cls, rows: Iterable[Row]) -> Contents:
+        """Of leaves none of which share memory."""
+        kept = tuple(rows)
+        return cls(kept, _totals(kept, sum(row.nbytes for row in kept)))
+
+    def matching(self, glob: str) -> tuple[Row, ...]:
+        """The rows whose name a pattern fits."""
+        return tuple(row for row in self.rows if fnmatchcase(row.name, glob))
+
+
+def _totals(rows: Sequence[Row], once: int) -> Totals:
+    return Totals(len(rows), sum(row.is_tensor for row in rows), sum(row.nbytes for row in rows), once)
+
+
+def fold(rows: Iterable[Row], depth: int) -> list[Row | Folded]:
+    """Rows with names of more than ``depth`` steps between dots made one for each beginning that they have in common.
+
+    A single row of its beginning stays as it is: folding it would hide something and save nothing.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(".".join(row.name.split(".")[:depth]), []).append(row)
+    result: list[Row | Folded] = []
+    for name, group in groups.items():
+        if len(group) == 1:
+            result.append(group[0])
+            continue
+        dtypes = tuple(dict.fromkeys(row.dtype for row in group if row.is_tensor))
+        marks = tuple(sorted({mark for row in group for mark in row.shares}))
+        result.append(Folded(name, len(group), dtypes, sum(row.nbytes for row in group), marks))
+    return result
+
+
+def printable(text: str) -> str:
+    """The text with everything escaped that a terminal might obey, or that UTF-8 cannot write."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# ------------------------------------------------------------------------------------------------------------- sharing
+
+
+def _marks(manifest: Manifest) -> dict[int, tuple[int, ...]]:
+    """For each leaf that has a storage in common with another, the numbers of such storages."""
+    parts = manifest.parts
+    shown = np.flatnonzero(parts.numel > 0)
+    users = np.unique(np.stack([parts.storage[shown], manifest.leaves_of(shown)], axis=1), axis=0)
+    storages, counts = np.unique(users[:, 0], return_counts=True)
+    common = users[np.isin(users[:, 0], storages[counts > 1])]
+    # Numbered in the order in which leaves meet them.
+    numbers: dict[int, int] = {}
+    found: dict[int, list[int]] = {}
+    for storage, leaf in common[np.lexsort((common[:, 0], common[:, 1]))].tolist():
+        found.setdefault(leaf, []).append(numbers.setdefault(storage, len(numbers) + 1))
+    return {leaf: tuple(marks) for leaf, marks in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------- one leaf
+
+
+class _Seen(NamedTuple):
+    """What a spec says, whatever its parts hold."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    sharding: Sharding | None = None
+
+
+def _row(manifest: Manifest, leaf: int, path: str, name: str, shares: tuple[int, ...]) -> Row:
+    if manifest.kinds[leaf] == Leaf.VALUE:
+        kind, text = _value(manifest.detail(leaf))
+        return Row(path, name, "value", kind, None, 0, value=text)
+    first, end = manifest.first_parts[leaf : leaf + 2].tolist()
+    parts, storages, spec = manifest.parts, manifest.storages, manifest.detail(leaf)
+    seen = _look(manifest, spec, iter(range(first, end)))
+    flags = int(parts.flags[first]) if type(spec) is int else spec[1]
+    devices = dict.fromkeys(storages.devices[i] for i in storages.device[parts.storage[first:end]].tolist())
+    return Row(
+        path,
+        name,
+        printable(seen.kind),
+        printable(seen.dtype),
+        seen.shape,
+        nbytes=int((parts.numel[first:end] * parts.item[first:end]).sum()),
+        role="parameter" if flags & Flags.PARAMETER else "buffer" if flags & Flags.BUFFER else "",
+        requires_grad=bool(flags & Flags.REQUIRES_GRAD),
+        device=printable(", ".join(devices)),
+        shares=shares,
+        sharding=seen.sharding,
+    )
+
+
+def _value(detail: Any) -> tuple[str, str]:
+    """The type of a value, and what it is."""
+    try:
+        value = values.decode(detail)
+    except ValueError as error:
+        # A class that is not imported here, mostly: the value can be carried, but not shown.
+        return "?", printable(f"<{error}>")[:MAX_VALUE]
+    try:
+        text = repr(value)
+    except Exception:  # an int of more digits than Python prints
+        text = f"<{type(value).__name__}>"
+    text = text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 1] + "…"
+    return "None" if value is None else printable(type(value).__name__), printable(text)
+
+
+def _look(manifest: Manifest, spec: Any, parts: Iterator[int]) -> _Seen:
+    """What a spec describes; its parts are taken from ``parts``."""
+    if type(spec) is int:
+        part = next(parts)
+        return _Seen("tensor", values.dtype_name(manifest.dtype_of(part)), manifest.parts.shape(part))
+    codec, _, meta, children = spec
+    inner = [_look(manifest, child, parts) for child in children]
+    match codec, inner:
+        case "dtensor", [local]:
+            return _Seen(_of("DTensor", local), local.dtype, *_dtensor(manifest, meta))
+        case "sharded", _:
+            sharded = ShardedTensorCodec.read(meta)
+            held = _some(Block(*sharded.shards[i][:2]) for i in sharded.local)
+            kind = _of("ShardedTensor", *inner[:1])
+            return _Seen(kind, sharded.dtype, sharded.sizes, Sharding(None, (), None, len(sharded.shards), held))
+        case "coo", [_, items]:
+            return _Seen(_of("sparse_coo", items), items.dtype, msgspec.convert(meta, CooMeta).sizes)
+        case "compressed", [_, _, items]:
+            compressed = msgspec.convert(meta, CompressedMeta)
+            return _Seen(_of(compressed.layout.removeprefix("torch."), items), items.dtype, compressed.sizes)
+        case "jagged", [items, *_]:
+            return _Seen(_of("jagged", items), items.dtype, None)
+        case "wrapper", _:
+            wrapper = msgspec.convert(meta, WrapperMeta)
+            dtypes = dict.fromkeys(child.dtype for child in inner)
+            return _Seen(wrapper.cls.replace(":", ".").rpartition(".")[2], ", ".join(dtypes), wrapper.sizes)
+        case "array", _:
+            array = msgspec.convert(meta, ArrayMeta)
+            return _Seen("array", array.dtype if isinstance(array.dtype, str) else "structured", array.shape)
+        case "text", _:
+            return _Seen("value", str(meta), None)
+        case "object", _:
+            return _Seen("object", str(meta)[:MAX_VALUE], None)
+    raise ValueError("a leaf with other parts than its kind has")
+
+
+def _of(kind: str, *items: _Seen) -> str:
+    """A composite's kind, and what its items are unless they are a plain tensor."""
+    return f"{kind} of {items[0].kind}" if items and items[0].kind != "tensor" else kind
+
+
+def _dtensor(manifest: Manifest, meta: Any) -> tuple[tuple[int, ...], Sharding]:
+    layout, number = layout_of(meta, manifest.shared), msgspec.convert(meta, DTensorMeta).mesh
+    place = manifest.coordinates[number] if number < len(manifest.coordinates) else None
+    blocks = _some(() if place is None else (block for block, _ in blocks_of(layout.runs(place))))
+    return layout.shape, Sharding(layout.mesh, tuple(map(_placement, layout.placements)), place, None, blocks)
+
+
+def _placement(code: tuple[str | int, ...]) -> str:
+    match code:
+        case ("R",):
+            return "Replicate()"
+        case ("S", dim):
+            return f"Shard({dim})"
+        case ("X", dim, factor):
+            return f"_StridedShard({dim}, {factor})"
+    return f"Partial({code[1]})"
+
+
+def _some(blocks: Iterable[Block]) -> tuple[str, ...]:
+    first = [str(block) for block in itertools.islice(blocks, MAX_BLOCKS + 1)]
+    return tuple(first) if len(first) <= MAX_BLOCKS else (*first[:MAX_BLOCKS], "…")

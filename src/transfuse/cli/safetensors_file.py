@@ -1,0 +1,236 @@
+"""States in safetensors files, which hold tensors by name and nothing else.
+
+A tree of dicts is written with its keys joined by dots, as other readers expect; the keys themselves stand in the
+file's metadata, so that :func:`load` gives the same tree back. What the format cannot hold is refused by name, before
+anything is written: :func:`misfits`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from transfuse.cli.contents import Contents, Row, printable
+from transfuse.cli.errors import Failed
+from transfuse.limits import Limits
+from transfuse.plan.regions import lay_out
+from transfuse.state import trees
+from transfuse.state.leaves import values
+from transfuse.state.leaves.dense import Flags
+from transfuse.state.manifest import Leaf, Manifest
+from transfuse.state.region import crowds
+from transfuse.state.trees import Kind
+
+__all__ = ["DTYPES", "SafetensorError", "contents_of", "load", "misfits", "save"]
+
+#: What the format calls the dtypes that it has.
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+#: Where in the metadata the keys of the tree stand: a JSON list, for each tensor a list of keys, in the state's order.
+KEYS = "transfuse.keys"
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def contents_of(path: Path) -> tuple[Contents, dict[str, str]]:
+    """What a file holds and its metadata, from its header."""
+    # Not for torch, which would map all of it as if it were to be written.
+    with _opened(path, "numpy") as file:
+        metadata = dict(file.metadata() or {})
+    # The header once more, for the sizes: what has been opened has been checked.
+    with path.open("rb") as raw:
+        entries = json.loads(raw.read(int.from_bytes(raw.read(8), "little")))
+    entries.pop("__metadata__", None)
+    keys = _keys(metadata, set(entries))
+    rows = []
+    for name, trail in keys.items():
+        entry = msgspec.convert(entries[name], _Entry)
+        dtype = values.dtype_name(DTYPES[entry.dtype]) if entry.dtype in DTYPES else entry.dtype
+        low, high = entry.data_offsets
+        path_of = "".join(f"[{key!r}]" for key in trail)
+        rows.append(
+            Row(printable(path_of), printable(name), "tensor", printable(dtype), tuple(entry.shape), high - low)
+        )
+    return Contents.apart(rows), metadata
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The tree of tensors in a file, mapped from it."""
+    with _opened(path, "pt") as file:
+        keys = _keys(dict(file.metadata() or {}), set(file.keys()))
+        state: dict[str, Any] = {}
+        for name, trail in keys.items():
+            node = state
+            for key in trail[:-1]:
+                node = node.setdefault(key, {})
+            try:
+                node[trail[-1]] = file.get_tensor(name)
+            except SafetensorError as error:
+                raise Failed(
+                    f"{path}: {printable(name)} cannot be read as a tensor of torch: {error}; use a newer version of "
+                    "torch, or copy or save the file again"
+                ) from error
+    return state
+
+
+def _opened(path: Path, framework: str) -> Any:
+    try:
+        return safe_open(path, framework=framework)
+    except SafetensorError as error:
+        if "unknown variant" in str(error):
+            raise Failed(
+                f"{path} has a dtype that this version of safetensors does not know; install a newer one: {error}"
+            ) from error
+        raise Failed(f"{path} is damaged or incomplete: {error}; copy or save it again") from error
+    except RuntimeError as error:
+        raise Failed(f"{path} cannot be mapped into memory: {str(error).splitlines()[0]}") from error
+
+
+def _keys(metadata: dict[str, str], names: set[str]) -> dict[str, list[str]]:
+    """For each name the keys that lead to it: one, unless the metadata tells of more, and of just these names."""
+    plain = {name: [name] for name in sorted(names)}
+    try:
+        trails = msgspec.json.decode(metadata.get(KEYS, "[]"), type=list[list[str]])
+    except msgspec.DecodeError:
+        return plain
+    found = {".".join(trail): trail for trail in trails}
+    # Others may have changed the file and kept its metadata.
+    return found if found.keys() == names and not _ambiguous(trails) else plain
+
+
+def _ambiguous(trails: list[list[str]]) -> bool:
+    """Whether two are the same, or a tensor's place is also a dict's."""
+    leaves = Counter(map(tuple, trails))
+    inner = {tuple(trail[:i]) for trail in trails for i in range(len(trail))}
+    return any(count > 1 for count in leaves.values()) or bool(inner & leaves.keys()) or () in leaves
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def misfits(manifest: Manifest) -> list[str]:
+    """Why a state cannot be written as safetensors; empty if it can.
+
+    A DTensor counts as the tensor that it is a shard of. What is not kept, and not worth a refusal: whether a tensor is
+    a parameter or a buffer, its strides, and which class of dict it was in.
+    """
+    found = [*_of_tree(manifest.root)]
+    if found:
+        return found
+    paths, parts = manifest.paths, manifest.parts
+    for leaf, kind in enumerate(manifest.kinds):
+        if kind != Leaf.TENSOR and not _is_shard(manifest.detail(leaf)):
+            what = "value" if kind == Leaf.VALUE else manifest.detail(leaf)[0]
+            found.append(f"{printable(paths[leaf])} is a {what}, not a plain tensor")
+            continue
+        part = int(manifest.first_parts[leaf])
+        dtype = manifest.dtype_of(part)
+        if dtype not in _NAMES:
+            found.append(f"{printable(paths[leaf])} is {values.dtype_name(dtype)}, which the format does not have")
+        elif parts.flags[part] & (Flags.CONJUGATE | Flags.NEGATIVE):
+            found.append(f"{printable(paths[leaf])} is a conjugate or negative view; resolve it first")
+    names = Counter(".".join(trail) for trail in _trails(manifest.root, []))
+    found += [f"two tensors would both be called {printable(name)}" for name, count in names.items() if count > 1]
+    if not found:
+        found = [*_tied(manifest)]
+    return found
+
+
+def _is_shard(detail: Any) -> bool:
+    """Whether a leaf is a DTensor of plain tensors."""
+    return type(detail) is list and detail[:1] == ["dtensor"] and detail[3:] == [[0]]
+
+
+def _of_tree(root: trees.Node | None) -> Iterator[str]:
+    if root is None or root.kind not in (Kind.DICT, Kind.ORDERED_DICT):
+        yield "the state is no dict"
+        return
+    stack = [("the state", root)]
+    while stack:
+        path, node = stack.pop()
+        if not node.children and node is not root:
+            yield f"{printable(path)} is an empty dict"
+        for i, (key, child) in enumerate(zip(node.keys, node.children, strict=True)):
+            below = (path if path != "the state" else "") + node.label(i)
+            if not isinstance(key, str):
+                yield f"{printable(below)} has a key that is no str"
+            elif not _is_utf8(key):
+                yield f"{printable(below)} has a key that UTF-8 cannot write"
+            elif path == "the state" and child is None and key == "__metadata__":
+                yield "a tensor is called __metadata__, which is the format's own"
+            if child is not None and child.kind in (Kind.DICT, Kind.ORDERED_DICT):
+                stack.append((below, child))
+            elif child is not None:
+                yield f"{printable(below)} is a {child.kind.name.lower().replace('_', ' ')}, not a dict"
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _tied(manifest: Manifest) -> Iterator[str]:
+    """Tensors that show the same memory would come back as separate ones."""
+    parts, paths = manifest.parts, manifest.paths
+    if int((parts.numel * parts.item).sum()) == int(lay_out(manifest).nbytes.sum()):
+        return
+    shown = np.flatnonzero(parts.numel > 0)
+    for crowd in crowds(parts.storage[shown], parts.start[shown], parts.end[shown]):
+        one, other = (printable(paths[manifest.leaf_of(part)]) for part in shown[crowd[:2]].tolist())
+        yield f"{one} and {other} share memory"
+
+
+def save(state: Any, path: Path) -> None:
+    """Write a state that has no misfits. Tensors that are not contiguous are copied first."""
+    root, leaves = trees.flatten(state, max_depth=Limits().max_depth)
+    trails = list(_trails(root, []))
+    tensors = {".".join(trail): leaf.detach().contiguous() for trail, leaf in zip(trails, leaves, strict=True)}
+    save_file(tensors, path, metadata={"format": "pt", KEYS: json.dumps(trails, ensure_ascii=False)})
+
+
+def _trails(node: trees.Node | None, keys: list[str]) -> Iterator[list[str]]:
+    if node is None:
+        yield keys
+        return
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from _trails(child, [*keys, key])

@@ -1,0 +1,1 @@
+"""This process's bytes: allocated, packed, hashed, landed."""

@@ -1,0 +1,586 @@
+"""Needs: what a receiver needs of the sources' state, leaf by leaf, and where it lands.
+
+Every leaf is laid over its target: shards over shards, under its own name or another, as it is or converted. All that
+does not fit is listed in one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from transfuse.errors import TargetMismatch, UnsupportedLeaf
+from transfuse.limits import Limits
+from transfuse.memory.landing import allocate
+from transfuse.plan.cohorts import Cohort
+from transfuse.plan.holdings import Spread
+from transfuse.plan.linking import Link, Linked, link
+from transfuse.plan.match import FREED, UNWRITABLE, Prepared, nothing_matches, unpaired
+from transfuse.plan.spots import Global, Need, Spot, find_collision, has_memory
+from transfuse.rules import MapPath
+from transfuse.state import columns, trees
+from transfuse.state.leaves import dense, values
+from transfuse.state.leaves.codec import CannotCarry, Coordinate, Room, Shared, tensor_type
+from transfuse.state.leaves.dense import Signs
+from transfuse.state.leaves.distributed import DTensorCodec, layout_in, partial_remedy
+from transfuse.state.leaves.layout import Block, Layout, blocks_of, intersect
+from transfuse.state.leaves.registry import Kinds
+from transfuse.state.manifest import Leaf
+from transfuse.state.mappings import Mappings
+from transfuse.state.tensors import Bools
+
+__all__ = ["Catalogue", "Late", "Memory", "Needs"]
+
+
+class Memory(NamedTuple):
+    """Fresh memory, which a later receive of the same state may go on with."""
+
+    parts: Bools
+    arena: Any
+    locals: dict[int, torch.Tensor]
+
+    def fits(self, parts: Bools, sizes: Mapping[int, tuple[int, ...]]) -> bool:
+        mine = {leaf: tuple(tensor.shape) for leaf, tensor in self.locals.items()}
+        return bool(np.array_equal(self.parts, parts)) and mine == dict(sizes)
+
+
+class Catalogue:
+    """All leaves that the sources have, by their dotted paths."""
+
+    def __init__(self, cohorts: Sequence[Cohort]) -> None:
+        self.cohorts = cohorts
+        found: dict[str, tuple[int, int]] = {}
+        self.names: list[str] = []
+        self.rows: list[tuple[int, int]] = []
+        for number, cohort in enumerate(cohorts):
+            for leaf, path in enumerate(trees.dotted(cohort.manifest.root)):
+                if number and path in found:
+                    continue  # The other cohorts' is the same.
+                found[path] = number, leaf
+                self.names.append(path)
+                self.rows.append((number, leaf))
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """The global shape of each leaf that is a tensor."""
+        return [self.cohorts[number].shape(leaf) for number, leaf in self.rows]
+
+    def dtype(self, leaf: int) -> torch.dtype:
+        number, own = self.rows[leaf]
+        return self.cohorts[number].dtype(own, 0)
+
+    def value(self, leaf: int) -> Any:
+        """Of a leaf that is no tensor. ``ValueError`` for bytes that travel as data."""
+        number, own = self.rows[leaf]
+        if not self.cohorts[number].is_value(own):
+            raise ValueError(f"{self.names[leaf]} is no plain value")
+        return values.decode(self.cohorts[number].manifest.detail(own))
+
+
+Late = Callable[[Catalogue], tuple[object, list[Link]]]
+
+
+class Needs:
+    """What is needed here, leaf by leaf."""
+
+    def __init__(
+        self,
+        cohorts: Sequence[Cohort],
+        prepared: Prepared,
+        room: Room,
+        kinds: Kinds,
+        *,
+        cast: bool,
+        atomic: bool,
+        device: torch.device,
+        limits: Limits,
+        kept: Any,
+    ) -> None:
+        self.cohorts = cohorts
+        self.manifest = cohorts[0].manifest
+        self.prepared = prepared
+        self.room = room
+        self.kinds = kinds
+        self.needs: list[Need] = []
+        self.spots: list[Spot] = []
+        self.problems: list[str] = []
+        #: The result: its tree, and for each of its leaves a leaf of the first cohort, or ~ a target's.
+        self.root: trees.Node | None = None
+        self.origin: list[int] = []
+        #: For leaves of the first cohort: their target, and the fresh tensors of those (or of blobs) that have none.
+        self.partner: dict[int, int] = {}
+        self.fresh: dict[int, list[Spot]] = {}
+        #: For targets: a leaf, in the cohort of this number, whose value replaces it.
+        self.replaced: dict[int, tuple[int, int]] = {}
+        self._cast, self._atomic = cast, atomic
+        self._device, self._limits, self._kept = device, limits, kept
+        self._shared = Shared()
+        #: For each layout, the blocks of it that are here.
+        self._blocks: dict[int, list[tuple[Block, tuple[int, ...]]]] = {}
+        self._known: dict[tuple[Any, ...], Need] = {}
+        #: With ``atomic``, the copy of each target that is written first.
+        self._aside: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._matched = 0
+        self.memory: Memory | None = None
+
+    # -- which leaf goes where
+
+    def all_fresh(self) -> None:
+        manifest = self.manifest
+        self.root, self.origin = manifest.root, list(range(len(manifest)))
+        self._make_fresh(range(len(manifest)))
+
+    def merged(self, strict: bool) -> None:
+        """Leaves go where they are in the target's tree; what only the source has arrives fresh."""
+        found = trees.merge(self.manifest.root, self.prepared.root)
+        self.problems += found.conflicts
+        alone = []
+        for leaf, partner in enumerate(found.partner):
+            if partner < 0:
+                alone.append(leaf)
+            else:
+                self.partner[leaf] = partner
+                self._pair(0, leaf, partner)
+        paired = set(found.partner)
+        only_there: list[str] = []
+        for number, cohort in enumerate(self.cohorts[1:], 1):
+            # What the first cohort has not.
+            other = trees.merge(cohort.manifest.root, self.prepared.root)
+            for leaf, partner in enumerate(other.partner):
+                if partner < 0:
+                    only_there.append(cohort.names[leaf])
+                elif partner not in paired:
+                    paired.add(partner)
+                    self._pair(number, leaf, partner)
+        self.root, self.origin = found.root, found.origin
+        if strict:
+            self.problems += self._unpaired(found, paired, only_there)
+        self._raise()
+        blobs = [leaf for leaf in self.partner if leaf in self.fresh]
+        self._make_fresh([*alone, *blobs])
+
+    def _unpaired(self, found: trees.Merged, paired: set[int], only_there: list[str]) -> list[str]:
+        """Leaves that only one side has, whichever cohort completes the first."""
+        lines = unpaired(self.manifest, found, self.prepared)
+        if len(self.cohorts) == 1:
+            return lines
+        paths = trees.paths(self.prepared.root)
+        completed = {f"{paths[partner]}: only in the target" for partner in paired if partner >= 0}
+        lines += [f"{path}: missing in the target" for path in only_there]
+        return [line for line in dict.fromkeys(lines) if line not in completed]
+
+    def linked(self, map_path: MapPath | None, strict: bool, links: Sequence[Link] | None = None) -> None:
+        """Leaves go where rules say. The result is the target's tree; what else the sources have stays with them."""
+        targets, sources = self.prepared, Catalogue(self.cohorts)
+        if links is not None:
+            linked = Linked(list(links), [], [], [])
+        else:
+            mine = [_global_shape(leaf) for leaf in targets.leaves]
+            linked = link(map_path, sources.names, sources.shapes, trees.dotted(targets.root), mine)
+        self.problems += linked.problems
+        if not linked.problems:
+            for one in linked.links:
+                self._pair(*sources.rows[one.source], one.target, one)
+        if strict:
+            names, paths = sources.names, trees.paths(targets.root)
+            self.problems += [f"{names[source]}: missing in the target" for source in linked.unused[:100]]
+            self.problems += [f"{paths[target]}: only in the target" for target in linked.untouched[:100]]
+        self._raise(may_be_none=links is not None)
+        self._make_fresh(list(self.fresh))
+        self.root, self.origin = targets.root, [~i for i in range(len(targets.leaves))]
+
+    def _raise(self, *, may_be_none: bool = False) -> None:
+        self._check_writable()
+        if self.problems:
+            raise TargetMismatch(self.problems)
+        if not self._matched and not may_be_none:
+            nothing_matches(self.manifest, self.prepared, self.kinds)
+
+    def _check_writable(self) -> None:
+        """Refuse targets whose memory is mapped read-only, or not at all: to write there would end the process."""
+        spots = [spot for spot in self.spots if not spot.fresh]
+        found = columns.read_any([spot.own for spot in spots]).faults(np.arange(len(spots)), Mappings(), write=True)
+        for target, why in {spots[i].target: why for i, why in found.items()}.items():
+            self._problem(target, UNWRITABLE.format(why))
+
+    # -- one leaf and its target
+
+    def _pair(self, number: int, leaf: int, partner: int, link: Link | None = None) -> None:
+        target = self.prepared.leaves[partner]
+        cohort = self.cohorts[number]
+        if isinstance(target, AsyncCollectiveTensor):
+            target = target.wait()
+        if cohort.is_value(leaf):
+            if isinstance(target, torch.Tensor):
+                kind = type(values.decode(cohort.manifest.detail(leaf))).__name__
+                self._problem(partner, f"kind: source is a value of type {kind}, target is a tensor")
+            self.replaced[partner] = number, leaf
+            return
+        detail = cohort.manifest.detail(leaf)
+        if cohort.manifest.kinds[leaf] == Leaf.COMPOSITE and self.kinds.is_blob(detail):
+            if isinstance(target, torch.Tensor):
+                self._problem(partner, f"kind: source is a {detail[0]}, target is a tensor")
+            elif number:
+                self._problem(partner, f"kind: a {detail[0]} comes only from the sources that describe the state")
+            else:
+                self.fresh[leaf] = []
+                self.replaced[partner] = number, leaf
+            return
+        self._matched += 1
+        try:
+            found = self._open(cohort, leaf, target)
+        except CannotCarry as reason:
+            self._problem(partner, f"the target cannot be filled: {reason}")
+            return
+        if found is None:
+            self._pair_composite(number, leaf, partner, target, link)
+            return
+        shape, tensors, mine = found
+        holding = cohort.holdings.of(leaf, 0)
+        if link is None:
+            if holding.shape != shape:
+                self._problem(partner, f"global shape: source {holding.shape}, target {shape}")
+                return
+            link = Link(leaf, partner, (0,) * len(shape), (0,) * len(shape), shape)
+        theirs = holding.layout if isinstance(holding, Spread) else None
+        place = self._partial_place(cohort, leaf, partner, theirs, mine)
+        self._land(number, leaf, 0, partner, link, tensors, place)
+
+    def _partial_place(
+        self, cohort: Cohort, leaf: int, partner: int, theirs: Layout | None, mine: tuple[Layout, Coordinate] | None
+    ) -> Coordinate:
+        """For a Partial DTensor, which place in the mesh has the right values."""
+        if not (theirs is not None and theirs.partial) and not (mine is not None and mine[0].partial):
+            return None
+        if theirs is None or mine is None:
+            side = "source" if theirs is not None else "target"
+            self._problem(
+                partner, f"sharding: the {side} is a Partial DTensor, which has no value of its own; redistribute() it"
+            )
+            return None
+        if (theirs.placements, theirs.mesh.shape) != (mine[0].placements, mine[0].mesh.shape):
+            self._problem(partner, partial_remedy(theirs, mine[0]))
+            return None
+        return mine[1]
+
+    def _pair_composite(self, number: int, leaf: int, partner: int, target: Any, link: Link | None) -> None:
+        """Leaves of several tensors, or of kinds that have no shards: all of each, as it is."""
+        cohort = self.cohorts[number]
+        if number or link is not None:
+            whole = link is None or not any((*link.source_start, *link.target_start))
+            if not whole:
+                self._problem(partner, f"kind: a {type(target).__name__} is neither split nor concatenated")
+                return
+        spec = cohort.manifest.detail(leaf)
+        try:
+            found, why = self.kinds.fit(spec, target, self.room, self._shared)
+        except CannotCarry as reason:
+            found, why = [], [f"the target cannot be filled: {reason}"]
+        for line in why:
+            self._problem(partner, line)
+        for tensor, destination in enumerate(found):
+            if destination is None:
+                continue
+            shape = cohort.holdings.of(leaf, tensor).shape
+            if shape != tuple(destination.shape):
+                self._problem(partner, f"shape: source {shape}, target {tuple(destination.shape)}")
+                continue
+            whole_block = Block((0,) * len(shape), shape)
+            one = Link(leaf, partner, whole_block.start, whole_block.start, shape)
+            self._land(number, leaf, tensor, partner, one, [(destination, [(whole_block, whole_block.start)])], None)
+
+    def _open(
+        self, cohort: Cohort, leaf: int, target: Any
+    ) -> tuple[tuple[int, ...], list[tuple[torch.Tensor, list[tuple[Block, tuple[int, ...]]]]], Any] | None:
+        """A target's global shape, its tensors with the blocks that they hold, and its layout; None for a composite."""
+        spec = cohort.manifest.detail(leaf)
+        plain = type(spec) is int
+        sharded = not plain and spec[0] in ("dtensor", "sharded")
+        if sharded and any(child != 0 for child in spec[3]):
+            raise CannotCarry(f"a {spec[0]} of other than plain tensors comes only from its own shard")
+        dense.check_initialized(target)
+        if dense.is_plain(target):
+            dense.check(target)
+            if not plain and not sharded:
+                return None
+            shape = tuple(target.shape)
+            start = (0,) * len(shape)
+            return shape, [(target, [(Block(start, shape), start)])], None
+        if isinstance(target, DTensor):
+            if not plain and not sharded:
+                return None
+            local = target._local_tensor
+            if isinstance(local, AsyncCollectiveTensor):
+                local = local.wait()
+            if not dense.is_plain(local):
+                raise CannotCarry(f"a DTensor of {tensor_type(local)}, which gets only its own shard")
+            dense.check(local)
+            DTensorCodec().open(target, self._shared)  # Refuses what is not its shard.
+            layout, mesh = layout_in(target, self._shared)
+            place = self._shared.coordinates[mesh]
+            blocks = self._blocks.get(id(layout))
+            if blocks is None:
+                blocks = self._blocks[id(layout)] = [] if place is None else list(blocks_of(layout.runs(place)))
+            return tuple(target.shape), [(local, blocks)], (layout, place)
+        if isinstance(target, ShardedTensor):
+            if not plain and not sharded:
+                return None
+            shards = [
+                (
+                    shard.tensor,
+                    [
+                        (
+                            Block(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)),
+                            (0,) * shard.tensor.ndim,
+                        )
+                    ],
+                )
+                for shard in target.local_shards()
+            ]
+            return tuple(target.metadata().size), shards, None
+        if plain or sharded:
+            kind = tensor_type(target) if isinstance(target, torch.Tensor) else f"value of type {type(target).__name__}"
+            raise CannotCarry(f"it is a {kind}, and the source's a tensor; put a tensor in its place")
+        return None
+
+    def _land(
+        self,
+        number: int,
+        leaf: int,
+        tensor: int,
+        partner: int,
+        link: Link,
+        tensors: Sequence[tuple[torch.Tensor, Sequence[tuple[Block, tuple[int, ...]]]]],
+        place: Coordinate,
+    ) -> None:
+        """Note what is needed for the tensors of one target."""
+        cohort = self.cohorts[number]
+        theirs = cohort.dtype(leaf, tensor)
+        window = Block(link.target_start, link.sizes)
+        for mine, blocks in tensors:
+            wire, why = self._wire(theirs, mine.dtype)
+            if why:
+                self._problem(partner, why)
+                return
+            if mine.numel() and not has_memory(mine):
+                self._problem(partner, FREED)
+                return
+            spot = self._spot(mine, partner, number, leaf, tensor, wire)
+            for block, at in blocks:
+                part = intersect(block, window) if block.numel else None
+                if part is None:
+                    continue
+                shift = tuple(map(int.__sub__, link.source_start, link.target_start))
+                local = tuple(a + p - b for a, p, b in zip(at, part.start, block.start, strict=True))
+                source = Block(tuple(map(int.__add__, part.start, shift)), part.sizes)
+                travels = None if wire is None or wire == theirs else wire
+                self._need(
+                    self._tensor(number, leaf, tensor), source, travels, (wire or theirs).itemsize, place, spot, local
+                )
+
+    def _wire(self, theirs: torch.dtype, mine: torch.dtype) -> tuple[torch.dtype | None, str]:
+        """As what items travel, if source and target have different types, or why they do not fit."""
+        if theirs == mine:
+            return None, ""
+        if not self._cast:
+            hint = "; cast=True converts" if theirs.is_floating_point and mine.is_floating_point else ""
+            return None, f"dtype: source {theirs}, target {mine}{hint}"
+        if not (theirs.is_floating_point and mine.is_floating_point):
+            return None, f"dtype: source {theirs}, target {mine}; only floating types are converted"
+        if not dense.converts(theirs, mine):
+            return None, f"dtype: source {theirs}, target {mine}; torch does not convert these"
+        # Where fewer bytes travel.
+        return (mine if mine.itemsize < theirs.itemsize else theirs), ""
+
+    def _spot(
+        self, mine: torch.Tensor, partner: int, number: int, leaf: int, tensor: int, wire: torch.dtype | None
+    ) -> Spot:
+        manifest = self.cohorts[number].manifest
+        first, end = manifest.first_parts[leaf : leaf + 2].tolist()
+        flags = int(manifest.parts.flags[first + tensor]) if first + tensor < end else 0
+        differ = dense.flags_of(mine) ^ flags
+        conjugate, negative = bool(differ & dense.Flags.CONJUGATE), bool(differ & dense.Flags.NEGATIVE)
+        signs = Signs(mine.dtype, conjugate, negative) if conjugate or negative else None
+        if wire is not None and (signs is not None or flags & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)):
+            self._problem(partner, "dtype: a tensor with its sign elsewhere is not converted; resolve_neg() it first")
+        converted = wire if wire is not None and wire != mine.dtype else None
+        final = None
+        if self._atomic:
+            # One for each memory, of the same raw items: bits that say where the sign is stay with the target.
+            key = (mine.untyped_storage().data_ptr(), mine.storage_offset(), mine.dtype, mine.shape, mine.stride())
+            if key not in self._aside:
+                self._aside[key] = torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
+            mine, final = self._aside[key], mine
+        spot = Spot(mine, partner, signs, converted, final)
+        self.spots.append(spot)
+        return spot
+
+    def _tensor(self, number: int, leaf: int, tensor: int) -> Global:
+        """The tensor, or the first one of which it is an alias (tied weights), wherever it is there."""
+        mine = self.cohorts[number]
+        if len(self.cohorts) == 1:
+            return Global(((0, mine.aliases.get(leaf, leaf)),), tensor)
+        rows = [(i, own) for i, c in enumerate(self.cohorts) if (own := c.numbers.get(mine.names[leaf])) is not None]
+        first = self._first_name(rows, mine.names[leaf])
+        tied = [(i, self.cohorts[i].numbers.get(first)) for i, _ in rows]
+        alike = all(
+            own is not None and _may_be_tied(self.cohorts[i], there, own)
+            for (i, there), (_, own) in zip(rows, tied, strict=True)
+        )
+        return Global(tuple((i, own) for i, own in tied if own is not None) if alike else tuple(rows), tensor)
+
+    def _first_name(self, rows: Sequence[tuple[int, int]], name: str) -> str:
+        """The path of the leaf that a leaf is tied to, or its own, as those say who hold some of it."""
+        for number, leaf in rows:
+            cohort = self.cohorts[number]
+            if not cohort.holds_none(leaf):
+                return cohort.names[cohort.aliases.get(leaf, leaf)]
+        return name
+
+    def _need(
+        self,
+        tensor: Global,
+        block: Block,
+        wire: torch.dtype | None,
+        item: int,
+        place: Coordinate,
+        spot: Spot,
+        at: tuple[int, ...],
+    ) -> None:
+        key = (tensor, block, wire, place)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = Need(tensor, block, wire, item, place, [])
+            self.needs.append(known)
+        for other, there in known.spots:
+            if other.is_same(spot) and there == at:
+                return  # Tied here too.
+        known.spots.append((spot, at))
+
+    def _problem(self, partner: int, text: str) -> None:
+        self.problems.append(f"{trees.paths(self.prepared.root)[partner]}: {text}")
+
+    # -- leaves that have no target
+
+    def _make_fresh(self, leaves: Sequence[int]) -> None:
+        manifest = self.manifest
+        wanted = np.zeros(len(manifest.parts), dtype=bool)
+        spread = []
+        for leaf in leaves:
+            if manifest.kinds[leaf] == Leaf.VALUE:
+                values.decode(manifest.detail(leaf))
+                continue
+            spec = manifest.detail(leaf)
+            name = "" if type(spec) is int else spec[0]
+            if name == "sharded":
+                raise UnsupportedLeaf(manifest.paths[leaf], "a ShardedTensor is put together only in place")
+            if name == "dtensor" and all(child == 0 for child in spec[3]):
+                spread.append(leaf)
+                continue
+            try:
+                self.kinds.promise(spec, self.room)
+            except CannotCarry as reason:
+                raise UnsupportedLeaf(manifest.paths[leaf], str(reason)) from reason
+            wanted[manifest.first_parts[leaf] : manifest.first_parts[leaf + 1]] = True
+        locals_ = {leaf: self._layout_here(leaf) for leaf in spread}
+        memory = self._kept if isinstance(self._kept, Memory) else None
+        if memory is None or not memory.fits(wanted, {leaf: size for leaf, (_, _, size) in locals_.items()}):
+            extra = sum(
+                int(np.prod(size)) * manifest.dtype_of(int(manifest.first_parts[leaf])).itemsize
+                for leaf, (_, _, size) in locals_.items()
+            )
+            arena = allocate(manifest, wanted, self._device, self._limits, extra)
+            memory = Memory(wanted, arena, {leaf: self._empty(leaf, size) for leaf, (_, _, size) in locals_.items()})
+        self.memory = memory
+        for leaf in leaves:
+            if manifest.kinds[leaf] == Leaf.VALUE:
+                continue
+            self.fresh[leaf] = []
+            if leaf in locals_:
+                layout, place, _ = locals_[leaf]
+                blocks = [] if place is None else list(blocks_of(layout.runs(place)))
+                first = self._tensor(0, leaf, 0).leaves[0][1]  # Tied here as there.
+                local = memory.locals.get(first, memory.locals[leaf])
+                self._fill(leaf, 0, local, blocks, place if layout.partial else None)
+                continue
+            for tensor, part in enumerate(range(*manifest.first_parts[leaf : leaf + 2].tolist())):
+                shape = manifest.parts.shape(part)
+                offset = int(manifest.parts.offset[part]) if manifest.parts.numel[part] else 0
+                storage = memory.arena.storage(int(manifest.parts.storage[part]))
+                strides = manifest.parts.stride(part)
+                built = dense.over(storage, manifest.dtype_of(part), offset, shape, strides)
+                # Of what is repeated one is enough.
+                sizes = tuple(min(n, 1) if s == 0 else n for n, s in zip(shape, strides, strict=True))
+                whole = Block((0,) * len(shape), sizes)
+                self._fill(leaf, tensor, built, [(whole, whole.start)] if whole.numel else [], None)
+
+    def _layout_here(self, leaf: int) -> tuple[Layout, Coordinate, tuple[int, ...]]:
+        try:
+            layout, place = DTensorCodec().layout_here(self.manifest.detail(leaf)[2], self.room)
+        except CannotCarry as reason:
+            raise UnsupportedLeaf(self.manifest.paths[leaf], str(reason)) from reason
+        return layout, place, (0,) if place is None else layout.local_shape(place)
+
+    def _empty(self, leaf: int, size: tuple[int, ...]) -> torch.Tensor:
+        part = int(self.manifest.first_parts[leaf])
+        storages = self.manifest.storages
+        home = torch.device(storages.devices[int(storages.device[int(self.manifest.parts.storage[part])])])
+        device = self._device if home.type == self._device.type else torch.device("cpu")
+        return torch.empty(size, dtype=self.manifest.dtype_of(part), device=device)
+
+    def _fill(
+        self,
+        leaf: int,
+        tensor: int,
+        fresh: torch.Tensor,
+        blocks: Sequence[tuple[Block, tuple[int, ...]]],
+        place: Coordinate,
+    ) -> None:
+        spot = Spot(fresh, ~leaf)
+        self.spots.append(spot)
+        self.fresh[leaf].append(spot)
+        for block, at in blocks:
+            if block.numel:
+                self._need(self._tensor(0, leaf, tensor), block, None, fresh.element_size(), place, spot, at)
+
+    # -- targets that share memory
+
+    def check_collisions(self) -> None:
+        """Refuse targets of which one element would get two different source elements."""
+        found = find_collision(self.needs)
+        if found is not None:
+            # What nobody here holds is no mismatch: whoever holds it may say that it is tied.
+            found = find_collision([need for need in self.needs if not self._is_held_by_none(need.tensor)])
+        if found is None:
+            return
+        paths = trees.paths(self.prepared.root)
+        if found.other is None:
+            strides = self.prepared.leaves[found.one].stride()
+            text = f"elements of the target share memory (strides {strides}); give it memory of its own"
+        else:
+            other = paths[found.other]
+            text = f"shares memory with {other}, but gets different elements; untie the targets, or tie the source"
+        raise TargetMismatch([f"{paths[found.one]}: {text}"])
+
+    def _is_held_by_none(self, tensor: Global) -> bool:
+        return all(self.cohorts[number].holds_none(leaf) for number, leaf in tensor.leaves)
+
+
+def _may_be_tied(cohort: Cohort, leaf: int, first: int) -> bool:
+    """Whether a cohort's leaf is the same memory as another, or none of its sources holds anything of the two."""
+    if cohort.aliases.get(leaf, leaf) == first:
+        return True
+    return cohort.holds_none(leaf) and cohort.holds_none(first)
+
+
+def _global_shape(leaf: Any) -> tuple[int, ...] | None:
+    if isinstance(leaf, ShardedTensor):
+        return tuple(leaf.metadata().size)
+    return tuple(leaf.shape) if isinstance(leaf, DTensor) or dense.is_plain(leaf) else None

@@ -1,0 +1,307 @@
+"""Places: the memory that boxes are read from and written to, and how parcels are packed from it and unpacked into it.
+
+A place is a view of memory whose row-major order is its box's linear order. A source has one place for each box; a
+receiver has one or more (tied weights that are not tied in its target).
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+
+from transfuse.errors import StateError
+from transfuse.memory import vm
+from transfuse.memory.digest import digest_of, wide_digest_of
+from transfuse.plan.parcels import Parcels, Piece
+from transfuse.plan.regions import Boxes
+from transfuse.state.leaves import dense
+from transfuse.state.manifest import Ints
+from transfuse.state.mappings import Mappings
+from transfuse.state.region import Box, Form, blocks
+from transfuse.state.tensors import Bools
+
+__all__ = [
+    "Land",
+    "Place",
+    "Places",
+    "Staging",
+    "as_bytes",
+    "check_reach",
+    "digests_of",
+    "pack",
+    "place_in_storage",
+    "place_in_tensor",
+    "place_of_box",
+    "ranges",
+    "unpack",
+    "wide_digests_of",
+]
+
+T = TypeVar("T")
+
+#: Parcels that a thread hashes before it looks for more.
+HASHED_TOGETHER = 16
+
+
+@dataclass(frozen=True)
+class Place:
+    """``view`` has ``lead`` dimensions over which the box is repeated, then the box's own."""
+
+    view: torch.Tensor
+    lead: int = 0
+    signs: dense.Signs | None = None
+    #: As what its items travel, if that is another type than they have here.
+    wire: torch.dtype | None = None
+
+    @property
+    def item(self) -> int:
+        """Bytes of one item on the wire."""
+        return self.view.element_size() if self.wire is None else self.wire.itemsize
+
+
+class Places(Protocol):
+    """Where boxes are."""
+
+    @property
+    def addresses(self) -> Ints:
+        """For each box, the address of its first byte if its only place is one run of main memory; otherwise 0."""
+
+    def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
+        """Bytes ``[low, high)`` of a box as they lie in memory, if the box has one place and that is one run."""
+
+    def places(self, box: int) -> Sequence[Place]:
+        """All places of a box, whatever their layout."""
+
+    def paths_of(self, boxes: Sequence[int]) -> list[str]:
+        """Paths of the leaves that these boxes hold."""
+
+
+class Land(Places, Protocol):
+    """Where parcels land."""
+
+    def touch(self, boxes: Sequence[int] | Ints) -> None: ...
+
+    @property
+    def convert(self) -> Bools:
+        """Which boxes are converted as they land: what lies there is not what has arrived."""
+
+
+def place_in_storage(storage: torch.UntypedStorage, window: int, box: Box) -> Place:
+    """The place of a box in a storage whose window begins at byte ``window``."""
+    offset = (window + box.start) // box.item
+    return Place(dense.over(storage, dense.ITEM_TYPES[box.item], offset, box.sizes, box.strides))
+
+
+def place_of_box(storage: torch.UntypedStorage, window: int, boxes: Boxes, box: int) -> Place:
+    """The same for one of many boxes, which may be converted on its way."""
+    cast = boxes.casts.get(box)
+    if cast is None:
+        return place_in_storage(storage, window, boxes.box(box))
+    offset = (window + cast.box.start) // cast.box.item
+    return Place(dense.over(storage, cast.memory, offset, cast.box.sizes, cast.box.strides), wire=cast.wire)
+
+
+def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> Place:
+    """The place in ``target`` of a box that was taken from a tensor of this form: other strides, same order."""
+    order = (*form.repeated, *form.order)
+    view = dense.over(
+        target.untyped_storage(),
+        dense.ITEM_TYPES[target.element_size()],
+        dense.offset_of(target),
+        # A target that repeats its own elements too has one place for all of them.
+        [1 if d in form.repeated and target.stride(d) == 0 else target.size(d) for d in order],
+        [target.stride(d) for d in order],
+    )
+    differ = dense.flags_of(target) ^ source_flags
+    conjugate, negative = bool(differ & dense.Flags.CONJUGATE), bool(differ & dense.Flags.NEGATIVE)
+    signs = dense.Signs(target.dtype, conjugate, negative) if conjugate or negative else None
+    return Place(view, len(form.repeated), signs)
+
+
+def as_bytes(places: Places, parcels: Parcels, parcel: int, device: torch.device) -> torch.Tensor | None:
+    """A parcel's bytes where they lie, if they are one run of memory on ``device``: no staging needed."""
+    if int(parcels.count[parcel]) != 1:
+        return None
+    (piece,) = parcels.pieces(parcel)
+    run = places.run(piece.box, piece.low, piece.high)
+    return run if run is not None and run.device == device else None
+
+
+def ranges(places: Places, parcels: Parcels, parcel: int) -> tuple[vm.Ranges, Ints] | None:
+    """Where the bytes of a parcel lie in main memory, and at which of its bytes each range begins; or None."""
+    boxes, positions = parcels.columns(parcel)
+    addresses = places.addresses[boxes]
+    if not addresses.all():
+        return None
+    if len(addresses) == 1:
+        return vm.ranges(addresses + parcels.low[parcel], parcels.nbytes[parcel : parcel + 1]), positions
+    return vm.ranges(addresses, parcels.boxes.nbytes[boxes]), positions
+
+
+def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> torch.Tensor:
+    """Copy a parcel's bytes from their places into ``buffer``; returns the filled part of it."""
+    filled = buffer[: int(parcels.nbytes[parcel])]
+    memory = ranges(places, parcels, parcel) if filled.is_cpu else None
+    if memory is not None:
+        theirs, positions = memory
+        if theirs[:, 1].sum() < filled.numel():
+            filled.zero_()
+        if _gather(theirs, vm.ranges(positions + filled.data_ptr(), theirs[:, 1]), places, parcels, parcel):
+            return filled
+    used = 0
+    runs, slots = [], []
+    for piece in parcels.pieces(parcel):
+        if piece.position > used:
+            buffer[used : piece.position].zero_()
+        used = piece.position + piece.high - piece.low
+        run = places.run(piece.box, piece.low, piece.high)
+        if run is None:
+            _copy(places.places(piece.box)[0], piece, buffer, out=True)
+        else:
+            runs.append(run)
+            slots.append(buffer[piece.position : used])
+    if runs:
+        torch._foreach_copy_(slots, runs)
+    return filled
+
+
+def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> None:
+    """Copy a parcel's bytes from ``buffer`` to all their places."""
+    memory = ranges(places, parcels, parcel) if buffer.is_cpu else None
+    if memory is not None:
+        mine, positions = memory
+        if _gather(vm.ranges(positions + buffer.data_ptr(), mine[:, 1]), mine, places, parcels, parcel, write=True):
+            return
+    runs, slots = [], []
+    for piece in parcels.pieces(parcel):
+        run = places.run(piece.box, piece.low, piece.high)
+        if run is None:
+            for place in places.places(piece.box):
+                _copy(place, piece, buffer, out=False)
+        else:
+            runs.append(run)
+            slots.append(buffer[piece.position : piece.position + piece.high - piece.low])
+    if runs:
+        torch._foreach_copy_(runs, slots)
+
+
+def digests_of(parcels: Parcels, places: Places, numbers: Sequence[int]) -> list[int]:
+    """Digests of parcels as they lie in memory."""
+    return _hash(parcels, places, numbers, digest_of)
+
+
+def wide_digests_of(parcels: Parcels, places: Places, numbers: Sequence[int]) -> list[bytes]:
+    """The same in 128 bits."""
+    return _hash(parcels, places, numbers, wide_digest_of)
+
+
+def _hash(parcels: Parcels, places: Places, numbers: Sequence[int], digest: Callable[[torch.Tensor], T]) -> list[T]:
+    """Hash in all threads."""
+    cpu = torch.device("cpu")
+    result: list[T | None] = [None] * len(numbers)
+    errors: list[BaseException] = []
+    supply = iter(range(0, len(numbers), HASHED_TOGETHER))
+
+    def work() -> None:
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                while not errors and (first := next(supply, None)) is not None:
+                    for i in range(first, min(first + HASHED_TOGETHER, len(numbers))):
+                        number = numbers[i]
+                        data = as_bytes(places, parcels, number, cpu)
+                        if data is None:
+                            buffer = torch.empty(int(parcels.nbytes[number]), dtype=torch.uint8)
+                            data = pack(places, parcels, number, buffer)
+                        result[i] = digest(data)
+        except BaseException as error:
+            errors.append(error)
+
+    helpers = min(vm.threads(), len(numbers) // (2 * HASHED_TOGETHER)) - 1
+    vm.run_in([threading.Thread(target=work, name="transfuse-hash", daemon=True) for _ in range(helpers)], work)
+    if errors:
+        raise errors[0]
+    return cast("list[T]", result)
+
+
+def check_reach(places: Places, boxes: Ints, memory: vm.Ranges, *, write: bool) -> None:
+    """Raise if the memory of one of these boxes cannot be read (with ``write``, written) any more.
+
+    All of it could be when the transfer began.
+    """
+    start, nbytes = memory.astype(np.int64).T
+    found = Mappings().faults(start, start + nbytes, write=write)
+    if found:
+        paths = places.paths_of(boxes[list(found)].tolist())
+        some = ", ".join(paths[:10]) + (", …" if len(paths) > 10 else "")
+        raise StateError(
+            f"leaves {some}: their memory could no longer be {'written' if write else 'read'} in the middle of the "
+            f"transfer: {next(iter(found.values()))}; keep it mapped until the transfer has ended"
+        )
+
+
+def _gather(
+    theirs: vm.Ranges, mine: vm.Ranges, places: Places, parcels: Parcels, parcel: int, *, write: bool = False
+) -> bool:
+    """Copy by address within this process, many ranges a call: no tensor object for each. False: not possible here."""
+    if not vm.AVAILABLE:
+        return False
+    try:
+        vm.copy(theirs, mine)
+    except OSError as error:
+        if error.errno == errno.EFAULT:
+            # What this process may not touch, no other way of copying may either.
+            boxes, _ = parcels.columns(parcel)
+            check_reach(places, np.arange(boxes.start, boxes.stop), mine if write else theirs, write=write)
+        return False  # Forbidden by a container, perhaps.
+    return True
+
+
+def _copy(place: Place, piece: Piece, buffer: torch.Tensor, *, out: bool) -> None:
+    view, item = place.view, place.item
+    staged = buffer[piece.position : piece.position + piece.high - piece.low].view(place.wire or view.dtype)
+    at = 0
+    for first, shape in blocks(view.shape[place.lead :], piece.low // item, piece.high // item):
+        part = view
+        for dim, (start, length) in enumerate(zip(first, shape, strict=True), place.lead):
+            part = part.narrow(dim, start, length)
+        count = 1
+        for length in shape:
+            count *= length
+        mirror = staged[at : at + count].view(shape)
+        if out:
+            mirror.copy_(part[(0,) * place.lead])
+            if place.signs is not None:
+                place.signs.flip(staged[at : at + count])
+        elif place.signs is not None:
+            flipped = staged[at : at + count].clone()
+            place.signs.flip(flipped)
+            part.copy_(flipped.view(shape))
+        else:
+            part.copy_(mirror)
+        at += count
+
+
+class Staging:
+    """The buffers of one conversation. What is lent out is what is under way; few are kept for the next parcel."""
+
+    def __init__(self, keep_bytes: int, device: torch.device) -> None:
+        self._keep_bytes = keep_bytes
+        self._device = device
+        self._free: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A buffer of at least this size, and of at most twice of it."""
+        for i, buffer in enumerate(self._free):
+            if nbytes <= buffer.numel() <= 2 * nbytes:
+                return self._free.pop(i)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        if sum(free.numel() for free in self._free) + buffer.numel() <= self._keep_bytes:
+            self._free.append(buffer)

@@ -1,0 +1,198 @@
+"""Cohorts: sources that describe the same state, each of which holds its own shards of it.
+
+One description stands for all of a cohort. Of its other members only their places in the meshes are known, and from
+these what they hold. Sources of different cohorts may complete each other, if what they have in common agrees.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from transfuse.limits import Limits
+from transfuse.plan.holdings import Holding, Holdings, Listed, Spread
+from transfuse.state.leaves import dense, values
+from transfuse.state.leaves.codec import Coordinate
+from transfuse.state.leaves.distributed import ShardedTensorCodec
+from transfuse.state.leaves.layout import Block
+from transfuse.state.leaves.registry import Kinds
+from transfuse.state.manifest import Leaf, Manifest
+
+__all__ = ["Cohort", "Who", "difference"]
+
+Who = frozenset[int]
+
+
+class Cohort:
+    """A described state, and for each source of it the source's places in the meshes."""
+
+    def __init__(self, manifest: Manifest, members: Mapping[int, Sequence[Coordinate]]) -> None:
+        self.manifest = manifest
+        self.members = dict(members)
+        self.holdings = Holdings(manifest)
+        self._kinds = Kinds(Limits())
+        self._holds_none: dict[int, bool] = {}
+        self._everybody: Who = frozenset(members)
+        #: For a mesh and some of its dimensions: the sources in each place along these.
+        self._by_place: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], Who]] = {}
+
+    def who(self, holding: Holding, block: Block, place: Coordinate = None) -> Who:
+        """The sources that hold a block that no cut divides; with a place, only those in that place of the mesh."""
+        key = holding.who(block)
+        if key is None:
+            return frozenset()
+        mesh, fixed = key
+        if mesh < 0:
+            return self._everybody
+        if place is not None:
+            if len(place) != len(fixed) or any(f not in (-1, p) for f, p in zip(fixed, place, strict=True)):
+                return frozenset()  # Whoever is in that place does not hold it.
+            fixed = place
+        dims = tuple(d for d, there in enumerate(fixed) if there >= 0)
+        found = self._by_place.get((mesh, dims))
+        if found is None:
+            found = self._by_place[mesh, dims] = self._sort(mesh, dims, len(fixed))
+        return found.get(tuple(fixed[d] for d in dims), frozenset())
+
+    def _sort(self, mesh: int, dims: tuple[int, ...], ndim: int) -> dict[tuple[int, ...], Who]:
+        """The sources by their places along some dimensions of a mesh."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, places in self.members.items():
+            own = places[mesh] if mesh < len(places) else None
+            if own is not None and len(own) == ndim:
+                found.setdefault(tuple(own[d] for d in dims), []).append(rank)
+        return {place: frozenset(ranks) for place, ranks in found.items()}
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The path of each leaf, with a number where the same comes again: paths are shown, and so may be cut short."""
+        seen: Counter[str] = Counter()
+        names = []
+        for path in self.manifest.paths:
+            seen[path] += 1
+            names.append(path if seen[path] == 1 else f"{path} ({seen[path]})")
+        return names
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The leaf of each path."""
+        return {path: leaf for leaf, path in enumerate(self.names)}
+
+    def dtype(self, leaf: int, tensor: int) -> torch.dtype:
+        manifest = self.manifest
+        first, end = manifest.first_parts[leaf : leaf + 2].tolist()
+        if first + tensor < end:
+            return manifest.dtype_of(first + tensor)
+        # A ShardedTensor of which the described rank holds nothing.
+        return values.dtype_named(ShardedTensorCodec.read(manifest.detail(leaf)[2]).dtype)
+
+    def shape(self, leaf: int) -> tuple[int, ...] | None:
+        """The global shape of a leaf that is one tensor, plain or sharded."""
+        kind = self.manifest.kinds[leaf]
+        sharded = kind == Leaf.COMPOSITE and self.manifest.detail(leaf)[0] in ("dtensor", "sharded")
+        return self.holdings.of(leaf, 0).shape if kind == Leaf.TENSOR or sharded else None
+
+    def is_blob(self, leaf: int) -> bool:
+        """Whether a leaf is bytes underneath (a numpy array, an object), and so a value for whoever gets it."""
+        return self.manifest.kinds[leaf] == Leaf.COMPOSITE and self._kinds.is_blob(self.manifest.detail(leaf))
+
+    def is_value(self, leaf: int) -> bool:
+        return self.manifest.kinds[leaf] == Leaf.VALUE
+
+    def say(self, leaf: int) -> str:
+        """A leaf in a few words, without what ranks of one state may have differently."""
+        if self.is_value(leaf):
+            return f"the value {_short(self.manifest.detail(leaf))}"
+        shapes = [self._say_tensor(leaf, k) for k in range(self.holdings.count(leaf))]
+        sharded = shapes and isinstance(self.holdings.of(leaf, 0), (Spread, Listed))
+        composite = self.manifest.kinds[leaf] == Leaf.COMPOSITE and not sharded
+        detail = f" in {_short(self.manifest.detail(leaf))}" if composite else ""
+        return ", ".join(shapes) + detail
+
+    def _say_tensor(self, leaf: int, number: int) -> str:
+        holding = self.holdings.of(leaf, number)
+        words = f"{self.dtype(leaf, number)} {list(holding.shape)}"
+        signs = self.signs(leaf, number)
+        if signs:
+            words += f" with sign bits {signs}"
+        if isinstance(holding, Spread) and holding.layout.partial:
+            # What a rank holds is no value of the whole.
+            words += f" as {holding.layout.placements} on mesh {holding.layout.mesh.shape}"
+        return words
+
+    def signs(self, leaf: int, number: int) -> int:
+        """The bits that say that a tensor's memory holds the other sign."""
+        first, end = self.manifest.first_parts[leaf : leaf + 2].tolist()
+        if first + number >= end:
+            return 0
+        return int(self.manifest.parts.flags[first + number]) & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
+
+    def holds_none(self, leaf: int) -> bool:
+        """Whether no source here holds an element of a sharded leaf: then none can tell what it is tied to."""
+        known = self._holds_none.get(leaf)
+        if known is None:
+            known = self._holds_none[leaf] = self._look_for_none(leaf)
+        return known
+
+    def _look_for_none(self, leaf: int) -> bool:
+        first, end = self.manifest.first_parts[leaf : leaf + 2].tolist()
+        if self.shape(leaf) is None or self.manifest.parts.numel[first:end].any():
+            return False
+        holding = self.holdings.of(leaf, 0)
+        if isinstance(holding, Listed):
+            return not any(block.numel for block in holding.blocks)
+        if not isinstance(holding, Spread):
+            return False
+        places = [own[holding.mesh] if holding.mesh < len(own) else None for own in self.members.values()]
+        return all(place is None or 0 in holding.layout.local_shape(place) for place in places)
+
+    @cached_property
+    def aliases(self) -> dict[int, int]:
+        """Leaves of one tensor that are the very same memory as an earlier leaf, and that leaf (tied weights)."""
+        manifest, parts = self.manifest, self.manifest.parts
+        result: dict[int, int] = {}
+        if not len(parts):
+            return result
+        used = np.bincount(parts.storage, minlength=len(manifest.storages))
+        first: dict[tuple[Any, ...], int] = {}
+        for part in np.flatnonzero((used > 1)[parts.storage] & (parts.numel > 0)).tolist():
+            leaf = manifest.leaf_of(part)
+            if manifest.first_parts[leaf + 1] - manifest.first_parts[leaf] != 1:
+                continue
+            key = (
+                int(parts.storage[part]),
+                int(parts.offset[part]),
+                int(parts.dtype[part]),
+                self.signs(leaf, 0),
+                parts.shape(part),
+                parts.stride(part),
+                repr(manifest.detail(leaf)),
+            )
+            if key in first:
+                result[leaf] = first[key]
+            else:
+                first[key] = leaf
+        return result
+
+
+def _short(plain: Any) -> str:
+    text = repr(plain)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def difference(one: Cohort, other: Cohort) -> str | None:
+    """In what two cohorts disagree, of all that they both have; None if they can complete each other."""
+    for path, leaf in other.numbers.items():
+        mine = one.numbers.get(path)
+        if mine is not None:
+            a, b = one.say(mine), other.say(leaf)
+            if a != b:
+                return f"leaf {path}: {a} against {b}"
+            if one.shape(mine) is None and one.manifest.detail(mine) != other.manifest.detail(leaf):
+                return f"leaf {path}: {a}, but not the same in both"
+    return None

@@ -1,0 +1,462 @@
+"""Matching an offered manifest with the target that a callback gave, before anything is asked for.
+
+:func:`match` compares every leaf, decides what becomes of memory that leaves share, and refuses targets of which one
+element would get two different source elements.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from transfuse.errors import TargetMismatch, UnsupportedLeaf
+from transfuse.limits import Limits
+from transfuse.state import columns, trees
+from transfuse.state.columns import PLAIN
+from transfuse.state.leaves import dense, values
+from transfuse.state.leaves.codec import CannotCarry, Room, Shared
+from transfuse.state.leaves.registry import Kinds
+from transfuse.state.manifest import Leaf, Manifest
+from transfuse.state.mappings import Mappings
+from transfuse.state.region import Box, Budget, canonical, cover, crowds, runs
+from transfuse.state.tensors import Bools, Ints
+
+__all__ = ["FREED", "UNWRITABLE", "Match", "Prepared", "match", "nothing_matches", "prepare", "unpaired"]
+
+#: Targets that interleave in memory are compared run by run up to this many runs; beyond, they are refused.
+MAX_RUNS = 1 << 20
+
+#: What is wrong with a target that has elements but no memory for them.
+FREED = "the target's storage has been freed or shrunk (an unsharded FSDP parameter?); give it memory again first"
+
+#: Flags that say that memory holds the other sign.
+SIGNS = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
+
+#: What is wrong with a target whose memory may not be written, or is gone.
+UNWRITABLE = "the target's memory cannot be written: {}; give it memory of its own, for example with clone()"
+
+
+@dataclass
+class Match:
+    """An offered manifest laid over a target."""
+
+    merged: trees.Merged
+    target_leaves: list[Any]
+    #: For each part of the manifest: the target's tensor that gets its bytes, or None for a fresh one.
+    destinations: list[torch.Tensor | None]
+    #: Fresh parts that are the same memory as a part with a target: built as views of that target.
+    tied: dict[int, int]
+    #: Storages whose parts are asked for one by one, and which.
+    apart: list[int]
+    wanted: list[int]
+    #: For each part: the address of its target's first item, if it has a target in main memory with elements; else 0.
+    address: Ints
+    #: For each part: whether it has a target whose memory, in the order of its addresses, is the part's box in linear
+    #: order: both are contiguous, and no sign is to be flipped.
+    as_lies: Bools
+
+
+@dataclass(eq=False)
+class Prepared:
+    """A target taken apart, ready to be matched with whatever is offered."""
+
+    target: object | None
+    root: trees.Node | None
+    leaves: list[Any]
+    #: The ordinary tensors among the leaves as columns, and for each leaf its row there, or -1.
+    tensors: columns.Tensors
+    row: Ints
+
+
+def prepare(target: object | None, limits: Limits) -> Prepared:
+    """Take a target apart. This needs no offer, and so can be done while the source describes its state."""
+    if target is None:
+        return Prepared(None, None, [], columns.read([]), np.zeros(0, dtype=np.int64))
+    try:
+        root, leaves = trees.flatten(target, max_depth=limits.max_depth)
+    except UnsupportedLeaf as error:
+        raise TargetMismatch([f"{error.path or '<root>'}: the target cannot be filled: {error.reason}"]) from error
+    if set(map(type, leaves)) <= PLAIN:
+        chosen, plain = np.arange(len(leaves)), leaves
+    else:
+        chosen = np.flatnonzero([type(leaf) in PLAIN for leaf in leaves])
+        plain = [leaves[i] for i in chosen.tolist()]
+    try:
+        tensors = columns.read(plain, roles=False)
+    except columns.Unusual:
+        ordinary = np.array([dense.is_ordinary(tensor) for tensor in plain], dtype=bool)
+        chosen = chosen[ordinary]
+        tensors = columns.read_any([leaves[i] for i in chosen.tolist()])
+    row = np.full(len(leaves), -1, dtype=np.int64)
+    row[chosen] = np.arange(len(chosen))
+    return Prepared(target, root, leaves, tensors, row)
+
+
+def match(
+    manifest: Manifest,
+    target: object | Prepared | None,
+    *,
+    room: Room,
+    kinds: Kinds,
+    strict: bool,
+    limits: Limits,
+) -> Match:
+    """Compare every leaf; raise one error with all mismatches. Without a target everything arrives fresh."""
+    prepared = target if isinstance(target, Prepared) else prepare(target, limits)
+    if prepared.target is None:
+        merged = trees.Merged(manifest.root, list(range(len(manifest))), [-1] * len(manifest), [])
+        empty = _Targets(manifest)
+        result = Match(merged, [], [None] * len(manifest.parts), {}, [], [], empty.address, empty.as_lies)
+        _promise_fresh(manifest, result, room, kinds)
+        return result
+    merged = trees.merge(manifest.root, prepared.root)
+    fitted = _fit(manifest, merged, prepared, room, kinds)
+    others = columns.read_any([tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None])
+    problems = merged.conflicts + fitted.problems + _unwritable(manifest, fitted, prepared.tensors, others)
+    target_leaves = prepared.leaves
+    if not len(fitted.quick) and not fitted.others and not problems:
+        nothing_matches(manifest, prepared, kinds)
+    if strict:
+        problems += unpaired(manifest, merged, prepared)
+    if problems:
+        raise TargetMismatch(problems)
+    targets = _Targets(manifest)
+    targets.add(fitted.quick, prepared.tensors, fitted.rows)
+    if fitted.others:
+        targets.add(np.array(fitted.others, dtype=np.int64), others, np.arange(len(others)))
+    result = Match(merged, target_leaves, fitted.destinations, {}, [], [], targets.address, targets.as_lies)
+    problems = _tie(manifest, result, targets.placed)
+    problems += _collisions(manifest, result, targets)
+    if problems:
+        raise TargetMismatch(problems)
+    _promise_fresh(manifest, result, room, kinds)
+    return result
+
+
+class _Fitted(NamedTuple):
+    """Targets that parts have found."""
+
+    destinations: list[torch.Tensor | None]
+    #: Parts whose leaf is a plain tensor in both trees, and the target's row among the prepared ones.
+    quick: Ints
+    rows: Ints
+    #: All other parts that have a target.
+    others: list[int]
+    problems: list[str]
+
+
+def _fit(manifest: Manifest, merged: trees.Merged, prepared: Prepared, room: Room, kinds: Kinds) -> _Fitted:
+    """Compare all pairs of plain tensors at once, and whatever else there is, or does not fit, leaf by leaf."""
+    partner = np.array(merged.partner, dtype=np.int64)
+    paired = np.flatnonzero(partner >= 0)
+    row = prepared.row[partner[paired]]
+    plain = (manifest.codes[paired] == Leaf.TENSOR) & (row >= 0)
+    parts = manifest.first_parts[paired[plain]]
+    plain[plain] = _alike(manifest, parts, prepared.tensors, row[plain])
+    parts, targets = manifest.first_parts[paired[plain]], partner[paired[plain]]
+    destinations: list[torch.Tensor | None] = [None] * len(manifest.parts)
+    if len(parts) == len(destinations):
+        destinations = list(map(prepared.leaves.__getitem__, targets.tolist()))
+    else:
+        for part, target in zip(parts.tolist(), targets.tolist(), strict=True):
+            destinations[part] = prepared.leaves[target]
+    fitted = _Fitted(destinations, parts, row[plain], [], [])
+    shared = Shared()
+    for leaf in paired[~plain].tolist():
+        why = _fit_leaf(manifest, leaf, prepared.leaves[merged.partner[leaf]], fitted, room, kinds, shared)
+        fitted.problems.extend(f"{manifest.paths[leaf]}: {line}" for line in why)
+    return fitted
+
+
+def _alike(manifest: Manifest, parts: Ints, tensors: columns.Tensors, rows: Ints) -> Bools:
+    """Which of these parts may be written into the tensor in the given row: same dtype, same shape, memory enough."""
+    ours = manifest.parts
+    numbers = {dtype: i for i, dtype in enumerate(tensors.dtypes)}
+    known = np.array([numbers.get(dtype, -1) for dtype in manifest.dtypes], dtype=np.int64)
+    alike: Bools = (ours.ndim[parts] == tensors.ndim[rows]) & ~tensors.beyond[rows]
+    if len(parts):
+        alike &= known[ours.dtype[parts]] == tensors.dtype[rows]
+    left = np.flatnonzero(alike)
+    parts, rows = parts[left], rows[left]
+    differ = ours.sizes[ours.dimensions(parts)] != tensors.sizes[tensors.dimensions(rows)]
+    alike[np.repeat(left, ours.ndim[parts])[differ]] = False
+    return alike
+
+
+def _fit_leaf(
+    manifest: Manifest, leaf: int, target: Any, fitted: _Fitted, room: Room, kinds: Kinds, shared: Shared
+) -> list[str]:
+    """Note the targets of one leaf's parts, and say what is wrong with them."""
+    if manifest.kinds[leaf] == Leaf.VALUE:
+        if not isinstance(target, torch.Tensor):
+            return []
+        return [
+            f"kind: source is a value of type {type(values.decode(manifest.detail(leaf))).__name__}, target is a tensor"
+        ]
+    try:
+        found, why = kinds.fit(manifest.detail(leaf), target, room, shared)
+    except CannotCarry as reason:
+        return [f"the target cannot be filled: {reason}"]
+    if why:
+        return why
+    for part, destination in enumerate(found, int(manifest.first_parts[leaf])):
+        if destination is not None:
+            why += _compare(manifest, part, destination)
+            fitted.destinations[part] = destination
+            fitted.others.append(part)
+    return why
+
+
+def _compare(manifest: Manifest, part: int, target: torch.Tensor) -> list[str]:
+    found = []
+    shape, dtype = manifest.parts.shape(part), manifest.dtype_of(part)
+    if shape != tuple(target.shape):
+        found.append(f"shape: source {shape}, target {tuple(target.shape)}")
+    if dtype != target.dtype:
+        found.append(f"dtype: source {dtype}, target {target.dtype}")
+    if not found and target.numel():
+        reach = 1 + sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True))
+        if (target.storage_offset() + reach) * target.element_size() > target.untyped_storage().nbytes():
+            found.append(FREED)
+    return found
+
+
+def _unwritable(manifest: Manifest, fitted: _Fitted, quick: columns.Tensors, others: columns.Tensors) -> list[str]:
+    """Targets whose memory is mapped read-only, or not at all: to write there would end the process."""
+    memory = Mappings()
+    found = {int(fitted.quick[i]): why for i, why in quick.faults(fitted.rows, memory, write=True).items()}
+    rest = others.faults(np.arange(len(others)), memory, write=True)
+    found |= {fitted.others[i]: why for i, why in rest.items()}
+    lines = (f"{manifest.paths[manifest.leaf_of(p)]}: {UNWRITABLE.format(why)}" for p, why in sorted(found.items()))
+    return list(dict.fromkeys(lines))
+
+
+class _Targets:
+    """Columns of the targets, one row for each part of the manifest."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        n = len(manifest.parts)
+        self._parts = manifest.parts
+        self.placed = np.zeros(n, dtype=bool)
+        self.device = np.full(n, -1, dtype=np.int64)
+        self.devices: list[str] = []
+        self.start, self.end = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        #: Whose elements share memory with each other.
+        self.folded = np.zeros(n, dtype=bool)
+        self.address = np.zeros(n, dtype=np.int64)
+        self.as_lies = np.zeros(n, dtype=bool)
+
+    def add(self, parts: Ints, tensors: columns.Tensors, rows: Ints) -> None:
+        """These parts go into the tensors in these rows."""
+        self.placed[parts] = True
+        self.device[parts] = tensors.device[rows] + len(self.devices)
+        self.devices += tensors.devices
+        self.start[parts], self.end[parts] = tensors.address[rows], tensors.end[rows]
+        self.folded[parts] = (tensors.overlapping | tensors.repeated)[rows]
+        self.address[parts] = np.where(tensors.on_cpu[rows], tensors.address[rows], 0)
+        signs = (tensors.flags[rows] ^ self._parts.flags[parts]) & SIGNS
+        self.as_lies[parts] = tensors.contiguous[rows] & self._parts.contiguous[parts] & (signs == 0)
+
+
+def nothing_matches(manifest: Manifest, prepared: Prepared, kinds: Kinds) -> None:
+    """Raise, with the likely reason, unless there is no tensor anywhere that could have matched."""
+    if _has_tensors(manifest, kinds) or any(isinstance(leaf, torch.Tensor) for leaf in prepared.leaves):
+        raise TargetMismatch(
+            _likely_prefix(manifest.paths[:1000], list(trees.paths(prepared.root)), prepared.leaves),
+            intro="not one tensor of the target matches the source",
+        )
+
+
+def unpaired(manifest: Manifest, merged: trees.Merged, prepared: Prepared) -> list[str]:
+    """Leaves that only one side has, for a caller that wants none."""
+    missing = [i for i, j in enumerate(merged.partner) if j < 0]
+    problems = [f"{manifest.paths[i]}: missing in the target" for i in missing[:100]]
+    if len(missing) > 100:
+        problems.append(f"{len(missing) - 100} more missing in the target")
+    target_paths = trees.paths(prepared.root)
+    return problems + [f"{target_paths[~origin]}: only in the target" for origin in merged.origin if origin < 0]
+
+
+def _has_tensors(manifest: Manifest, kinds: Kinds) -> bool:
+    composites = np.flatnonzero(manifest.codes == Leaf.COMPOSITE).tolist()
+    return Leaf.TENSOR in manifest.kinds or any(not kinds.is_blob(manifest.detail(leaf)) for leaf in composites)
+
+
+def _likely_prefix(source: list[str], target: list[str], target_leaves: list[Any]) -> list[str]:
+    """Lines that say why nothing matched, and which prefix is the likely reason."""
+    tensors = [path for path, leaf in zip(target, target_leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return ["the state_dict callback returned no tensors (was it called before the model was built?)"]
+    if not source:
+        return [f"the source's state is empty; the target has for example {tensors[0]}"]
+    tally: Counter[tuple[str, str]] = Counter()
+    for side, ours, others in (("target", tensors, source), ("source", source, tensors)):
+        names = {_last_key(path) for path in others}
+        for path in ours:
+            name = _last_key(path)
+            for cut in (i + 1 for i, letter in enumerate(name) if letter == "."):
+                if name[cut:] in names:
+                    tally[side, name[:cut]] += 1
+    examples = f"source has for example {source[0]}, target {tensors[0]}"
+    if not tally:
+        return [examples]
+    (side, prefix), count = tally.most_common(1)[0]
+    return [f"{examples}; the {side}'s names carry the prefix {prefix!r} ({count} would match without it): strip it"]
+
+
+def _last_key(path: str) -> str:
+    return path.rpartition("[")[2].strip("]'\"")
+
+
+def _promise_fresh(manifest: Manifest, found: Match, room: Room, kinds: Kinds) -> None:
+    """Make sure, before a byte moves, that every leaf that will be built here can be built."""
+    detailed = np.flatnonzero(manifest.codes != Leaf.TENSOR).tolist()
+    for leaf, detail in zip(detailed, manifest.details, strict=True):
+        if manifest.kinds[leaf] == Leaf.VALUE:
+            values.decode(detail)
+        elif found.merged.partner[leaf] < 0 or _is_blob(manifest, found, leaf):
+            try:
+                kinds.promise(detail, room)
+            except CannotCarry as reason:
+                raise UnsupportedLeaf(manifest.paths[leaf], str(reason)) from reason
+
+
+def _is_blob(manifest: Manifest, found: Match, leaf: int) -> bool:
+    """Whether a leaf with a partner is built anew all the same: numpy arrays, long bytes, objects."""
+    first, end = manifest.first_parts[leaf], manifest.first_parts[leaf + 1]
+    return any(found.destinations[part] is None for part in range(first, end))
+
+
+# -------------------------------------------------------------------------------------------- memory that is shared
+
+
+def _tie(manifest: Manifest, found: Match, placed: Bools) -> list[str]:
+    """For storages that several parts share: what is asked for, and which fresh parts become views of targets."""
+    parts = manifest.parts
+    shown = parts.numel > 0
+    # Storages of which some memory is shown twice: by two parts, or by one that overlaps itself.
+    tangled_storages = np.zeros(len(manifest.storages), dtype=bool)
+    tangled_storages[parts.storage[shown & (~parts.alone | parts.overlapping)]] = True
+    has_target = np.zeros(len(manifest.storages), dtype=bool)
+    has_target[parts.storage[placed]] = True
+    by_storage: dict[int, list[int]] = {}
+    for part in np.flatnonzero(shown & (tangled_storages & has_target)[parts.storage]).tolist():
+        by_storage.setdefault(int(parts.storage[part]), []).append(part)
+    problems = []
+    for storage, numbers in by_storage.items():
+        boxes = {part: parts.box(part) for part in numbers}
+        inside = [part for part in numbers if found.destinations[part] is not None]
+        outside = [part for part in numbers if found.destinations[part] is None]
+        for part in outside:
+            anchor = next((p for p in inside if boxes[p][0] == boxes[part][0]), None)
+            if anchor is not None and _shift(manifest, anchor, found.destinations[anchor]) is not None:
+                found.tied[part] = anchor
+            elif any(boxes[p][0].start < boxes[part][0].end and boxes[part][0].start < boxes[p][0].end for p in inside):
+                paths = manifest.paths
+                problems.append(
+                    f"{paths[manifest.leaf_of(part)]}: has no target, but shares memory with "
+                    f"{paths[manifest.leaf_of(inside[0])]}, which has one; give it a target too"
+                )
+        tangled = any(not members for _, members in cover([(part, *boxes[part]) for part in numbers], Budget()))
+        if tangled or found.tied.keys() & set(outside):
+            found.apart.append(storage)
+            found.wanted += _choose(manifest, found, inside, boxes)
+            found.wanted += [part for part in outside if part not in found.tied]
+    found.wanted.sort()
+    return problems
+
+
+def _choose(manifest: Manifest, found: Match, inside: list[int], boxes: dict[int, tuple[Box, bool]]) -> list[int]:
+    """Parts to ask for so that every target gets its bytes: an image inside a larger image comes with it."""
+    chosen: list[int] = []
+    for part in sorted(inside, key=lambda p: -boxes[p][0].nbytes):
+        box, mine = boxes[part][0], found.destinations[part]
+        for other in chosen:
+            larger, theirs = boxes[other][0], found.destinations[other]
+            if (
+                larger.contiguous
+                and larger.start <= box.start
+                and box.end <= larger.end
+                and _shift(manifest, part, mine) is not None
+                and _shift(manifest, part, mine) == _shift(manifest, other, theirs)
+            ):
+                break
+        else:
+            chosen.append(part)
+    return chosen
+
+
+def _shift(manifest: Manifest, part: int, target: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """If a target lies in its memory just as its source part does in its storage: by how much it is shifted."""
+    if target is None:
+        return None
+    parts = manifest.parts
+    same = all(n == 1 or s == t for n, s, t in zip(parts.shape(part), parts.stride(part), target.stride(), strict=True))
+    if not same or (dense.flags_of(target) ^ int(parts.flags[part])) & SIGNS:
+        return None
+    start = dense.start_of(target)
+    return int(parts.storage[part]), target.device, start - int(parts.start[part])
+
+
+def _collisions(manifest: Manifest, found: Match, targets: _Targets) -> list[str]:
+    """Refuse targets of which one element would get two different source elements."""
+    problems: list[str] = []
+    filled = targets.placed & (manifest.parts.numel > 0)
+    for part in np.flatnonzero(filled & targets.folded).tolist():
+        target = found.destinations[part]
+        assert target is not None
+        form, theirs = canonical(target.shape, target.stride()), manifest.parts.form(part)
+        repeats = set(form.repeated) - set(theirs.repeated)
+        if (repeats or form.overlapping) and _shift(manifest, part, target) is None:
+            path = manifest.paths[manifest.leaf_of(part)]
+            problems.append(
+                f"{path}: elements of the target share memory (strides {target.stride()}) and would each get "
+                "several different source elements; give it a target with memory of its own"
+            )
+    parts = np.flatnonzero(filled)
+    names = sorted(set(targets.devices))
+    device = np.array([names.index(name) for name in targets.devices], dtype=np.int64)[targets.device[parts]]
+    for crowd in crowds(device, targets.start[parts], targets.end[parts]):
+        problems += _clash(manifest, found, parts[crowd].tolist())
+    return problems
+
+
+def _clash(manifest: Manifest, found: Match, numbers: list[int]) -> list[str]:
+    """Check parts whose targets' reaches in memory overlap."""
+    shifts = {_shift(manifest, part, found.destinations[part]) for part in numbers}
+    if len(shifts) == 1 and None not in shifts:
+        return []  # The targets' memory is an image of the source's: aliases meet their own aliases.
+    # The same target for the same source part counts once; any others must not touch each other.
+    once: dict[tuple[Any, ...], int] = {}
+    for part in numbers:
+        target = found.destinations[part]
+        assert target is not None
+        key = (int(manifest.parts.storage[part]), *manifest.parts.box(part)[0], manifest.parts.form(part).order)
+        bits = (int(manifest.parts.flags[part]), dense.flags_of(target))
+        layout = (target.untyped_storage().data_ptr(), target.storage_offset(), target.shape, target.stride())
+        once.setdefault((key, bits, layout), part)
+    found_runs: list[tuple[int, int, int]] = []
+    for part in once.values():
+        target = found.destinations[part]
+        assert target is not None
+        form = canonical(target.shape, target.stride())
+        if len(found_runs) + prod(form.sizes) // (form.sizes[-1] if form.strides[-1:] == (1,) else 1) > MAX_RUNS:
+            path = manifest.paths[manifest.leaf_of(part)]
+            return [f"{path}: its target interleaves too finely with others to be checked; give it memory of its own"]
+        box = Box(dense.start_of(target), target.element_size(), form.sizes, form.strides)
+        found_runs += [(low, high, part) for low, high in runs(box)]
+    found_runs.sort()
+    for (_, end, one), (start, _, other) in pairwise(found_runs):
+        if start < end and one != other:
+            paths = manifest.paths
+            return [
+                f"{paths[manifest.leaf_of(one)]} and {paths[manifest.leaf_of(other)]}: their targets share memory, but "
+                "the source holds different elements for them; untie the targets, or tie the source"
+            ]
+    return []

@@ -1,0 +1,156 @@
+"""Parcels: in what pieces boxes travel. Pure; both ends derive the same sequence, so that no parcel has a header.
+
+A parcel is either several small boxes of one space one after another, each at a multiple of the largest item among
+them, or a range of one large box. A burst is a run of parcels after which both ends exchange one record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from transfuse.plan.regions import Boxes
+from transfuse.state.manifest import Ints
+
+__all__ = ["Most", "Parcels", "Piece", "bursts", "cut", "fingerprint"]
+
+
+class Most(NamedTuple):
+    """What a burst holds at most: bytes in all, and bytes of parcels that pass through staging at the source."""
+
+    nbytes: int
+    staged_bytes: int
+
+
+class Piece(NamedTuple):
+    """Bytes ``[low, high)`` of a box in its linear order, at byte ``position`` of the parcel."""
+
+    box: int
+    low: int
+    high: int
+    position: int
+
+
+@dataclass(eq=False)
+class Parcels:
+    """Columns of all parcels: boxes ``first … first + count``, or bytes from ``low`` of a single box."""
+
+    boxes: Boxes
+    first: Ints
+    count: Ints
+    low: Ints
+    nbytes: Ints
+    #: For each box: where in its parcel it begins. A box that is cut into several begins each of them.
+    position: Ints
+    #: Whether the receiver knows nothing of the source's memory, so that both take every parcel for a staged one.
+    all_staged: bool = False
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @cached_property
+    def staged(self) -> npt.NDArray[np.bool_]:
+        """Which parcels are no single run of memory at the source."""
+        if self.all_staged:
+            return np.ones(len(self), dtype=bool)
+        strided = np.zeros(len(self.boxes), dtype=bool)
+        strided[list(self.boxes.strided)] = True
+        return (self.count > 1) | strided[self.first]
+
+    @cached_property
+    def payload(self) -> Ints:
+        """For each parcel, how many of its bytes are data: between boxes of different items there may be gaps."""
+        before = np.concatenate([[0], np.cumsum(self.boxes.nbytes)])
+        return np.where(self.count > 1, before[self.first + self.count] - before[self.first], self.nbytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.payload.sum())
+
+    def columns(self, parcel: int) -> tuple[slice, Ints]:
+        """The boxes of a parcel, and for each the position in the parcel at which it begins.
+
+        All of each box, unless it is the only one: then its bytes from ``low``, as many as the parcel has.
+        """
+        chosen = slice(int(self.first[parcel]), int(self.first[parcel] + self.count[parcel]))
+        return chosen, self.position[chosen]
+
+    def pieces(self, parcel: int) -> Iterator[Piece]:
+        chosen, positions = self.columns(parcel)
+        if chosen.stop - chosen.start == 1:
+            low = int(self.low[parcel])
+            yield Piece(chosen.start, low, low + int(self.nbytes[parcel]), 0)
+            return
+        sizes = self.boxes.nbytes[chosen].tolist()
+        for box, (size, position) in enumerate(zip(sizes, positions.tolist(), strict=True), chosen.start):
+            yield Piece(box, 0, size, position)
+
+
+def cut(boxes: Boxes, parcel_bytes: int, *, all_staged: bool = False) -> Parcels:
+    """Cut boxes into parcels of at most ``parcel_bytes``. A box of an eighth of that or more is not packed.
+
+    Which parcel a small box goes into depends only on how many bytes come before it, so that all are placed at once:
+    a parcel takes the boxes that begin within its first seven eighths.
+    """
+    n, alone = len(boxes), parcel_bytes // 8
+    large = boxes.nbytes >= alone
+    # Runs of small boxes of one space; each large box is a run by itself.
+    begins = np.ones(n, dtype=bool)
+    begins[1:] = large[1:] | large[:-1] | (np.diff(boxes.space) != 0)
+    run, heads = np.cumsum(begins) - 1, np.flatnonzero(begins)
+    step = np.maximum.reduceat(boxes.item, heads)[run] if n else boxes.item
+    space = np.where(large, 0, -(-boxes.nbytes // step) * step)
+    before = np.cumsum(space) - space
+    begins[1:] |= np.diff((before - before[heads][run]) // (parcel_bytes - alone)) != 0
+    first = np.flatnonzero(begins)
+    position = before - before[first][np.cumsum(begins) - 1]
+
+    count = np.diff(first, append=n)
+    last = first + count - 1
+    nbytes = position[last] + boxes.nbytes[last]
+    pieces = np.where(large[first], -(-nbytes // parcel_bytes), 1)
+    which = np.repeat(np.arange(len(first)), pieces)
+    low = (np.arange(len(which)) - (np.cumsum(pieces) - pieces)[which]) * parcel_bytes
+    nbytes = np.minimum(nbytes[which] - low, parcel_bytes)
+    return Parcels(boxes, first[which], count[which], low, nbytes, position, all_staged)
+
+
+def bursts(parcels: Parcels, numbers: Sequence[int], most: Most) -> list[list[int]]:
+    """Group the parcels with these numbers into bursts, one parcel at least in each."""
+    result: list[list[int]] = []
+    room = staged_room = 0
+    chosen = np.asarray(numbers, dtype=np.int64)
+    sizes, staged = parcels.nbytes[chosen], parcels.staged[chosen]
+    for number, size, aside in zip(numbers, sizes.tolist(), np.where(staged, sizes, 0).tolist(), strict=True):
+        if not result or size > room or aside > staged_room:
+            result.append([])
+            room, staged_room = most
+        result[-1].append(number)
+        room -= size
+        staged_room -= aside
+    return result
+
+
+def fingerprint(parcels: Parcels, picked: int | None = None) -> int:
+    """A digest of what travels in which pieces. Both ends must arrive at the same one.
+
+    ``picked`` is the digest of the picks, if boxes come of these: then only the source knows where they lie.
+    """
+    digest = xxhash.xxh3_64()
+    boxes = parcels.boxes
+    for column in (boxes.nbytes, boxes.item, parcels.first, parcels.count, parcels.low):
+        digest.update(column.astype("<i8").tobytes())
+    if picked is not None:
+        digest.update(picked.to_bytes(8, "little"))
+        return digest.intdigest()
+    for column in (boxes.storage, boxes.start):
+        digest.update(column.astype("<i8").tobytes())
+    for number in sorted(boxes.strided):
+        digest.update(repr((number, tuple(boxes.strided[number]))).encode())
+    return digest.intdigest()

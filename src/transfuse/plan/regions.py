@@ -1,0 +1,123 @@
+"""The plan: which boxes travel, in which order. Pure; both ends derive the same one from manifest and want."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from transfuse.state.manifest import Ints, Manifest
+from transfuse.state.region import Box, Budget, cover
+
+__all__ = ["Boxes", "Cast", "lay_out"]
+
+
+class Cast(NamedTuple):
+    """A box whose items travel as another type than they have in memory."""
+
+    memory: torch.dtype
+    wire: torch.dtype
+    #: The box in items of memory.
+    box: Box
+
+
+@dataclass(eq=False)
+class Boxes:
+    """Columns of the boxes that travel. Most are one run of memory; the few others are in ``strided``."""
+
+    storage: Ints
+    #: Boxes with different numbers here are never packed into one parcel: they are on different devices, for example.
+    space: Ints
+    start: Ints
+    nbytes: Ints
+    item: Ints
+    #: A part that has this very box, in the same linear order, or -1 for a box made of several tangled parts.
+    part: Ints
+    strided: dict[int, Box]
+    #: Further parts with the same box as ``part`` (tied weights).
+    also: dict[int, tuple[int, ...]]
+    #: Boxes that are converted on their way out of memory; they are among the strided too.
+    casts: dict[int, Cast] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.storage)
+
+    def box(self, i: int) -> Box:
+        if i in self.strided:
+            return self.strided[i]
+        item = int(self.item[i])
+        return Box(int(self.start[i]), item, (int(self.nbytes[i]) // item,), (1,))
+
+    def members(self, i: int) -> tuple[int, ...]:
+        """The parts that this box holds one to one; none for a tangle."""
+        part = int(self.part[i])
+        return () if part < 0 else (part, *self.also.get(i, ()))
+
+
+def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int] = ()) -> Boxes:
+    """The boxes of all storages, each element once; of those ``apart`` only the boxes of the ``wanted`` parts.
+
+    They are in order of device, storage and first byte.
+    """
+    parts = manifest.parts
+    # Mostly a part is one run of memory that it has to itself, and is its box.
+    simple, others = parts.alone & parts.contiguous, parts.numel > 0
+    others &= ~simple
+    if apart:
+        separate = np.isin(parts.storage, np.array(apart, dtype=np.int64))
+        keep = np.zeros(len(parts), dtype=bool)
+        keep[np.array(wanted, dtype=np.int64)] = True
+        others = (others | simple & separate) & (keep | ~separate)
+        simple &= ~separate
+    fast, slow = np.flatnonzero(simple), _slow(manifest, np.flatnonzero(others).tolist(), set(apart))
+
+    def column(quick: Ints, rest: list[int]) -> Ints:
+        return np.concatenate([quick, np.array(rest, dtype=np.int64)]) if rest else quick
+
+    storage = column(parts.storage[fast], [s for s, _, _ in slow])
+    device = manifest.storages.device[storage]
+    start = column(parts.start[fast], [box.start for _, box, _ in slow])
+    order = np.lexsort((start, storage, device))
+    boxes = Boxes(
+        storage=storage[order],
+        space=device[order],
+        start=start[order],
+        nbytes=column(parts.numel[fast] * parts.item[fast], [box.nbytes for _, box, _ in slow])[order],
+        item=column(parts.item[fast], [box.item for _, box, _ in slow])[order],
+        part=column(fast, [members[0] if members else -1 for _, _, members in slow])[order],
+        strided={},
+        also={},
+    )
+    for place in np.flatnonzero(order >= len(fast)).tolist():
+        _, box, members = slow[order[place] - len(fast)]
+        if not box.contiguous:
+            boxes.strided[place] = box
+        if len(members) > 1:
+            boxes.also[place] = members[1:]
+    return boxes
+
+
+def _slow(manifest: Manifest, numbers: list[int], apart: set[int]) -> list[tuple[int, Box, tuple[int, ...]]]:
+    """Storage, box and members for parts that share memory or are strided."""
+    parts = manifest.parts
+    by_storage: dict[int, list[tuple[int, Box, bool]]] = {}
+    result: list[tuple[int, Box, tuple[int, ...]]] = []
+    for part in numbers:
+        storage, (box, overlapping) = int(parts.storage[part]), parts.box(part)
+        if parts.alone[part] and not overlapping:
+            result.append((storage, box, (part,)))
+        else:
+            by_storage.setdefault(storage, []).append((part, box, overlapping))
+    budget = Budget()
+    for storage, boxes in by_storage.items():
+        if storage in apart:
+            same: dict[Box, list[int]] = {}
+            for part, box, _ in boxes:
+                same.setdefault(box, []).append(part)
+            result += [(storage, box, tuple(members)) for box, members in same.items()]
+        else:
+            result += [(storage, box, members) for box, members in cover(boxes, budget)]
+    return result

@@ -1,0 +1,167 @@
+"""Picks: blocks of a source's leaves that a receiver wants, named by their place in the global tensors.
+
+A receiver need not know how a source's memory is laid out to ask for part of what it holds: the source finds each
+block in its own shards. Pure; the boxes that come of it travel in the order of the blocks' own dimensions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from transfuse.plan.holdings import Holdings
+from transfuse.plan.regions import Boxes, Cast
+from transfuse.state.leaves import dense, values
+from transfuse.state.leaves.layout import Block
+from transfuse.state.manifest import Ints, Manifest
+from transfuse.state.region import Box
+
+__all__ = ["Picks", "boxes_in", "merged"]
+
+
+class Picks(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Columns, as little-endian bytes: for each block its leaf, which of the leaf's tensors, and where it is in that.
+
+    ``dtype`` numbers ``dtypes`` from 1 on: as what it is to travel; 0 is as it is. ``begins`` marks blocks that begin
+    a parcel of their own, because what follows is held by others than what came before.
+    """
+
+    leaf: bytes
+    tensor: bytes
+    ndim: bytes
+    starts: bytes
+    sizes: bytes
+    dtype: bytes
+    dtypes: list[str]
+    begins: bytes
+
+    @classmethod
+    def of(
+        cls,
+        leaf: Ints,
+        tensor: Ints,
+        ndim: Ints,
+        starts: Ints,
+        sizes: Ints,
+        wires: Sequence[torch.dtype | None],
+        wire: Ints,
+        begins: Ints,
+    ) -> Picks:
+        """From columns; ``wires[wire]`` is as what a block travels, None if as it is."""
+        names = list(dict.fromkeys(dtype for dtype in wires if dtype is not None))
+        codes = np.array([0 if dtype is None else names.index(dtype) + 1 for dtype in wires], dtype=np.int64)
+        return cls(
+            leaf.astype("<i4").tobytes(),
+            tensor.astype("<i4").tobytes(),
+            ndim.astype("<u1").tobytes(),
+            starts.astype("<i8").tobytes(),
+            sizes.astype("<i8").tobytes(),
+            (codes[wire] if len(codes) else wire).astype("<u1").tobytes(),
+            list(map(values.dtype_name, names)),
+            begins.astype("<u1").tobytes(),
+        )
+
+    def fingerprint(self) -> int:
+        digest = xxhash.xxh3_64(repr(self.dtypes).encode())
+        for column in (self.leaf, self.tensor, self.ndim, self.starts, self.sizes, self.dtype, self.begins):
+            digest.update(column)
+        return digest.intdigest()
+
+
+def merged(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same elements in the same order with fewer dimensions: those that are one run of memory are made one."""
+    result: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if result and result[-1][1] == size * stride:
+            result[-1] = (result[-1][0] * size, stride)
+        else:
+            result.append((size, stride))
+    return tuple(n for n, _ in result), tuple(s for _, s in result)
+
+
+#: A receiver that picks more than the whole state so many times over is not healing from it.
+MOST_TIMES = 64
+
+
+def boxes_in(holdings: Holdings, picks: Picks) -> Boxes:
+    """The boxes of a described rank's memory that hold these blocks; ``ValueError`` if it does not hold them.
+
+    A box that is to be converted counts the bytes that travel.
+    """
+    leaf, tensor, ndim = (
+        _unpack(c, code) for c, code in ((picks.leaf, "<i4"), (picks.tensor, "<i4"), (picks.ndim, "<u1"))
+    )
+    starts, sizes, dtype = _unpack(picks.starts, "<i8"), _unpack(picks.sizes, "<i8"), _unpack(picks.dtype, "<u1")
+    begins = _unpack(picks.begins, "<u1")
+    if not len(leaf) == len(tensor) == len(ndim) == len(dtype) == len(begins):
+        raise ValueError("columns of different length")
+    if len(starts) != ndim.sum() or len(sizes) != ndim.sum():
+        raise ValueError("blocks of other dimensions than they say")
+    if len(sizes) and (sizes.min() < 1 or starts.min() < 0):
+        raise ValueError("blocks of impossible sizes")
+    if len(dtype) and dtype.max() > len(picks.dtypes):
+        raise ValueError("a dtype that was not named")
+    wires = [None, *(values.dtype_named(name) for name in picks.dtypes)]
+    first = np.cumsum(ndim) - ndim
+    manifest = holdings.manifest
+    found, parts = _Boxes(), manifest.parts
+    most = MOST_TIMES * float((parts.numel * parts.item).sum())
+    for row in zip(
+        leaf.tolist(), tensor.tolist(), first.tolist(), (first + ndim).tolist(), dtype.tolist(), strict=True
+    ):
+        number, which, low, high, code = row
+        block = Block(tuple(starts[low:high].tolist()), tuple(sizes[low:high].tolist()))
+        holding = holdings.of(number, which)
+        if len(block.start) != len(holding.shape):
+            raise ValueError(f"a block of {len(block.start)} dimensions of a tensor of {len(holding.shape)}")
+        part, at = holding.find(block)
+        found.add(manifest, part, at, block.sizes, wires[code])
+        most -= block.numel * int(parts.item[part])
+        if most < 0:
+            raise ValueError(f"more than the whole state {MOST_TIMES} times")
+    return found.columns(np.cumsum(begins))
+
+
+class _Boxes:
+    """Boxes, one after another."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._strided: dict[int, Box] = {}
+        self._casts: dict[int, Cast] = {}
+
+    def add(
+        self, manifest: Manifest, part: int, at: Sequence[int], sizes: tuple[int, ...], wire: torch.dtype | None
+    ) -> None:
+        parts, number = manifest.parts, len(self._rows)
+        item, strides = int(parts.item[part]), parts.stride(part)
+        start = int(parts.start[part]) + item * sum(map(operator.mul, at, strides))
+        box = Box(start, item, *merged(sizes, strides))
+        nbytes = box.nbytes
+        if wire is not None:
+            memory = manifest.dtype_of(part)
+            if not (wire.is_floating_point and memory.is_floating_point and dense.converts(memory, wire)):
+                raise ValueError(f"{memory} is not sent as {wire}")
+            if parts.flags[part] & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE):
+                raise ValueError("a tensor with its sign elsewhere is not converted")
+            self._casts[number] = Cast(memory, wire, box)
+            item, nbytes = wire.itemsize, nbytes // item * wire.itemsize
+        if wire is not None or not box.contiguous:
+            self._strided[number] = box
+        self._rows.append((int(parts.storage[part]), start, nbytes, item, part))
+
+    def columns(self, space: Ints) -> Boxes:
+        rows = np.array(self._rows, dtype=np.int64).reshape(-1, 5)
+        storage, start, nbytes, item, part = (np.ascontiguousarray(rows[:, i]) for i in range(5))
+        return Boxes(storage, space, start, nbytes, item, part, self._strided, {}, self._casts)
+
+
+def _unpack(data: bytes, code: str) -> Ints:
+    return np.frombuffer(data, dtype=code).astype(np.int64)

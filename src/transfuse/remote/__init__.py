@@ -1,0 +1,1 @@
+"""Serve and fetch, for processes outside the group."""

@@ -1,0 +1,294 @@
+"""Fetching a state from servers outside one's own group."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, SupportsIndex
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from transfuse import arguments
+from transfuse.arguments import check_step
+from transfuse.errors import PeerTimeout, ProtocolError, ReceiveFailed, TransfuseError
+from transfuse.limits import Limits
+from transfuse.progress import Show
+from transfuse.remote import descriptors
+from transfuse.remote.handshake import WAIT_SECONDS, Door, Ready, key_of, knock, split_address
+from transfuse.remote.pair_group import READER, Private, Several
+from transfuse.report import Report
+from transfuse.rules import MapPath
+from transfuse.session import receiver, threads
+from transfuse.session.accepting import read_offer
+from transfuse.session.partial import Partial
+from transfuse.state.leaves.codec import MeshDescription
+from transfuse.state.manifest import Manifest
+from transfuse.transport import PGTransport, check_resume
+from transfuse.wire import messages
+from transfuse.wire.group import OFFER_TAG, Group, Line
+from transfuse.wire.messages import Message
+
+__all__ = ["Peeked", "fetch", "peek"]
+
+logger = logging.getLogger("transfuse")
+
+CPU = torch.device("cpu")
+
+
+def fetch(
+    address: str | Sequence[str],
+    state_dict: object | None = None,
+    *,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = timedelta(seconds=30),
+    step: SupportsIndex | None = None,
+    resume: Partial | None = None,
+    same_host: bool = True,
+    verify: bool | None = None,
+    delta: bool = False,
+    cast: bool = False,
+    map_path: MapPath | None = None,
+    atomic: bool = False,
+    strict: bool = False,
+    mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None,
+    weights_only_objects: bool = False,
+    max_receive_bytes: int | None = None,
+    progress: bool | Show = False,
+    on_report: Callable[[Report], object] | None = None,
+) -> Any:
+    """Fetch the state of a server, or of several at once: replicas, shards or stages of one state.
+
+    Args:
+        address: ``host:port`` of a server, or several. In errors and reports, rank ``i`` is the i-th of those that
+            were there.
+        state_dict: the tree whose tensors the bytes land in, or a callable that gives it. Without it, everything
+            arrives fresh.
+        token: the servers' secret.
+        timeout: how long it may go without progress, as a timedelta or in seconds.
+        step: what the servers' step must be: one that serves another, or does not say which, is refused. None: any.
+        resume: the ``partial`` of the error of an earlier fetch.
+        on_report: called with the :class:`Report`, also of a failed transfer.
+
+    All other options are those of :class:`PGTransport`. With several servers it goes on with those that are there, if
+    they hold all that is needed.
+    """
+    addresses, timeout, step = _check(address), arguments.duration(timeout), check_step(step)
+    arguments.check_no_module(state_dict, "fetch(address, model.state_dict)")
+    arguments.check_callable("on_report", on_report)
+    check_resume(resume)
+    with _Visit(addresses, key_of(token), timeout.total_seconds()) as visit:
+        transport = PGTransport(
+            Several(visit.groups),
+            timeout,
+            CPU,
+            None if state_dict is None else lambda: tree,
+            same_host=same_host,
+            verify=verify,
+            delta=delta,
+            cast=cast,
+            map_path=map_path,
+            atomic=atomic,
+            strict=strict,
+            mesh=mesh,
+            weights_only_objects=weights_only_objects,
+            max_receive_bytes=max_receive_bytes,
+            progress=progress,
+        )
+        # Before any server holds still for it, and after all else that could be wrong with the call.
+        tree = state_dict() if callable(state_dict) else state_dict
+        ranks = range(len(visit.begin()))
+        try:
+            return transport.receive(list(ranks), step=step, resume=resume, absent=visit.absent)
+        except TransfuseError as error:
+            visit.explain(error)
+            raise
+        finally:
+            if on_report is not None and transport.report is not None:
+                on_report(transport.report)
+
+
+@dataclass(frozen=True)
+class Peeked:
+    """What a server offers, without any of its tensors."""
+
+    step: int | None
+    manifest: Manifest
+
+
+def peek(
+    address: str, *, token: str | bytes | None = None, timeout: timedelta | float = timedelta(seconds=30)
+) -> Peeked:
+    """What a server's state is made of. No tensor moves."""
+    seconds, limits = arguments.duration(timeout).total_seconds(), Limits.from_environment()
+    found: list[messages.Offer] = []
+    with _Visit(_check([address]), key_of(token), seconds) as visit:
+        group = Group(Several(visit.begin()), CPU)
+
+        def talk() -> None:
+            with Line(group, 0, seconds, limits) as line:
+                line.phase = "waiting for the offer"
+                _, body = line.expect(Message.OFFER, tag=OFFER_TAG)
+                found.append(receiver.describe(line, read_offer(body, limits, 0)))
+                # Nothing is wanted, and so everything is here.
+                line.send(Message.VERDICT, messages.encode(messages.Verdict(0)))
+                line.settle()
+
+        failed = threads.run({0: talk}, threads.Caller(watching=False), lambda: None)
+        if failed:
+            raise failed[0]
+        (offer,) = found
+        try:
+            return Peeked(offer.step, Manifest.decode(offer.described, limits, offer.coordinates))
+        except ValueError as error:
+            raise ProtocolError(0, f"{address} describes no state: {error}") from error
+
+
+def _check(address: str | Sequence[str]) -> tuple[str, ...]:
+    takes = "host:port, or several of these"
+    if not isinstance(address, str | Iterable):
+        arguments.check_text("address", address, takes)
+    addresses = (address,) if isinstance(address, str) else tuple(address)
+    if not addresses:
+        raise ValueError("a fetch needs an address")
+    for one in addresses:
+        arguments.check_text("address", one, takes)
+        split_address(one)
+    if len(set(addresses)) != len(addresses):
+        raise ValueError(f"addresses appear twice in {list(addresses)}")
+    return addresses
+
+
+class _Visit:
+    """All that goes before the conversation: through every server's door at once, into a group with each."""
+
+    def __init__(self, addresses: Sequence[str], key: bytes, seconds: float) -> None:
+        self._addresses = addresses
+        self._key = key
+        self._seconds = seconds
+        # In all as long as signs of life in a conversation are believed, which come every quarter of the timeout.
+        self._waits = int(Limits.from_environment().max_working_records * max(1.0, seconds / 4 / WAIT_SECONDS))
+        self._doors: dict[int, Door] = {}
+        self._met: dict[int, Private] = {}
+        self._causes: dict[int, BaseException] = {}
+        #: What gloo will open, for each server that has not been asked yet.
+        self._kept: dict[int, descriptors.Kept] = {}
+        #: Servers that are not waited for any more.
+        self._left: set[int] = set()
+        self._lock = threading.Lock()
+        #: With the servers that are there, in the order of their addresses.
+        self.groups: list[Private] = []
+        self._names: list[str] = []
+
+    def __enter__(self) -> _Visit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in range(len(self._addresses)):
+            self._leave(number)
+        for kept in list(self._kept.values()):
+            kept.give_back()
+
+    def begin(self) -> Sequence[Private]:
+        """Go to every server; the groups with those whose state holds still now."""
+        # For all of them, before the first is asked: what is missing here is no fault of the last one's.
+        count = len(self._addresses)
+        purpose = "fetching from a server" if count == 1 else f"fetching from {count} servers at once"
+        self._kept.update(enumerate(descriptors.keep(descriptors.DOOR + descriptors.GROUP, purpose, count)))
+        # Who has been met waits for a word from here: the others may take a part of the time that it grants.
+        met = self._all(self._meet, range(len(self._addresses)), "the others were there", self._seconds / 2)
+
+        def get_ready(number: int) -> Private:
+            group = met[number]
+            group.door.send(Ready(), self._seconds)
+            group.door.expect(Ready, self._seconds, "waiting for the server's state to hold still", self._waits)
+            return group
+
+        # Whoever is ready holds up its training.
+        ready = self._all(get_ready, sorted(met), "the others were ready", self._seconds / 4)
+        if not ready:
+            causes = self._causes
+            raise causes[0] if len(self._addresses) == 1 else ReceiveFailed(causes)
+        for address, cause in self.absent.items():
+            logger.warning("going on without %s: %s", address, str(cause))
+        self.groups[:] = [ready[number] for number in sorted(ready)]
+        self._names = [self._addresses[number] for number in sorted(ready)]
+        return self.groups
+
+    @property
+    def absent(self) -> dict[str, BaseException]:
+        """The servers that it goes on without, and why."""
+        return {self._addresses[number]: cause for number, cause in sorted(self._causes.items())}
+
+    def explain(self, error: TransfuseError) -> None:
+        """Which address each rank is, and who was not there."""
+        if len(self._addresses) > 1:
+            error.add_note("; ".join(f"rank {rank} is {name}" for rank, name in enumerate(self._names)))
+            for address, cause in self.absent.items():
+                error.add_note(f"{address} was not there: {cause}")
+
+    def _meet(self, number: int) -> Private:
+        with self._kept.pop(number):
+            door = knock(self._addresses[number], self._key, self._seconds, number)
+            with self._lock:
+                self._doors[number] = door
+                left = number in self._left
+            if left:
+                door.close()
+            group = Private(door, READER, self._seconds, self._waits)
+        with self._lock:
+            self._met[number] = group
+            left = number in self._left
+        if left:
+            group.close()
+        return group
+
+    def _leave(self, number: int) -> None:
+        with self._lock:
+            self._left.add(number)
+            door, group = self._doors.get(number), self._met.get(number)
+        if door is not None:
+            door.close()
+        if group is not None:
+            group.close()
+
+    def _all(
+        self, task: Callable[[int], Private], numbers: Sequence[int], phase: str, patience: float
+    ) -> dict[int, Private]:
+        """Do this for all of them at once; what came of those that succeeded.
+
+        Once one has, the others get ``patience`` seconds more.
+        """
+        results: queue.SimpleQueue[tuple[int, Private | None, BaseException | None]] = queue.SimpleQueue()
+
+        def work(number: int) -> None:
+            try:
+                results.put((number, task(number), None))
+            except BaseException as error:
+                results.put((number, None, error))
+
+        for number in numbers:
+            threading.Thread(target=work, args=(number,), name=f"transfuse-visit-{number}", daemon=True).start()
+        done: dict[int, Private] = {}
+        waiting = set(numbers)
+        until = float("inf")
+        while waiting and time.monotonic() < until:
+            # In slices, so that Ctrl-C is heard.
+            with suppress(queue.Empty):
+                number, group, error = results.get(timeout=threads.SLICE_SECONDS)
+                waiting.discard(number)
+                if group is not None:
+                    done[number] = group
+                    until = min(until, time.monotonic() + patience)
+                elif error is not None:
+                    self._causes[number] = error
+        for number in waiting:
+            self._leave(number)
+            self._causes[number] = PeerTimeout(number, f"{phase} ({self._addresses[number]})", patience)
+        return done

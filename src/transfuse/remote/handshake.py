@@ -1,0 +1,296 @@
+"""The door of a server: a connection on which both ends prove that they know the secret, before anything else is said.
+
+    reader                                     server
+      | -- hello: magic, version, a nonce ------> |
+      | <- hello: magic, version, a nonce ------- |
+      | -- proof: HMAC of both hellos ----------> |  wrong: the server closes, and has told nothing
+      | <- proof: HMAC of both hellos ----------- |  wrong: the reader closes, and has told nothing
+      | <- frames, each with an HMAC -----------> |  under a key of this connection's own
+
+The reader proves first: who only knocks gets nothing that was made with the secret. Frames are for forming a group
+(:mod:`transfuse.remote.pair_group`); no state, and nothing about one, passes here. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from transfuse.errors import PeerLost, PeerRefused, PeerTimeout, ProtocolError
+
+__all__ = [
+    "WAIT_SECONDS",
+    "Call",
+    "Door",
+    "Frame",
+    "Ready",
+    "Refused",
+    "Wait",
+    "join_address",
+    "key_of",
+    "knock",
+    "split_address",
+]
+
+MAGIC = b"TFUSDOOR"
+VERSION = 1
+NONCE_BYTES = PROOF_BYTES = 32
+HELLO_BYTES = len(MAGIC) + 1 + NONCE_BYTES
+#: Frames carry addresses and causes of failures, and nothing long.
+MAX_FRAME_BYTES = 16 << 10
+#: How often a reader that has to wait hears that it is not forgotten.
+WAIT_SECONDS = 0.5
+
+_LENGTH = struct.Struct("<I")
+_COUNTER = struct.Struct("<Q")
+
+
+class Wait(msgspec.Struct, tag="wait", frozen=True, forbid_unknown_fields=True):
+    """Server to reader: not yet, but I am here."""
+
+
+class Call(msgspec.Struct, tag="call", frozen=True, forbid_unknown_fields=True):
+    """Either way: what the one end of a group has to know of the other."""
+
+    key: str
+    value: bytes
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True):
+    """Reader to server: I can begin. Server to reader: the state holds still, the conversation begins."""
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):
+    """Server to reader: no, and why."""
+
+    kind: str
+    cause: str
+
+
+Frame = Wait | Call | Ready | Refused
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+_F = TypeVar("_F", Wait, Call, Ready)
+_T = TypeVar("_T")
+
+
+class Door:
+    """One connection through a server's door. ``name`` is the other end's, for messages; ``rank`` for its errors."""
+
+    def __init__(self, sock: socket.socket, name: str, rank: int) -> None:
+        self._socket = sock
+        self.name = name
+        self.rank = rank
+        self._sending = self._receiving = b""
+        self._sent = self._received = 0
+        self._session = b""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def local_host(self) -> str:
+        """This machine's address on the way to the other end."""
+        return str(self._socket.getsockname()[0])
+
+    def hang_up(self) -> None:
+        """From another thread: hear nothing more, which ends a wait for it. What there is to say can still be said."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def close(self) -> None:
+        # A shutdown first: it wakes a thread that waits for the other end.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def proof(self, purpose: str) -> bytes:
+        """What only the two ends of this connection can say."""
+        return hmac.digest(self._session, b"proof " + purpose.encode(), hashlib.sha256)
+
+    def gone(self) -> bool:
+        """Whether the other end has closed. Only while nothing is expected of it."""
+        try:
+            # Not select(): it knows no more than 1024 files, and a training process may have more.
+            look = select.poll()
+            look.register(self._socket, select.POLLIN)
+            return bool(look.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):
+            return True
+
+    # ---------------------------------------------------------------------------------------------------- frames
+
+    def send(self, frame: Frame, seconds: float) -> None:
+        body = msgspec.msgpack.encode(frame)
+        head = _LENGTH.pack(len(body))
+        mark = hmac.digest(self._sending, _COUNTER.pack(self._sent) + head + body, hashlib.sha256)
+        self._sent += 1
+        self._send_bytes(head + body + mark, time.monotonic() + seconds, "sending a frame")
+
+    def expect(self, kind: type[_F], seconds: float, phase: str, most_waits: int) -> _F:
+        """The next frame, which is a ``kind``; or raise what a refusal says. ``Wait`` frames buy ``seconds`` more."""
+        started = time.monotonic()
+        for _ in range(most_waits + 1):
+            frame = self._receive(time.monotonic() + seconds, phase)
+            if isinstance(frame, Refused):
+                raise PeerRefused(self.rank, frame.kind[:200], frame.cause[:4000], name=self.name)
+            if isinstance(frame, kind):
+                return frame
+            if not isinstance(frame, Wait):
+                raise ProtocolError(self.rank, f"{self.name} sent {type(frame).__name__} while {phase}")
+            if most_waits == 0:
+                raise ProtocolError(self.rank, f"{self.name} asks to be waited for while {phase}")
+        raise PeerTimeout(self.rank, f"{phase} ({self.name})", time.monotonic() - started)
+
+    def _receive(self, deadline: float, phase: str) -> Frame:
+        head = self._receive_bytes(_LENGTH.size, deadline, phase)
+        (length,) = _LENGTH.unpack(head)
+        if length > MAX_FRAME_BYTES:
+            raise ProtocolError(self.rank, f"{self.name} announced a frame of {length} bytes while {phase}")
+        body = self._receive_bytes(length, deadline, phase)
+        mark = self._receive_bytes(PROOF_BYTES, deadline, phase)
+        due = hmac.digest(self._receiving, _COUNTER.pack(self._received) + head + body, hashlib.sha256)
+        self._received += 1
+        if not hmac.compare_digest(mark, due):
+            raise ProtocolError(self.rank, f"{self.name} sent a frame that is not from who has proved itself")
+        try:
+            return _decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(self.rank, f"{self.name} sent a malformed frame: {error}") from error
+
+    # ----------------------------------------------------------------------------------------------------- bytes
+
+    def _send_bytes(self, data: bytes, deadline: float, phase: str) -> None:
+        self._do(partial(self._socket.sendall, data), deadline, phase)
+
+    def _receive_bytes(self, count: int, deadline: float, phase: str) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            chunk = self._do(partial(self._socket.recv, count - len(data)), deadline, phase)
+            if not chunk:
+                raise PeerLost(self.rank, f"{self.name} closed the connection while {phase}")
+            data += chunk
+        return bytes(data)
+
+    def _do(self, operation: Callable[[], _T], deadline: float, phase: str) -> _T:
+        started = time.monotonic()
+        try:
+            if deadline <= started:
+                raise TimeoutError
+            self._socket.settimeout(deadline - started)
+            return operation()
+        except TimeoutError:
+            raise PeerTimeout(self.rank, f"{phase} ({self.name})", time.monotonic() - started) from None
+        except OSError as error:
+            raise PeerLost(self.rank, f"{self.name}: connection lost while {phase}: {error}") from error
+
+    # ------------------------------------------------------------------------------------------------- handshake
+
+    def admit(self, key: bytes, deadline: float) -> None:
+        """The server's side: let in who proves that it knows ``key``."""
+        theirs = self._hear_hello(deadline)
+        mine = self._say_hello(deadline)
+        self._compare_versions(theirs)
+        said = theirs + mine
+        proof = self._receive_bytes(PROOF_BYTES, deadline, "waiting for a proof of the token")
+        if not hmac.compare_digest(proof, _proof(key, b"reader", said)):
+            raise ProtocolError(self.rank, f"{self.name} does not know the token")
+        self._send_bytes(_proof(key, b"server", said), deadline, "proving the token")
+        self._open(key, said, b"to reader", b"to server")
+
+    def enter(self, key: bytes, deadline: float) -> None:
+        """The reader's side: prove that one knows ``key``, and hear that the server does."""
+        mine = self._say_hello(deadline)
+        theirs = self._hear_hello(deadline)
+        self._compare_versions(theirs)
+        said = mine + theirs
+        self._send_bytes(_proof(key, b"reader", said), deadline, "proving the token")
+        try:
+            proof = self._receive_bytes(PROOF_BYTES, deadline, "waiting for the server's proof of the token")
+        except PeerLost as error:
+            cause = "it was started with another token, or with none, or is ending"
+            raise PeerRefused(self.rank, "WrongToken", cause, name=self.name) from error
+        if not hmac.compare_digest(proof, _proof(key, b"server", said)):
+            raise ProtocolError(self.rank, f"{self.name} does not know the token: it is another server, or a false one")
+        self._open(key, said, b"to server", b"to reader")
+
+    def _say_hello(self, deadline: float) -> bytes:
+        hello = MAGIC + bytes([VERSION]) + secrets.token_bytes(NONCE_BYTES)
+        self._send_bytes(hello, deadline, "saying hello")
+        return hello
+
+    def _hear_hello(self, deadline: float) -> bytes:
+        hello = self._receive_bytes(HELLO_BYTES, deadline, "waiting for a hello")
+        if not hello.startswith(MAGIC):
+            raise ProtocolError(
+                self.rank, f"{self.name} does not speak as transfuse does at a door: is it another service?"
+            )
+        return hello
+
+    def _compare_versions(self, theirs: bytes) -> None:
+        """Once both have said hello, so that both learn of it."""
+        version = theirs[len(MAGIC)]
+        if version != VERSION:
+            raise ProtocolError(
+                self.rank,
+                f"{self.name} speaks version {version} at its door, this is version {VERSION}: upgrade the older end",
+            )
+
+    def _open(self, key: bytes, said: bytes, sending: bytes, receiving: bytes) -> None:
+        self._session = hmac.digest(key, b"session " + said, hashlib.sha256)
+        self._sending = hmac.digest(self._session, sending, hashlib.sha256)
+        self._receiving = hmac.digest(self._session, receiving, hashlib.sha256)
+
+
+def _proof(key: bytes, who: bytes, said: bytes) -> bytes:
+    return hmac.digest(key, b"transfuse " + who + b" " + said, hashlib.sha256)
+
+
+def key_of(token: str | bytes | None) -> bytes:
+    """The key that a token stands for. Without one there is nothing to prove, and everybody can."""
+    if token is None:
+        return hashlib.sha256(b"no token").digest()
+    if not isinstance(token, str | bytes):
+        raise TypeError(f"token is str or bytes, got {type(token).__name__}")
+    if not token:
+        raise ValueError("token is empty: leave it out, or make one with secrets.token_hex(32)")
+    return hashlib.sha256(b"token " + (token.encode() if isinstance(token, str) else token)).digest()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[host]:port``."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or (":" in host and host[0] + host[-1] != "[]"):
+        raise ValueError(f"an address is host:port, or [host]:port with IPv6, got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def knock(address: str, key: bytes, seconds: float, rank: int) -> Door:
+    """Go through the door of a server, as a reader."""
+    started = time.monotonic()
+    deadline = started + seconds
+    try:
+        sock = socket.create_connection(split_address(address), timeout=seconds)
+    except TimeoutError:
+        raise PeerTimeout(rank, f"connecting to {address}", time.monotonic() - started) from None
+    except OSError as error:
+        raise PeerLost(rank, f"{address} cannot be reached: {error}; is a server there, on this interface?") from error
+    door = Door(sock, address, rank)
+    try:
+        door.enter(key, deadline)
+    except BaseException:
+        door.close()
+        raise
+    return door

@@ -1,0 +1,266 @@
+"""Private groups: two ranks, the server's 0 and the reader's 1, met through the door that both have gone through.
+
+torch forms a group through a store. This one holds nothing: what an end sets goes through the door to the other, which
+waits for it. So nobody else can read or write it, and no port is open but the door and gloo's own, on the same address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hmac
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from transfuse.errors import PeerError, PeerLost, PeerTimeout, ProtocolError, TransfuseError
+from transfuse.remote.handshake import Call, Door
+from transfuse.wire.group import WorkLike
+
+__all__ = ["READER", "SERVER", "Private", "Several"]
+
+SERVER, READER = 0, 1
+PROOF_TAG = 0x5446_0001
+NOBODYS_TAG = 0x5446_0002
+PROOF_BYTES = 32
+
+_LENGTH = struct.Struct("<Q")
+MAX_HOST_NAME = 255
+
+
+class _Exchange(Store):
+    """A store of which each end holds what the other has set."""
+
+    def __init__(self, door: Door, seconds: float, most_waits: int) -> None:
+        super().__init__()
+        self._door = door
+        self._seconds = seconds
+        self._most_waits = most_waits
+        self._values: dict[str, bytes] = {}
+        self._mine: dict[str, bytes] = {}
+        #: What a method raised, since torch passes on only its text.
+        self.failure: PeerError | None = None
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._mine[key] = data
+        self._say(lambda: self._door.send(Call(key, data), self._seconds))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._mine[key] if key in self._mine else self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            while key not in self._mine and key not in self._values:
+                self._say(self._hear)
+
+    def _hear(self) -> None:
+        call = self._door.expect(Call, self._seconds, "forming a group", self._most_waits)
+        # gloo believes every length in it.
+        if not any(_alike(call.value, mine) for mine in self._mine.values()):
+            raise ProtocolError(self._door.rank, f"{self._door.name} gives an address that is none of gloo's")
+        if call.key in self._mine or self._values:
+            raise ProtocolError(self._door.rank, f"{self._door.name} gives its address twice")
+        self._values[call.key] = call.value
+
+    def _say(self, operation: Callable[[], None]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            operation()
+        except PeerError as error:
+            self.failure = error
+            raise
+
+
+def _alike(theirs: bytes, mine: bytes) -> bool:
+    """Whether two descriptions of a rank differ in nothing but a host's name, an address and numbers of connections.
+
+    Each is a name (length first), then an address (length first), then numbers.
+    """
+    rests = []
+    for data in (theirs, mine):
+        if len(data) < _LENGTH.size:
+            return False
+        (length,) = _LENGTH.unpack_from(data)
+        if length > MAX_HOST_NAME:
+            return False
+        rests.append(data[_LENGTH.size + length :])
+    one, other = rests
+    return len(one) == len(other) > _LENGTH.size and one[: _LENGTH.size] == other[: _LENGTH.size]
+
+
+class Private:
+    """A group of this end and the other, both of which have proved to be who came through the door."""
+
+    #: A thread that is left in a wait keeps gloo by :meth:`_hold`, and no longer than that wait: nobody else has to.
+    outlives_waits = True
+
+    def __init__(self, door: Door, rank: int, seconds: float, most_waits: int) -> None:
+        self.door = door
+        self.peer = READER if rank == SERVER else SERVER
+        store = _Exchange(door, seconds, most_waits)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        # On the interface of the door, and on no other.
+        try:
+            options._devices = [gloo.create_device(hostname=door.local_host, lazy_init=False)]
+        except RuntimeError as error:
+            text = str(error).split("\n")[0]
+            raise TransfuseError(f"gloo cannot listen on {door.local_host} here: {text}") from error
+        options._timeout = timedelta(seconds=seconds)
+        started = time.monotonic()
+        self._lock = threading.Lock()
+        self._waits = 0
+        self._held = False
+        try:
+            self._gloo: Any = gloo(store, rank, 2, options)
+        except Exception as error:
+            # Tracebacks hold this frame: the device would stay, and listen, until the garbage is collected.
+            del options
+            if store.failure is not None:
+                raise store.failure from None
+            took = time.monotonic() - started
+            if took >= 0.9 * seconds:
+                raise PeerTimeout(door.rank, f"connecting gloo with {door.name}", took) from error
+            text = str(error).split("\n")[0]
+            raise PeerLost(door.rank, f"{door.name}: gloo could not connect: {text}") from error
+        try:
+            self._prove(rank, timedelta(seconds=seconds))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the group up, with its threads and connections, whoever else still holds this object.
+
+        Not under a thread that waits in it, which would end the process. Such a thread has been left behind by an
+        interrupt, and has to tell the peer: the group goes when it does.
+        """
+        with self._lock:
+            if self._waits:
+                self._hold()
+                return
+            gone, self._gloo = self._gloo, None
+        # Outside of the lock: gloo joins its threads.
+        del gone
+
+    def break_off(self, until: float) -> None:
+        """Close the connection, and with it end all waits that can be ended."""
+        with suppress(RuntimeError):
+            # An expired wait closes all connections of a gloo group.
+            self.recv([torch.zeros(1, dtype=torch.uint8)], self.peer, NOBODYS_TAG).wait(timedelta(milliseconds=2))
+        while self._waits and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def _hold(self) -> None:
+        """Not even the end of the interpreter, and with it of all that modules hold, takes gloo from under a wait."""
+        if not self._held:
+            self._held = True
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+
+    # What a transport takes for a group.
+
+    def rank(self) -> int:
+        return SERVER if self.peer == READER else READER
+
+    def size(self) -> int:
+        return 2
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "gloo"
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
+        return _Work(self, self._open().send(tensors, rank, tag))
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
+        return _Work(self, self._open().recv(tensors, rank, tag))
+
+    def _open(self) -> Any:
+        with self._lock:
+            if self._gloo is None:
+                raise RuntimeError("the group was given up")
+            return self._gloo
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with self._lock:
+            self._waits += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits -= 1
+                if self._held and not self._waits:
+                    self._held = False
+                    ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._gloo))
+
+    def _prove(self, rank: int, timeout: timedelta) -> None:
+        """Both ends once more, over the group itself: whoever else may have connected to gloo's port is not it."""
+        names = {SERVER: "server in the group", READER: "reader in the group"}
+        mine = torch.frombuffer(bytearray(self.door.proof(names[rank])), dtype=torch.uint8)
+        theirs = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
+        started = time.monotonic()
+        try:
+            if rank == READER:
+                self.send([mine], self.peer, PROOF_TAG).wait(timeout)
+            self.recv([theirs], self.peer, PROOF_TAG).wait(timeout)
+            self._check(bytes(theirs.numpy()), names[self.peer])
+            if rank == SERVER:
+                self.send([mine], self.peer, PROOF_TAG).wait(timeout)
+        except RuntimeError as error:
+            took = time.monotonic() - started
+            if took >= 0.9 * timeout.total_seconds():
+                raise PeerTimeout(self.door.rank, f"proving to be there ({self.door.name})", took) from error
+            raise PeerLost(self.door.rank, f"{self.door.name}: connection lost before its proof") from error
+
+    def _check(self, proof: bytes, name: str) -> None:
+        if not hmac.compare_digest(proof, self.door.proof(name)):
+            raise ProtocolError(self.door.rank, f"somebody else than {self.door.name} has connected to gloo's port")
+
+
+class _Work:
+    """A send or receive of a private group, which stays while somebody waits for it."""
+
+    def __init__(self, group: Private, work: WorkLike) -> None:
+        self._group = group
+        self._work = work
+
+    def wait(self, timeout: timedelta) -> Any:
+        with self._group._waiting():
+            return self._work.wait(timeout)
+
+
+class Several:
+    """The servers of several private groups as ranks of one: what a transport takes for a group.
+
+    Rank ``i`` is the server of the group ``i``, and the last one is the reader itself.
+    """
+
+    outlives_waits = Private.outlives_waits
+
+    def __init__(self, groups: Sequence[Private]) -> None:
+        self._groups = groups
+
+    def rank(self) -> int:
+        return len(self._groups)
+
+    def size(self) -> int:
+        return len(self._groups) + 1
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "gloo"
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
+        return self._groups[rank].send(tensors, SERVER, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
+        return self._groups[rank].recv(tensors, SERVER, tag)

@@ -1,0 +1,420 @@
+"""Serving a state to readers outside the job's group: each gets a private group of two, and the same conversation."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Self, SupportsIndex
+
+import torch
+
+from transfuse import arguments
+from transfuse.arguments import check_step
+from transfuse.errors import PeerLost, PeerTimeout, SendFailed, TransfuseError, as_utf8
+from transfuse.progress import Progress
+from transfuse.remote import descriptors
+from transfuse.remote.handshake import WAIT_SECONDS, Door, Ready, Refused, Wait, join_address, key_of
+from transfuse.remote.pair_group import READER, SERVER, Private, Several
+from transfuse.remote.rwlock import Turns
+from transfuse.report import Report
+from transfuse.transport import PGTransport
+
+__all__ = ["Server", "serve"]
+
+logger = logging.getLogger("transfuse")
+
+#: Connections that have not proved anything yet. With more, whoever has been at it for the longest has to go: to prove
+#: the token takes milliseconds, and so those who only sit there keep nobody out.
+MAX_STRANGERS = 64
+#: A stranger's time to prove itself, at most.
+HANDSHAKE_SECONDS = 10.0
+COMPLAINT_SECONDS = 1.0
+#: How long the thread that listens waits for a connection, and looks again whether one can be taken.
+LISTEN_SECONDS, ROOM_SECONDS = 1.0, 0.05
+#: How long the interpreter's end waits for those who read to be told.
+END_SECONDS = 3.0
+
+
+def serve(
+    state_dict: object,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = timedelta(seconds=30),
+    step: SupportsIndex | Callable[[], SupportsIndex | None] | None = None,
+    max_readers: int = 4,
+    same_host: bool = True,
+    verify: bool | None = None,
+    max_bytes_per_second: float | None = None,
+    on_report: Callable[[Report], object] | None = None,
+) -> Server:
+    """Serve a state from a background thread, until the returned server is closed.
+
+    Args:
+        state_dict: the state, or a callable that gives it, called in a thread of the server for every reader. It must
+            not need other ranks.
+        host: the address to listen on. Loopback unless told otherwise: see the guide on serving for what the network
+            must provide.
+        port: 0 takes a free one; :attr:`Server.address` says which.
+        token: a secret that readers must know, and the server too. Long and random: ``secrets.token_hex(32)``.
+        timeout: how long a reader may go without progress, and so how long one that stalls holds up training; a
+            timedelta, or seconds.
+        step: the step that readers are told, or a callable that gives it while the state holds still. Without it,
+            readers that name a step refuse.
+        max_readers: how many read at once; others wait for their turn. With a cap on the rate they read one by one.
+        same_host: readers on this host may read straight from memory.
+        verify: as of :class:`PGTransport`.
+        max_bytes_per_second: the most that is given away.
+        on_report: called with the :class:`Report` of every transfer, from the thread that served it.
+    """
+    return Server(
+        state_dict,
+        host=host,
+        port=port,
+        token=token,
+        timeout=timeout,
+        step=step,
+        max_readers=max_readers,
+        same_host=same_host,
+        verify=verify,
+        max_bytes_per_second=max_bytes_per_second,
+        on_report=on_report,
+    )
+
+
+class Server:
+    """A state that others fetch. Made by :func:`serve`; a context manager that closes it.
+
+    Whatever changes the state does so within :meth:`mutating`.
+    """
+
+    def __init__(
+        self,
+        state_dict: object,
+        *,
+        host: str,
+        port: int,
+        token: str | bytes | None,
+        timeout: timedelta | float,
+        step: SupportsIndex | Callable[[], SupportsIndex | None] | None,
+        max_readers: int,
+        same_host: bool,
+        verify: bool | None,
+        max_bytes_per_second: float | None,
+        on_report: Callable[[Report], object] | None,
+    ) -> None:
+        max_readers = arguments.whole("max_readers", max_readers)
+        if max_readers < 1:
+            raise ValueError(f"max_readers must be at least 1, got {max_readers}")
+        arguments.check_text("host", host, "an address to listen on")
+        if not host:
+            raise ValueError("host is empty, which would be every interface: if that is meant, say 0.0.0.0")
+        port = arguments.whole("port", port)
+        arguments.check_no_module(state_dict, "serve(model.state_dict)")
+        arguments.check_callable("on_report", on_report)
+        timeout = arguments.duration(timeout)
+        self._state_dict = state_dict
+        self._step = step if callable(step) else check_step(step)
+        self._key = key_of(token)
+        self._seconds = timeout.total_seconds()
+        self._transport = partial(
+            PGTransport,
+            timeout=timeout,
+            device=torch.device("cpu"),
+            same_host=same_host,
+            verify=verify,
+            relay=False,
+            max_bytes_per_second=max_bytes_per_second,
+        )
+        self._transport(Several([]))  # Options that make no sense are told here, and not to the first reader.
+        self._on_report = on_report
+        self._turns = Turns()
+        #: The callables are the user's: one thread at a time.
+        self._asking = threading.Lock()
+        self._places = threading.Semaphore(max_readers if max_bytes_per_second is None else 1)
+        #: Once it closes, what readers are told that have to wait; and those who read now, if they are cut off.
+        self._closing: str | None = None
+        self._cut: str | None = None
+        self._readers: dict[threading.Thread, Door] = {}
+        self._groups: weakref.WeakSet[Private] = weakref.WeakSet()
+        #: Doors at which nobody has proved anything yet, in the order in which they were knocked at.
+        self._strangers: dict[Door, None] = {}
+        self._lock = threading.Lock()
+        self._complained_at = float("-inf")
+        self._last_change = _Moment()
+        # As above: nobody could be served.
+        descriptors.check(descriptors.LISTENER + descriptors.DOOR + descriptors.GROUP, "serving a state")
+        # One's own socket: a store of torch's would listen on all interfaces, whatever host it is given.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
+        # A thread that waits in accept without a timeout holds a descriptor that nobody can count.
+        self._socket.settimeout(LISTEN_SECONDS)
+        self._address = join_address(host, self._socket.getsockname()[1])
+        self._thread = threading.Thread(target=self._listen, name="transfuse-server", daemon=True)
+        self._thread.start()
+        self._process = os.getpid()
+        atexit.register(self._end)
+
+    @property
+    def address(self) -> str:
+        """``host:port``, for :func:`fetch`."""
+        return self._address
+
+    @contextmanager
+    def mutating(self) -> Iterator[None]:
+        """Change the state within this: it waits until nobody reads, and readers wait until it is left.
+
+        How long it waits: until those who read now are done, a reader that stalls for at most the server's timeout.
+        It may be nested.
+        """
+        with self._turns.changing():
+            try:
+                yield
+            finally:
+                self._last_change.record()
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Let nobody in any more. Those who read now may finish, unless ``cancel``; those who wait are told."""
+        if self._is_fork():
+            return
+        for thread in self._stop(cancel=cancel):
+            if thread is threading.current_thread():
+                continue  # Closed by ``on_report`` or another callable of the user's: it ends when that returns.
+            try:
+                thread.join()
+            except BaseException:
+                self._cut = self._closing
+                raise
+        atexit.unregister(self._end)
+
+    def _stop(self, *, cancel: bool) -> Sequence[threading.Thread]:
+        """Tell all who are here, and take nobody any more; the threads that end then."""
+        self._closing = self._closing or f"the server at {self._address} was closed"
+        if cancel:
+            self._cut = self._closing
+        # A shutdown first: it wakes the thread that waits for connections.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+        with self._lock:
+            threads = list(self._readers)
+            doors = list(self._readers.values() if cancel else self._strangers)
+        for door in doors:
+            door.hang_up()
+        return threads
+
+    def _is_fork(self) -> bool:
+        """Whether this process is a fork of the one that serves: what it shut down would be shut down there too."""
+        return os.getpid() != self._process
+
+    def _end(self) -> None:
+        """The interpreter ends. A thread that comes back from gloo after that ends the process, with a message."""
+        if self._is_fork():
+            return
+        until = time.monotonic() + END_SECONDS
+        for thread in self._stop(cancel=True):
+            thread.join(max(0.0, until - time.monotonic()))
+        # Somebody who does not listen may have left a thread in a wait.
+        for group in list(self._groups):
+            group.break_off(until)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(cancel=error is not None)
+
+    # ------------------------------------------------------------------------------------------------- connections
+
+    def _listen(self) -> None:
+        while self._closing is None:
+            if not descriptors.spare():
+                # Or strangers would take what gloo needs for a reader. They can wait.
+                time.sleep(ROOM_SECONDS)
+                continue
+            try:
+                sock, where = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if self._closing is not None:
+                    return
+                self._complain("could not take a connection", error)
+                time.sleep(0.1)  # Out of file descriptors, perhaps: that may pass.
+                continue
+            try:
+                self._let_in(Door(sock, join_address(where[0], where[1]), READER))
+            except (OSError, RuntimeError) as error:
+                # It has gone already, or there is no thread to be had: the next one may fare better.
+                sock.close()
+                self._complain("could not answer a connection", error)
+
+    def _let_in(self, door: Door) -> None:
+        thread = threading.Thread(target=self._answer, args=(door,), name="transfuse-reader", daemon=True)
+        with self._lock:
+            self._readers[thread] = door
+            self._strangers[door] = None
+            crowd = list(self._strangers)[:-MAX_STRANGERS]
+        for stranger in crowd:
+            stranger.hang_up()
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._readers[thread], self._strangers[door]
+            raise
+
+    def _answer(self, door: Door) -> None:
+        """One connection, from the first byte to the last."""
+        try:
+            try:
+                door.admit(self._key, time.monotonic() + min(HANDSHAKE_SECONDS, self._seconds))
+            except TransfuseError as error:
+                if self._closing is None:
+                    self._complain("turned away", error)
+                return
+            finally:
+                with self._lock:
+                    del self._strangers[door]
+            try:
+                self._receive(door)
+            except Exception as error:
+                # What comes after a cut is its consequence.
+                if self._cut is not None:
+                    self._tell(door, TransfuseError(self._cut))
+                    raise TransfuseError(self._cut) from error
+                self._tell(door, error)
+                raise
+        except SendFailed as error:
+            # As text: a record that a handler keeps would keep all that the error's traceback holds.
+            logger.warning("reader %s: %s", door.name, as_utf8(str(error.causes[READER])))
+        except TransfuseError as error:
+            logger.warning("reader %s: %s", door.name, as_utf8(str(error)))
+        except Exception:
+            logger.error("reader %s: the server failed\n%s", door.name, as_utf8(traceback.format_exc()))
+        finally:
+            door.close()
+            with self._lock:
+                del self._readers[threading.current_thread()]
+
+    def _tell(self, door: Door, error: Exception) -> None:
+        with suppress(TransfuseError):
+            door.send(Refused(type(error).__name__, as_utf8(str(error)[:2000])), self._seconds)
+
+    def _receive(self, door: Door) -> None:
+        """A reader that has proved itself: a place, a group, and its turn with the state."""
+        meanwhile = _Meanwhile(door, self._seconds, lambda: self._closing)
+        with self._place(meanwhile), closing(self._form(door)) as group:
+            self._groups.add(group)
+            door.expect(Ready, self._seconds, "waiting for the reader to begin", most_waits=0)
+            meanwhile()  # It may have closed since.
+            with self._turns.reading(meanwhile):
+                # Before the callable, which may copy: work of this thread is not ordered after that of training's.
+                self._last_change.wait()
+                with self._asking:
+                    state = self._state_dict() if callable(self._state_dict) else self._state_dict
+                    step = check_step(self._step(), "what step() gives") if callable(self._step) else self._step
+                door.send(Ready(), self._seconds)
+                self._send(group, state, step)
+
+    def _form(self, door: Door) -> Private:
+        (kept,) = descriptors.keep(descriptors.GROUP, "serving a reader")
+        with kept:
+            return Private(door, SERVER, self._seconds, most_waits=0)
+
+    @contextmanager
+    def _place(self, meanwhile: _Meanwhile) -> Iterator[None]:
+        while not self._places.acquire(timeout=WAIT_SECONDS):
+            meanwhile()
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    def _send(self, group: Private, state: object, step: int | None) -> None:
+        guard = _Guard(self._turns, self._seconds, lambda: self._cut)
+        transport = self._transport(group, progress=guard)
+        try:
+            transport.send_checkpoint([READER], state, step=step)
+        finally:
+            if self._on_report is not None and transport.report is not None:
+                self._on_report(transport.report)
+
+    def _complain(self, what: str, error: Exception) -> None:
+        """About strangers: once a second at most, so that they cannot fill a log."""
+        now = time.monotonic()
+        loud = now - self._complained_at > COMPLAINT_SECONDS
+        if loud:
+            self._complained_at = now
+        logger.log(
+            logging.WARNING if loud else logging.DEBUG, "the server at %s: %s: %s", self._address, what, str(error)
+        )
+
+
+class _Meanwhile:
+    """While a reader waits: tell it so, and notice that it has left or that the server closes."""
+
+    def __init__(self, door: Door, seconds: float, closing: Callable[[], str | None]) -> None:
+        self._door = door
+        self._seconds = seconds
+        self._closing = closing
+        self._said_at = time.monotonic()
+
+    def __call__(self) -> None:
+        if (closing := self._closing()) is not None:
+            raise TransfuseError(closing)
+        if self._door.gone():
+            raise PeerLost(READER, f"{self._door.name} has left while it waited for its turn")
+        if time.monotonic() - self._said_at >= WAIT_SECONDS:
+            self._door.send(Wait(), self._seconds)
+            self._said_at = time.monotonic()
+
+
+class _Guard:
+    """Looks at a transfer's progress: while training waits, signs of life alone buy a reader no time."""
+
+    def __init__(self, turns: Turns, seconds: float, cut: Callable[[], str | None]) -> None:
+        self._turns = turns
+        self._seconds = seconds
+        self._cut = cut
+        self._bytes = 0
+        self._since = time.monotonic()
+
+    def __call__(self, progress: dict[int, Progress]) -> None:
+        if (cut := self._cut()) is not None:
+            raise TransfuseError(cut)
+        now, nbytes = time.monotonic(), sum(one.bytes for one in progress.values())
+        if nbytes > self._bytes:
+            self._bytes, self._since = nbytes, now
+        idle = min(now - self._since, self._turns.held_up())
+        if idle > self._seconds:
+            raise PeerTimeout(READER, "the state could not be changed because it was being read", idle)
+
+
+class _Moment:
+    """The work of accelerators up to a moment of one thread, which another thread can wait for."""
+
+    def __init__(self) -> None:
+        self._event: torch.Event | None = None
+        self.record()
+
+    def record(self) -> None:
+        if torch.accelerator.is_available():
+            self._event = torch.accelerator.current_stream().record_event()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()

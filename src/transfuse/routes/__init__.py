@@ -1,1 +1,0 @@
-"""Routes: how bytes move between two ranks."""

@@ -1,0 +1,169 @@
+"""Agreement: which of several sources offer the same state, and in what the others differ. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from transfuse.errors import SourcesDiffer, TransfuseError
+from transfuse.plan.cohorts import Cohort, difference
+from transfuse.plan.match import Prepared
+from transfuse.session.accepting import Accepted, Described, Wishes, check
+from transfuse.state import trees
+from transfuse.state.manifest import Manifest
+from transfuse.wire.messages import Offer
+
+__all__ = ["Choice", "choose", "first_difference", "lacking", "why_not"]
+
+
+class Choice(NamedTuple):
+    """The sources that agree, with what they describe, and why the others are not used."""
+
+    cohorts: list[Cohort]
+    offers: dict[int, Offer]
+    dropped: dict[int, TransfuseError]
+
+
+def choose(
+    ranks: Sequence[int],
+    offers: Mapping[int, Offer],
+    described: Mapping[bytes, Described],
+    wishes: Wishes,
+) -> Choice:
+    """The sources of which more agree than of any others. Those of another step than the wanted do not count.
+
+    Sources agree that describe the same state, or different shards or parts of it that complete each other. Of each
+    likeness one offer has been ``described``. :class:`SourcesDiffer` if no majority agrees: nothing says who is right.
+    """
+    dropped: dict[int, TransfuseError] = {}
+    groups: dict[tuple[int | None, bytes], dict[int, Offer]] = {}
+    for rank in [rank for rank in ranks if rank in offers]:
+        try:
+            check(offers[rank], wishes)
+        except TransfuseError as mismatch:
+            dropped[rank] = mismatch
+            continue
+        groups.setdefault((offers[rank].step, offers[rank].likeness), {})[rank] = offers[rank]
+    cohorts: list[tuple[int | None, Cohort]] = []
+    for (step, likeness), group in groups.items():
+        members = {rank: offer.coordinates for rank, offer in group.items()}
+        cohorts.append((step, Cohort(described[likeness].manifest, members)))
+    cohorts.sort(key=lambda one: -len(one[1].members))
+    families: list[list[tuple[int | None, Cohort]]] = []
+    for one in cohorts:
+        for family in families:
+            if all(_difference(other, one, wishes) is None for other in family):
+                family.append(one)
+                break
+        else:
+            families.append([one])
+    families.sort(key=lambda family: -_count(family))
+    if len(families) > 1:
+        first = families[0][0]
+        for one in [one for family in families[1:] for one in family]:
+            for other in one[1].members:
+                dropped[other] = SourcesDiffer(
+                    f"source {other} offers another state than source {next(iter(first[1].members))}, with which "
+                    f"{_count(families[0])} of {len(offers)} agree: "
+                    + next(filter(None, (_difference(other_one, one, wishes) for other_one in families[0])), "")
+                )
+        if _count(families[0]) == _count(families[1]):
+            raise dropped[next(iter(families[1][0][1].members))]
+    chosen = [cohort for _, cohort in families[0]] if families else []
+    if len(chosen) > 1 and isinstance(wishes.target, Prepared):
+        # The description of those that have most of what is wanted is the state's.
+        wanted = set(trees.paths(wishes.target.root))
+        chosen.sort(key=lambda cohort: -len(wanted & cohort.numbers.keys()))
+    return Choice(chosen, {rank: offers[rank] for cohort in chosen for rank in cohort.members}, dropped)
+
+
+def _count(family: Sequence[tuple[int | None, Cohort]]) -> int:
+    return sum(len(cohort.members) for _, cohort in family)
+
+
+def lacking(choice: Choice, wishes: Wishes) -> list[str]:
+    """Tensors of the target that none of the chosen sources has: one that has not come yet may (a stage)."""
+    target = wishes.target
+    if not isinstance(target, Prepared) or target.target is None or wishes.map_path is not None:
+        return []
+    wanted = {
+        path
+        for path, leaf in zip(trees.paths(target.root), target.leaves, strict=True)
+        if isinstance(leaf, torch.Tensor)
+    }
+    return sorted(wanted.difference(*(cohort.numbers.keys() for cohort in choice.cohorts)))
+
+
+def why_not(rank: int, offer: Offer, accepted: Accepted, wishes: Wishes) -> TransfuseError | None:
+    """Why a source that comes after it has been decided is not used, if it is not."""
+    try:
+        check(offer, wishes)
+    except TransfuseError as mismatch:
+        return mismatch
+    decided = accepted.offer
+    if offer.step != decided.step:
+        return SourcesDiffer(f"source {rank} offers another state than the others: {_steps(decided.step, offer.step)}")
+    if accepted.assembled is not None:
+        return SourcesDiffer(f"source {rank} came late: it had been decided already what each of the others brings")
+    if (offer.digest, offer.coordinates) != (decided.digest, decided.coordinates):
+        return SourcesDiffer(f"source {rank} came late and offers another state than the others, or shard of it")
+    if offer.parcel_bytes < accepted.parcel_bytes:
+        return SourcesDiffer(f"source {rank} came late and offers smaller parcels than the others")
+    return None
+
+
+def _steps(one: int | None, other: int | None) -> str:
+    return f"step {one} against {other}"
+
+
+def _difference(one: tuple[int | None, Cohort], other: tuple[int | None, Cohort], wishes: Wishes) -> str | None:
+    """In what two cohorts are not of the same state; None if they complete each other."""
+    if one[0] != other[0]:
+        return _steps(one[0], other[0])
+    mine, theirs = one[1], other[1]
+    try:
+        found = difference(mine, theirs)
+        if found is not None:
+            return found
+        if mine.numbers.keys() == theirs.numbers.keys():
+            return None
+        # Parts of one state (stages of a pipeline), unless each has all that the target wants.
+        if wishes.late is not None or wishes.map_path is not None:
+            return None
+        if isinstance(wishes.target, Prepared) and wishes.target.target is not None:
+            wanted = set(trees.paths(wishes.target.root))
+            if not (wanted <= mine.numbers.keys() and wanted <= theirs.numbers.keys()):
+                return None
+        return first_difference(mine.manifest, theirs.manifest)
+    except Exception as error:
+        return f"a malformed description: {error}"
+
+
+def first_difference(one: Manifest, other: Manifest) -> str:
+    """In what two manifests that are not the same differ first."""
+    for i, (mine, theirs) in enumerate(zip(one.paths, other.paths, strict=False)):
+        if mine != theirs:
+            return f"leaf {i} is {mine} in one and {theirs} in the other"
+        a, b = _leaf(one, i), _leaf(other, i)
+        if a != b:
+            return f"leaf {mine}: {a} against {b}"
+    if len(one) != len(other):
+        longer = one if len(one) > len(other) else other
+        return f"{len(one)} leaves against {len(other)}; {longer.paths[min(len(one), len(other))]} is in one only"
+    return "their leaves are alike, but they share memory or lie in it differently"
+
+
+def _leaf(manifest: Manifest, leaf: int) -> str:
+    """A leaf in a few words."""
+    words = []
+    for part in range(*manifest.first_parts[leaf : leaf + 2].tolist()):
+        p = manifest.parts
+        flags = f", flags {p.flags[part]}" if p.flags[part] else ""
+        words.append(f"{manifest.dtype_of(part)} {list(p.shape(part))} with strides {list(p.stride(part))}{flags}")
+    detail = manifest.detail(leaf)
+    if detail:
+        text = repr(detail)
+        words.append(text if len(text) <= 200 else f"{text[:200]}…")
+    return "; ".join(words)

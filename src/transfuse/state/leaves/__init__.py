@@ -1,0 +1,1 @@
+"""One codec for each kind of leaf."""

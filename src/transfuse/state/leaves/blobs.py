@@ -1,0 +1,256 @@
+"""Leaves that are bytes underneath: numpy arrays, long ``bytes`` and ``str``, and opted-in Python objects."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+import pickle
+import re
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+
+from transfuse.state.leaves import pickles
+from transfuse.state.leaves.codec import CannotCarry, Opened, Room, Shared
+
+__all__ = ["ArrayCodec", "ObjectCodec", "TextCodec"]
+
+#: Names in a refusal.
+MAX_NAMED = 5
+
+
+def _over_bytes(data: bytes | bytearray) -> torch.Tensor:
+    """A uint8 tensor over the bytes themselves. They are only ever read; torch would warn that it cannot know."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    if isinstance(data, bytearray):
+        return torch.frombuffer(data, dtype=torch.uint8)
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
+    assert address is not None
+    window = (ctypes.c_ubyte * len(data)).from_address(address)
+    window._keeps_alive = data  # type: ignore[attr-defined]
+    return torch.frombuffer(window, dtype=torch.uint8)
+
+
+def _bytes_of(part: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    if (
+        not isinstance(part, torch.Tensor)
+        or part.dtype is not torch.uint8
+        or part.ndim != 1
+        or not part.is_contiguous()
+    ):
+        raise ValueError("a blob that is no run of bytes")
+    return part.cpu().numpy()
+
+
+class _Blob:
+    """In place, blobs are values: the receiver gets the source's, in memory of their own."""
+
+    checks_data = False
+
+    def differences(self, source: Any, target: Any, room: Room, target_shared: Shared) -> list[str]:
+        return []
+
+    def settle(self, meta: Any, target: Any) -> None:
+        pass
+
+
+class ArrayMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """``dtype`` as numpy's own file format writes it; ``order`` is C or F."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    order: Literal["C", "F"]
+
+
+class ArrayCodec(_Blob):
+    name = "array"
+
+    def takes(self, leaf: object) -> bool:
+        return type(leaf) is np.ndarray
+
+    def open(self, leaf: Any, shared: Shared) -> Opened:
+        if leaf.dtype.hasobject:
+            raise CannotCarry("a numpy array of Python objects; convert it to a list or to a numeric dtype")
+        if leaf.dtype.metadata or leaf.dtype.isalignedstruct or _has_titles(leaf.dtype):
+            raise CannotCarry(
+                f"a numpy array of dtype {leaf.dtype} with metadata, titles or alignment; use a plain one"
+            )
+        order: Literal["C", "F"] = "F" if leaf.flags.f_contiguous and not leaf.flags.c_contiguous else "C"
+        flat = np.asarray(leaf, order=order).reshape(-1, order=order)
+        descr = np.lib.format.dtype_to_descr(leaf.dtype)
+        if np.lib.format.descr_to_dtype(descr) != leaf.dtype:
+            raise CannotCarry(
+                f"a numpy array of dtype {leaf.dtype}, which has no plain description; convert it to another dtype"
+            )
+        if not flat.flags.writeable and flat.nbytes:
+            # torch takes only writable memory without a warning; look at it through its address instead.
+            window = (ctypes.c_ubyte * flat.nbytes).from_address(flat.ctypes.data)
+            window._keeps_alive = flat  # type: ignore[attr-defined]
+            part = torch.frombuffer(window, dtype=torch.uint8)
+        else:
+            part = (
+                torch.from_numpy(flat.view(np.uint8))
+                if flat.nbytes
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
+        return Opened(ArrayMeta(descr, tuple(leaf.shape), order), [part])
+
+    def _dtype(self, m: ArrayMeta) -> np.dtype[Any]:
+        _check_descr(m.dtype)
+        try:
+            dtype = np.lib.format.descr_to_dtype(_tupled(m.dtype))
+        except Exception as error:
+            raise ValueError(f"unknown numpy dtype: {error}") from error
+        if dtype.hasobject or (not dtype.itemsize and 0 not in m.shape):
+            raise ValueError("a numpy dtype without plain data")
+        if len(m.shape) > 64 or any(n < 0 for n in m.shape):
+            raise ValueError("malformed numpy shape")
+        return dtype
+
+    def promise(self, meta: Any, children: int, room: Room) -> None:
+        self._dtype(msgspec.convert(meta, ArrayMeta))
+        if children != 1:
+            raise ValueError("a numpy array has one run of bytes")
+
+    def close(self, meta: Any, children: list[Any], room: Room) -> Any:
+        m = msgspec.convert(meta, ArrayMeta)
+        dtype, data = self._dtype(m), _bytes_of(children[0])
+        if math.prod(m.shape) * dtype.itemsize != data.nbytes:
+            raise ValueError("a numpy array whose bytes do not fill its shape")
+        if dtype.kind == "U" and data.nbytes and int(data.view(dtype.str[0] + "u4").max()) > 0x10FFFF:
+            raise ValueError("text with code points that do not exist")
+        if not data.nbytes:
+            return np.empty(m.shape, dtype, order=m.order)
+        return np.ndarray(m.shape, dtype, buffer=data.data, order=m.order)
+
+
+#: What numpy may parse on behalf of a peer: numbers, raw bytes, text, times. Anything else has a grammar of its own.
+_DESCR = re.compile(r"[<>|](?:[biufc]\d{1,2}|[SVU]\d{1,9}|[mM]8(?:\[\d{0,9}[A-Za-z]{1,2}\])?)", re.ASCII)
+
+
+def _check_descr(descr: Any, depth: int = 0) -> None:
+    if isinstance(descr, str) and _DESCR.fullmatch(descr) and (not depth or "U" not in descr):
+        return
+    if not isinstance(descr, list) or depth > 8:
+        raise ValueError("unknown numpy dtype")
+    for field in descr:
+        if not isinstance(field, list) or len(field) not in (2, 3) or type(field[0]) is not str:
+            raise ValueError("unknown numpy dtype")
+        _check_descr(field[1], depth + 1)
+
+
+def _has_titles(dtype: np.dtype[Any]) -> bool:
+    return dtype.fields is not None and any(len(f) > 2 or _has_titles(f[0]) for f in dtype.fields.values())
+
+
+def _tupled(descr: Any) -> Any:
+    """Structured dtypes are lists of tuples; msgpack knows only lists."""
+    if isinstance(descr, list):
+        return [tuple(_tupled(x) if i == 1 else tuple(x) if i == 2 else x for i, x in enumerate(f)) for f in descr]
+    return descr
+
+
+class TextCodec(_Blob):
+    """``bytes``, ``bytearray`` and ``str`` too long for the description."""
+
+    name = "text"
+
+    def __init__(self, inline_bytes: int) -> None:
+        self._inline_bytes = inline_bytes
+
+    def takes(self, leaf: object) -> bool:
+        return type(leaf) in (bytes, bytearray, str) and len(leaf) > self._inline_bytes  # type: ignore[arg-type]
+
+    def open(self, leaf: Any, shared: Shared) -> Opened:
+        data = leaf.encode("utf-8", "surrogatepass") if type(leaf) is str else leaf
+        return Opened(type(leaf).__name__, [_over_bytes(data)])
+
+    def promise(self, meta: Any, children: int, room: Room) -> None:
+        if meta not in ("bytes", "bytearray", "str") or children != 1:
+            raise ValueError("malformed text")
+
+    def close(self, meta: Any, children: list[Any], room: Room) -> Any:
+        data = _bytes_of(children[0]).tobytes()
+        if meta == "str":
+            return data.decode("utf-8", "surrogatepass")
+        return bytearray(data) if meta == "bytearray" else data
+
+
+class ObjectCodec(_Blob):
+    """Any other Python object, for receivers that opted in to ``torch.load(weights_only=True)``.
+
+    The source does not know who has opted in, so it always offers the object; pickling runs only the object's own
+    code. Receivers that have not opted in refuse it by name, before any byte moves.
+    """
+
+    name = "object"
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+
+    def takes(self, leaf: object) -> bool:
+        return not isinstance(leaf, (torch.Tensor, dict, list, tuple, set, frozenset))
+
+    def open(self, leaf: Any, shared: Shared) -> Opened:
+        cls = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        if _holds_tensors(leaf):
+            raise CannotCarry(
+                f"{cls} holds tensors that would travel hidden in a pickle; register it with "
+                "torch.utils._pytree.register_dataclass or register_pytree_node, or send a dict"
+            )
+        buffer = io.BytesIO()
+        try:
+            torch.save(leaf, buffer)
+        except Exception as error:
+            raise CannotCarry(
+                f"{cls} cannot be carried, not even pickled ({error}); remove it or convert it to plain data"
+            ) from error
+        if buffer.tell() > self._max_bytes:
+            raise CannotCarry(
+                f"{cls} is {buffer.tell()} bytes when pickled, more than "
+                f"TRANSFUSE_MAX_OBJECT_BYTES={self._max_bytes}; raise that, or convert it to plain data"
+            )
+        return Opened(cls, [_over_bytes(buffer.getvalue())])
+
+    def promise(self, meta: Any, children: int, room: Room) -> None:
+        if not isinstance(meta, str) or children != 1:
+            raise ValueError("malformed object")
+        if not room.weights_only_objects:
+            raise CannotCarry(
+                f"Python object {meta[:200]} is refused; convert it to plain data, or opt in on the receiver with "
+                "weights_only_objects=True and torch.serialization.add_safe_globals"
+            )
+
+    def close(self, meta: Any, children: list[Any], room: Room) -> Any:
+        data = _bytes_of(children[0]).tobytes()
+        try:
+            return torch.load(io.BytesIO(data), weights_only=True)
+        except pickle.UnpicklingError as error:
+            why = pickles.explain(io.BytesIO(data), error)
+            if why.damage:
+                raise ValueError(f"a damaged pickle of {meta[:200]}: {why.damage}") from error
+            needs = f", which needs {', '.join(why.names[:MAX_NAMED])}" if why.names else f" ({why.text})"
+            raise CannotCarry(
+                f"torch.load(weights_only=True) refuses {meta[:200]}{needs}; convert it to plain data, or allow what "
+                "it needs on the receiver with torch.serialization.add_safe_globals, if you trust it"
+            ) from error
+        except Exception as error:
+            raise ValueError(f"a damaged pickle of {meta[:200]}: {error!r}") from error
+
+
+def _holds_tensors(leaf: Any, depth: int = 3) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return True
+    if depth == 0:
+        return False
+    if isinstance(leaf, dict):
+        inside: list[Any] = [*leaf.keys(), *leaf.values()]
+    elif isinstance(leaf, (list, tuple, set, frozenset)):
+        inside = list(leaf)
+    else:
+        inside = list(getattr(leaf, "__dict__", {}).values())
+    return any(_holds_tensors(item, depth - 1) for item in inside)

@@ -1,0 +1,391 @@
+"""DTensor and ShardedTensor: a rank's shard of a global tensor, compared by its box in the global tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.remote_device import _remote_device
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from transfuse.state.leaves import values
+from transfuse.state.leaves.codec import CannotCarry, Coordinate, MeshDescription, Opened, Room, Shared
+from transfuse.state.leaves.layout import Block, Layout, Run, blocks_of
+
+__all__ = [
+    "DTensorCodec",
+    "DTensorMeta",
+    "ShardedMeta",
+    "ShardedTensorCodec",
+    "check_place",
+    "layout_in",
+    "layout_of",
+    "partial_remedy",
+    "place_in",
+    "read_meshes",
+]
+
+#: No tensor has more elements.
+HUGE = 1 << 56
+
+#: Building a mesh costs the square of its dimensions.
+MAX_MESH_DIMS = 16
+
+REMEDY = "receive in place (a state_dict callback whose leaf holds this shard), or pass mesh="
+
+
+class DTensorMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The same on all ranks of a mesh: which shard a rank holds follows from its place in the mesh."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    placements: tuple[tuple[str | int, ...], ...]
+    mesh: int
+
+
+class ShardedMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """``shards`` are (offsets, sizes, placement) of all shards, ``local`` the numbers of those that travel."""
+
+    sizes: tuple[int, ...]
+    dtype: str
+    shards: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]
+    local: tuple[int, ...]
+    requires_grad: bool
+
+
+# ---------------------------------------------------------------------------------------------------------- DTensor
+
+
+def _encode_placement(placement: Placement) -> tuple[str | int, ...]:
+    kind = type(placement)
+    if kind is Replicate:
+        return ("R",)
+    if kind is Shard:
+        return ("S", placement.dim)  # type: ignore[attr-defined]
+    if kind is _StridedShard:
+        return ("X", placement.dim, placement.split_factor)  # type: ignore[attr-defined]
+    if kind is Partial:
+        return ("P", placement.reduce_op)  # type: ignore[attr-defined]
+    raise CannotCarry(f"a DTensor with placement {placement!r}; redistribute() it to Replicate or Shard first")
+
+
+def _decode_placement(code: tuple[str | int, ...], dims: int) -> Placement:
+    match code:
+        case ("R",):
+            return Replicate()
+        case ("S", int(dim)) if 0 <= dim < dims:
+            return Shard(dim)
+        case ("X", int(dim), int(factor)) if 0 <= dim < dims and factor > 0:
+            return _StridedShard(dim, split_factor=factor)
+        case ("P", str(reduce_op)) if reduce_op in ("sum", "avg", "product", "max", "min"):
+            return Partial(reduce_op)
+    raise ValueError(f"unknown placement {code!r}")
+
+
+def read_meshes(plain: Any) -> list[MeshDescription]:
+    """Meshes that a peer describes; ``ValueError`` for what no codec writes."""
+    meshes = msgspec.convert(plain, list[MeshDescription])
+    for mesh in meshes:
+        if any(n < 1 for n in mesh.shape) or math.prod(mesh.shape) != len(mesh.ranks):
+            raise ValueError("a mesh of another shape than its ranks")
+        if len(mesh.shape) > MAX_MESH_DIMS:
+            raise ValueError("a mesh of too many dimensions")
+    return meshes
+
+
+def layout_of(meta: Any, shared: Sequence[MeshDescription]) -> Layout:
+    """How a DTensor is spread over its mesh; ``ValueError`` for what no codec writes."""
+    m = msgspec.convert(meta, DTensorMeta)
+    if not 0 <= m.mesh < len(shared):
+        raise ValueError("a DTensor on a mesh that was not described")
+    mesh = shared[m.mesh]
+    if len(m.placements) != len(mesh.shape) or len(m.shape) != len(m.strides):
+        raise ValueError("a DTensor whose placements or strides do not match its mesh or shape")
+    if any(n < 0 for n in (*m.shape, *m.strides)) or math.prod(m.shape) > HUGE:
+        raise ValueError("a DTensor with impossible sizes")
+    for code in m.placements:
+        _decode_placement(code, len(m.shape))
+    return Layout(m.shape, mesh, m.placements)
+
+
+def layout_in(leaf: DTensor, shared: Shared) -> tuple[Layout, int]:
+    """How a DTensor of this process is spread over its mesh, and the mesh's number."""
+    number = shared.number(leaf.device_mesh)
+    key = (number, leaf.shape, leaf.placements)
+    known = shared.known.get(key)
+    if known is None:
+        codes = tuple(map(_encode_placement, leaf.placements))
+        known = shared.known[key] = Layout(tuple(leaf.shape), shared.items[number], codes)
+    return known, number
+
+
+def check_place(mesh: MeshDescription, coordinate: Coordinate) -> None:
+    """``ValueError`` for a place outside of a mesh."""
+    if coordinate is not None and (
+        len(coordinate) != len(mesh.shape)
+        or not all(0 <= place < size for place, size in zip(coordinate, mesh.shape, strict=True))
+    ):
+        raise ValueError("a place outside of the mesh")
+
+
+def place_in(layout: Layout, coordinate: Coordinate) -> Coordinate:
+    """A peer's place in a mesh, checked."""
+    check_place(layout.mesh, coordinate)
+    return coordinate
+
+
+class DTensorCodec:
+    name = "dtensor"
+    checks_data = False
+
+    def takes(self, leaf: object) -> bool:
+        return isinstance(leaf, DTensor)
+
+    def open(self, leaf: DTensor, shared: Shared) -> Opened:
+        local = leaf._local_tensor
+        layout, number = layout_in(leaf, shared)
+        coordinate, placements = shared.coordinates[number], layout.placements
+        if coordinate is not None:
+            shape = layout.local_shape(coordinate)
+            if tuple(local.shape) != shape:
+                raise CannotCarry(
+                    f"a DTensor whose local shape {tuple(local.shape)} is not the {shape} that its mesh and placements "
+                    f"{leaf.placements} give this rank; build it with distribute_tensor() or with matching local shards"
+                )
+        return Opened(DTensorMeta(tuple(leaf.shape), tuple(leaf.stride()), placements, number), [local])
+
+    def _read(self, meta: Any, room: Room) -> tuple[DTensorMeta, Layout, Coordinate]:
+        m, layout = msgspec.convert(meta, DTensorMeta), layout_of(meta, room.shared)
+        coordinate = room.coordinates[m.mesh] if m.mesh < len(room.coordinates) else None
+        return m, layout, place_in(layout, coordinate)
+
+    def mesh_for(self, meta: Any, room: Room) -> tuple[DeviceMesh, list[Placement]]:
+        """The mesh on which a DTensor is built here."""
+        layout = layout_of(meta, room.shared)
+        description = layout.mesh
+        placements = [_decode_placement(p, len(layout.shape)) for p in layout.placements]
+        if room.mesh is not None:
+            try:
+                mesh = room.mesh if isinstance(room.mesh, DeviceMesh) else room.mesh(description)
+            except Exception as error:
+                raise CannotCarry(f"the mesh= callable failed for {description}: {error!r}") from error
+            if not isinstance(mesh, DeviceMesh):
+                raise CannotCarry(f"the mesh= callable returned {mesh!r} for {description}, not a DeviceMesh")
+            if mesh.ndim != len(placements):
+                raise CannotCarry(
+                    f"the mesh given has {mesh.ndim} dimensions, the source's {description.shape} has "
+                    f"{len(placements)}; {REMEDY} with a mesh of as many dimensions"
+                )
+            if layout.partial and tuple(mesh.mesh.shape) != description.shape:
+                raise CannotCarry(
+                    "a Partial DTensor travels only onto a mesh of the same shape; redistribute() it first"
+                )
+            return mesh, placements
+        if layout.partial and math.prod(description.shape) != 1:
+            raise CannotCarry(
+                f"a Partial DTensor has no value of its own on another mesh; {REMEDY}, or redistribute() it"
+            )
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        # Without backends no process group is made: a mesh of one rank needs none, and creating groups on one rank
+        # alone would break everyone's next new_group().
+        ranks = torch.tensor([rank]).reshape([1] * len(placements))
+        device_type = description.device_type if _has_device(description.device_type) else "cpu"
+        return (
+            DeviceMesh(device_type, ranks, mesh_dim_names=description.dim_names, _init_backend=False, _rank=rank),
+            placements,
+        )
+
+    def layout_here(self, meta: Any, room: Room) -> tuple[Layout, Coordinate]:
+        """How a DTensor that is built here is spread over its mesh, and this rank's place there."""
+        mesh, _ = self.mesh_for(meta, room)
+        theirs = layout_of(meta, room.shared)
+        shared = Shared()
+        number = shared.number(mesh)
+        return Layout(theirs.shape, shared.items[number], theirs.placements), shared.coordinates[number]
+
+    def promise(self, meta: Any, children: int, room: Room) -> None:
+        if children != 1:
+            raise ValueError("a DTensor has one local tensor")
+        m, theirs, place = self._read(meta, room)
+        here, coordinate = self.layout_here(meta, room)
+        if _runs(theirs, place) != _runs(here, coordinate):
+            if room.mesh is not None:
+                raise CannotCarry(
+                    f"the source's shard is {_say(theirs, place)} of {m.shape}, this rank's on the mesh given "
+                    f"is {_say(here, coordinate)}; receive from all the ranks that hold parts of it"
+                )
+            raise CannotCarry(
+                f"a DTensor of which the source holds only {_say(theirs, place)} of {m.shape} cannot be built "
+                f"on a mesh of one rank; {REMEDY}, or receive from all the ranks that hold parts of it"
+            )
+
+    def close(self, meta: Any, children: list[Any], room: Room) -> DTensor:
+        mesh, placements = self.mesh_for(meta, room)
+        m, (local,) = msgspec.convert(meta, DTensorMeta), children
+        here, coordinate = self.layout_here(meta, room)
+        if coordinate is not None and tuple(local.shape) != here.local_shape(coordinate):
+            raise ValueError("a DTensor whose local tensor is not its shard")
+        if coordinate is None:
+            # from_local() would put an empty tensor in the place of what a rank outside of the mesh has.
+            meta_of_all = TensorMeta(torch.Size(m.shape), m.strides, local.dtype)
+            spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta_of_all)
+            return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[no-untyped-call]
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(m.shape), stride=m.strides)
+
+    def differences(self, source: Any, target: DTensorMeta, room: Room, target_shared: Shared) -> list[str]:
+        m, theirs, place = self._read(source, room)
+        if m.shape != target.shape:
+            return [f"global shape: source {m.shape}, target {target.shape}"]
+        mine, coordinate = layout_of(target, target_shared.items), target_shared.coordinates[target.mesh]
+        if _runs(theirs, place) != _runs(mine, coordinate):
+            return [
+                f"sharding: source holds {_say(theirs, place)} of {m.shape} ({theirs.placements} on mesh "
+                f"{theirs.mesh.shape}), target {_say(mine, coordinate)} ({target.placements}); receive from all the "
+                "ranks that hold parts of it"
+            ]
+        partial = theirs.partial or mine.partial
+        if partial and (theirs.placements, theirs.mesh.shape, place) != (mine.placements, mine.mesh.shape, coordinate):
+            return [partial_remedy(theirs, mine)]
+        return []
+
+    def settle(self, meta: Any, target: Any) -> None:
+        pass
+
+
+def partial_remedy(source: Layout, target: Layout) -> str:
+    return (
+        "sharding: a Partial DTensor travels only onto the same placements, mesh shape and place in the mesh, source "
+        f"{source.placements} on {source.mesh.shape}, target {target.placements} on {target.mesh.shape}; "
+        "redistribute() it first"
+    )
+
+
+def _runs(layout: Layout, coordinate: Coordinate) -> tuple[tuple[Run, ...], ...] | None:
+    """What a rank holds; None outside of the mesh."""
+    return None if coordinate is None else layout.runs(coordinate)
+
+
+def _say(layout: Layout, coordinate: Coordinate) -> str:
+    if coordinate is None:
+        return "nothing (outside the mesh)"
+    blocks = [str(block) for block, _ in blocks_of(layout.runs(coordinate))]
+    return " and ".join(blocks[:3]) + (" and more" if len(blocks) > 3 else "") if blocks else "nothing"
+
+
+def _has_device(kind: str) -> bool:
+    if kind == "cpu":
+        return True
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == kind
+
+
+# ---------------------------------------------------------------------------------------------------- ShardedTensor
+
+
+class ShardedTensorCodec:
+    name = "sharded"
+    checks_data = False
+
+    def takes(self, leaf: object) -> bool:
+        return isinstance(leaf, ShardedTensor)
+
+    def open(self, leaf: ShardedTensor, shared: Shared) -> Opened:
+        metadata = leaf.metadata()
+        boxes = [(tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in metadata.shards_metadata]
+        shards = leaf.local_shards()
+        local: list[int] = []
+        for shard in shards:
+            box = (tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+            # Empty ones may be in the same place.
+            local.append(next(i for i, other in enumerate(boxes) if other == box and i not in local))
+        meta = ShardedMeta(
+            tuple(metadata.size),
+            values.dtype_name(metadata.tensor_properties.dtype),
+            tuple((*box, str(s.placement)) for box, s in zip(boxes, metadata.shards_metadata, strict=True)),
+            tuple(local),
+            metadata.tensor_properties.requires_grad,
+        )
+        return Opened(meta, [s.tensor for s in shards])
+
+    @staticmethod
+    def read(meta: Any) -> ShardedMeta:
+        m = msgspec.convert(meta, ShardedMeta)
+        for offsets, sizes, _ in m.shards:
+            if not len(offsets) == len(sizes) == len(m.sizes):
+                raise ValueError("a shard of other dimensions than its tensor")
+            if any(o < 0 or n < 0 or o + n > g for o, n, g in zip(offsets, sizes, m.sizes, strict=True)):
+                raise ValueError("a shard that reaches beyond its tensor")
+        if len(set(m.local)) != len(m.local) or any(not 0 <= i < len(m.shards) for i in m.local):
+            raise ValueError("local shards that were not described")
+        return m
+
+    def promise(self, meta: Any, children: int, room: Room) -> None:
+        m = self.read(meta)
+        if children != len(m.local):
+            raise ValueError("a ShardedTensor with other shards than described")
+        if not dist.is_initialized():
+            raise CannotCarry("a ShardedTensor needs a default process group here; receive in place")
+        rank = dist.get_rank()
+        claimed = {i for i, (_, _, placement) in enumerate(m.shards) if _rank_of(placement) == rank}
+        if not claimed <= set(m.local):
+            first = m.shards[min(claimed - set(m.local))]
+            raise CannotCarry(
+                f"a ShardedTensor whose metadata gives this rank ({rank}) the shard {Block(*first[:2])}, while the "
+                f"source sent {[str(Block(*m.shards[i][:2])) for i in m.local]}; receive in place, or from the rank "
+                "that holds the same shard"
+            )
+
+    def close(self, meta: Any, children: list[Any], room: Room) -> ShardedTensor:
+        m = self.read(meta)
+        rank = dist.get_rank()
+        metadata = [
+            ShardMetadata(list(offsets), list(sizes), _remote_device(placement))
+            for offsets, sizes, placement in m.shards
+        ]
+        shards = []
+        for i, tensor in zip(m.local, children, strict=True):
+            if tuple(tensor.shape) != m.shards[i][1]:
+                raise ValueError("a shard that is not of its described size")
+            # The shard lives here now: say so, in the global metadata too.
+            placement = _remote_device(f"rank:{rank}/{tensor.device}")
+            metadata[i] = ShardMetadata(list(m.shards[i][0]), list(m.shards[i][1]), placement)
+            shards.append(LocalShard(tensor, metadata[i]))
+        properties = TensorProperties(dtype=values.dtype_named(m.dtype), requires_grad=m.requires_grad)
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, ShardedTensorMetadata(metadata, torch.Size(m.sizes), properties)
+        )
+
+    def differences(self, source: Any, target: ShardedMeta, room: Room, target_shared: Shared) -> list[str]:
+        m = self.read(source)
+        if m.sizes != target.sizes:
+            return [f"global shape: source {m.sizes}, target {target.sizes}"]
+        mine = [target.shards[i][:2] for i in target.local]
+        theirs = [m.shards[i][:2] for i in m.local]
+        if mine != theirs:
+            return [
+                f"sharding: source holds {[str(Block(*b)) for b in theirs]} of {m.sizes}, target "
+                f"{[str(Block(*b)) for b in mine]}; receive from the rank that holds the same shards"
+            ]
+        return []
+
+    def settle(self, meta: Any, target: Any) -> None:
+        pass
+
+
+def _rank_of(placement: str) -> int | None:
+    try:
+        rank = _remote_device(placement).rank()
+    except ValueError as error:
+        raise ValueError(f"unknown shard placement {placement!r}") from error
+    return None if rank is None else int(rank)

@@ -1,0 +1,170 @@
+"""The kinds of leaf there are, and how any leaf is opened into parts and closed again.
+
+A leaf's description (its *spec*) is ``0`` for a plain tensor, which is one part, or ``[codec, flags, meta,
+children]`` with a spec for each child. Parts are numbered in the order in which specs are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from transfuse.limits import Limits
+from transfuse.state.leaves import dense
+from transfuse.state.leaves.blobs import ArrayCodec, ObjectCodec, TextCodec
+from transfuse.state.leaves.codec import CannotCarry, Codec, Room, Shared, tensor_type
+from transfuse.state.leaves.distributed import DTensorCodec, ShardedTensorCodec
+from transfuse.state.leaves.sparse import CompressedCodec, CooCodec, JaggedCodec
+from transfuse.state.leaves.subclass import WrapperCodec
+
+__all__ = ["Kinds"]
+
+#: Composites may hold composites (a DTensor of quantized tensors), but not endlessly.
+MAX_NESTING = 8
+
+
+class Kinds:
+    """All codecs, in the order in which they are asked."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._codecs: list[Codec] = [
+            DTensorCodec(),
+            ShardedTensorCodec(),
+            CooCodec(),
+            CompressedCodec(),
+            JaggedCodec(),
+            WrapperCodec(),
+            ArrayCodec(),
+            TextCodec(limits.inline_bytes),
+            ObjectCodec(limits.max_object_bytes),
+        ]
+        self._by_name = {codec.name: codec for codec in self._codecs}
+
+    def is_value(self, leaf: object) -> bool:
+        """Whether a leaf goes into the description as a value (if it can be encoded)."""
+        return not isinstance(leaf, torch.Tensor) and not self._by_name["text"].takes(leaf)
+
+    def open(self, leaf: Any, parts: list[torch.Tensor], shared: Shared) -> Any:
+        """The spec of a leaf that is no value; its parts are appended to ``parts``."""
+        if isinstance(leaf, AsyncCollectiveTensor):
+            leaf = leaf.wait()
+        if dense.is_plain(leaf):
+            dense.check(leaf)
+            parts.append(leaf)
+            return 0
+        for codec in self._codecs:
+            if codec.takes(leaf):
+                opened = codec.open(leaf, shared)
+                flags = dense.role_of(leaf) if isinstance(leaf, torch.Tensor) else 0
+                return [codec.name, flags, opened.meta, [self.open(child, parts, shared) for child in opened.children]]
+        if isinstance(leaf, torch.Tensor):
+            raise dense.refuse_subclass(leaf)
+        cls = type(leaf)
+        raise CannotCarry(
+            f"{cls.__module__}.{cls.__qualname__} is a {cls.__mro__[-2].__name__} that is no registered container, "
+            "so what it holds would travel unseen; convert it to a plain container, or register it with "
+            "torch.utils._pytree"
+        )
+
+    def promise(self, spec: Any, room: Room, depth: int = 0) -> int:
+        """Check before a byte moves that a received spec can be closed; the number of its parts."""
+        if type(spec) is int and spec == 0:
+            return 1
+        codec, flags, meta, children = self._read(spec)
+        if depth >= MAX_NESTING or not 0 <= flags < dense.Flags.CONJUGATE:
+            raise ValueError("malformed leaf")
+        codec.promise(meta, len(children), room)
+        return sum(self.promise(child, room, depth + 1) for child in children)
+
+    def count(self, spec: Any, depth: int = 0) -> int:
+        """The number of parts of a spec."""
+        if type(spec) is int and spec == 0:
+            return 1
+        if depth >= MAX_NESTING:
+            raise ValueError("malformed leaf")
+        return sum(self.count(child, depth + 1) for child in self._read(spec)[3])
+
+    def _read(self, spec: Any) -> tuple[Codec, int, Any, list[Any]]:
+        if type(spec) is not list or len(spec) != 4 or type(spec[1]) is not int or type(spec[3]) is not list:
+            raise ValueError("malformed leaf")
+        if type(spec[0]) is not str or spec[0] not in self._by_name:
+            raise ValueError(f"unknown kind of leaf {spec[0]!r}")
+        return self._by_name[spec[0]], spec[1], spec[2], spec[3]
+
+    def is_blob(self, spec: Any) -> bool:
+        """Whether a leaf is bytes underneath, and so a value as far as targets are concerned."""
+        return type(spec) is not int and isinstance(self._read(spec)[0], (ArrayCodec, TextCodec, ObjectCodec))
+
+    def close(self, spec: Any, parts: Iterator[Any], room: Room) -> Any:
+        """Build a leaf from its parts, which have arrived."""
+        if type(spec) is int:
+            return next(parts)
+        codec, flags, meta, children = self._read(spec)
+        leaf = codec.close(meta, [self.close(child, parts, room) for child in children], room)
+        return dense.dress(leaf, flags) if isinstance(leaf, torch.Tensor) else leaf
+
+    def fit(self, spec: Any, target: Any, room: Room, shared: Shared) -> tuple[list[torch.Tensor | None], list[str]]:
+        """Lay a received spec over a target leaf: the target's parts in the spec's order, or why it does not fit.
+
+        A part is None where the source's bytes do not go into the target: blobs are values.
+        """
+        if isinstance(target, AsyncCollectiveTensor):
+            target = target.wait()
+        dense.check_initialized(target)
+        if type(spec) is int:
+            if not dense.is_plain(target):
+                return [], [f"kind: source is a tensor, target is {_name(target)}"]
+            dense.check(target)
+            return [target], []
+        codec, _, meta, children = self._read(spec)
+        if self.is_blob(spec):
+            if isinstance(target, torch.Tensor):
+                return [], [f"kind: source is a {codec.name}, target is {_name(target)}"]
+            return [None] * self.count(spec), []
+        owner = None if dense.is_plain(target) else next((c for c in self._codecs if c.takes(target)), None)
+        if owner is not codec:
+            return [], [f"kind: source is a {codec.name}, target is {_name(target)}"]
+        opened = codec.open(target, shared)
+        if found := codec.differences(meta, opened.meta, room, shared):
+            return [], found
+        if len(children) != len(opened.children):
+            return [], [f"parts: source has {len(children)}, target {len(opened.children)}"]
+        result: list[torch.Tensor | None] = []
+        problems: list[str] = []
+        for child, part in zip(children, opened.children, strict=True):
+            fitted, why = self.fit(child, part, room, shared)
+            result += fitted
+            problems += why
+        return result, problems
+
+    def examine(self, spec: Any, parts: Iterator[Any], room: Room) -> None:
+        """Check data that has landed aside for a target: ``ValueError`` if :meth:`settle` would refuse it there."""
+        if type(spec) is int:
+            next(parts)
+            return
+        codec, _, meta, children = self._read(spec)
+        if codec.checks_data:
+            codec.close(meta, [self.close(child, parts, room) for child in children], room)
+            return
+        for child in children:
+            self.examine(child, parts, room)
+
+    def settle(self, spec: Any, target: Any) -> None:
+        """Finish a target into which all bytes have landed."""
+        if type(spec) is int:
+            return
+        codec, _, meta, children = self._read(spec)
+        if self.is_blob(spec):
+            return
+        for child, part in zip(children, codec.open(target, Shared()).children, strict=True):
+            self.settle(child, part)
+        codec.settle(meta, target)
+
+
+def _name(leaf: object) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"a {leaf.layout} {tensor_type(leaf)}" if leaf.layout is not torch.strided else f"a {tensor_type(leaf)}"
+    return f"a value of type {type(leaf).__name__}"

@@ -1,0 +1,247 @@
+"""Sparse tensors of every layout, and jagged nested tensors: index tensors beside values.
+
+Indices from a peer are data like any other, but a wrong index makes later kernels read out of bounds: what has
+arrived is checked before anybody gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch.nested._internal.nested_tensor import NestedTensor
+
+from transfuse.state.leaves.codec import CannotCarry, Opened, Room, Shared
+
+__all__ = ["CompressedCodec", "CooCodec", "JaggedCodec"]
+
+
+class CooMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    sizes: tuple[int, ...]
+    coalesced: bool
+
+
+class CompressedMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    layout: str
+    sizes: tuple[int, ...]
+
+
+class JaggedMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    ragged_dim: int
+    has_lengths: bool
+    min_length: int | None
+    max_length: int | None
+
+
+def _differences(source: msgspec.Struct, target: msgspec.Struct) -> list[str]:
+    return [
+        f"{field}: source {getattr(source, field)}, target {getattr(target, field)}"
+        for field in source.__struct_fields__
+        if getattr(source, field) != getattr(target, field)
+    ]
+
+
+def _check_backed(indices: torch.Tensor) -> None:
+    """Indices that claim to be more than their memory holds are endless to check."""
+    if type(indices) not in _PLAIN or indices.layout is not torch.strided:
+        raise ValueError("indices that are no plain tensor")
+    if indices.numel() * indices.element_size() > indices.untyped_storage().nbytes():
+        raise ValueError("indices that repeat themselves in memory")
+
+
+@contextmanager
+def _harmless_if_wrong(*indices: torch.Tensor) -> Iterator[None]:
+    """Indices that have landed in a target and turn out wrong must not stay there for a kernel to follow."""
+    try:
+        yield
+    except ValueError:
+        for index in indices:
+            index.zero_()
+        raise
+
+
+def _check_sizes(sizes: tuple[int, ...]) -> None:
+    if any(n < 0 for n in sizes):
+        raise ValueError("a sparse tensor of negative size")
+
+
+class CooCodec:
+    name = "coo"
+    checks_data = True
+
+    def takes(self, leaf: object) -> bool:
+        return type(leaf) in _PLAIN and leaf.layout is torch.sparse_coo  # type: ignore[attr-defined]
+
+    def open(self, leaf: torch.Tensor, shared: Shared) -> Opened:
+        leaf = leaf.detach()
+        return Opened(CooMeta(tuple(leaf.shape), leaf.is_coalesced()), [leaf._indices(), leaf._values()])
+
+    def promise(self, meta: Any, children: int, room: Room) -> None:
+        _check_sizes(msgspec.convert(meta, CooMeta).sizes)
+        if children != 2:
+            raise ValueError("a sparse tensor has indices and values")
+
+    def close(self, meta: Any, children: list[Any], room: Room) -> torch.Tensor:
+        m = msgspec.convert(meta, CooMeta)
+        _check_backed(children[0])
+        try:
+            return torch.sparse_coo_tensor(  # type: ignore[call-arg]
+                *children,
+                m.sizes,  # type: ignore[arg-type]
+                is_coalesced=m.coalesced,
+                check_invariants=True,
+            )
+        except RuntimeError as error:
+            raise ValueError(f"inconsistent sparse tensor: {error}") from error
+
+    def differences(self, source: Any, target: CooMeta, room: Room, target_shared: Shared) -> list[str]:
+        m = msgspec.convert(source, CooMeta)
+        return [] if m.sizes == target.sizes else [f"shape: source {m.sizes}, target {target.sizes}"]
+
+    def settle(self, meta: Any, target: torch.Tensor) -> None:
+        bare = target.detach()
+        with _harmless_if_wrong(bare._indices()):
+            self.close(meta, [bare._indices(), bare._values()], Room())
+        target._coalesced_(msgspec.convert(meta, CooMeta).coalesced)
+
+
+_LAYOUTS = {str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _standard(index: torch.Tensor) -> torch.Tensor:
+    """An index tensor with the strides that torch gives new ones."""
+    if index.ndim and index.stride(-1) == 1 and index.is_contiguous():
+        return index
+    return index.clone(memory_format=torch.contiguous_format)
+
+
+class CompressedCodec:
+    """CSR, CSC, BSR and BSC."""
+
+    name = "compressed"
+    checks_data = True
+
+    def takes(self, leaf: object) -> bool:
+        return type(leaf) in _PLAIN and str(leaf.layout) in _LAYOUTS  # type: ignore[attr-defined]
+
+    def open(self, leaf: torch.Tensor, shared: Shared) -> Opened:
+        leaf = leaf.detach()
+        if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+            indices = [leaf.crow_indices(), leaf.col_indices()]
+        else:
+            indices = [leaf.ccol_indices(), leaf.row_indices()]
+        return Opened(CompressedMeta(str(leaf.layout), tuple(leaf.shape)), [*indices, leaf.values()])
+
+    def promise(self, meta: Any, children: int, room: Room) -> None:
+        m = msgspec.convert(meta, CompressedMeta)
+        _check_sizes(m.sizes)
+        if children != 3 or m.layout not in _LAYOUTS:
+            raise ValueError("a compressed sparse tensor of unknown layout")
+
+    def close(self, meta: Any, children: list[Any], room: Room) -> torch.Tensor:
+        m = msgspec.convert(meta, CompressedMeta)
+        layout = _LAYOUTS[m.layout]
+        compressed, plain, _ = children
+        _check_backed(compressed)
+        _check_backed(plain)
+        # torch's own check walks from each compressed index to the next before it has looked at the one after.
+        if compressed.numel() and (int(compressed.min()) < 0 or int(compressed.max()) > plain.shape[-1]):
+            raise ValueError("inconsistent sparse tensor: compressed indices reach beyond the plain ones")
+        try:
+            # The check wants indices of standard strides, which a tensor of one element need not have.
+            compressed, plain = (_standard(index) for index in children[:2])
+            torch._validate_sparse_compressed_tensor_args(compressed, plain, children[2], m.sizes, layout)
+        except RuntimeError as error:
+            raise ValueError(f"inconsistent sparse tensor: {error}") from error
+        return torch.sparse_compressed_tensor(  # type: ignore[call-arg]
+            *children,
+            m.sizes,  # type: ignore[arg-type]
+            layout=layout,
+            check_invariants=False,
+        )
+
+    def differences(self, source: Any, target: CompressedMeta, room: Room, target_shared: Shared) -> list[str]:
+        return _differences(msgspec.convert(source, CompressedMeta), target)
+
+    def settle(self, meta: Any, target: torch.Tensor) -> None:
+        children = self.open(target, Shared()).children
+        with _harmless_if_wrong(*children[:2]):
+            self.close(meta, children, Room())
+
+
+class JaggedCodec:
+    """Nested tensors of jagged layout."""
+
+    name = "jagged"
+    checks_data = True
+
+    def takes(self, leaf: object) -> bool:
+        return isinstance(leaf, NestedTensor)
+
+    def open(self, leaf: Any, shared: Shared) -> Opened:
+        if leaf._lengths is not None and leaf._lengths.is_meta:
+            raise CannotCarry("a nested tensor whose lengths are a meta tensor, without data; materialize them first")
+        cache = {key: int(tensor.shape[0]) for key, tensor in leaf._metadata_cache.items()}
+        meta = JaggedMeta(leaf._ragged_idx, leaf._lengths is not None, cache.get("min_seqlen"), cache.get("max_seqlen"))
+        children = [leaf._values.detach(), leaf._offsets]
+        return Opened(meta, children if leaf._lengths is None else [*children, leaf._lengths])
+
+    def promise(self, meta: Any, children: int, room: Room) -> None:
+        m = msgspec.convert(meta, JaggedMeta)
+        if children != 2 + m.has_lengths:
+            raise ValueError("a nested tensor has values, offsets and perhaps lengths")
+
+    def close(self, meta: Any, children: list[Any], room: Room) -> torch.Tensor:
+        m = msgspec.convert(meta, JaggedMeta)
+        values, offsets, lengths = [*children, None][:3]
+        _check_jagged(m, values, offsets, lengths)
+        return torch.nested.nested_tensor_from_jagged(
+            values, offsets, lengths, jagged_dim=m.ragged_dim, min_seqlen=m.min_length, max_seqlen=m.max_length
+        )
+
+    def differences(self, source: Any, target: JaggedMeta, room: Room, target_shared: Shared) -> list[str]:
+        m = msgspec.convert(source, JaggedMeta)
+        # Shortest and longest length follow from the offsets, which are data.
+        return _differences(
+            JaggedMeta(m.ragged_dim, m.has_lengths, None, None),
+            JaggedMeta(target.ragged_dim, target.has_lengths, None, None),
+        )
+
+    def settle(self, meta: Any, target: Any) -> None:
+        m = msgspec.convert(meta, JaggedMeta)
+        indices = [target._offsets] if target._lengths is None else [target._offsets, target._lengths]
+        with _harmless_if_wrong(*indices):
+            _check_jagged(m, target._values.detach(), target._offsets, target._lengths)
+        cache = {}
+        for key, length in (("min_seqlen", m.min_length), ("max_seqlen", m.max_length)):
+            if length is not None:
+                # The layout keeps a length as the size of an empty tensor.
+                cache[key] = torch.empty(length, 0, device=target._values.device)
+        target._metadata_cache.clear()
+        target._metadata_cache.update(cache)
+
+
+def _check_jagged(m: JaggedMeta, values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None) -> None:
+    whole = (torch.int32, torch.int64)
+    _check_backed(offsets)
+    if lengths is not None:
+        _check_backed(lengths)
+    if offsets.ndim != 1 or not len(offsets) or offsets.dtype not in whole or not 0 < m.ragged_dim <= values.ndim:
+        raise ValueError("a nested tensor whose offsets do not fit its values")
+    steps = offsets.diff()
+    # The range first: the difference of two of any size may wrap.
+    if int(offsets.min()) < 0 or int(offsets.max()) > values.shape[m.ragged_dim - 1] or bool((steps < 0).any()):
+        raise ValueError("a nested tensor whose offsets reach beyond its values")
+    if lengths is not None:
+        if lengths.shape != steps.shape or lengths.dtype not in whole:
+            raise ValueError("a nested tensor whose lengths do not fit its offsets")
+        if bool((lengths < 0).any()) or bool((lengths > steps).any()):
+            raise ValueError("a nested tensor whose lengths reach beyond its offsets")
+    real = steps if lengths is None else lengths
+    for bound, found in ((m.min_length, real.min), (m.max_length, real.max)):
+        if bound is not None and len(real) and bound != int(found()):
+            raise ValueError("a nested tensor whose cached lengths are not those of its offsets")

@@ -1,0 +1,221 @@
+"""Parts and storages as columns: one array for each property, not one object for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from transfuse.state.region import Box, Form, Ints, canonical, crowds
+
+__all__ = ["Bools", "Ints", "Parts", "Shapes", "Storages", "contiguous", "on_cpu"]
+
+Bools = npt.NDArray[np.bool_]
+
+#: No size, stride or offset is larger; products of two are checked in floating point first.
+HUGE = 1 << 56
+
+
+@dataclass(eq=False, kw_only=True)
+class Shapes:
+    """Columns of shapes. Sizes and strides of tensor i are ``[first[i] : first[i + 1]]`` of theirs."""
+
+    ndim: Ints
+    sizes: Ints
+    strides: Ints
+
+    def __len__(self) -> int:
+        return len(self.ndim)
+
+    @cached_property
+    def first(self) -> Ints:
+        result = np.zeros(len(self) + 1, dtype=np.int64)
+        np.cumsum(self.ndim, out=result[1:])
+        return result
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        return tuple(self.sizes[self.first[i] : self.first[i + 1]].tolist())
+
+    def stride(self, i: int) -> tuple[int, ...]:
+        return tuple(self.strides[self.first[i] : self.first[i + 1]].tolist())
+
+    def form(self, i: int) -> Form:
+        return canonical(self.shape(i), self.stride(i))
+
+    def dimensions(self, rows: Ints) -> Ints:
+        """Where the sizes and strides of these tensors are, one after another."""
+        ndim = self.ndim[rows]
+        end = np.cumsum(ndim)
+        return np.repeat(self.first[rows] - end + ndim, ndim) + np.arange(end[-1] if len(end) else 0)
+
+    def _each(self, column: npt.NDArray[Any], work: Callable[[Ints, Ints], npt.NDArray[Any]]) -> None:
+        """Fill a column with what ``work`` makes of (tensors, dimensions) arrays of sizes and strides.
+
+        It is called once for each number of dimensions; tensors of none keep what the column holds.
+        """
+        counts = np.bincount(self.ndim) if len(self) else self.ndim
+        for dims in np.flatnonzero(counts).tolist():
+            if dims == 0:
+                continue
+            if counts[dims] == len(self):  # Mostly all have as many.
+                column[:] = work(self.sizes.reshape(-1, dims), self.strides.reshape(-1, dims))
+                return
+            chosen = np.flatnonzero(self.ndim == dims)
+            at = self.first[chosen][:, None] + np.arange(dims)
+            column[chosen] = work(self.sizes[at], self.strides[at])
+
+    @cached_property
+    def numel(self) -> Ints:
+        numel = np.ones(len(self), dtype=np.int64)
+        self._each(numel, lambda sizes, _: sizes.prod(axis=1))
+        return numel
+
+    @cached_property
+    def reach(self) -> Ints:
+        """Items from a tensor's first to one past its last; 0 for an empty tensor."""
+        reach = np.ones(len(self), dtype=np.int64)
+        self._each(reach, lambda sizes, strides: 1 + ((sizes - 1) * strides).sum(axis=1))
+        return np.where(self.numel > 0, reach, 0)
+
+    @cached_property
+    def contiguous(self) -> Bools:
+        """Which tensors are one run of memory in row-major order."""
+        result = np.ones(len(self), dtype=bool)
+        self._each(result, contiguous)
+        return result
+
+    @cached_property
+    def overlapping(self) -> Bools:
+        """Which tensors have elements that share memory, other than by repeating (stride 0)."""
+        result = np.zeros(len(self), dtype=bool)
+        self._each(result, _overlapping)
+        return result & (self.numel > 0)
+
+    @cached_property
+    def repeated(self) -> Bools:
+        """Which tensors show an element more than once by a stride of 0."""
+        result = np.zeros(len(self), dtype=bool)
+        self._each(result, lambda sizes, strides: ((sizes > 1) & (strides == 0)).any(axis=1))
+        return result
+
+    def check(self) -> None:
+        """Refuse columns that no describer writes. Nothing is multiplied before it is known to be safe."""
+        if len(self) and (self.ndim.min() < 0 or self.ndim.max() > 64):
+            raise ValueError("a tensor of too many dimensions")
+        dims = int(self.ndim.sum())
+        if len(self.sizes) != dims or len(self.strides) != dims:
+            raise ValueError("sizes and strides do not match the number of dimensions")
+        for column in (self.sizes, self.strides):
+            if len(column) and (column.min() < 0 or column.max() > HUGE):
+                raise ValueError("a size, stride or offset out of range")
+        extent = np.ones(len(self))
+        self._each(extent, _extent)
+        if len(self) and extent.max() * 16 > float(HUGE):
+            raise ValueError("a tensor too large to address")
+
+
+def contiguous(sizes: Ints, strides: Ints) -> Bools:
+    """Which rows of sizes and strides are one run of memory in row-major order."""
+    expected = np.ones_like(sizes)
+    if sizes.shape[1] > 1:
+        expected[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
+    return ((strides == expected) | (sizes == 1)).all(axis=1)  # type: ignore[no-any-return]
+
+
+def _overlapping(sizes: Ints, strides: Ints) -> Bools:
+    order = np.argsort(strides, axis=1, kind="stable")
+    sizes, strides = np.take_along_axis(sizes, order, axis=1), np.take_along_axis(strides, order, axis=1)
+    counted = (sizes != 1) & (strides != 0)
+    spans = np.where(counted, (sizes - 1) * strides, 0)
+    before = 1 + np.cumsum(spans, axis=1) - spans
+    return (counted & (strides < before)).any(axis=1)  # type: ignore[no-any-return]
+
+
+def _extent(sizes: Ints, strides: Ints) -> npt.NDArray[np.float64]:
+    """The larger of the number of items and the reach, as floats, which do not wrap around."""
+    reach = 1 + (np.maximum(sizes - 1, 0).astype(float) * strides).sum(axis=1)
+    return np.maximum(sizes.astype(float).prod(axis=1), reach)  # type: ignore[no-any-return]
+
+
+@dataclass(eq=False, kw_only=True)
+class Parts(Shapes):
+    """Columns of all parts."""
+
+    storage: Ints
+    dtype: Ints
+    flags: Ints
+    offset: Ints  # in items, from the start of the storage's window
+    item: Ints  # bytes of one item
+
+    def box(self, i: int) -> tuple[Box, bool]:
+        """The box of part i, and whether it overlaps itself."""
+        form, item = self.form(i), int(self.item[i])
+        return Box(int(self.offset[i]) * item, item, form.sizes, form.strides), form.overlapping
+
+    @cached_property
+    def start(self) -> Ints:
+        """The first byte of each part in its storage's window."""
+        return self.offset * self.item
+
+    @cached_property
+    def end(self) -> Ints:
+        """One past the last byte of each part."""
+        return self.start + self.reach * self.item
+
+    @cached_property
+    def alone(self) -> Bools:
+        """Which parts have elements, and memory that no other part so much as reaches over."""
+        shown = np.flatnonzero(self.numel > 0)
+        alone = np.zeros(len(self), dtype=bool)
+        alone[shown] = True
+        users = np.bincount(self.storage[shown]) if len(shown) else shown
+        if len(users) and users.max() > 1:
+            some = shown[users[self.storage[shown]] > 1]
+            for crowd in crowds(self.storage[some], self.start[some], self.end[some]):
+                alone[some[crowd]] = False
+        return alone
+
+    def check_in(self, storages: Storages) -> None:
+        """Refuse columns that no describer writes. Nothing is indexed or multiplied before it is known to be safe."""
+        n = len(self)
+        if any(len(column) != n for column in (self.storage, self.dtype, self.flags, self.offset, self.item)):
+            raise ValueError("columns of different length")
+        self.check()
+        if n and (self.storage.min() < 0 or self.storage.max() >= len(storages)):
+            raise ValueError("a tensor in a storage that was not described")
+        if n and (self.flags.min() < 0 or self.flags.max() >= 64):
+            raise ValueError("unknown tensor flags")
+        if n and (self.offset.min() < 0 or self.offset.max() > HUGE):
+            raise ValueError("a size, stride or offset out of range")
+        if n and float(self.offset.max()) * 16 > float(HUGE):
+            raise ValueError("a tensor too large to address")
+        inside = (self.end <= storages.nbytes[self.storage]) | (self.numel == 0)
+        if not inside.all():
+            raise ValueError(f"part {int(np.argmin(inside))} reaches beyond its storage")
+
+
+@dataclass(eq=False)
+class Storages:
+    """Columns of all storages. A storage's window is the run of its bytes that its parts show."""
+
+    nbytes: Ints
+    device: Ints  # an index into devices
+    devices: list[str]
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    @cached_property
+    def on_cpu(self) -> Bools:
+        """Which storages are in main memory."""
+        return on_cpu(self.devices)[self.device]
+
+
+def on_cpu(devices: list[str]) -> Bools:
+    """Which of these devices are main memory."""
+    return np.array([torch.device(name).type == "cpu" for name in devices], dtype=bool)

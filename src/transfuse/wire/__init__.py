@@ -1,0 +1,1 @@
+"""What two ends say to each other, and the routes that bytes take."""

@@ -1,0 +1,266 @@
+"""Reading parcels out of a source's memory, straight to their places.
+
+Where source and target are both one run of memory, bytes are read where they belong, many ranges a call, in all
+threads. Everything else is read into a small buffer in linear order and unpacked from there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from transfuse.memory import packing, vm
+from transfuse.memory.packing import Land
+from transfuse.plan.parcels import Parcels, Piece
+from transfuse.plan.regions import Cast
+from transfuse.state.manifest import Ints
+from transfuse.state.region import Box
+from transfuse.wire.memory import Reader
+
+__all__ = ["Reading"]
+
+#: What one more range costs, and one more item picked out of a span that was read whole, in bytes read meanwhile.
+#: As benchmarks/ranges.py measures them: 3,400 to 4,500 and 13 to 18 (2026-11-16, one core of an AMD EPYC, 8 GB/s).
+RANGE_COST = 3500
+ITEM_COST = 16
+#: So many runs, and so much of a span, are handled at a time: what is known about each takes memory too.
+MAX_RUNS = 1 << 15
+SPAN_BYTES = 1 << 20
+
+Bools = npt.NDArray[np.bool_]
+
+_ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+class Reading:
+    """One receiver's reading of parcels from one source, with buffers of ``staging_bytes`` in all.
+
+    ``pace`` is told about all bytes that were read, ``went_on`` about those that are new; both may raise to stop it.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        cut: Parcels,
+        landing: Land,
+        staging_bytes: int,
+        pace: Callable[[int], object],
+        went_on: Callable[[int], object],
+    ) -> None:
+        self._reader = reader
+        self._cut = cut
+        self._landing = landing
+        self._staging_bytes = staging_bytes
+        self._pace = pace
+        self._went_on = went_on
+        boxes = cut.boxes
+        base = reader.storages[boxes.storage].astype(np.uint64)
+        #: The address of each box at the source, or 0.
+        self._theirs = np.where(base > 0, base + boxes.start.astype(np.uint64), 0)
+
+    def check(self) -> None:
+        """Make sure that the source still holds its lease."""
+        self._reader.check()
+
+    def readable(self) -> list[int]:
+        """Numbers of the parcels of which all boxes lie in memory that the source has named."""
+        return np.flatnonzero(self._of_all_boxes(self._theirs > 0)).tolist()
+
+    def _of_all_boxes(self, good: Bools) -> Bools:
+        """For each parcel, whether all its boxes are good."""
+        bad: Ints = np.concatenate([[0], np.cumsum(~good)]).astype(np.int64)
+        result: Bools = bad[self._cut.first + self._cut.count] == bad[self._cut.first]
+        return result
+
+    def read(self, numbers: Sequence[int]) -> list[int]:
+        """Read these parcels to their places; the numbers of those that could not be read."""
+        chosen = np.array(numbers, dtype=np.int64)
+        straight = self._of_all_boxes(self._straight)[chosen]
+        failed = self._read_straight(chosen[straight])
+        return sorted(failed + self._each(chosen[~straight].tolist(), self._read_aside))
+
+    @property
+    def _straight(self) -> Bools:
+        """Boxes that are one run of memory at both ends."""
+        result = (self._landing.addresses > 0) & (self._theirs > 0)
+        result[list(self._cut.boxes.strided)] = False
+        return result
+
+    def _read_straight(self, chosen: npt.NDArray[np.int64]) -> list[int]:
+        cut = self._cut
+        if not len(chosen):
+            return []
+        # Parcels of several boxes are made of whole boxes; those of one box may be a range of it.
+        count = cut.count[chosen]
+        parcel = np.repeat(chosen, count)
+        box = np.repeat(cut.first[chosen] - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
+        alone = cut.count[parcel] == 1
+        low = np.where(alone, cut.low[parcel], 0)
+        nbytes = np.where(alone, cut.nbytes[parcel], cut.boxes.nbytes[box])
+        theirs = vm.ranges(self._theirs[box] + low.astype(np.uint64), nbytes)
+        mine = vm.ranges(self._landing.addresses[box] + low, nbytes)
+        begun = [0]
+        try:
+            if not len(self._reader.read(*vm.join(theirs, mine), begins=begun.append, went_on=self._went_on)):
+                return []
+        finally:
+            self._landing.touch(box[np.cumsum(nbytes) - nbytes < max(begun)])
+        # Rare: once more without joining neighbours, to know exactly which could not be read.
+        failed = self._reader.read(theirs, mine, went_on=self._pace)
+        packing.check_reach(self._landing, box[failed], mine[failed], write=True)
+        return sorted({int(parcel[row]) for row in failed})
+
+    def _read_aside(self, number: int, buffer: torch.Tensor) -> bool:
+        """Read one parcel by way of a buffer; whether that was possible."""
+        if not self.fetch(number, buffer):
+            return False
+        first = int(self._cut.first[number])
+        self._landing.touch(range(first, first + int(self._cut.count[number])))
+        packing.unpack(self._landing, self._cut, number, buffer)
+        self._went_on(int(self._cut.payload[number]))
+        return True
+
+    def differing(self, numbers: Sequence[int]) -> list[int]:
+        """Read these parcels a second time and compare them with what has landed; the numbers of those that differ."""
+
+        def same(number: int, buffer: torch.Tensor) -> bool:
+            size = int(self._cut.nbytes[number])
+            self._pace(size)
+            landed = packing.as_bytes(self._landing, self._cut, number, buffer.device)
+            if landed is None:
+                landed = packing.pack(self._landing, self._cut, number, torch.empty(size, dtype=torch.uint8))
+            return self.fetch(number, buffer) and torch.equal(landed, buffer[:size])
+
+        unconverted = self._of_all_boxes(~self._landing.convert)
+        numbers = [number for number in numbers if unconverted[number]]
+
+        return sorted(self._each(numbers, same))
+
+    def _each(self, numbers: Sequence[int], task: Callable[[int, torch.Tensor], bool]) -> list[int]:
+        """Run a task for each parcel, in all threads, each with a buffer of its own; those for which it was False."""
+        supply = iter(list(numbers))
+        failed: list[int] = []
+        errors: list[BaseException] = []
+        largest = max((int(self._cut.nbytes[n]) for n in numbers), default=0)
+
+        def work() -> None:
+            buffer = torch.empty(largest, dtype=torch.uint8)
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    while not errors and (number := next(supply, None)) is not None:
+                        if not task(number, buffer):
+                            failed.append(number)
+            except BaseException as error:
+                errors.append(error)
+
+        # A thread may hold two buffers, and what it knows about runs.
+        most = self._staging_bytes // (4 * max(largest, 1))
+        helpers = [
+            threading.Thread(target=work, name="transfuse-reader", daemon=True)
+            for _ in range(min(vm.threads(), len(numbers) // 4, most) - 1)
+        ]
+        vm.run_in(helpers, work)
+        if errors:
+            raise errors[0]
+        return failed
+
+    # -- one parcel in linear order
+
+    def fetch(self, number: int, buffer: torch.Tensor) -> bool:
+        """Read a parcel into a buffer, as it would have arrived over the wire; whether that was possible."""
+        data = buffer.numpy()[: int(self._cut.nbytes[number])]
+        data[:] = 0
+        theirs: list[vm.Ranges] = []
+        mine: list[vm.Ranges] = []
+        for piece in self._cut.pieces(number):
+            base = int(self._theirs[piece.box])
+            cast = self._cut.boxes.casts.get(piece.box)
+            if cast is not None:
+                if not self._fetch_cast(base, cast, piece, buffer):
+                    return False
+                continue
+            box = self._cut.boxes.strided.get(piece.box)
+            if box is not None:
+                if not self._fetch_strided(base, box, piece, data):
+                    return False
+                continue
+            size = np.array([piece.high - piece.low])
+            theirs.append(vm.ranges(np.array([base + piece.low]), size))
+            mine.append(vm.ranges(np.array([piece.position + data.ctypes.data]), size))
+        return not theirs or not len(self._reader.read(*vm.join(np.concatenate(theirs), np.concatenate(mine))))
+
+    def _fetch_cast(self, base: int, cast: Cast, piece: Piece, buffer: torch.Tensor) -> bool:
+        """Read a piece of a box whose items have another type in memory, and convert it."""
+        item, wire = cast.box.item, cast.wire.itemsize
+        low, high = piece.low // wire * item, piece.high // wire * item
+        raw = torch.empty(high - low, dtype=torch.uint8)
+        if not self._fetch_strided(base, cast.box, Piece(piece.box, low, high, 0), raw.numpy()):
+            return False
+        part = buffer[piece.position : piece.position + piece.high - piece.low].view(cast.wire)
+        part.copy_(raw.view(cast.memory))
+        return True
+
+    def _fetch_strided(self, base: int, box: Box, piece: Piece, data: npt.NDArray[np.uint8]) -> bool:
+        """Read a piece of a box that is many runs of memory, some of them at a time."""
+        run = box.item * (box.sizes[-1] if box.sizes and box.strides[-1] == 1 else 1)
+        step = max(run, MAX_RUNS * run)
+        for low in range(piece.low // run * run, piece.high, step):
+            first, last = max(low, piece.low), min(low + step, piece.high)
+            starts, sizes = _runs(box, first, last)
+            into = data[piece.position + first - piece.low :][: last - first]
+            if _span_is_cheaper(box, starts, sizes):
+                done = self._fetch_span(base, box.item, starts, sizes, into)
+            else:
+                theirs = vm.ranges(starts + base, sizes)
+                mine = vm.ranges(np.cumsum(sizes) - sizes + into.ctypes.data, sizes)
+                done = not len(self._reader.read(*vm.join(theirs, mine)))
+            if not done:
+                return False
+        return True
+
+    def _fetch_span(self, base: int, item: int, starts: Ints, sizes: Ints, into: npt.NDArray[np.uint8]) -> bool:
+        """Read everything from the first run to the last, some at a time, and pick out the runs."""
+        dtype = _ITEMS[item]
+        spacing = max(1, int(starts.max() + sizes.max() - starts.min()) // len(starts))
+        step, at = max(1, SPAN_BYTES // spacing), 0
+        for i in range(0, len(starts), step):
+            some, lengths = starts[i : i + step], sizes[i : i + step]
+            low = int(some.min())
+            span = np.empty(int((some + lengths).max()) - low, dtype=np.uint8)
+            theirs = vm.ranges(np.array([base + low]), np.array([span.nbytes]))
+            if len(self._reader.read(theirs, vm.ranges(np.array([span.ctypes.data]), np.array([span.nbytes])))):
+                return False
+            counts = lengths // item
+            first = (some - low) // item - (np.cumsum(counts) - counts)
+            picked = np.repeat(first, counts) + np.arange(int(counts.sum()))
+            nbytes = int(lengths.sum())
+            into[at : at + nbytes].view(dtype)[:] = span.view(dtype)[picked]
+            at += nbytes
+        return True
+
+
+def _runs(box: Box, low: int, high: int) -> tuple[Ints, Ints]:
+    """Bytes ``[low, high)`` of a box's linear order as runs of memory: how far from its start, and how long each."""
+    outer, strides, run = box.sizes, box.strides, box.item
+    if strides and strides[-1] == 1:
+        outer, strides, run = outer[:-1], strides[:-1], run * outer[-1]
+    first, last = low // run, -(-high // run)
+    index = np.unravel_index(np.arange(first, last), outer) if outer else ()
+    starts = np.zeros(last - first, dtype=np.int64)
+    for position, stride in zip(index, strides, strict=True):
+        starts += position * (stride * box.item)
+    sizes = np.full(last - first, run, dtype=np.int64)
+    starts[0] += low - first * run
+    sizes[0] -= low - first * run
+    sizes[-1] -= last * run - high
+    return starts, sizes
+
+
+def _span_is_cheaper(box: Box, starts: Ints, sizes: Ints) -> bool:
+    nbytes = int(sizes.sum())
+    span = int((starts + sizes).max() - starts.min())
+    return span + nbytes // box.item * ITEM_COST < nbytes + len(starts) * RANGE_COST

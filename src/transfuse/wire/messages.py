@@ -1,0 +1,350 @@
+"""Control messages: a fixed header, then a body of exactly the announced length.
+
+The header has a digest of itself, without which its length would not be believed, and one of the body. Bodies are
+typed msgpack; what does not fit its type is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import xxhash
+
+from transfuse.plan.request import Picks
+from transfuse.state.manifest import Wire
+
+__all__ = [
+    "HEADER_BYTES",
+    "MAGIC",
+    "WIRE_VERSION",
+    "Agreed",
+    "Answer",
+    "Digests",
+    "Header",
+    "Intent",
+    "Link",
+    "Memory",
+    "Message",
+    "More",
+    "Offer",
+    "Refusal",
+    "Verdict",
+    "Want",
+    "brief",
+    "decode",
+    "digests_in",
+    "encode",
+    "numbers_in",
+    "open_header",
+    "pairs_of",
+    "record_bytes",
+    "seal",
+    "seal_record",
+    "timeout_in",
+    "verify",
+]
+
+MAGIC = b"TFUS"
+WIRE_VERSION = 5
+
+# magic, version, kind, transfer, note, body length, digest of the body, digest of all that
+_HEADER = struct.Struct("<4sHHQQQQQ")
+HEADER_BYTES = _HEADER.size
+_DIGEST_BYTES = 8
+
+
+class Message(enum.IntEnum):
+    """Kinds of message.
+
+    ``note`` in the header is the transfer's tag (offer, refusal of an offer), an Intent (sent), an Answer (got), or how
+    many bytes have arrived so far (working).
+    """
+
+    OFFER = 1
+    WANT = 2
+    REFUSAL = 3
+    SENT = 4
+    GOT = 5
+    VERDICT = 6
+    WORKING = 7
+    AGREED = 8
+    MORE = 9
+    CHECK = 10
+    COMPARE = 11
+    DIGESTS = 12
+    DESCRIBE = 13
+
+
+_KINDS = {message.value: message for message in Message}
+
+
+class Intent(enum.IntEnum):
+    """What a record after a burst says: more bursts than those already under way will come, or will not."""
+
+    GO_ON = 0
+    CANCEL = 1
+
+
+class Answer(NamedTuple):
+    """What a receiver says about a burst that has arrived (got), in the note: 1 bit, 32 bits and 31 bits."""
+
+    intent: Intent
+    #: Parcels that it wants in addition: from this one on, so many.
+    first: int = 0
+    number: int = 0
+
+    @property
+    def note(self) -> int:
+        return self.intent | self.first << 1 | self.number << 33
+
+    @classmethod
+    def of(cls, note: int) -> Answer:
+        return cls(Intent(note & 1), note >> 1 & 0xFFFF_FFFF, note >> 33)
+
+
+class Header(NamedTuple):
+    kind: Message
+    transfer: int
+    note: int
+    length: int
+    digest: int
+
+
+class Memory(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Where a source's bytes lie, for receivers that can read them there."""
+
+    pid: int
+    #: Who finds ``token`` at this address of that process reads the right memory, until it is wiped.
+    token_address: int
+    token: bytes
+    #: For each storage, the address of its window's first byte, or 0 (u64 each).
+    storages: bytes
+
+
+class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Source to receiver: what there is.
+
+    A long description comes only if the receiver asks for it (describe): of many sources it needs few. Until then
+    there is no manifest, and no address of a storage.
+    """
+
+    step: int | None
+    parcel_bytes: int
+    burst_bytes: int
+    staged_bytes: int
+    bursts_ahead: int
+    timeout: float
+    digests: bool
+    memory: Memory | None
+    #: This receiver's share of what the source may give away, if it is limited.
+    max_bytes_per_second: float | None
+    manifest: Wire | None
+    #: A digest of the manifest, and one of what all ranks have in common that hold shards of this state.
+    digest: bytes
+    likeness: bytes
+    #: The source's place in each mesh that the manifest describes; None outside of it.
+    coordinates: list[tuple[int, ...] | None]
+
+    @property
+    def described(self) -> Wire:
+        """The manifest, which is known to be there."""
+        assert self.manifest is not None
+        return self.manifest
+
+
+class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Receiver to source: which parcels to send.
+
+    They are cut from everything, except that of the storages ``apart`` only the boxes of ``parts`` count.
+    """
+
+    fingerprint: int
+    #: At most what was offered: with several sources all parcels are cut alike.
+    parcel_bytes: int
+    burst_bytes: int
+    digests: bool
+    apart: list[int]
+    parts: list[int]
+    #: Numbers of parcels as pairs: from, to, from, to, …
+    parcels: list[int]
+    #: Whether the receiver may be part of a chain, and which host it is on: neighbours in a chain should share one.
+    relay: bool
+    host: int
+    #: Instead of everything: parcels are cut from these blocks.
+    picks: Picks | None = None
+
+
+class Link(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """One hop of a chain of receivers: the neighbour, and the tag and transfer id that the two use."""
+
+    rank: int
+    tag: int
+    transfer: int
+
+
+class Agreed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Source to receiver: the parcels come now, from the source or from ``upstream``; ``downstream`` gets them too."""
+
+    upstream: Link | None = None
+    downstream: Link | None = None
+    #: How long a silent upstream is waited for, before the rest is asked for here.
+    patience: float = 0.0
+
+
+class Refusal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Either way, instead of any other message: this transfer ends, for this cause."""
+
+    kind: str
+    cause: str
+
+
+class More(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Receiver to source: parcels, as in a want. MORE: send these too, or again. COMPARE: send a digest of each."""
+
+    parcels: list[int]
+
+
+class Digests(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Source to receiver: digests of the parcels that are to be compared, 16 bytes each."""
+
+    digests: bytes
+
+
+class Verdict(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Receiver to source: all is here and verified."""
+
+    #: Bytes that the receiver has read from the source's memory.
+    read_bytes: int = 0
+
+
+class _Preface(msgspec.Struct, array_like=True, frozen=True):
+    """The first fields of an offer: what can be known before its manifest is read."""
+
+    step: int | None
+    parcel_bytes: int
+    burst_bytes: int
+    staged_bytes: int
+    bursts_ahead: int
+    timeout: float
+
+
+Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed, More, Digests)
+
+# msgspec looks into a type when it is first used, and two threads that do so at the same time end the process: hence
+# here, once, and not when several conversations hear their first message.
+_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    cls: msgspec.msgpack.Decoder(cls) for cls in (Offer, Want, Refusal, Verdict, Agreed, More, Digests, _Preface)
+}
+
+
+def encode(body: Offer | Want | Refusal | Verdict | Agreed | More | Digests) -> bytes:
+    return msgspec.msgpack.encode(body)
+
+
+def brief(offer: Offer) -> Offer:
+    """The same offer without its description."""
+    memory = None if offer.memory is None else msgspec.structs.replace(offer.memory, storages=b"")
+    return msgspec.structs.replace(offer, manifest=None, memory=memory)
+
+
+def decode(data: bytes | bytearray, cls: type[Body]) -> Body:
+    """Typed decoding; ``ValueError`` for anything else."""
+    try:
+        body: Body = _DECODERS[cls].decode(data)
+        return body
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"malformed {cls.__name__.lower()}: {error}") from error
+
+
+def pairs_of(numbers: Iterable[int]) -> list[int]:
+    """Rising numbers as pairs: from, to, from, to, …"""
+    result: list[int] = []
+    for number in numbers:
+        if result and result[-1] == number:
+            result[-1] += 1
+        else:
+            result += (number, number + 1)
+    return result
+
+
+def numbers_in(pairs: list[int], count: int) -> Sequence[int]:
+    """The inverse of :func:`pairs_of`; ``ValueError`` unless all are rising and below ``count``."""
+    rising = all(low < high for low, high in pairwise(pairs))
+    if len(pairs) % 2 or not rising or (pairs and (pairs[0] < 0 or pairs[-1] > count)):
+        raise ValueError("ranges that do not rise, or go beyond the end")
+    if len(pairs) == 2:
+        return range(*pairs)
+    return [n for low, high in zip(pairs[::2], pairs[1::2], strict=True) for n in range(low, high)]
+
+
+def timeout_in(offer: bytes | bytearray) -> float | None:
+    """How long the source of an offer waits for a sign of life, if the offer says so in a sound way."""
+    try:
+        timeout: float = _DECODERS[_Preface].decode(offer).timeout
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    return timeout if 0 < timeout < float("inf") else None
+
+
+def record_bytes(digests: int) -> int:
+    """How long a record about a burst with so many digests is."""
+    return HEADER_BYTES + (8 * digests + _DIGEST_BYTES if digests else 0)
+
+
+def seal_record(transfer: int, intent: Intent, digests: Sequence[int]) -> bytes:
+    """A record: a header, and digests that are sealed by themselves. So damage to these costs only their parcels."""
+    head = seal(Message.SENT, transfer, intent, b"")
+    if not digests:
+        return head
+    body = struct.pack(f"<{len(digests)}Q", *digests)
+    return head + body + struct.pack("<Q", _digest(head, body))
+
+
+def digests_in(record: bytes) -> Sequence[int] | None:
+    """The digests of a record; None if they have arrived damaged."""
+    if len(record) <= HEADER_BYTES:
+        return ()
+    head, body, seal = record[:HEADER_BYTES], record[HEADER_BYTES:-_DIGEST_BYTES], record[-_DIGEST_BYTES:]
+    if struct.pack("<Q", _digest(head, body)) != seal:
+        return None
+    return struct.unpack(f"<{len(body) // 8}Q", body)
+
+
+def seal(kind: Message, transfer: int, note: int, body: bytes | bytearray | memoryview) -> bytes:
+    """The header for a body."""
+    digest = xxhash.xxh3_64_intdigest(body)
+    head = _HEADER.pack(MAGIC, WIRE_VERSION, kind, transfer, note, len(body), digest, 0)[:-_DIGEST_BYTES]
+    return head + xxhash.xxh3_64_digest(head)[::-1]
+
+
+def open_header(data: bytes) -> Header:
+    """Read a header. ``ValueError`` says what is foreign about it."""
+    magic, version, kind, transfer, note, length, digest, own = _HEADER.unpack(data)
+    if magic != MAGIC:
+        raise ValueError(f"not a transfuse message (starts with {magic!r})")
+    if version != WIRE_VERSION:
+        raise ValueError(
+            f"wire version {version}, this end speaks {WIRE_VERSION}; install the same transfuse on both ends"
+        )
+    if xxhash.xxh3_64_intdigest(data[:-_DIGEST_BYTES]) != own:
+        raise ValueError("the header of a control message arrived damaged (its digest does not match)")
+    if kind not in _KINDS:
+        raise ValueError(f"unknown kind of message {kind}")
+    return Header(_KINDS[kind], transfer, note, length, digest)
+
+
+def verify(header: Header, body: bytes | bytearray | memoryview) -> None:
+    """Check the digest of a body that has arrived whole."""
+    if xxhash.xxh3_64_intdigest(body) != header.digest:
+        raise ValueError("a control message arrived damaged (its digest does not match)")
+
+
+def _digest(head: bytes, body: bytes | bytearray | memoryview) -> int:
+    state = xxhash.xxh3_64(head)
+    state.update(body)
+    return state.intdigest()
