@@ -40,6 +40,7 @@ from transfuse.session.threads import current_stream
 from transfuse.state import trees
 from transfuse.state.leaves import values
 from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.spec import Spec, is_sharded, of_plain_tensors
 from transfuse.state.manifest import Leaf
 from transfuse.transport import PGTransport
 
@@ -275,10 +276,11 @@ def _why_not(cohort: Cohort, leaf: int) -> str:
     """Why a leaf that is no value cannot be loaded, if it cannot."""
     if cohort.manifest.kinds[leaf] == Leaf.TENSOR:
         return ""
-    name, _, _, children = cohort.manifest.detail(leaf)
-    if name not in ("dtensor", "sharded"):
+    spec = cohort.manifest.detail(leaf)
+    name = Spec(*spec).codec
+    if not is_sharded(spec):
         return f"of kind {name!r}, which is no tensor that DCP could load; recv_checkpoint() carries it"
-    return f"a {name} of other than plain tensors; recv_checkpoint() carries it" if any(children) else ""
+    return f"a {name} of other than plain tensors; recv_checkpoint() carries it" if not of_plain_tensors(spec) else ""
 
 
 def _describe(cohort: Cohort, leaf: int) -> TensorStorageMetadata:

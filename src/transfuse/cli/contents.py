@@ -17,6 +17,7 @@ import numpy as np
 
 from transfuse.plan.regions import lay_out
 from transfuse.state import trees
+from transfuse.state.leaves import spec as specs
 from transfuse.state.leaves import values
 from transfuse.state.leaves.blobs import ArrayMeta
 from transfuse.state.leaves.codec import Coordinate, MeshDescription
@@ -24,6 +25,7 @@ from transfuse.state.leaves.dense import Flags
 from transfuse.state.leaves.distributed import DTensorMeta, ShardedTensorCodec, layout_of
 from transfuse.state.leaves.layout import Block, blocks_of
 from transfuse.state.leaves.sparse import CompressedMeta, CooMeta
+from transfuse.state.leaves.spec import Spec
 from transfuse.state.leaves.subclass import WrapperMeta
 from transfuse.state.manifest import Leaf, Manifest
 
@@ -225,7 +227,7 @@ def _row(manifest: Manifest, leaf: int, path: str, name: str, shares: tuple[int,
     first, end = manifest.first_parts[leaf : leaf + 2].tolist()
     parts, storages, spec = manifest.parts, manifest.storages, manifest.detail(leaf)
     seen = _look(manifest, spec, iter(range(first, end)))
-    flags = int(parts.flags[first]) if type(spec) is int else spec[1]
+    flags = int(parts.flags[first]) if type(spec) is int else Spec(*spec).flags
     devices = dict.fromkeys(storages.devices[i] for i in storages.device[parts.storage[first:end]].tolist())
     return Row(
         path,
@@ -262,12 +264,12 @@ def _look(manifest: Manifest, spec: Any, parts: Iterator[int]) -> _Seen:
     if type(spec) is int:
         part = next(parts)
         return _Seen("tensor", values.dtype_name(manifest.dtype_of(part)), manifest.parts.shape(part))
-    codec, _, meta, children = spec
+    codec, _, meta, children = Spec(*spec)
     inner = [_look(manifest, child, parts) for child in children]
     match codec, inner:
-        case "dtensor", [local]:
+        case specs.DTENSOR, [local]:
             return _Seen(_of("DTensor", local), local.dtype, *_dtensor(manifest, meta))
-        case "sharded", _:
+        case specs.SHARDED_TENSOR, _:
             sharded = ShardedTensorCodec.read(meta)
             held = _some(Block(*sharded.shards[i][:2]) for i in sharded.local)
             kind = _of("ShardedTensor", *inner[:1])

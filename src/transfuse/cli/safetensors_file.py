@@ -26,6 +26,7 @@ from transfuse.plan.regions import lay_out
 from transfuse.state import trees
 from transfuse.state.leaves import values
 from transfuse.state.leaves.dense import Flags
+from transfuse.state.leaves.spec import Spec, is_dtensor, of_plain_tensors
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.state.region import crowds
 from transfuse.state.trees import Kind
@@ -157,7 +158,7 @@ def misfits(manifest: Manifest) -> list[str]:
     paths, parts = manifest.paths, manifest.parts
     for leaf, kind in enumerate(manifest.kinds):
         if kind != Leaf.TENSOR and not _is_shard(manifest.detail(leaf)):
-            what = "value" if kind == Leaf.VALUE else manifest.detail(leaf)[0]
+            what = "value" if kind == Leaf.VALUE else Spec(*manifest.detail(leaf)).codec
             found.append(f"{printable(paths[leaf])} is a {what}, not a plain tensor")
             continue
         part = int(manifest.first_parts[leaf])
@@ -175,7 +176,7 @@ def misfits(manifest: Manifest) -> list[str]:
 
 def _is_shard(detail: Any) -> bool:
     """Whether a leaf is a DTensor of plain tensors."""
-    return type(detail) is list and detail[:1] == ["dtensor"] and detail[3:] == [[0]]
+    return is_dtensor(detail) and of_plain_tensors(detail)
 
 
 def _of_tree(root: trees.Node | None) -> Iterator[str]:

@@ -25,6 +25,7 @@ from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import CannotCarry, Coordinate, MeshDescription, Shared
 from transfuse.state.leaves.distributed import check_place, read_meshes
 from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.spec import is_dtensor, is_sharded
 from transfuse.state.mappings import Mappings
 from transfuse.state.tensors import Ints, Parts, Storages
 
@@ -137,7 +138,7 @@ class Manifest:
     @cached_property
     def is_sharded(self) -> bool:
         """Whether some leaf is a shard of a global tensor."""
-        return any(type(detail) is list and detail[:1] in (["dtensor"], ["sharded"]) for detail in self.details)
+        return any(map(is_sharded, self.details))
 
     def likeness(self, wire: Wire) -> bytes:
         """A digest of everything that ranks which hold different shards of one state have in common.
@@ -146,7 +147,9 @@ class Manifest:
         """
         sharded = np.zeros(len(self.parts), dtype=bool)
         if self.is_sharded:
-            spread = [leaf for leaf in np.flatnonzero(self.codes == Leaf.COMPOSITE).tolist() if _is_dtensor(self, leaf)]
+            spread = [
+                leaf for leaf in np.flatnonzero(self.codes == Leaf.COMPOSITE).tolist() if is_dtensor(self.detail(leaf))
+            ]
             for leaf in spread:
                 sharded[self.first_parts[leaf] : self.first_parts[leaf + 1]] = True
         whole = np.repeat(~sharded, self.parts.ndim)
@@ -179,7 +182,7 @@ class Manifest:
         used = np.bincount(parts.storage[empty], minlength=len(self.storages))
         for part in np.flatnonzero(empty & (used > 1)[parts.storage]).tolist():
             leaf = self.leaf_of(part)
-            if _is_dtensor(self, leaf):
+            if is_dtensor(self.detail(leaf)):
                 key = (int(parts.storage[part]), int(parts.dtype[part]), repr(self.detail(leaf)))
                 groups.setdefault(key, []).append(leaf)
         return [group for group in groups.values() if len(group) > 1]
@@ -248,11 +251,6 @@ class Manifest:
         if manifest.first_parts[-1] != len(parts):
             raise ValueError("leaves and tensors do not add up")
         return manifest
-
-
-def _is_dtensor(manifest: Manifest, leaf: int) -> bool:
-    detail = manifest.detail(leaf)
-    return type(detail) is list and detail[0] == "dtensor"
 
 
 def _pack(column: Ints, code: str) -> bytes:

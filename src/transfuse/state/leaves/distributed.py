@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transfuse.state.leaves import values
 from transfuse.state.leaves.codec import CannotCarry, Coordinate, MeshDescription, Opened, Room, Shared
 from transfuse.state.leaves.layout import Block, Layout, Run, blocks_of
+from transfuse.state.leaves.spec import DTENSOR, SHARDED_TENSOR
 
 __all__ = [
     "DTensorCodec",
@@ -146,7 +147,7 @@ def place_in(layout: Layout, coordinate: Coordinate) -> Coordinate:
 
 
 class DTensorCodec:
-    name = "dtensor"
+    name = DTENSOR
     checks_data = False
 
     def takes(self, leaf: object) -> bool:
@@ -294,7 +295,7 @@ def _has_device(kind: str) -> bool:
 
 
 class ShardedTensorCodec:
-    name = "sharded"
+    name = SHARDED_TENSOR
     checks_data = False
 
     def takes(self, leaf: object) -> bool:

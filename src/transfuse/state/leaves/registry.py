@@ -1,13 +1,13 @@
 """The kinds of leaf there are, and how any leaf is opened into parts and closed again.
 
-A leaf's description (its *spec*) is ``0`` for a plain tensor, which is one part, or ``[codec, flags, meta,
-children]`` with a spec for each child. Parts are numbered in the order in which specs are read.
+A leaf's description is its spec (``spec.py``). A plain tensor is one part; the parts of any other leaf are numbered in
+the order in which specs are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -18,12 +18,22 @@ from transfuse.state.leaves.blobs import ArrayCodec, ObjectCodec, TextCodec
 from transfuse.state.leaves.codec import CannotCarry, Codec, Room, Shared, tensor_type
 from transfuse.state.leaves.distributed import DTensorCodec, ShardedTensorCodec
 from transfuse.state.leaves.sparse import CompressedCodec, CooCodec, JaggedCodec
+from transfuse.state.leaves.spec import Spec
 from transfuse.state.leaves.subclass import WrapperCodec
 
 __all__ = ["Kinds"]
 
 #: Composites may hold composites (a DTensor of quantized tensors), but not endlessly.
 MAX_NESTING = 8
+
+
+class _Read(NamedTuple):
+    """A spec that has been read and checked."""
+
+    codec: Codec
+    flags: int
+    meta: Any
+    children: list[Any]
 
 
 class Kinds:
@@ -85,18 +95,22 @@ class Kinds:
             return 1
         if depth >= MAX_NESTING:
             raise ValueError("malformed leaf")
-        return sum(self.count(child, depth + 1) for child in self._read(spec)[3])
+        return sum(self.count(child, depth + 1) for child in self._read(spec).children)
 
-    def _read(self, spec: Any) -> tuple[Codec, int, Any, list[Any]]:
-        if type(spec) is not list or len(spec) != 4 or type(spec[1]) is not int or type(spec[3]) is not list:
+    def _read(self, spec: Any) -> _Read:
+        """A spec that a peer may have made up, with its codec; ``ValueError`` for what no codec writes."""
+        if type(spec) is not list or len(spec) != len(Spec._fields):
             raise ValueError("malformed leaf")
-        if type(spec[0]) is not str or spec[0] not in self._by_name:
-            raise ValueError(f"unknown kind of leaf {spec[0]!r}")
-        return self._by_name[spec[0]], spec[1], spec[2], spec[3]
+        codec, flags, meta, children = Spec(*spec)
+        if type(flags) is not int or type(children) is not list:
+            raise ValueError("malformed leaf")
+        if type(codec) is not str or codec not in self._by_name:
+            raise ValueError(f"unknown kind of leaf {codec!r}")
+        return _Read(self._by_name[codec], flags, meta, children)
 
     def is_blob(self, spec: Any) -> bool:
         """Whether a leaf is bytes underneath, and so a value as far as targets are concerned."""
-        return type(spec) is not int and isinstance(self._read(spec)[0], (ArrayCodec, TextCodec, ObjectCodec))
+        return type(spec) is not int and isinstance(self._read(spec).codec, (ArrayCodec, TextCodec, ObjectCodec))
 
     def close(self, spec: Any, parts: Iterator[Any], room: Room) -> Any:
         """Build a leaf from its parts, which have arrived."""
