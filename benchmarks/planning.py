@@ -43,12 +43,14 @@ import transfuse
 from transfuse.errors import TargetMismatch
 from transfuse.limits import MIB, Limits
 from transfuse.memory.assembly import assemble
+from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.match import Prepared, prepare
 from transfuse.plan.request import Picks, boxes_in
 from transfuse.session import agreement
-from transfuse.session.accepting import Wishes, read_description, read_offer
+from transfuse.session.accepting import read_description, read_offer
+from transfuse.session.context import Request
 from transfuse.state.leaves.registry import Kinds
 from transfuse.state.manifest import Described, describe
 from transfuse.wire import messages
@@ -383,18 +385,13 @@ def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool)
         described = read_offer(offered.whole, limits, 0)
     with clock.phase("agree"):
         known = {described.likeness: read_description(described, limits, 0)}
-        choice = agreement.choose(list(offers), offers, known, Wishes(target=prepared))
+        choice = agreement.choose(list(offers), offers, known, Request(target=prepared))
     try:
         with clock.phase("assemble"):
             cut, landing, _ = assemble(
                 choice.cohorts,
                 prepared,
-                map_path=None,
-                cast=False,
-                strict=False,
-                atomic=False,
-                mesh=None,
-                weights_only_objects=False,
+                Options(),
                 kinds=Kinds(limits),
                 limits=limits,
                 device=CPU,

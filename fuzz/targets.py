@@ -23,12 +23,16 @@ import torch
 from fuzz.seeds import DESCRIBED, OFFERS, PARCEL, STATES
 from transfuse.errors import ProtocolError, TransfuseError
 from transfuse.limits import MIB, Limits
+from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.match import prepare
 from transfuse.plan.request import Picks, boxes_in
+from transfuse.progress import Progress
+from transfuse.report import Report
 from transfuse.session import accepting, agreement, source
-from transfuse.session.accepting import Wishes
+from transfuse.session.context import Context, Request
+from transfuse.session.threads import Caller
 from transfuse.state import trees
 from transfuse.state.leaves import values
 from transfuse.state.leaves.distributed import layout_of, place_in, read_meshes
@@ -42,6 +46,15 @@ CPU = torch.device("cpu")
 PEER = 3
 #: Most bytes that an offer may make a receiver allocate for fresh tensors.
 LIMITS = Limits(max_receive_bytes=MIB, max_working_records=10)
+CONTEXT = Context(
+    ranks=(PEER,),
+    limits=LIMITS,
+    device=CPU,
+    timeout=10.0,
+    caller=Caller(),
+    report=Report("receive", (PEER,)),
+    progress={PEER: Progress()},
+)
 CLASSES = (
     messages.Offer,
     messages.Want,
@@ -167,18 +180,20 @@ def offer(data: bytes) -> None:
     mode = first % 4
     target = None if mode == 0 else list(STATES.values())[first // 4 % len(STATES)]
     prepared = None if target is None else prepare(target, LIMITS)
-    wishes = Wishes(target=prepared, strict=mode == 2, atomic=mode == 3, weights_only_objects=first >= 128)
+    request = Request(
+        target=prepared, options=Options(strict=mode == 2, atomic=mode == 3, weights_only_objects=first >= 128)
+    )
     try:
         read = accepting.read_offer(data[1:], LIMITS, PEER)
         if read.manifest is None:
             return
         read = resealed(read)
         described = accepting.read_description(read, LIMITS, PEER)
-        choice = agreement.choose([PEER], {PEER: read}, {read.likeness: described}, wishes)
+        choice = agreement.choose([PEER], {PEER: read}, {read.likeness: described}, request)
         if not choice.cohorts:
             raise choice.dropped[PEER]
         size = min(read.parcel_bytes, PARCEL)
-        accepted = accepting.accept(choice.cohorts, choice.offers, read, wishes, LIMITS, CPU, size)
+        accepted = accepting.accept(choice.cohorts, choice.offers, read, request, CONTEXT, size)
     except TransfuseError as error:
         _within_memory(error)
         str(error)

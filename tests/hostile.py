@@ -44,15 +44,18 @@ from transfuse.errors import PeerLost, ProtocolError, ReceiveFailed, TransfuseEr
 from transfuse.limits import KIB, MIB, Limits
 from transfuse.memory.arena import ALIGNMENT
 from transfuse.memory.digest import WIDE_BYTES, digest_of, wide_digest_of
+from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.parcels import Parcels, Piece
 from transfuse.plan.request import Picks, boxes_in
+from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import accepting, receiver, source, threads
 from transfuse.session import receive as gathering
-from transfuse.session.accepting import Accepted, Wishes
+from transfuse.session.accepting import Accepted
 from transfuse.session.chains import Chains
+from transfuse.session.context import Context, Request
 from transfuse.session.partial import Partial
 from transfuse.session.receive import Gathering
 from transfuse.session.threads import Caller
@@ -1354,13 +1357,32 @@ class Wire(Line):
         return np.lib.stride_tricks.as_strided(window, (*box.sizes, box.item), strides).tobytes()
 
 
+def context(
+    ranks: tuple[int, ...],
+    limits: Limits,
+    timeout: float = 60.0,
+    caller: Caller | None = None,
+    report: Report | None = None,
+) -> Context:
+    """What a transport makes for each call."""
+    return Context(
+        ranks=ranks,
+        limits=limits,
+        device=CPU,
+        timeout=timeout,
+        caller=caller or Caller(),
+        report=report or Report("receive", ranks),
+        progress={rank: Progress() for rank in ranks},
+    )
+
+
 def gather(
-    lines: Sequence[Line], wishes: Wishes, caller: Caller | None = None, report: Report | None = None
+    lines: Sequence[Line], request: Request, caller: Caller | None = None, report: Report | None = None
 ) -> list[Any]:
     """Receive over these lines, as a transport does; the state in a list."""
     ranks = tuple(line.peer for line in lines)
-    caller, report = caller or Caller(), report or Report("receive", ranks)
-    gathering_ = Gathering(ranks, wishes, lines[0].limits, CPU, lines[0].timeout, caller, report)
+    caller = caller or Caller()
+    gathering_ = Gathering(request, context(ranks, lines[0].limits, lines[0].timeout, caller, report))
     failed: dict[int, BaseException] = {}
     try:
         if len(lines) == 1:
@@ -1417,10 +1439,10 @@ def interrupted(rng: random.Random, member: Member, target: object | None, burst
     """What is left of an honest receive that ended after so many bursts, or when all had come."""
     wire = Wire(rng, member, [member.body], bursts=bursts)
     wire._filling = "honest"
-    wishes = Wishes(target=target, weights_only_objects=True, same_host=False)
+    request = Request(target=target, options=Options(weights_only_objects=True, same_host=False))
     try:
         with patched_accept(wire), mock.patch.object(Gathering, "_build", side_effect=TransfuseError), torch.no_grad():
-            gather([wire], wishes)
+            gather([wire], request)
     except TransfuseError as error:
         left: Partial | None = error.partial
         return left

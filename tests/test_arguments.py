@@ -23,6 +23,7 @@ from ranks import Outcome, Ranks
 from tampering import Passing
 from transfuse import arguments
 from transfuse.dcp import PeerReader
+from transfuse.options import FetchKeywords, ServeKeywords
 from transfuse.report import Report
 
 CPU = torch.device("cpu")
@@ -384,10 +385,10 @@ def makers(pg: Any) -> dict[str, Callable[..., object]]:
 def test_what_cannot_work_is_refused_wherever_the_option_is(
     two: Ranks, name: str, value: Any, error: type[Exception], says: str
 ) -> None:
-    takes: dict[str, Callable[..., object]] = {"serve": transfuse.serve, "fetch": transfuse.fetch}
+    takes = {"serve": ServeKeywords.__annotations__, "fetch": FetchKeywords.__annotations__}
     asked = 0
     for maker, make in makers(two.pgs[0]).items():
-        if maker in takes and name not in inspect.signature(takes[maker]).parameters:
+        if maker in takes and name not in {"timeout", *takes[maker]}:
             continue
         with pytest.raises(error, match=says):
             make(**{name: value})

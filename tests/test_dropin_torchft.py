@@ -158,14 +158,6 @@ def test_it_is_torchfts_class_with_torchfts_calls() -> None:
         assert list(inspect.signature(getattr(ours, name)).parameters)[: len(theirs)] == theirs
 
 
-def test_it_takes_every_option() -> None:
-    def options(cls: Any) -> dict[str, Any]:
-        parameters = inspect.signature(cls).parameters.values()
-        return {p.name: (p.default, p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-    assert options(dropin().PGTransport) == options(transfuse.PGTransport)
-
-
 def test_options_that_do_not_go_together_are_told_at_once() -> None:
     from torchft.process_group import ProcessGroupGloo
 

@@ -50,12 +50,13 @@ from transfuse.errors import (
     TransfuseError,
 )
 from transfuse.limits import MIB, Limits
+from transfuse.options import Options
 from transfuse.plan import parcels, regions
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import accepting, agreement, receiver, relay, source
-from transfuse.session.accepting import Wishes
 from transfuse.session.chains import Chains
+from transfuse.session.context import Request
 from transfuse.session.threads import Caller
 from transfuse.state.leaves import values
 from transfuse.state.leaves.blobs import ArrayCodec
@@ -115,21 +116,23 @@ def accept_offer(rng: random.Random, corpus: list[Member]) -> str:
     target = None
     if mode != "fresh":
         target = member.target if rng.random() < 0.9 else rng.choice(corpus).target
-    wishes = Wishes(
+    request = Request(
         step=rng.choice([None, None, None, 4]),
         target=None if target is None else target.state,
-        verify=rng.choice([None, None, False, True]),
-        strict=mode == "strict",
-        atomic=mode == "atomic",
-        weights_only_objects=rng.random() < 0.3,
-        same_host=same_host,
+        options=Options(
+            verify=rng.choice([None, None, False, True]),
+            strict=mode == "strict",
+            atomic=mode == "atomic",
+            weights_only_objects=rng.random() < 0.3,
+            same_host=same_host,
+        ),
     )
     wire = Wire(rng, member, [body])
     result: list[Any] = []
     report = Report("receive", (PEER,))
     try:
         with hostile.patched_accept(wire), torch.no_grad():
-            result = hostile.gather([wire], wishes, report=report)
+            result = hostile.gather([wire], request, report=report)
         outcome = f"state, {report.route or 'nothing'}"
     except TransfuseError as error:
         str(error)
@@ -248,7 +251,7 @@ def _serve(
     chains = rng.choice([None, hostile.Lined(rng.choice(hostile.AGREED))])
     cargo, progress, report = dataclasses.replace(member.cargo, chains=chains), Progress(), Report("send", (PEER,))
     try:
-        source.serve(wire, 1, FIRST_TAG, cargo, Caller(), progress, report)
+        source.serve(wire, 1, FIRST_TAG, cargo, caller=Caller(), progress=progress, report=report)
         outcome = "done"
     except TransfuseError as error:
         str(error)
@@ -268,21 +271,19 @@ def hear_agreed(rng: random.Random, corpus: list[Member]) -> str:
     body = _lie(rng, honest) if rng.random() < 0.3 else msgspec.msgpack.encode(honest)
     wire = Wire(rng, member, [member.body], said={Message.WANT: body}, relays=rng.random() < 0.8)
     wire._filling = "honest"
-    wishes = Wishes(
+    request = Request(
         target=rng.choice([None, member.target.state]),
-        weights_only_objects=True,
-        same_host=False,
-        relay=rng.random() < 0.9,
+        options=Options(weights_only_objects=True, same_host=False, relay=rng.random() < 0.9),
     )
-    return f"agreed: {_gather(member, [wire], wishes)}"
+    return f"agreed: {_gather(member, [wire], request)}"
 
 
-def _gather(member: Member, wires: list[Wire], wishes: Wishes, *, honest: bool = True) -> str:
+def _gather(member: Member, wires: list[Wire], request: Request, *, honest: bool = True) -> str:
     """Receive a member's own bytes, if it is honest that these are offered."""
     result: list[Any] = []
     try:
         with hostile.patched_accept(*wires), torch.no_grad():
-            result = hostile.gather(wires, wishes)
+            result = hostile.gather(wires, request)
         outcome = "state"
     except TransfuseError as error:
         str(error)
@@ -328,8 +329,10 @@ def hear_comparison(rng: random.Random, corpus: list[Member]) -> str:
     body = member.body if honest_offer else hostile.mutate_offer(rng, member, corpus)
     wire = Wire(rng, member, [body], said=said)
     wire._filling = "honest"
-    wishes = Wishes(target=target, weights_only_objects=True, same_host=rng.random() < 0.2, resume=kept)
-    return f"compared: {_gather(member, [wire], wishes, honest=honest_offer)}"
+    request = Request(
+        target=target, resume=kept, options=Options(weights_only_objects=True, same_host=rng.random() < 0.2)
+    )
+    return f"compared: {_gather(member, [wire], request, honest=honest_offer)}"
 
 
 def gather_from_two(rng: random.Random, corpus: list[Member]) -> str:
@@ -350,8 +353,10 @@ def gather_from_two(rng: random.Random, corpus: list[Member]) -> str:
     for wire in wires:
         wire._filling = "honest"
     rng.shuffle(wires)
-    wishes = Wishes(target=rng.choice([None, member.target.state]), weights_only_objects=True, same_host=False)
-    return f"two: {_gather(member, wires, wishes, honest=honest_offer)}"
+    request = Request(
+        target=rng.choice([None, member.target.state]), options=Options(weights_only_objects=True, same_host=False)
+    )
+    return f"two: {_gather(member, wires, request, honest=honest_offer)}"
 
 
 def _resized(rng: random.Random, member: Member) -> bytes:
@@ -516,9 +521,11 @@ def warm_up(corpus: list[Member]) -> None:
             wire = Wire(random.Random(0), member, [member.body])
             wire._filling = "honest"
             result: list[Any] = []
-            wishes = Wishes(target=target, weights_only_objects=True, same_host=same_host, verify=True)
+            request = Request(
+                target=target, options=Options(weights_only_objects=True, same_host=same_host, verify=True)
+            )
             with hostile.patched_accept(wire), torch.no_grad(), contextlib.suppress(Exception):
-                result = hostile.gather([wire], wishes)
+                result = hostile.gather([wire], request)
             hostile.touch(result)
             member.target.restore()
     rng = random.Random(0)
@@ -537,17 +544,16 @@ def test_honest_messages_arrive(mode: str, same_host: bool, corpus: list[Member]
         wire = Wire(random.Random(0), member, [member.body])
         wire._filling = "honest"
         result: list[Any] = []
-        wishes = Wishes(
+        request = Request(
             target=None if mode == "fresh" else member.target.state,
-            strict=mode == "strict",
-            atomic=mode == "atomic",
-            weights_only_objects=True,
-            same_host=same_host,
+            options=Options(
+                strict=mode == "strict", atomic=mode == "atomic", weights_only_objects=True, same_host=same_host
+            ),
         )
         report = Report("receive", (PEER,))
         try:
             with hostile.patched_accept(wire), torch.no_grad():
-                result = hostile.gather([wire], wishes, report=report)
+                result = hostile.gather([wire], request, report=report)
             hostile.touch(result)
             assert report.route == ("" if not report.bytes else "memory" if same_host else "group")
             assert member.target.unchanged(), member.name
@@ -777,7 +783,7 @@ def test_small_messages_demand_little(name: str, warm_corpus: list[Member]) -> N
             if trace:
                 tracemalloc.start()
             try:
-                hostile.gather([wire], Wishes())
+                hostile.gather([wire], Request())
             except TransfuseError as error:
                 refuse_out_of_memory(error)
                 length = len(str(error))
@@ -825,8 +831,9 @@ def test_numpy_parses_no_language_of_a_peer(descr: Any) -> None:
 
 def accept_alone(offer: messages.Offer) -> accepting.Accepted:
     described = accepting.read_description(offer, LIMITS, PEER)
-    choice = agreement.choose([PEER], {PEER: offer}, {offer.likeness: described}, Wishes())
-    return accepting.accept(choice.cohorts, choice.offers, offer, Wishes(), LIMITS, CPU, offer.parcel_bytes)
+    choice = agreement.choose([PEER], {PEER: offer}, {offer.likeness: described}, Request())
+    context = hostile.context((PEER,), LIMITS)
+    return accepting.accept(choice.cohorts, choice.offers, offer, Request(), context, offer.parcel_bytes)
 
 
 def test_names_of_classes_ask_them_nothing(corpus: list[Member]) -> None:
@@ -864,7 +871,7 @@ def test_odd_keys_do_not_hide_the_error(key: Any, corpus: list[Member]) -> None:
 
     wire = Liar(random.Random(0), corpus[0], [hostile.resealed(msgspec.msgpack.encode(plain))])
     with hostile.patched_accept(wire), pytest.raises(CorruptData) as caught:
-        hostile.gather([wire], Wishes(target=target))
+        hostile.gather([wire], Request(target=target))
     assert len(caught.value.torn) == 1
     str(caught.value)
 
@@ -892,7 +899,7 @@ class Received:
         rate: Any = None,
         agreed: Any = None,
         seconds: float = 10,
-        **wishes: Any,
+        **options: Any,
     ) -> None:
         plain = member.plain if memory is None else hostile.put(member.plain, (hostile.MEMORY,), memory)
         plain = plain if rate is None else hostile.put(plain, (hostile.RATE,), rate)
@@ -905,7 +912,9 @@ class Received:
         alarm.start()
         try:
             with hostile.patched_accept(wire), torch.no_grad():
-                hostile.gather([wire], Wishes(target=member.target.state, **wishes), caller, self.report)
+                hostile.gather(
+                    [wire], Request(target=member.target.state, options=Options(**options)), caller, self.report
+                )
         except TransfuseError as error:
             self.error = error
         finally:
@@ -1104,7 +1113,7 @@ def test_impossible_numbers_of_bytes_read_are_not_counted(read_bytes: int, first
     answers: list[Any] = [verdict] if first else [body, verdict]
     progress, report = Progress(), Report("send", (PEER,))
     wire = Wire(random.Random(0), large, answers)
-    source.serve(wire, 1, FIRST_TAG, large.cargo, Caller(), progress, report)
+    source.serve(wire, 1, FIRST_TAG, large.cargo, caller=Caller(), progress=progress, report=report)
     assert report.read_bytes == 0
     assert report.bytes == (0 if first else cut.total_bytes)
     assert progress.bytes <= cut.total_bytes
@@ -1120,7 +1129,7 @@ def test_signs_of_life_do_not_count_beyond_what_there_is(large: Member) -> None:
         def tick(self) -> None:
             shown.append(progress.bytes)
 
-    source.serve(wire, 1, FIRST_TAG, large.cargo, Shown(), progress, Report("send", (PEER,)))
+    source.serve(wire, 1, FIRST_TAG, large.cargo, caller=Shown(), progress=progress, report=Report("send", (PEER,)))
     assert shown == [0, 5, 5, *[total] * 5]
 
 
@@ -1140,7 +1149,7 @@ def test_a_chain_of_one_is_no_chain(host: int, large: Member) -> None:
     began = time.monotonic()
     wire = Told(random.Random(0), large, [body, (Message.VERDICT, msgspec.msgpack.encode([0]))])
     cargo = dataclasses.replace(large.cargo, chains=chains)
-    source.serve(wire, 1, FIRST_TAG, cargo, Caller(), Progress(), Report("send", (PEER,)))
+    source.serve(wire, 1, FIRST_TAG, cargo, caller=Caller(), progress=Progress(), report=Report("send", (PEER,)))
     assert time.monotonic() - began < 2
     assert [(agreed.upstream, agreed.downstream) for agreed in told] == [(None, None)]
     late, _ = chains.join(PEER + 1, None, host)
@@ -1553,7 +1562,9 @@ def test_hostile_source(name: str) -> None:
     def lie(pg: Any, ended: threading.Event) -> None:
         cargo = new_transport(pg, seconds=1)._load(STATE, None, (1,), Lease())
         with (liar := Liar(pg, 1, ended=ended, **SOURCE_LIES[name].how)):
-            source.serve(liar, 9, liar.group.new_tag(1), cargo, Caller(), Progress(), Report("send", (1,)))
+            source.serve(
+                liar, 9, liar.group.new_tag(1), cargo, caller=Caller(), progress=Progress(), report=Report("send", (1,))
+            )
 
     error = converse(lambda pg: new_transport(pg, {"w": w, "step": 0}).recv_checkpoint(0), lie, 1)
     SOURCE_LIES[name].check(error, 0)
@@ -1577,7 +1588,9 @@ def compare(**how: Any) -> tuple[BaseException | None, Report]:
     def lie(pg: Any, ended: threading.Event) -> None:
         cargo = new_transport(pg, seconds=1)._load(state, kept.step, (1,), Lease())
         with (liar := Liar(pg, 1, ended=ended, **how)):
-            source.serve(liar, 9, liar.group.new_tag(1), cargo, Caller(), Progress(), Report("send", (1,)))
+            source.serve(
+                liar, 9, liar.group.new_tag(1), cargo, caller=Caller(), progress=Progress(), report=Report("send", (1,))
+            )
 
     error = converse(honest, lie, 1)
     assert transports[0].report is not None
@@ -1623,7 +1636,9 @@ def test_questions_without_end_are_not_answered(kind: Message, large: Member) ->
     wire = Told(random.Random(0), large, [*wanted, *[(kind, question)] * 1000])
     compares = kind is Message.COMPARE
     with pytest.raises(ProtocolError, match="compares the same again and again" if compares else "asks and asks"):
-        source.serve(wire, 1, FIRST_TAG, large.cargo, Caller(), Progress(), Report("send", (PEER,)))
+        source.serve(
+            wire, 1, FIRST_TAG, large.cargo, caller=Caller(), progress=Progress(), report=Report("send", (PEER,))
+        )
     assert told[Message.REFUSAL] == 1
     answers = told[Message.AGREED] + told[Message.DIGESTS] + told[Message.OFFER] - 1  # The offer itself.
     # A want is agreed to as well.
@@ -1634,7 +1649,7 @@ def test_questions_without_end_are_not_answered(kind: Message, large: Member) ->
 def test_hostile_receiver(name: str) -> None:
     def lie(pg: Any, ended: threading.Event) -> None:
         with Liar(pg, 0, ended=ended, **RECEIVER_LIES[name].how) as liar:
-            hostile.gather([liar], Wishes())
+            hostile.gather([liar], Request())
 
     error = converse(lambda pg: new_transport(pg).send_checkpoint([1], STATE), lie, 0)
     assert isinstance(error, SendFailed), repr(error)
@@ -1655,7 +1670,9 @@ def test_patience_ends_with_the_timeout(patience: float) -> None:
         chain = hostile.Lined(Agreed(Link(0, FIRST_LINK_TAG, 7), None, patience))
         with Line(Group(pg, CPU), 1, 10.0, Limits()) as line:
             cargo = dataclasses.replace(cargo, chains=chain)
-            source.serve(line, 9, line.group.new_tag(1), cargo, Caller(), Progress(), Report("send", (1,)))
+            source.serve(
+                line, 9, line.group.new_tag(1), cargo, caller=Caller(), progress=Progress(), report=Report("send", (1,))
+            )
 
     error = converse(honest, lie, 1)
     assert error is None, repr(error)

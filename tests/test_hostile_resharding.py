@@ -5,6 +5,7 @@ or die with, what only they hold.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import random
 import threading
@@ -50,13 +51,14 @@ from transfuse.errors import (
     TransfuseError,
 )
 from transfuse.limits import MIB
+from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.request import MOST_TIMES, Picks, boxes_in
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import source
-from transfuse.session.accepting import Wishes
+from transfuse.session.context import Request
 from transfuse.session.threads import Caller
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.state.leaves.layout import MAX_RANKS, Layout
@@ -128,7 +130,7 @@ def serve(member: Member, body: bytes) -> Report:
     """What becomes of a want at an honest source."""
     wire = Wire(random.Random(0), member, [body, (Message.VERDICT, msgspec.msgpack.encode([0]))])
     report = Report("send", (PEER,))
-    source.serve(wire, 1, FIRST_TAG, member.cargo, Caller(), Progress(), report)
+    source.serve(wire, 1, FIRST_TAG, member.cargo, caller=Caller(), progress=Progress(), report=report)
     return report
 
 
@@ -326,7 +328,7 @@ def test_impossible_meshes_demand_little(name: str, into: str) -> None:
     caught: TransfuseError | None = None
     with little_memory(), hostile.patched_accept(wire):
         try:
-            hostile.gather([wire], Wishes(target=target))
+            hostile.gather([wire], Request(target=target))
         except TransfuseError as error:
             caught = error
     seconds = time.monotonic() - began
@@ -366,7 +368,7 @@ def test_other_places_hold_what_they_held_before() -> None:
         wire._filling = "honest"
     target = torch.zeros(24, dtype=torch.uint8)
     with hostile.patched_accept(*wires):
-        hostile.gather(wires, Wishes(target={"w": target}, same_host=False))
+        hostile.gather(wires, Request(target={"w": target}, options=Options(same_host=False)))
     assert torch.equal(target, full)
 
 
@@ -388,7 +390,7 @@ def put_together(
             began = time.monotonic()
             try:
                 transport = new_transport(pg, {"w": target})
-                transport._delta = delta
+                transport._options = dataclasses.replace(transport._options, delta=delta)
                 transport.recv_checkpoint(tuple(range(1, len(holders) + 1)))
             finally:
                 took[0] = time.monotonic() - began
@@ -401,7 +403,15 @@ def put_together(
                 return
             cargo = new_transport(pg, seconds=HONEST_SECONDS)._load(state, None, (0,), Lease())
             with Liar(pg, 0, ended=ended, **liar) as line:
-                source.serve(line, 9, line.group.new_tag(0), cargo, Caller(), Progress(), Report("send", (0,)))
+                source.serve(
+                    line,
+                    9,
+                    line.group.new_tag(0),
+                    cargo,
+                    caller=Caller(),
+                    progress=Progress(),
+                    report=Report("send", (0,)),
+                )
 
     with Ranks(1 + len(holders)) as ranks:
         error = ranks.outcomes(one)[0].error
@@ -555,7 +565,7 @@ def test_one_that_speaks_for_others_is_not_believed() -> None:
             wires[-1]._filling = "honest"
         target = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
         with hostile.patched_accept(*wires), torch.no_grad():
-            hostile.gather(wires, Wishes(target=target, same_host=False))
+            hostile.gather(wires, Request(target=target, options=Options(same_host=False)))
         assert torch.equal(target["a"], a)
         assert torch.equal(target["b"], b)
 
@@ -570,6 +580,6 @@ def test_one_that_is_like_no_other_is_outvoted() -> None:
         wire._filling = "honest"
     target = {"a": torch.zeros(1000)}
     with hostile.patched_accept(*wires), torch.no_grad():
-        hostile.gather(wires, Wishes(target=target, same_host=False))
+        hostile.gather(wires, Request(target=target, options=Options(same_host=False)))
     assert torch.equal(target["a"], torch.arange(1000.0))
     assert LIMITS.max_receive_bytes == hostile.CAP

@@ -19,8 +19,10 @@ from ranks import Ranks
 from schedules import Director, Judge, explore
 from transfuse.errors import NotCovered, PeerLost, StepMismatch
 from transfuse.limits import Limits
+from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.session.accepting import Described, Wishes
+from transfuse.session.accepting import Described
+from transfuse.session.context import Context, Request
 from transfuse.session.negotiation import Decide, Describe, Done, Negotiation, Wait
 from transfuse.session.receive import Gathering
 from transfuse.session.threads import Caller
@@ -209,12 +211,19 @@ class Silent:
 class Receive:
     """A gathering whose condition is a scheduler's, and one thread for each of its sources."""
 
-    def __init__(self, director: Director, states: Sequence[object], target: object, **wishes: Any) -> None:
-        ranks = range(len(states))
+    def __init__(self, director: Director, states: Sequence[object], target: object, **request: Any) -> None:
+        ranks = tuple(range(len(states)))
         self.director = director
-        self.gathering = Gathering(
-            ranks, Wishes(target=target, **wishes), LIMITS, CPU, 60.0, Caller(), Report("receive", tuple(ranks))
+        context = Context(
+            ranks=ranks,
+            limits=LIMITS,
+            device=CPU,
+            timeout=60.0,
+            caller=Caller(),
+            report=Report("receive", ranks),
+            progress={rank: Progress() for rank in ranks},
         )
+        self.gathering = Gathering(Request(target=target, **request), context)
         group = Group(Silent(), CPU)
         self.lines = [Line(group, rank, 60.0, LIMITS) for rank in ranks]
         self.gathering.prepare(self.lines[0])

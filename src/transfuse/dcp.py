@@ -75,7 +75,7 @@ class PeerReader(StorageReader):
         super().__init__()
         if not isinstance(transport, PGTransport):
             raise TypeError(f"transport takes a transfuse.PGTransport, got a {type(transport).__name__}")
-        if transport._map_path is not None:
+        if transport._options.map_path is not None:
             raise ValueError(
                 "the names that are loaded are the planner's: PeerReader takes a transport without map_path"
             )

@@ -16,19 +16,20 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from transfuse import arguments, rules
+from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
-from transfuse.limits import Limits, allows_same_host
+from transfuse.limits import Limits
 from transfuse.memory.mutation import Vigil
 from transfuse.memory.needs import Late
+from transfuse.options import Options, slowest_rate
 from transfuse.phases import DONE, FAILED, Phase, trace_name
 from transfuse.progress import Progress, Show, showing
 from transfuse.report import Report, failed_with, said
 from transfuse.rules import MapPath
 from transfuse.session import receiver, source, threads
-from transfuse.session.accepting import Wishes
 from transfuse.session.chains import Chains
+from transfuse.session.context import Context, Request
 from transfuse.session.partial import Partial
 from transfuse.session.receive import Gathering
 from transfuse.state.leaves.codec import MeshDescription
@@ -101,40 +102,28 @@ class PGTransport:
     ) -> None:
         arguments.check_group(pg)
         arguments.check_state_dict(state_dict)
-        arguments.check_flags(
-            verify,
+        timeout = arguments.duration(timeout)
+        limits = Limits.from_environment()
+        options = Options(
             same_host=same_host,
+            verify=verify,
             delta=delta,
             cast=cast,
+            map_path=map_path,
             atomic=atomic,
             strict=strict,
+            mesh=mesh,
             weights_only_objects=weights_only_objects,
             relay=relay,
+            max_bytes_per_second=max_bytes_per_second,
+            max_receive_bytes=max_receive_bytes,
+            progress=progress,
         )
-        arguments.check_mesh(mesh)
-        arguments.check_progress(progress)
-        timeout = arguments.duration(timeout)
+        self._options = options.check(timeout, limits, in_place=state_dict is not None)
+        self._limits = self._options.apply_to(limits)
         self._seconds = timeout.total_seconds()
-        self._limits = Limits.from_environment()
-        if max_receive_bytes is not None:
-            most = arguments.whole("max_receive_bytes", max_receive_bytes, "an int, a number of bytes, or None")
-            self._limits = replace(self._limits, max_receive_bytes=most)
-        self._slowest = self._limits.min_parcel_bytes * 8 / self._seconds
-        self._rate = _rate(max_bytes_per_second, self._slowest, timeout)
-        self._same_host = same_host and allows_same_host()
-        self._relay = relay
         self._group = Group(pg, arguments.device_of(device))
         self._state_dict = state_dict
-        self._verify = verify
-        if map_path is not None and state_dict is None:
-            raise ValueError("map_path= translates names into those of a target: it needs state_dict=")
-        rules.check(map_path)
-        self._delta, self._cast, self._map_path = delta, cast, map_path
-        self._atomic = atomic
-        self._strict = strict
-        self._mesh = mesh
-        self._weights_only_objects = weights_only_objects
-        self._progress = progress
         self._report: Report | None = None
         #: Targets that a failed receive has half-written. Until one succeeds, this is no source.
         self._torn: tuple[str, ...] = ()
@@ -176,29 +165,18 @@ class PGTransport:
         self._report = report = Report("send", ranks, step)
         if not ranks:
             return
-        if self._rate is not None and self._rate < len(ranks) * self._slowest:
-            raise ValueError(
-                f"max_bytes_per_second={self._rate:g} is too slow for {len(ranks)} receivers and this timeout"
-            )
-        progress = {rank: Progress() for rank in ranks}
-        with self._transfer(report, progress) as show, Lease(allowed=self._same_host) as lease:
-            self._send(ranks, state_dict, step, report, lease, progress, show)
+        rate = self._options.max_bytes_per_second
+        if rate is not None and rate < len(ranks) * slowest_rate(self._limits, self._seconds):
+            raise ValueError(f"max_bytes_per_second={rate:g} is too slow for {len(ranks)} receivers and this timeout")
+        with self._call(report) as context, Lease(allowed=self._options.same_host) as lease:
+            self._send(state_dict, step, context, lease)
 
-    def _send(
-        self,
-        ranks: tuple[int, ...],
-        state_dict: object,
-        step: int | None,
-        report: Report,
-        lease: Lease,
-        progress: dict[int, Progress],
-        show: Callable[[], object],
-    ) -> None:
+    def _send(self, state_dict: object, step: int | None, context: Context, lease: Lease) -> None:
+        ranks, report, progress, caller = context.ranks, context.report, context.progress, context.caller
         cargo, failure = None, None
-        caller = threads.Caller(watching=self._progress is not False)
-        with _calling(report, progress, Phase.DESCRIBE):
+        with _calling(context, Phase.DESCRIBE):
             try:
-                show()
+                context.show()
                 cargo = self._load(state_dict, step, ranks, lease)
                 report.leaves = len(cargo.described.manifest)
             except BaseException as error:
@@ -217,11 +195,13 @@ class PGTransport:
                     assert failure is not None
                     source.refuse(line, transfer, tag, failure)
                 else:
-                    source.serve(line, transfer, tag, cargo, caller, progress[rank], reports[rank])
+                    source.serve(
+                        line, transfer, tag, cargo, caller=caller, progress=progress[rank], report=reports[rank]
+                    )
 
         try:
             conversations = {rank: partial(talk, rank) for rank in ranks}
-            failed = threads.run(conversations, caller, show, park=lambda rank: lines[rank].park())
+            failed = threads.run(conversations, caller, context.show, park=lambda rank: lines[rank].park())
         finally:
             lease.end()
             _sum_up(report, list(reports.values()))
@@ -230,7 +210,7 @@ class PGTransport:
             for one in progress.values():
                 one.phase = FAILED
         report.failed = failed_with(failed)
-        show()
+        context.show()
         if failure is not None:
             raise failure
         if failed:
@@ -279,80 +259,55 @@ class PGTransport:
         if resume is not None:
             self._torn = resume.torn or self._torn
         self._report = report = Report("receive", ranks, step)
-        progress = {rank: Progress() for rank in ranks}
-        with self._transfer(report, progress) as show:
-            return self._receive(ranks, step, resume, late, absent or {}, report, progress, show)
+        # What arrives fresh touches no target.
+        in_place = self._state_dict is not None or late is not None
+        request = Request(
+            step=step,
+            late=late,
+            resume=resume,
+            absent=absent or {},
+            options=replace(self._options, atomic=self._options.atomic and in_place),
+        )
+        with self._call(report) as context:
+            if self._state_dict is not None and late is None:
+                request = self._ask_for_target(request, context)
+            return self._receive(request, context)
 
-    def _receive(
-        self,
-        ranks: tuple[int, ...],
-        step: int | None,
-        resume: Partial | None,
-        late: Late | None,
-        absent: Mapping[str, BaseException],
-        report: Report,
-        progress: dict[int, Progress],
-        show: Callable[[], object],
-    ) -> Any:
-        target, failure = None, None
-        caller = threads.Caller(watching=self._progress is not False)
-        if self._state_dict is not None and late is None:
-            with _calling(report, progress, Phase.STATE_DICT):
-                try:
-                    show()
-                    target = self._state_dict()
-                    if target is None:
-                        raise StateError("the state_dict callback returned None; it returns the tree to receive into")
-                except BaseException as error:
-                    failure = error
-                    if not isinstance(error, Exception):
-                        caller.stop(error)
-        wishes = Wishes(
-            step,
-            target,
-            failure,
-            self._verify,
-            self._strict,
-            self._atomic and (self._state_dict is not None or late is not None),
-            self._mesh,
-            self._weights_only_objects,
-            self._same_host,
-            self._relay,
-            self._delta,
-            self._cast,
-            self._map_path,
-            late,
-            resume,
-            absent,
-        )
-        gathering = Gathering(
-            ranks,
-            wishes,
-            self._limits,
-            self._group.device,
-            self._seconds,
-            caller,
-            report,
-            progress,
-            one_by_one=self._group.serial,
-        )
+    def _ask_for_target(self, request: Request, context: Context) -> Request:
+        """Call the user's callback. What it raises is told to the sources first."""
+        assert self._state_dict is not None
+        with _calling(context, Phase.STATE_DICT):
+            try:
+                context.show()
+                target = self._state_dict()
+                if target is None:
+                    raise StateError("the state_dict callback returned None; it returns the tree to receive into")
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    context.caller.stop(error)
+                return replace(request, failure=error)
+        return replace(request, target=target)
+
+    def _receive(self, request: Request, context: Context) -> Any:
+        ranks, report = context.ranks, context.report
+        gathering = Gathering(request, context)
 
         def talk(rank: int) -> None:
             line = Line(self._group, rank, self._seconds, self._limits)
-            with _noting(progress[rank]), self._group.turn(rank, rank), line:
+            with _noting(context.progress[rank]), self._group.turn(rank, rank), line:
                 receiver.receive(line, gathering)
 
         try:
             failed = threads.run(
                 {rank: partial(talk, rank) for rank in ranks},
-                caller,
-                show,
+                context.caller,
+                context.show,
                 gathering.watch,
                 gathering.park,
             )
             report.failed = failed_with(failed)
             if not gathering.result:
-                show()
+                context.show()
                 raise gathering.failure or (failed[ranks[0]] if len(ranks) == 1 else ReceiveFailed(failed))
         except BaseException as error:
             if gathering.result:
@@ -364,7 +319,7 @@ class PGTransport:
         finally:
             gathering.close()
         self._torn = ()
-        show()
+        context.show()
         return gathering.result[0]
 
     # ----------------------------------------------------------------------------------------------------- helpers
@@ -374,23 +329,25 @@ class PGTransport:
             raise TornState(self._torn)
         described = describe(state_dict, self._limits)
         nbytes = int(described.manifest.storages.nbytes.sum())
-        relay = self._relay and self._group.relays and len(ranks) > 1 and nbytes >= self._limits.min_relay_bytes
-        sizes = self._limits.sizes_for(len(ranks), nbytes if relay else None, self._rate, self._seconds)
+        options = self._options
+        relay = options.relay and self._group.relays and len(ranks) > 1 and nbytes >= self._limits.min_relay_bytes
+        rate = options.max_bytes_per_second
+        sizes = self._limits.sizes_for(len(ranks), nbytes if relay else None, rate, self._seconds)
         manifest = described.manifest.encode()
         offer = messages.Offer(
-            step,
-            sizes.parcel_bytes,
-            sizes.burst_bytes,
-            sizes.staged_bytes,
-            sizes.bursts_ahead,
-            self._seconds,
-            self._verify is not False,
-            lease.describe(described.addresses) if self._same_host and described.addresses.any() else None,
-            None if self._rate is None else self._rate / len(ranks),
-            manifest,
-            manifest.digest(),
-            described.manifest.likeness(manifest),
-            list(described.manifest.coordinates),
+            step=step,
+            parcel_bytes=sizes.parcel_bytes,
+            burst_bytes=sizes.burst_bytes,
+            staged_bytes=sizes.staged_bytes,
+            bursts_ahead=sizes.bursts_ahead,
+            timeout=self._seconds,
+            digests=options.verify is not False,
+            memory=lease.describe(described.addresses) if options.same_host and described.addresses.any() else None,
+            max_bytes_per_second=None if rate is None else rate / len(ranks),
+            manifest=manifest,
+            digest=manifest.digest(),
+            likeness=described.manifest.likeness(manifest),
+            coordinates=list(described.manifest.coordinates),
         )
         body = messages.encode(offer)
         if len(body) > self._limits.max_message_bytes:
@@ -409,15 +366,26 @@ class PGTransport:
         return torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.device)
 
     @contextmanager
-    def _transfer(self, report: Report, progress: dict[int, Progress]) -> Iterator[Callable[[], object]]:
+    def _call(self, report: Report) -> Iterator[Context]:
         """Around a call: its range in a trace, its progress, and in the end its time and a line in the log."""
-        started = time.perf_counter()
+        started, wanted = time.perf_counter(), self._options.progress
+        progress = {rank: Progress() for rank in report.peers}
         try:
             with (
                 record_function(trace_name(report.direction)),
-                showing(self._progress, report.title, progress) as show,
+                showing(wanted, report.title, progress) as show,
             ):
-                yield show
+                yield Context(
+                    ranks=report.peers,
+                    limits=self._limits,
+                    device=self._group.device,
+                    timeout=self._seconds,
+                    caller=threads.Caller(watching=wanted is not False),
+                    report=report,
+                    progress=progress,
+                    show=show,
+                    one_by_one=self._group.serial,
+                )
         except BaseException as error:
             report.error = said(error)
             raise
@@ -436,11 +404,11 @@ class PGTransport:
 
 
 @contextmanager
-def _calling(report: Report, progress: dict[int, Progress], phase: Phase) -> Iterator[None]:
+def _calling(context: Context, phase: Phase) -> Iterator[None]:
     """A phase of the calling thread."""
-    for one in progress.values():
+    for one in context.progress.values():
         one.phase = phase.doing
-    with report.phase(phase):
+    with context.report.phase(phase):
         yield
 
 
@@ -461,18 +429,6 @@ def check_resume(resume: Partial | None) -> None:
         raise TypeError(f"resume takes the partial of an error of an earlier receive, got {type(resume).__name__}")
     if resume is not None and resume.spent:
         raise ValueError("this partial has been resumed from before: its memory belongs to that receive")
-
-
-def _rate(max_bytes_per_second: float | None, slowest: float, timeout: timedelta) -> float | None:
-    """The cap on a source's rate. Below the slowest, nothing arrives within the timeout."""
-    if max_bytes_per_second is None:
-        return None
-    rate = arguments.number("max_bytes_per_second", max_bytes_per_second, "a number of bytes, or None")
-    if not slowest <= rate < float("inf"):
-        raise ValueError(
-            f"max_bytes_per_second must be at least {slowest:.0f} with a timeout of {timeout}, and finite, got {rate:g}"
-        )
-    return rate
 
 
 def _sum_up(report: Report, single: list[Report]) -> None:

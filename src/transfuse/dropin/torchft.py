@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, SupportsIndex, TypeVar, cast
+from typing import Any, Generic, SupportsIndex, TypeVar, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transfuse import transport
 from transfuse.arguments import whole
 from transfuse.errors import ProtocolError, TransfuseError
-from transfuse.progress import Show
+from transfuse.options import OptionKeywords, check_names
 from transfuse.report import Report
-from transfuse.rules import MapPath
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.wire.group import ProcessGroupLike, WorkLike
 
@@ -58,9 +57,8 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
         state_dict: called at the start of a receive; the bytes then land in the tensors of the tree it returns. It has
             to be the Manager's tree, with the user's state below ``["user"]["default"]``. Use it together with
             ``Manager(use_async_quorum=False)``: otherwise the forward pass runs while its weights change.
-        mesh: for DTensors that arrive fresh. None: one like the source's, since replicas are laid out alike.
-
-    The other options are those of :class:`transfuse.PGTransport`.
+        **options: those of :class:`transfuse.PGTransport`. ``mesh=None`` means a mesh like the source's, since replicas
+            are laid out alike.
     """
 
     def __init__(
@@ -69,42 +67,15 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
         timeout: timedelta | float,
         device: torch.device | str,
         state_dict: Callable[[], object] | None = None,
-        *,
-        same_host: bool = True,
-        verify: bool | None = None,
-        delta: bool = False,
-        cast: bool = False,
-        map_path: MapPath | None = None,
-        atomic: bool = False,
-        strict: bool = False,
-        mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None,
-        weights_only_objects: bool = False,
-        relay: bool = True,
-        max_bytes_per_second: float | None = None,
-        max_receive_bytes: int | None = None,
-        progress: bool | Show = False,
+        **options: Unpack[OptionKeywords],
     ) -> None:
+        check_names("PGTransport", options, OptionKeywords)
+        if options.get("mesh") is None:
+            options["mesh"] = _same_mesh
         self._pg = _unwrapped(pg)
         self._timeout = timeout
         # One for each call: the group and the timeout may be others every time.
-        self._make = partial(
-            transport.PGTransport,
-            device=device,
-            state_dict=state_dict,
-            same_host=same_host,
-            verify=verify,
-            delta=delta,
-            cast=cast,
-            map_path=map_path,
-            atomic=atomic,
-            strict=strict,
-            mesh=_same_mesh if mesh is None else mesh,
-            weights_only_objects=weights_only_objects,
-            relay=relay,
-            max_bytes_per_second=max_bytes_per_second,
-            max_receive_bytes=max_receive_bytes,
-            progress=progress,
-        )
+        self._make = partial(transport.PGTransport, device=device, state_dict=state_dict, **options)
         # Options that cannot work, or not together, are told here, and not when somebody needs healing.
         self._make(self._pg, timeout)
         self._last: transport.PGTransport | None = None

@@ -20,6 +20,7 @@ from transfuse.errors import UnsupportedLeaf
 from transfuse.limits import Limits
 from transfuse.memory.needs import Catalogue, Late, Needs
 from transfuse.memory.packing import Place
+from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.cohorts import Cohort, Who
 from transfuse.plan.holdings import Holdings
@@ -29,7 +30,6 @@ from transfuse.plan.parcels import Parcels
 from transfuse.plan.pieces import Pieces, split
 from transfuse.plan.request import Picks, boxes_in, merged
 from transfuse.plan.spots import Spot
-from transfuse.rules import MapPath
 from transfuse.state import trees
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import CannotCarry, Room
@@ -77,14 +77,9 @@ class Assembly(NamedTuple):
 def assemble(
     cohorts: Sequence[Cohort],
     prepared: Prepared,
+    options: Options,
     *,
-    map_path: MapPath | None,
-    cast: bool,
-    strict: bool,
-    atomic: bool,
     late: Late | None = None,
-    mesh: Any,
-    weights_only_objects: bool,
     kinds: Kinds,
     limits: Limits,
     device: torch.device,
@@ -100,16 +95,17 @@ def assemble(
         target, links = late(Catalogue(cohorts))
         prepared = prepare(target, limits)
     main = cohorts[0].manifest
-    room = Room(main.shared, main.coordinates, mesh, weights_only_objects)
+    room = Room(main.shared, main.coordinates, options.mesh, options.weights_only_objects)
+    cast, atomic = options.cast, options.atomic
     needs = Needs(cohorts, prepared, room, kinds, cast=cast, atomic=atomic, device=device, limits=limits, kept=kept)
     if links is not None:
-        needs.linked(None, strict, links)
+        needs.linked(None, options.strict, links)
     elif prepared.target is None:
         needs.all_fresh()
-    elif map_path is None:
-        needs.merged(strict)
+    elif options.map_path is None:
+        needs.merged(options.strict)
     else:
-        needs.linked(map_path, strict)
+        needs.linked(options.map_path, options.strict)
     needs.check_collisions()
     pieces = split(cohorts, needs.needs)
     item = np.array([need.item for need in needs.needs], dtype=np.int64)

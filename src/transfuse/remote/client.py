@@ -10,25 +10,22 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, Unpack
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import PeerTimeout, ProtocolError, ReceiveFailed, TransfuseError
 from transfuse.limits import Limits
-from transfuse.progress import Show
+from transfuse.options import FetchKeywords, check_names
 from transfuse.remote import descriptors
 from transfuse.remote.handshake import WAIT_SECONDS, Door, Ready, key_of, knock, split_address
 from transfuse.remote.pair_group import READER, Private, Several
 from transfuse.report import Report
-from transfuse.rules import MapPath
 from transfuse.session import receiver, threads
 from transfuse.session.accepting import read_offer
 from transfuse.session.partial import Partial
-from transfuse.state.leaves.codec import MeshDescription
 from transfuse.state.manifest import Manifest
 from transfuse.transport import PGTransport, check_resume
 from transfuse.wire import messages
@@ -50,18 +47,8 @@ def fetch(
     timeout: timedelta | float = timedelta(seconds=30),
     step: SupportsIndex | None = None,
     resume: Partial | None = None,
-    same_host: bool = True,
-    verify: bool | None = None,
-    delta: bool = False,
-    cast: bool = False,
-    map_path: MapPath | None = None,
-    atomic: bool = False,
-    strict: bool = False,
-    mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None,
-    weights_only_objects: bool = False,
-    max_receive_bytes: int | None = None,
-    progress: bool | Show = False,
     on_report: Callable[[Report], object] | None = None,
+    **options: Unpack[FetchKeywords],
 ) -> Any:
     """Fetch the state of a server, or of several at once: replicas, shards or stages of one state.
 
@@ -75,31 +62,18 @@ def fetch(
         step: what the servers' step must be: one that serves another, or does not say which, is refused. None: any.
         resume: the ``partial`` of the error of an earlier fetch.
         on_report: called with the :class:`Report`, also of a failed transfer.
+        **options: those of :class:`PGTransport` that a receiver has: all but ``relay`` and ``max_bytes_per_second``.
 
-    All other options are those of :class:`PGTransport`. With several servers it goes on with those that are there, if
-    they hold all that is needed.
+    With several servers it goes on with those that are there, if they hold all that is needed.
     """
+    check_names("fetch", options, FetchKeywords)
     addresses, timeout, step = _check(address), arguments.duration(timeout), check_step(step)
     arguments.check_no_module(state_dict, "fetch(address, model.state_dict)")
     arguments.check_callable("on_report", on_report)
     check_resume(resume)
     with _Visit(addresses, key_of(token), timeout.total_seconds()) as visit:
         transport = PGTransport(
-            Several(visit.groups),
-            timeout,
-            CPU,
-            None if state_dict is None else lambda: tree,
-            same_host=same_host,
-            verify=verify,
-            delta=delta,
-            cast=cast,
-            map_path=map_path,
-            atomic=atomic,
-            strict=strict,
-            mesh=mesh,
-            weights_only_objects=weights_only_objects,
-            max_receive_bytes=max_receive_bytes,
-            progress=progress,
+            Several(visit.groups), timeout, CPU, None if state_dict is None else lambda: tree, **options
         )
         # Before any server holds still for it, and after all else that could be wrong with the call.
         tree = state_dict() if callable(state_dict) else state_dict

@@ -15,13 +15,14 @@ from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Self, SupportsIndex
+from typing import Self, SupportsIndex, Unpack
 
 import torch
 
 from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import PeerLost, PeerTimeout, SendFailed, TransfuseError, as_utf8
+from transfuse.options import ServeKeywords, check_names
 from transfuse.progress import Progress
 from transfuse.remote import descriptors
 from transfuse.remote.handshake import WAIT_SECONDS, Door, Ready, Refused, Wait, join_address, key_of
@@ -55,10 +56,8 @@ def serve(
     timeout: timedelta | float = timedelta(seconds=30),
     step: SupportsIndex | Callable[[], SupportsIndex | None] | None = None,
     max_readers: int = 4,
-    same_host: bool = True,
-    verify: bool | None = None,
-    max_bytes_per_second: float | None = None,
     on_report: Callable[[Report], object] | None = None,
+    **options: Unpack[ServeKeywords],
 ) -> Server:
     """Serve a state from a background thread, until the returned server is closed.
 
@@ -74,11 +73,11 @@ def serve(
         step: the step that readers are told, or a callable that gives it while the state holds still. Without it,
             readers that name a step refuse.
         max_readers: how many read at once; others wait for their turn. With a cap on the rate they read one by one.
-        same_host: readers on this host may read straight from memory.
-        verify: as of :class:`PGTransport`.
-        max_bytes_per_second: the most that is given away.
         on_report: called with the :class:`Report` of every transfer, from the thread that served it.
+        **options: those of :class:`PGTransport` that a server has: ``same_host`` (readers on this host may read
+            straight from memory), ``verify`` and ``max_bytes_per_second`` (the most that is given away).
     """
+    check_names("serve", options, ServeKeywords)
     return Server(
         state_dict,
         host=host,
@@ -87,10 +86,8 @@ def serve(
         timeout=timeout,
         step=step,
         max_readers=max_readers,
-        same_host=same_host,
-        verify=verify,
-        max_bytes_per_second=max_bytes_per_second,
         on_report=on_report,
+        **options,
     )
 
 
@@ -110,10 +107,8 @@ class Server:
         timeout: timedelta | float,
         step: SupportsIndex | Callable[[], SupportsIndex | None] | None,
         max_readers: int,
-        same_host: bool,
-        verify: bool | None,
-        max_bytes_per_second: float | None,
         on_report: Callable[[Report], object] | None,
+        **options: Unpack[ServeKeywords],
     ) -> None:
         max_readers = arguments.whole("max_readers", max_readers)
         if max_readers < 1:
@@ -129,21 +124,13 @@ class Server:
         self._step = step if callable(step) else check_step(step)
         self._key = key_of(token)
         self._seconds = timeout.total_seconds()
-        self._transport = partial(
-            PGTransport,
-            timeout=timeout,
-            device=torch.device("cpu"),
-            same_host=same_host,
-            verify=verify,
-            relay=False,
-            max_bytes_per_second=max_bytes_per_second,
-        )
+        self._transport = partial(PGTransport, timeout=timeout, device=torch.device("cpu"), relay=False, **options)
         self._transport(Several([]))  # Options that make no sense are told here, and not to the first reader.
         self._on_report = on_report
         self._turns = Turns()
         #: The callables are the user's: one thread at a time.
         self._asking = threading.Lock()
-        self._places = threading.Semaphore(max_readers if max_bytes_per_second is None else 1)
+        self._places = threading.Semaphore(max_readers if options.get("max_bytes_per_second") is None else 1)
         #: Once it closes, what readers are told that have to wait; and those who read now, if they are cut off.
         self._closing: str | None = None
         self._cut: str | None = None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from transfuse.errors import ProtocolError, StateError, StepMismatch, TargetMismatch, TransfuseError, UnsupportedLeaf
@@ -16,14 +15,12 @@ from transfuse.limits import Limits
 from transfuse.memory.assembly import Assembled, assemble
 from transfuse.memory.digest import WIDE_BYTES
 from transfuse.memory.landing import Landing
-from transfuse.memory.needs import Late
 from transfuse.plan import regions
 from transfuse.plan.cohorts import Cohort
 from transfuse.plan.match import Prepared, match, prepare
 from transfuse.plan.parcels import Parcels
-from transfuse.rules import MapPath
-from transfuse.session.partial import Partial
-from transfuse.state.leaves.codec import MeshDescription, Room
+from transfuse.session.context import Context, Request
+from transfuse.state.leaves.codec import Room
 from transfuse.state.leaves.registry import Kinds
 from transfuse.state.manifest import Manifest
 from transfuse.wire import messages
@@ -31,40 +28,12 @@ from transfuse.wire import messages
 __all__ = [
     "Accepted",
     "Described",
-    "Wishes",
     "accept",
     "check",
     "compares_digests",
     "read_description",
     "read_offer",
 ]
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What the receiver's caller asked for."""
-
-    step: int | None = None
-    #: The state_dict callback's tree (later prepared), or None to receive fresh; ``failure`` if the callback raised.
-    target: object | None = None
-    failure: BaseException | None = None
-    verify: bool | None = None
-    strict: bool = False
-    atomic: bool = False
-    mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None
-    weights_only_objects: bool = False
-    same_host: bool = True
-    relay: bool = True
-    #: Keep what already matches; convert what is of another floating type; translate the source's names.
-    delta: bool = False
-    cast: bool = False
-    map_path: MapPath | None = None
-    #: Instead of a target: called with what there is, says what of it goes where.
-    late: Late | None = None
-    #: What an earlier receive has left.
-    resume: Partial | None = None
-    #: Sources that the caller named and that cannot even be asked, and why.
-    absent: Mapping[str, BaseException] = field(default_factory=dict)
 
 
 @dataclass
@@ -137,27 +106,26 @@ def read_description(offer: messages.Offer, limits: Limits, peer: int) -> Descri
     return Described(offer, manifest)
 
 
-def check(offer: messages.Offer, wishes: Wishes) -> None:
+def check(offer: messages.Offer, request: Request) -> None:
     """Raise unless a source has what the caller asked for, as far as the offer itself says."""
-    if wishes.verify and not offer.digests:
+    if request.options.verify and not offer.digests:
         raise StateError("verify=True, but the source was made with verify=False and offers no digests")
-    if wishes.step is None or wishes.step == offer.step:
+    if request.step is None or request.step == offer.step:
         return
     if offer.step is None:
         raise StepMismatch(
-            f"the receiver expects step {wishes.step}, but the source does not say which step it sends: pass "
-            f"step={wishes.step} to send_checkpoint, or step= to serve"
+            f"the receiver expects step {request.step}, but the source does not say which step it sends: pass "
+            f"step={request.step} to send_checkpoint, or step= to serve"
         )
-    raise StepMismatch(f"the source sends step {offer.step}, the receiver expects step {wishes.step}")
+    raise StepMismatch(f"the source sends step {offer.step}, the receiver expects step {request.step}")
 
 
 def accept(
     cohorts: Sequence[Cohort],
     offers: Mapping[int, messages.Offer],
     described: messages.Offer,
-    wishes: Wishes,
-    limits: Limits,
-    device: torch.device,
+    request: Request,
+    context: Context,
     parcel_bytes: int,
 ) -> Accepted:
     """Turn offers of sources that agree into a plan; or raise a ``transfuse`` error.
@@ -165,16 +133,16 @@ def accept(
     ``described`` is the offer whose manifest the first cohort has.
     """
     peer = next(iter(cohorts[0].members))
-    alike = len(cohorts) == 1 and wishes.map_path is None and wishes.late is None
+    alike = len(cohorts) == 1 and request.options.map_path is None and request.late is None
     alike = alike and len({(offer.digest, tuple(offer.coordinates)) for offer in offers.values()}) == 1
     try:
         if alike:
             try:
-                return _accept_as_is(cohorts[0].manifest, described, wishes, limits, device, parcel_bytes)
+                return _accept_as_is(cohorts[0].manifest, described, request, context, parcel_bytes)
             except (TargetMismatch, UnsupportedLeaf):
-                if not wishes.cast and not _any_sharded(cohorts[0].manifest, wishes.target):
+                if not request.options.cast and not _any_sharded(cohorts[0].manifest, request.target):
                     raise
-        return _assemble(cohorts, described, wishes, limits, device, parcel_bytes)
+        return _assemble(cohorts, described, request, context, parcel_bytes)
     except TransfuseError:
         raise
     except Exception as error:
@@ -184,52 +152,67 @@ def accept(
 def _accept_as_is(
     manifest: Manifest,
     offer: messages.Offer,
-    wishes: Wishes,
-    limits: Limits,
-    device: torch.device,
+    request: Request,
+    context: Context,
     parcel_bytes: int,
 ) -> Accepted:
     """A state that lands as it is."""
-    room = Room(manifest.shared, manifest.coordinates, wishes.mesh, wishes.weights_only_objects)
+    options, limits, device = request.options, context.limits, context.device
+    room = Room(manifest.shared, manifest.coordinates, options.mesh, options.weights_only_objects)
     kinds = Kinds(limits)
-    found = match(manifest, wishes.target, room=room, kinds=kinds, strict=wishes.strict, limits=limits)
-    if wishes.atomic:
+    found = match(manifest, request.target, room=room, kinds=kinds, strict=options.strict, limits=limits)
+    if options.atomic:
         found.apart, found.wanted = [], []
     boxes = regions.lay_out(manifest, found.apart, found.wanted)
-    kept = None if wishes.resume is None else wishes.resume.memory
+    kept = None if request.resume is None else request.resume.memory
     landing = Landing(
-        manifest, found, boxes, parcel_bytes, device=device, atomic=wishes.atomic, limits=limits, kept=kept
+        manifest, found, boxes, parcel_bytes, device=device, atomic=options.atomic, limits=limits, kept=kept
     )
-    return Accepted(offer, parcel_bytes, manifest, room, kinds, landing.cut, landing, found.apart, found.wanted)
+    return Accepted(
+        offer=offer,
+        parcel_bytes=parcel_bytes,
+        manifest=manifest,
+        room=room,
+        kinds=kinds,
+        cut=landing.cut,
+        landing=landing,
+        apart=found.apart,
+        parts=found.wanted,
+    )
 
 
 def _assemble(
     cohorts: Sequence[Cohort],
     offer: messages.Offer,
-    wishes: Wishes,
-    limits: Limits,
-    device: torch.device,
+    request: Request,
+    context: Context,
     parcel_bytes: int,
 ) -> Accepted:
     """A state that is put together from what each source holds."""
-    kinds, target = Kinds(limits), wishes.target
+    limits, target = context.limits, request.target
+    kinds = Kinds(limits)
     cut, landing, room = assemble(
         cohorts,
         target if isinstance(target, Prepared) else prepare(target, limits),
-        map_path=wishes.map_path,
-        late=wishes.late,
-        cast=wishes.cast,
-        strict=wishes.strict,
-        atomic=wishes.atomic,
-        mesh=wishes.mesh,
-        weights_only_objects=wishes.weights_only_objects,
+        request.options,
+        late=request.late,
         kinds=kinds,
         limits=limits,
-        device=device,
+        device=context.device,
         parcel_bytes=parcel_bytes,
-        kept=None if wishes.resume is None else wishes.resume.memory,
+        kept=None if request.resume is None else request.resume.memory,
     )
-    return Accepted(offer, parcel_bytes, cohorts[0].manifest, room, kinds, cut, landing, [], [])
+    return Accepted(
+        offer=offer,
+        parcel_bytes=parcel_bytes,
+        manifest=cohorts[0].manifest,
+        room=room,
+        kinds=kinds,
+        cut=cut,
+        landing=landing,
+        apart=[],
+        parts=[],
+    )
 
 
 def _any_sharded(manifest: Manifest, target: object) -> bool:
@@ -237,7 +220,7 @@ def _any_sharded(manifest: Manifest, target: object) -> bool:
     return manifest.is_sharded or any(isinstance(leaf, (DTensor, ShardedTensor)) for leaf in leaves)
 
 
-def compares_digests(offer: messages.Offer, wishes: Wishes, device: torch.device) -> bool:
+def compares_digests(offer: messages.Offer, request: Request, device: torch.device) -> bool:
     """Whether digests are compared on the group route."""
     # Elsewhere than on the CPU a digest would first copy every byte to the host: only on request.
-    return offer.digests and (device.type == "cpu" if wishes.verify is None else wishes.verify)
+    return offer.digests and (device.type == "cpu" if request.options.verify is None else request.options.verify)

@@ -10,7 +10,8 @@ import torch
 from transfuse.errors import SourcesDiffer, TransfuseError
 from transfuse.plan.cohorts import Cohort, difference
 from transfuse.plan.match import Prepared
-from transfuse.session.accepting import Accepted, Described, Wishes, check
+from transfuse.session.accepting import Accepted, Described, check
+from transfuse.session.context import Request
 from transfuse.state import trees
 from transfuse.state.manifest import Manifest
 from transfuse.wire.messages import Offer
@@ -30,7 +31,7 @@ def choose(
     ranks: Sequence[int],
     offers: Mapping[int, Offer],
     described: Mapping[bytes, Described],
-    wishes: Wishes,
+    request: Request,
 ) -> Choice:
     """The sources of which more agree than of any others. Those of another step than the wanted do not count.
 
@@ -41,7 +42,7 @@ def choose(
     groups: dict[tuple[int | None, bytes], dict[int, Offer]] = {}
     for rank in [rank for rank in ranks if rank in offers]:
         try:
-            check(offers[rank], wishes)
+            check(offers[rank], request)
         except TransfuseError as mismatch:
             dropped[rank] = mismatch
             continue
@@ -54,7 +55,7 @@ def choose(
     families: list[list[tuple[int | None, Cohort]]] = []
     for one in cohorts:
         for family in families:
-            if all(_difference(other, one, wishes) is None for other in family):
+            if all(_difference(other, one, request) is None for other in family):
                 family.append(one)
                 break
         else:
@@ -67,14 +68,14 @@ def choose(
                 dropped[other] = SourcesDiffer(
                     f"source {other} offers another state than source {next(iter(first[1].members))}, with which "
                     f"{_count(families[0])} of {len(offers)} agree: "
-                    + next(filter(None, (_difference(other_one, one, wishes) for other_one in families[0])), "")
+                    + next(filter(None, (_difference(other_one, one, request) for other_one in families[0])), "")
                 )
         if _count(families[0]) == _count(families[1]):
             raise dropped[next(iter(families[1][0][1].members))]
     chosen = [cohort for _, cohort in families[0]] if families else []
-    if len(chosen) > 1 and isinstance(wishes.target, Prepared):
+    if len(chosen) > 1 and isinstance(request.target, Prepared):
         # The description of those that have most of what is wanted is the state's.
-        wanted = set(trees.paths(wishes.target.root))
+        wanted = set(trees.paths(request.target.root))
         chosen.sort(key=lambda cohort: -len(wanted & cohort.numbers.keys()))
     return Choice(chosen, {rank: offers[rank] for cohort in chosen for rank in cohort.members}, dropped)
 
@@ -83,10 +84,10 @@ def _count(family: Sequence[tuple[int | None, Cohort]]) -> int:
     return sum(len(cohort.members) for _, cohort in family)
 
 
-def lacking(choice: Choice, wishes: Wishes) -> list[str]:
+def lacking(choice: Choice, request: Request) -> list[str]:
     """Tensors of the target that none of the chosen sources has: one that has not come yet may (a stage)."""
-    target = wishes.target
-    if not isinstance(target, Prepared) or target.target is None or wishes.map_path is not None:
+    target = request.target
+    if not isinstance(target, Prepared) or target.target is None or request.options.map_path is not None:
         return []
     wanted = {
         path
@@ -96,10 +97,10 @@ def lacking(choice: Choice, wishes: Wishes) -> list[str]:
     return sorted(wanted.difference(*(cohort.numbers.keys() for cohort in choice.cohorts)))
 
 
-def why_not(rank: int, offer: Offer, accepted: Accepted, wishes: Wishes) -> TransfuseError | None:
+def why_not(rank: int, offer: Offer, accepted: Accepted, request: Request) -> TransfuseError | None:
     """Why a source that comes after it has been decided is not used, if it is not."""
     try:
-        check(offer, wishes)
+        check(offer, request)
     except TransfuseError as mismatch:
         return mismatch
     decided = accepted.offer
@@ -118,7 +119,7 @@ def _steps(one: int | None, other: int | None) -> str:
     return f"step {one} against {other}"
 
 
-def _difference(one: tuple[int | None, Cohort], other: tuple[int | None, Cohort], wishes: Wishes) -> str | None:
+def _difference(one: tuple[int | None, Cohort], other: tuple[int | None, Cohort], request: Request) -> str | None:
     """In what two cohorts are not of the same state; None if they complete each other."""
     if one[0] != other[0]:
         return _steps(one[0], other[0])
@@ -130,10 +131,10 @@ def _difference(one: tuple[int | None, Cohort], other: tuple[int | None, Cohort]
         if mine.numbers.keys() == theirs.numbers.keys():
             return None
         # Parts of one state (stages of a pipeline), unless each has all that the target wants.
-        if wishes.late is not None or wishes.map_path is not None:
+        if request.late is not None or request.options.map_path is not None:
             return None
-        if isinstance(wishes.target, Prepared) and wishes.target.target is not None:
-            wanted = set(trees.paths(wishes.target.root))
+        if isinstance(request.target, Prepared) and request.target.target is not None:
+            wanted = set(trees.paths(request.target.root))
             if not (wanted <= mine.numbers.keys() and wanted <= theirs.numbers.keys()):
                 return None
         return first_difference(mine.manifest, theirs.manifest)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from transfuse.errors import (
     NotCovered,
@@ -26,19 +25,16 @@ from transfuse.errors import (
     SourceMutated,
     TransfuseError,
 )
-from transfuse.limits import Limits
 from transfuse.memory.assembly import Portion
 from transfuse.phases import WAITING, Phase
 from transfuse.plan.match import prepare
 from transfuse.plan.parcels import Parcels
-from transfuse.progress import Progress
-from transfuse.report import Report
 from transfuse.session import agreement
-from transfuse.session.accepting import Accepted, Described, Wishes, accept, read_description
+from transfuse.session.accepting import Accepted, Described, accept, read_description
+from transfuse.session.context import Context, Request
 from transfuse.session.ledger import Ledger
 from transfuse.session.negotiation import Decide, Describe, Done, Negotiation, Wait
 from transfuse.session.partial import Partial
-from transfuse.session.threads import Caller
 from transfuse.state.tensors import Bools
 from transfuse.wire.group import Line
 from transfuse.wire.messages import Offer
@@ -75,37 +71,25 @@ class Confirm:
 class Gathering:
     """What the conversations of one receive share. Every method may be called from any of their threads."""
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        wishes: Wishes,
-        limits: Limits,
-        device: torch.device,
-        timeout: float,
-        caller: Caller,
-        report: Report,
-        progress: dict[int, Progress] | None = None,
-        *,
-        one_by_one: bool = False,
-    ) -> None:
-        self.ranks = tuple(ranks)
-        self.wishes = wishes
-        self.caller = caller
-        self.report = report
-        self.progress = progress or {rank: Progress() for rank in ranks}
+    def __init__(self, request: Request, context: Context) -> None:
+        self.request = request
+        self.ranks = context.ranks
+        self.caller = context.caller
+        self.report = context.report
+        self.progress = context.progress
         #: Held while parcels are read from a source's memory: one reader uses all threads.
         self.reading = threading.Lock()
-        self._limits = limits
-        self._device = device
-        self._timeout = timeout
+        self._context = context
+        self._limits = context.limits
+        self._timeout = context.timeout
         self._preparing = threading.Lock()
         self._prepared = False
         self._changed = threading.Condition()
         self._lines: dict[int, Line] = {}
-        self._one_by_one = one_by_one
+        self._one_by_one = context.one_by_one
         # Who asks for what there is wants to hear of all of it.
-        patience = 0.0 if one_by_one else timeout / (2 if wishes.late is not None else 4)
-        self._negotiation = Negotiation(ranks, patience)
+        patience = 0.0 if context.one_by_one else context.timeout / (2 if request.late is not None else 4)
+        self._negotiation = Negotiation(context.ranks, patience)
         self._accepted: Accepted | None = None
         self._ledger: Ledger | None = None
         #: Parcels that an earlier receive has left.
@@ -150,14 +134,14 @@ class Gathering:
     def prepare(self, line: Line) -> None:
         """Take the target apart, once, while the sources describe their states."""
         with self._preparing:
-            if self._prepared or self.wishes.failure is not None:
+            if self._prepared or self.request.failure is not None:
                 return
             self._prepared = True
             with self.phase(line, Phase.PREPARE):
                 try:
-                    self.wishes = replace(self.wishes, target=prepare(self.wishes.target, self._limits))
+                    self.request = replace(self.request, target=prepare(self.request.target, self._limits))
                 except Exception as error:
-                    self.wishes = replace(self.wishes, failure=error)
+                    self.request = replace(self.request, failure=error)
 
     def join(self, line: Line) -> None:
         """A conversation begins."""
@@ -185,7 +169,7 @@ class Gathering:
         with self._changed:
             self._check(rank)
             self._present.add(rank)
-            if offer.memory is not None and offer.max_bytes_per_second is None and self.wishes.same_host:
+            if offer.memory is not None and offer.max_bytes_per_second is None and self.request.options.same_host:
                 self._readers.add(rank)
             self._changed.notify_all()
 
@@ -221,7 +205,7 @@ class Gathering:
     def _decide(self, turn: Decide) -> None:
         """Choose the sources that agree, and plan. In the thread of the first conversation that finds it due."""
         try:
-            choice = agreement.choose(self.ranks, turn.offers, turn.described, self.wishes)
+            choice = agreement.choose(self.ranks, turn.offers, turn.described, self.request)
             if choice.cohorts:
                 accepted = self._accept(choice, turn.described)
                 ledger = Ledger(accepted.cut.payload, self._changed)
@@ -248,7 +232,7 @@ class Gathering:
             self._negotiation.decide(dropped=choice.dropped, stands=bool(choice.cohorts))
             if choice.cohorts:
                 self.report.leaves = len(accepted.manifest)
-                self.report.step = accepted.offer.step if self.wishes.step is None else self.wishes.step
+                self.report.step = accepted.offer.step if self.request.step is None else self.request.step
                 self._accepted, self._ledger = accepted, ledger
                 self._present = choice.offers.keys() & self._negotiation.offers.keys()
                 self._count()
@@ -258,22 +242,22 @@ class Gathering:
         """Plan, going on from what an earlier receive has left if that is possible."""
         first = described[choice.offers[next(iter(choice.cohorts[0].members))].likeness].offer
         parcel_bytes = min(offer.parcel_bytes for offer in choice.offers.values())
-        wishes, resume = self.wishes, self.wishes.resume
+        request, resume = self.request, self.request.resume
         if resume is not None and not self._continues(resume, first, parcel_bytes):
             logger.warning("the sources offer another state than the one to be resumed: everything is fetched")
-            self.wishes = wishes = replace(wishes, resume=None)
+            self.request = request = replace(request, resume=None)
             resume = None
         fine = self._fine(first, parcel_bytes) if resume is None else resume.parcel_bytes
         if not self._one_by_one:
             self._check_lacking(choice)
-        return accept(choice.cohorts, choice.offers, first, wishes, self._limits, self._device, fine)
+        return accept(choice.cohorts, choice.offers, first, request, self._context, fine)
 
     def _check_lacking(self, choice: agreement.Choice) -> None:
         """Raise if a tensor of the target is held by none of the chosen sources, but may be by one that is not used.
 
         A tensor that no source has at all keeps its values: ``strict`` is for those.
         """
-        lacking = agreement.lacking(choice, self.wishes)
+        lacking = agreement.lacking(choice, self.request)
         if not lacking:
             return
         with self._changed:
@@ -282,7 +266,7 @@ class Gathering:
             unused = list(self._negotiation.unused(choice.dropped))
         blocks = [
             f"{path}: {name} may hold it, but is not there: {why}"
-            for name, why in self.wishes.absent.items()
+            for name, why in self.request.absent.items()
             for path in lacking
         ]
         for rank, why, manifest in unused:
@@ -311,7 +295,7 @@ class Gathering:
 
     def _fine(self, offer: Offer, parcel_bytes: int) -> int:
         """A size of parcels that lets several sources end together, and their staging be within its bounds."""
-        if self.wishes.delta:
+        if self.request.options.delta:
             parcel_bytes = max(min(parcel_bytes, self._limits.block_bytes), self._limits.min_parcel_bytes)
         if not self.several:
             return parcel_bytes
@@ -324,7 +308,7 @@ class Gathering:
 
     def _compare_late(self, rank: int, offer: Offer) -> None:
         """An offer that comes after the others have been agreed on."""
-        error = agreement.why_not(rank, offer, self.accepted, self.wishes)
+        error = agreement.why_not(rank, offer, self.accepted, self.request)
         if error is not None:
             logger.warning("source %d is not used: %s", rank, error)
             with self._changed:
@@ -340,7 +324,7 @@ class Gathering:
 
         Whether it is what the sources have, they will say.
         """
-        cut, landing, resume = accepted.cut, accepted.landing, self.wishes.resume
+        cut, landing, resume = accepted.cut, accepted.landing, self.request.resume
         claimed: Bools = np.zeros(len(cut), dtype=bool)
         if resume is not None:
             resume.spent = True
@@ -351,7 +335,7 @@ class Gathering:
                     landing.touch(range(int(cut.first[number]), int(cut.first[number] + cut.count[number])))
             else:
                 logger.warning("target or sources are others than those of the receive to be resumed: all is fetched")
-        if self.wishes.delta:
+        if self.request.options.delta:
             landing.fill_aside()
             claimed |= self._for_all_boxes(cut, landing.held)
         if claimed.any():
@@ -616,7 +600,7 @@ class Gathering:
     def account_for(self, error: BaseException) -> None:
         """Say in an error what has become of the receive."""
         if self._accepted is None or self._ledger is None:
-            resume = self.wishes.resume
+            resume = self.request.resume
             if resume is not None and isinstance(error, TransfuseError):
                 error.partial, error.torn = resume, resume.torn  # It was not even looked at.
             return

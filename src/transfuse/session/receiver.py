@@ -68,9 +68,9 @@ def _hear(line: Line, gathering: Gathering) -> Offer:
             raise
     gathering.may_leave(line, None)
     with gathering.phase(line, Phase.PLAN):
-        if gathering.wishes.failure is not None:
-            gathering.fail(gathering.wishes.failure)
-            raise gathering.wishes.failure
+        if gathering.request.failure is not None:
+            gathering.fail(gathering.request.failure)
+            raise gathering.request.failure
         line.peer_timeout = messages.timeout_in(body) or line.timeout
         with line.holding_turn():
             offer = read_offer(body, line.limits, line.peer)
@@ -176,7 +176,7 @@ class _Conversation:
         """Read from the source's memory whatever can be read."""
         line, gathering, memory = self._line, self._gathering, self._offer.memory
         try:
-            if memory is None or not gathering.wishes.same_host or not len(self._ledger):
+            if memory is None or not gathering.request.options.same_host or not len(self._ledger):
                 return
             if self._pace.rate is not None and self._pace.rate * line.timeout < line.limits.min_parcel_bytes:
                 return  # Slower than the timeout allows: over the group such a source is noticed.
@@ -231,7 +231,7 @@ class _Conversation:
         share = READ_BYTES if rate is None else min(READ_BYTES, int(rate * line.timeout / 8))
         while len(numbers := self._gathering.read_share(line.peer, share, readable)):
             failed = set(reading.read(numbers))
-            if self._gathering.wishes.verify:
+            if self._gathering.request.options.verify:
                 failed |= self._settle_differences(reading, [n for n in numbers if n not in failed])
             reader.check()
             done = [n for n in numbers if n not in failed]
@@ -244,7 +244,7 @@ class _Conversation:
             if done:
                 report.count(line.peer, nbytes, len(done), "memory")
             report.read_bytes += nbytes
-            report.verified = bool(self._gathering.wishes.verify)
+            report.verified = bool(self._gathering.request.options.verify)
         if unreadable:
             logger.info("rank %d: %d parcels cannot be read, they come over the group", line.peer, unreadable)
 
@@ -373,11 +373,14 @@ class _Conversation:
                 parcels.fingerprint(accepted.cut) if self._portion is None else self._portion.fingerprint,
                 accepted.parcel_bytes,
                 self._burst_bytes(),
-                compares_digests(self._offer, self._gathering.wishes, line.group.device),
+                compares_digests(self._offer, self._gathering.request, line.group.device),
                 accepted.apart,
                 accepted.parts,
                 self._pairs(numbers),
-                self._gathering.wishes.relay and line.group.relays and alone and len(numbers) == len(self._ledger),
+                self._gathering.request.options.relay
+                and line.group.relays
+                and alone
+                and len(numbers) == len(self._ledger),
                 this_host(),
                 None if self._portion is None else self._portion.picks,
             )

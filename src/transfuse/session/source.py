@@ -97,10 +97,10 @@ def refuse(line: Line, transfer: int, tag: int, cause: BaseException) -> None:
 
 
 def serve(
-    line: Line, transfer: int, tag: int, cargo: Cargo, caller: Caller, progress: Progress, report: Report
+    line: Line, transfer: int, tag: int, cargo: Cargo, *, caller: Caller, progress: Progress, report: Report
 ) -> None:
     """Offer, hear what is wanted, send it, and hear that it arrived."""
-    serving = _Serving(line, transfer, tag, cargo, caller, progress, report)
+    serving = _Serving(line, transfer, tag, cargo, caller=caller, progress=progress, report=report)
     try:
         serving.serve()
     finally:
@@ -113,7 +113,7 @@ class _Serving:
     """The conversation with one receiver."""
 
     def __init__(
-        self, line: Line, transfer: int, tag: int, cargo: Cargo, caller: Caller, progress: Progress, report: Report
+        self, line: Line, transfer: int, tag: int, cargo: Cargo, *, caller: Caller, progress: Progress, report: Report
     ) -> None:
         self._line = line
         line.transfer, line.tag = transfer, tag

@@ -1,0 +1,147 @@
+"""What a caller chooses: every option once, with its default, its type and the check that refuses what cannot work.
+
+:class:`Options` holds the choice; everything inside the package takes it from there. :class:`OptionKeywords` has the
+same names, for calls that take options as keywords and pass them on (``**options: Unpack[OptionKeywords]``): so type
+checkers and editors know them. :class:`FetchKeywords` and :class:`ServeKeywords` are the parts of it that ``fetch`` and
+``serve`` take. ``CONTRIBUTING.md`` says how to add an option; ``tests/test_options.py`` compares all places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import TypedDict
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from transfuse import arguments, rules
+from transfuse.limits import Limits, allows_same_host
+from transfuse.progress import Show
+from transfuse.rules import MapPath
+from transfuse.state.leaves.codec import MeshDescription
+
+__all__ = ["FetchKeywords", "OptionKeywords", "Options", "ServeKeywords", "check_names", "slowest_rate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """All options of a transport. :class:`transfuse.PGTransport` says more about each, for those who set them."""
+
+    #: Both ends: receivers on the source's host may read the source's memory. ``TRANSFUSE_SAME_HOST=0`` forbids it.
+    same_host: bool = True
+    #: Both ends: check what has landed. None: over the group, if the tensors are on the CPU.
+    verify: bool | None = None
+    #: Receivers: keep what the targets hold already and the source has too.
+    delta: bool = False
+    #: Receivers: convert floating values for targets of another floating type.
+    cast: bool = False
+    #: Receivers: translates the source's names into the target's.
+    map_path: MapPath | None = None
+    #: Receivers: touch no target unless everything has arrived and been verified.
+    atomic: bool = False
+    #: Receivers: refuse leaves that only the source or only the target has.
+    strict: bool = False
+    #: Receivers: the DeviceMesh for DTensors that arrive fresh, or a function that makes one.
+    mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None
+    #: Receivers: accept Python objects that ``torch.load(weights_only=True)`` accepts.
+    weights_only_objects: bool = False
+    #: Both ends: receivers that want the same may pass parcels on to each other.
+    relay: bool = True
+    #: Sources: the most bytes that all receivers together get in a second. None: no cap.
+    max_bytes_per_second: float | None = None
+    #: Receivers: the most bytes that one receive may allocate for fresh tensors. None: what :class:`Limits` says.
+    max_receive_bytes: int | None = None
+    #: Both ends: True for a bar, or a function that is called with the progress.
+    progress: bool | Show = False
+
+    def check(self, timeout: timedelta, limits: Limits, *, in_place: bool) -> Options:
+        """Refuse what cannot work: here, with this timeout and these limits, or without a target if not ``in_place``.
+
+        Returns the options that hold: numbers as plain int and float, ``same_host`` only if the environment allows it.
+        """
+        flags = {item.name: getattr(self, item.name) for item in fields(self) if item.type == "bool"}
+        arguments.check_flags(self.verify, **flags)
+        arguments.check_mesh(self.mesh)
+        arguments.check_progress(self.progress)
+        most = self.max_receive_bytes
+        if most is not None:
+            most = arguments.whole("max_receive_bytes", most, "an int, a number of bytes, or None")
+        if self.map_path is not None and not in_place:
+            raise ValueError("map_path= translates names into those of a target: it needs state_dict=")
+        rules.check(self.map_path)
+        held = replace(
+            self,
+            same_host=self.same_host and allows_same_host(),
+            max_bytes_per_second=self._rate(timeout, limits),
+            max_receive_bytes=most,
+        )
+        held.apply_to(limits)  # It refuses what is not positive.
+        return held
+
+    def apply_to(self, limits: Limits) -> Limits:
+        """Limits with those that the caller chose in place of the environment's."""
+        return limits if self.max_receive_bytes is None else replace(limits, max_receive_bytes=self.max_receive_bytes)
+
+    def _rate(self, timeout: timedelta, limits: Limits) -> float | None:
+        if self.max_bytes_per_second is None:
+            return None
+        rate = arguments.number("max_bytes_per_second", self.max_bytes_per_second, "a number of bytes, or None")
+        slowest = slowest_rate(limits, timeout.total_seconds())
+        if not slowest <= rate < float("inf"):
+            raise ValueError(
+                f"max_bytes_per_second must be at least {slowest:.0f} with a timeout of {timeout}, and finite, "
+                f"got {rate:g}"
+            )
+        return rate
+
+
+def slowest_rate(limits: Limits, seconds: float) -> float:
+    """Bytes per second and receiver below which nothing would arrive within a timeout of so many seconds."""
+    return limits.min_parcel_bytes * 8 / seconds
+
+
+# Each name stands in one of the first three. A type checker refuses a name that two bases share.
+
+
+class _BothEnds(TypedDict, total=False):
+    same_host: bool
+    verify: bool | None
+
+
+class _Sources(TypedDict, total=False):
+    max_bytes_per_second: float | None
+
+
+class _Receivers(TypedDict, total=False):
+    delta: bool
+    cast: bool
+    map_path: MapPath | None
+    atomic: bool
+    strict: bool
+    mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None
+    weights_only_objects: bool
+    max_receive_bytes: int | None
+    progress: bool | Show
+
+
+class ServeKeywords(_BothEnds, _Sources, total=False):
+    """The options of ``serve``."""
+
+
+class FetchKeywords(_BothEnds, _Receivers, total=False):
+    """The options of ``fetch``."""
+
+
+class OptionKeywords(_BothEnds, _Sources, _Receivers, total=False):
+    """All options, as keywords."""
+
+    relay: bool
+
+
+def check_names(call: str, given: Iterable[str], keywords: type) -> None:
+    """Refuse an option that a call does not take, as Python does for calls that spell their keywords out."""
+    known = keywords.__annotations__
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; its options are {', '.join(known)}")
