@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP) $(COMMAND_STAMP)
 
-# What the command needs, and nothing else: the tools of development take minutes more.
+# What the command and the demo need, and nothing else: the tools of development take minutes more.
 $(COMMAND_STAMP): pyproject.toml constraints.txt
 	@echo "Installing torch and transfuse into $(VENV) …"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,7 +24,7 @@ $(COMMAND_STAMP): pyproject.toml constraints.txt
 	touch $(COMMAND_STAMP)
 
 demo: $(COMMAND_STAMP)
-	$(BIN)/transfuse demo
+	$(BIN)/python -m examples.demo
 
 # Most tests wait for each other's processes most of the time: three at once keep two cores busy.
 test: $(STAMP)
@@ -42,7 +42,7 @@ docs: $(STAMP)
 # What is not installed is listed as absent; `make peers` brings it.
 bench: $(STAMP)
 	mkdir -p $(RESULTS)
-	$(BIN)/transfuse bench --json $(RESULTS)/$(TODAY)-bench.json --plot $(RESULTS)/$(TODAY)-bench.svg
+	$(BIN)/python -m benchmarks.compare --json $(RESULTS)/$(TODAY)-bench.json --plot $(RESULTS)/$(TODAY)-bench.svg
 	$(BIN)/python -m benchmarks.resharding --part host --part delta --json $(RESULTS)/$(TODAY)-resharding.json
 	$(BIN)/python -m benchmarks.planning --json $(RESULTS)/$(TODAY)-planning.json
 

@@ -11,7 +11,6 @@ import logging
 import os
 import pathlib
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,11 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 import transfuse
 from attacks.peer import PARCEL, Peer, Silence, pattern
-
-# The processes are those of the tests.
-sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tests"))
-
-from ranks import ProcessPool
+from transfuse.testing.ranks import ProcessPool
 
 __all__ = ["ATTACKER", "VICTIM", "Attack", "Expected", "Got", "Result", "Stage", "main", "receive", "send"]
 

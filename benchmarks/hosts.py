@@ -18,16 +18,16 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from transfuse.cli.workers import TIMEOUT, Workers
+from transfuse.testing.ranks import listening
 
 __all__ = ["LINK", "Hosts", "Traffic", "Unavailable", "settle", "traffic"]
 
@@ -39,6 +39,8 @@ QUEUE_SECONDS = 0.05
 BURST_SECONDS = 0.005
 #: Room for the largest packet that is handed to a link in one piece, whatever the rate.
 LEAST_BURST_BYTES = 1 << 17
+#: Of the ranks' group: long, since one may wait for another that fills gigabytes with random numbers.
+TIMEOUT = timedelta(minutes=5)
 
 _NAMESPACES = Path("/var/run/netns")
 _NAME = re.compile(r"transfuse-(?P<pid>\d+)-(?P<started>\d+)-\d+-(?:switch|host\d+)")
@@ -96,13 +98,13 @@ class Hosts:
 
     def workers(
         self, placement: Sequence[int], function: Callable[..., None], *args: object, timeout: timedelta = TIMEOUT
-    ) -> Workers:
+    ) -> AbstractContextManager[Iterator[tuple[int, Any]]]:
         """A rank on each host that ``placement`` names, to enter with ``with``.
 
-        As in :class:`Workers`, the ``function(say, *args)`` finds a default group; here it goes over the hosts' links,
-        and ``timeout`` is the group's.
+        As with :func:`listening`, the ``function(rank, *args)`` finds a default group; here it goes over the hosts'
+        links, and ``timeout`` is the group's.
         """
-        return Workers(len(placement), _work, [self.namespace(host) for host in placement], timeout, function, args)
+        return listening(len(placement), _work, [self.namespace(host) for host in placement], timeout, function, args)
 
     def _make(self) -> None:
         switch = self._prefix + "switch"
@@ -161,14 +163,10 @@ def settle(namespace: str, timeout: timedelta = TIMEOUT) -> None:
 
 
 def _work(
-    say: Callable[[object], None],
-    namespaces: list[str],
-    timeout: timedelta,
-    function: Callable[..., None],
-    args: tuple[object, ...],
+    rank: int, namespaces: list[str], timeout: timedelta, function: Callable[..., None], args: tuple[object, ...]
 ) -> None:
-    settle(namespaces[dist.get_rank()], timeout)
-    function(say, *args)
+    settle(namespaces[rank], timeout)
+    function(rank, *args)
 
 
 def _enter(namespace: str) -> None:

@@ -33,11 +33,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import _pg_transport
 
 import transfuse
+from benchmarks.compare import machine
 from benchmarks.hosts import Hosts, Traffic, Unavailable, traffic
-from transfuse.cli.bench import machine
-from transfuse.cli.workers import WorkersFailed
 from transfuse.limits import MIB
 from transfuse.testing.exact import differences
+from transfuse.testing.ranks import RanksFailed, say
 
 #: The host of each rank. Rank 0 is the source, all others receive.
 TOPOLOGIES = {
@@ -146,7 +146,7 @@ def tensors(count: int, size: int) -> dict[str, torch.Tensor]:
     return {f"tensor{i}": torch.randn(size // 4, generator=generator) for i in range(count)}
 
 
-def work(say: Callable[[object], None], listen: str, size: int, runs: int, limit: float) -> None:
+def work(rank: int, listen: str, size: int, runs: int, limit: float) -> None:
     """One rank. Tells of every move, those of the warm-up as turn 0."""
     # Whatever happens, a move ends: this prints where it hangs and ends the process, if no timeout has ended it before.
     faulthandler.dump_traceback_later(2 * limit, exit=True)
@@ -348,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Unavailable as error:
         print(f"cannot make hosts on this machine: {error}", file=sys.stderr)
         return 2
-    except WorkersFailed as error:
+    except RanksFailed as error:
         print(f"{name}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 1
     print(table(measured))

@@ -42,10 +42,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import transfuse
+from benchmarks.compare import machine
 from benchmarks.hosts import Hosts, Traffic, Unavailable, traffic
-from transfuse.cli.bench import machine
-from transfuse.cli.workers import Workers, WorkersFailed
 from transfuse.limits import MIB
+from transfuse.testing.ranks import RanksFailed, listening, say
 
 SOURCES, RECEIVERS = (0, 1), (2, 3, 4)
 WORLD = len(SOURCES) + len(RECEIVERS)
@@ -283,7 +283,7 @@ def _on_link() -> bool:
 
 
 def work(
-    say: Callable[[object], None],
+    rank: int,
     part: str,
     layouts: Sequence[str],
     size: int,
@@ -298,14 +298,14 @@ def work(
         stream = _connect(listen, limit) if STREAM in MOVES[part] else None
         if stream is not None:
             stack.enter_context(closing(stream))
-        rank = Rank(size, limit, directory, stream)
+        me = Rank(size, limit, directory, stream)
         for layout in layouts:
-            rank.hold(layout)
+            me.hold(layout)
             for turn in range(runs + 1):
                 for name in MOVES[part]:
                     # Whatever happens, a move ends: this prints where it hangs and ends the process.
                     faulthandler.dump_traceback_later(4 * limit, exit=True)
-                    say(rank.move(turn, layout, name))
+                    say(me.move(turn, layout, name))
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -358,9 +358,9 @@ class Kept:
     wrong: list[str]
 
 
-def delta_work(say: Callable[[object], None], routes: Sequence[str], size: int, runs: int, limit: float) -> None:
+def delta_work(rank: int, routes: Sequence[str], size: int, runs: int, limit: float) -> None:
     """Rank 0 has a state, rank 1 most of it."""
-    rank, world = dist.get_rank(), cast(Any, dist.group.WORLD)
+    world = cast(Any, dist.group.WORLD)
     each = size // DELTA_TENSORS // 4
     generator = torch.Generator().manual_seed(1)
     state = {f"tensor{i}": torch.randn(each, generator=generator) for i in range(DELTA_TENSORS)}
@@ -484,7 +484,7 @@ def measure(part: str, layouts: Sequence[str], mib: float, mbit: float, runs: in
             listen = hosts.address(RECEIVERS[0])
             workers = stack.enter_context(hosts.workers(range(WORLD), work, *args, listen, timeout=timeout))
         else:
-            workers = stack.enter_context(Workers(WORLD, work, *args, "127.0.0.1"))
+            workers = stack.enter_context(listening(WORLD, work, *args, "127.0.0.1"))
         for _, move in workers:
             moves.setdefault((move.layout, move.turn, move.name), []).append(move)
     found: dict[str, Measured] = {}
@@ -524,7 +524,7 @@ def measure_delta(limited: bool, mib: float, mbit: float, runs: int) -> dict[str
             timeout = datetime.timedelta(seconds=limit)
             workers = stack.enter_context(hosts.workers((0, 1), delta_work, routes, size, runs, limit, timeout=timeout))
         else:
-            workers = stack.enter_context(Workers(2, delta_work, routes, size, runs, limit))
+            workers = stack.enter_context(listening(2, delta_work, routes, size, runs, limit))
         for _, one in workers:
             if one.turn > 0:
                 name = f"link of {mbit:g} Mbit/s" if limited else f"one host, {one.route}"
@@ -668,7 +668,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Unavailable as error:
             unavailable = True
             print(f"{part}: cannot make hosts on this machine: {error}", file=sys.stderr)
-        except WorkersFailed as error:
+        except RanksFailed as error:
             print(f"{part}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
             return 1
     after = os.getloadavg()[0]

@@ -18,7 +18,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 import transfuse
+from benchmarks.compare import machine
 from benchmarks.hosts import Hosts, Unavailable
-from transfuse.cli.bench import machine
-from transfuse.cli.workers import WorkersFailed
 from transfuse.limits import MIB
 from transfuse.testing.exact import differences
+from transfuse.testing.ranks import RanksFailed, say
 
 RECEIVER = 0
 COUNTS = (1, 2, 4)
@@ -42,9 +42,9 @@ def tensors(size: int) -> dict[str, torch.Tensor]:
     return {f"tensor{i}": torch.randn(size // 4, generator=generator) for i in range(PARTS)}
 
 
-def work(say: Callable[[object], None], size: int, runs: int, limit: float) -> None:
+def work(rank: int, size: int, runs: int, limit: float) -> None:
     """One rank. The receiver tells how long each move took, how much each source brought, and what differs."""
-    rank, world = dist.get_rank(), cast(Any, dist.group.WORLD)
+    world = cast(Any, dist.group.WORLD)
     state = tensors(size)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     timeout, device = datetime.timedelta(seconds=limit), torch.device("cpu")
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Unavailable as error:
         print(f"cannot make hosts on this machine: {error}", file=sys.stderr)
         return 2
-    except WorkersFailed as error:
+    except RanksFailed as error:
         print(error, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 1
     medians = {name: statistics.median(seconds for seconds, _, _ in moves) for name, moves in said.items()}

@@ -37,10 +37,10 @@ import torch
 import torch.distributed as dist
 
 import transfuse
-from ranks import Died, Fleet, Outcome, announce
 from transfuse.session import chains
 from transfuse.session import receiver as receiver_module
 from transfuse.testing.exact import differences
+from transfuse.testing.ranks import Died, Fleet, Outcome, announce
 from transfuse.wire import group as group_module
 from transfuse.wire.messages import MAGIC
 
@@ -889,13 +889,7 @@ class Yard:
 
     def _renew(self, size: int) -> None:
         """A new group among the same processes: after an error connections may be closed for good."""
-        fleet = self._fleets[size]
-        fleet.generation += 1
-        fleet._start(None, (fleet.generation,), None)
-        try:
-            for outcome in fleet.outcomes(30):
-                outcome.get()
-        except Exception:
+        if not self._fleets[size].renew(30):
             self._end(size)
 
     def run(self, plan: Scenario) -> Result:

@@ -13,11 +13,14 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-from foreground import FOREGROUND
+from transfuse.testing.ranks import FOREGROUND
 
-__all__ = ["COMMAND", "Running"]
+__all__ = ["COMMAND", "DEMO", "Running"]
 
 COMMAND = [sys.executable, "-c", "from transfuse.cli import main; main()"]
+#: Beside the package, where it is found from the root of the repository.
+DEMO = [sys.executable, "-m", "examples.demo"]
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 class Running:
@@ -29,13 +32,14 @@ class Running:
         environ: Mapping[str, str] | None = None,
         under: Sequence[str] = (),
         cwd: pathlib.Path | None = None,
+        command: Sequence[str] = COMMAND,
     ) -> None:
         self.mark = f"MARK_OF_TEST={uuid.uuid4()}"
         name, value = self.mark.split("=")
         self.process = subprocess.Popen(
-            [*FOREGROUND, *under, *COMMAND, *arguments],
+            [*FOREGROUND, *under, *command, *arguments],
             env=os.environ | dict(environ or {}) | {name: value},
-            cwd=cwd,
+            cwd=ROOT if command is DEMO else cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

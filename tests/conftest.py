@@ -7,8 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from ranks import ProcessPool
 from transfuse.session import chains
+from transfuse.testing.ranks import ProcessPool, preload
+
+# All that tests need in forks: there is one fork server for all of a run of pytest.
+preload(
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "transfuse",
+)
 
 
 @pytest.fixture(scope="session")

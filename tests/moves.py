@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import transfuse
-from ranks import Outcome, Ranks
+from transfuse.testing.ranks import Outcome, Ranks
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=10)

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import transfuse
-from ranks import ProcessPool
+from transfuse.testing.ranks import ProcessPool
 
 __all__ = [
     "CAMPAIGNS",

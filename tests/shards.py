@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ranks import Outcome, Ranks
 from transfuse import PGTransport, Report
+from transfuse.testing.ranks import Outcome, Ranks
 
 __all__ = ["Moved", "mesh_of", "move", "plain", "shard"]
 

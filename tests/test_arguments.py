@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 
 import transfuse
-from ranks import Outcome, Ranks
 from tampering import Passing
 from transfuse import arguments
 from transfuse.dcp import PeerReader
 from transfuse.options import FetchKeywords, ServeKeywords
 from transfuse.report import Report
+from transfuse.testing.ranks import Outcome, Ranks
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=10)

@@ -1,4 +1,4 @@
-"""``transfuse bench`` runs, tiny, checks what it measures, and outlives peers that do not behave."""
+"""``python -m benchmarks.compare`` runs, tiny, checks what it measures, and outlives peers that do not behave."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from benchmarks import planning, resharding
+from benchmarks.compare import command, plot, run, table
+from benchmarks.compare.cases import cases
+from benchmarks.compare.checks import differences, digests
+from benchmarks.compare.command import app
+from benchmarks.compare.peers import LIMIT, OURS, PEERS, REFERENCE, Peer, tensors_of
+from benchmarks.compare.peers.bare import BareRead
+from benchmarks.compare.peers.ours import Memory
+from benchmarks.compare.results import Limit, Move, Outcome, Result
 from typer.testing import CliRunner
-
-from transfuse.cli.app import app
-from transfuse.cli.bench import command, plot, run, table
-from transfuse.cli.bench.cases import cases
-from transfuse.cli.bench.checks import differences, digests
-from transfuse.cli.bench.peers import LIMIT, OURS, PEERS, REFERENCE, Peer, tensors_of
-from transfuse.cli.bench.peers.bare import BareRead
-from transfuse.cli.bench.peers.ours import Memory
-from transfuse.cli.bench.results import Limit, Move, Outcome, Result
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -33,7 +32,7 @@ def test_bench(tmp_path: pathlib.Path) -> None:
     keys = ("memory", "group*", "torch*", "http", "dcp", "safetensors")
     only = [option for key in keys for option in ("--only", f"gpt2*/{key}")]
     files = ["--json", str(data), "--plot", str(picture)]
-    done = CliRunner().invoke(app, ["bench", "--scale", "0.002", "--runs", "1", *only, *files])
+    done = CliRunner().invoke(app, ["--scale", "0.002", "--runs", "1", *only, *files])
     assert done.exit_code == 0, done.output + done.stderr
     written = json.loads(data.read_text())
     assert {"date", "command", "machine", "versions", "limits", "peers", "load_average_before"} <= set(written)
@@ -104,7 +103,7 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = (case for case in cases(0.001) if case.key == "1gib")
     wrong = Outcome(case, 1, 1, [Result(Memory, [1.0], ["rank 1: ['tensor0'] differs"])])
     monkeypatch.setattr(command, "run", lambda *_: ([wrong], {}))
-    done = CliRunner().invoke(app, ["bench", "--only", "1gib/memory", "--scale", "0.001"])
+    done = CliRunner().invoke(app, ["--only", "1gib/memory", "--scale", "0.001"])
     assert (done.exit_code, "1gib/memory: rank 1: ['tensor0'] differs" in done.stderr) == (1, True)
 
 
@@ -163,7 +162,7 @@ def test_only_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case.key for case, _ in entries] == ["gpt2"]
     assert entries[0][1][-1] is LIMIT
     assert {peer.key: reason for peer, reason in absent.items()} == {"nixl": "not installed"}
-    done = CliRunner().invoke(app, ["bench", "--only", "gpt3"])
+    done = CliRunner().invoke(app, ["--only", "gpt3"])
     assert done.exit_code == 2
     assert "nothing is called 'gpt3'. Cases: 1gib," in done.stderr
 
@@ -177,7 +176,7 @@ def test_quick_is_small_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(command, "run", note)
     monkeypatch.setattr(Peer, "absent", classmethod(lambda _: None))
-    done = CliRunner().invoke(app, ["bench", "--quick"])
+    done = CliRunner().invoke(app, ["--quick"])
     assert done.exit_code == 0, done.output
     _, entries, runs, scale, _ = seen[0]
     assert (runs, scale) == (3, 0.125)
@@ -186,16 +185,16 @@ def test_quick_is_small_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help() -> None:
-    usage = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"})
+    usage = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"})
     assert usage.exit_code == 0
     text = re.sub(r"\x1b\[[0-9;]*m", "", usage.output)
     assert all(option in text for option in ("--quick", "--only", "--json", "--plot", "--runs", "--timeout"))
     for arguments in (["--runs", "0"], ["--scale", "-1"]):
-        assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 2
+        assert CliRunner().invoke(app, [*arguments]).exit_code == 2
 
 
 def test_a_file_that_cannot_be_written_is_said_beforehand(tmp_path: pathlib.Path) -> None:
-    done = CliRunner().invoke(app, ["bench", "--json", str(tmp_path / "nowhere" / "x.json")])
+    done = CliRunner().invoke(app, ["--json", str(tmp_path / "nowhere" / "x.json")])
     assert done.exit_code == 1
     assert "cannot be written" in done.stderr
 

@@ -85,7 +85,7 @@ def serving(state: object, **options: Any) -> Iterator[str]:
 def test_help_and_version() -> None:
     assert run("--version") == f"transfuse {transfuse.__version__}\n"
     top = run("--help", COLUMNS="200", TERM="dumb")
-    commands = ("demo", "inspect", "serve", "fetch", "doctor", "bench")
+    commands = ("inspect", "serve", "fetch", "doctor")
     assert all(command in top for command in commands)
     assert all(f"{code} " in top for code in (0, 1, 2, 130, 141))
     for command in commands:

@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor, Shard
 from contenders import CONTENDERS, FILES, TORCHFT, Contender, Damaging
 from states import Pair
 from transfuse.testing import CASES, assert_exact
-from transfuse.testing._ranks import CPU, Ended, Group, Late
+from transfuse.testing._group import CPU, Group
 from transfuse.testing._stage import Stage, expect, expect_failed, value
+from transfuse.testing.ranks import Late, Outcome
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "comparison.md").read_text()
@@ -96,7 +97,7 @@ def a_flipped_bit_is_found(contender: Contender) -> None:
 
 
 def another_step_is_refused(contender: Contender) -> None:
-    def run(wanted: int) -> dict[int, Ended]:
+    def run(wanted: int) -> dict[int, Outcome[Any]]:
         at = stage(contender)
         state = {"w": torch.ones(3)}
         with at.ranks(2) as ranks:

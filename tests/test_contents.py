@@ -17,13 +17,13 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ranks import ProcessPool
 from shards import shard
 from states import Color, Pair, states
 from transfuse.cli import contents
 from transfuse.cli.contents import Contents, Folded, Row, fold, printable
 from transfuse.limits import Limits
 from transfuse.state.manifest import Manifest, Wire, describe
+from transfuse.testing.ranks import ProcessPool
 
 PAIR = Pair(torch.zeros(2, dtype=torch.int8), torch.zeros(1), {"dtype": torch.float32})
 WHOLE = torch.arange(40.0).reshape(10, 4)

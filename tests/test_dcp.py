@@ -31,9 +31,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import transfuse
-from ranks import Fleet, Outcome, ProcessPool, Ranks, announce
 from transfuse.dcp import PeerReader
 from transfuse.testing.exact import differences
+from transfuse.testing.ranks import Fleet, Outcome, ProcessPool, Ranks, announce
 
 pytestmark = [
     # Threads of one process are no ranks to torch.distributed: they load without it.

@@ -1,7 +1,8 @@
-"""``transfuse demo`` as a user meets it, and what judges and measures in it. No process is left, however it ends."""
+"""The demo as a user meets it, and what judges and measures in it. No process is left, however it ends."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -11,7 +12,8 @@ import re
 import signal
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -19,18 +21,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from typer.testing import CliRunner
-
-from commands import Running
-from transfuse.cli.app import app
-from transfuse.cli.demo.generation import Generation, GenerationOver, Parent
-from transfuse.cli.demo.job import Job
-from transfuse.cli.demo.model import batch, width_for
-from transfuse.cli.demo.outcome import differences, healings, restart
-from transfuse.cli.demo.run import Event
-from transfuse.cli.demo.screen import Screen
-from transfuse.cli.demo.words import (
+from examples.demo.command import app
+from examples.demo.generation import Generation, GenerationOver, Parent
+from examples.demo.job import Job
+from examples.demo.model import batch, width_for
+from examples.demo.outcome import differences, healings, restart
+from examples.demo.run import Course, Event, Kill, run
+from examples.demo.screen import Screen
+from examples.demo.words import (
+    Begun,
     Done,
     Finished,
     Formed,
@@ -48,9 +47,12 @@ from transfuse.cli.demo.words import (
     Started,
     Word,
 )
-from transfuse.cli.workers import interrupts_held
+from typer.testing import CliRunner
+
+from commands import DEMO, Running
 from transfuse.report import Report
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import interrupts_held, loopback_store
 
 #: Every worker imports torch, on a machine that may be busy with other tests.
 pytestmark = pytest.mark.timeout(300)
@@ -64,7 +66,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_a_killed_worker_is_healed_bit_for_bit(tmp_path: pathlib.Path) -> None:
     picture, steps = tmp_path / "demo.svg", 8
     options = ("--workers", "2", "--victim", "0", "--size", "tiny", "--steps", str(steps))
-    with Running("demo", *options, "--picture", str(picture), "--json", environ={"TMPDIR": str(tmp_path)}) as running:
+    with Running(
+        *options, "--picture", str(picture), "--json", environ={"TMPDIR": str(tmp_path)}, command=DEMO
+    ) as running:
         out, err, code = running.end()
     assert (code, err) == (0, "")
     result = json.loads(out)
@@ -99,7 +103,9 @@ def test_a_killed_worker_is_healed_bit_for_bit(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_source_is_killed_during_the_healing() -> None:
-    with Running("demo", "--workers", "3", "--chaos", "--size", "tiny", "--steps", "4", "--no-compare") as running:
+    with Running(
+        "--workers", "3", "--chaos", "--size", "tiny", "--steps", "4", "--no-compare", command=DEMO
+    ) as running:
         out, err, code = running.end()
     assert (code, err) == (0, "")
     happened = [
@@ -125,19 +131,19 @@ def test_a_source_is_killed_during_the_healing() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_interrupted_in_a_restart_it_leaves_nothing_behind(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     with Running(
-        "demo", "--workers", "2", "--size", "tiny", "--steps", "4", environ={"TMPDIR": str(tmp_path)}
+        "--workers", "2", "--size", "tiny", "--steps", "4", environ={"TMPDIR": str(tmp_path)}, command=DEMO
     ) as running:
         running.read_until("starts again")
         running.process.send_signal(number)
         _, err, code = running.end()
     assert code == 130
-    assert err == "transfuse demo: interrupted\n"
+    assert err == "demo: interrupted\n"
     assert not list(tmp_path.glob("transfuse*"))
 
 
 def test_killed_it_leaves_no_process_behind(tmp_path: pathlib.Path) -> None:
     # Its empty folder stays: nobody is left to remove it.
-    with Running("demo", "--workers", "2", "--size", "tiny", environ={"TMPDIR": str(tmp_path)}) as running:
+    with Running("--workers", "2", "--size", "tiny", environ={"TMPDIR": str(tmp_path)}, command=DEMO) as running:
         running.until(lambda: len(running.workers()) == 2)
         running.process.kill()
         # A worker notices once it has imported what it needs.
@@ -148,18 +154,18 @@ def test_killed_it_leaves_no_process_behind(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_at_any_moment(number: signal.Signals) -> None:
     for seed in range(6):
-        with Running("demo", "--workers", "3", "--chaos", "--size", "tiny", "--steps", "6") as running:
+        with Running("--workers", "3", "--chaos", "--size", "tiny", "--steps", "6", command=DEMO) as running:
             running.read_until("million parameters")
             time.sleep(random.Random(seed).uniform(0, 30))
             running.process.send_signal(number)
             _, err, code = running.end()
         # It may have been over.
-        assert (code, err) in [(130, "transfuse demo: interrupted\n"), (0, "")]
+        assert (code, err) in [(130, "demo: interrupted\n"), (0, "")]
 
 
 @pytest.mark.soak
 def test_a_worker_killed_by_somebody_else_is_healed_too() -> None:
-    with Running("demo", "--workers", "3", "--size", "tiny", "--steps", "300", "--no-compare") as running:
+    with Running("--workers", "3", "--size", "tiny", "--steps", "300", "--no-compare", command=DEMO) as running:
         running.read_until("and a worker is killed")
         running.read_until("is formed")
         os.kill(running.workers()[0], signal.SIGKILL)
@@ -182,19 +188,19 @@ def test_a_worker_killed_by_somebody_else_is_healed_too() -> None:
     ],
 )
 def test_options_that_do_not_go(options: Sequence[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["demo", *options])
+    done = CliRunner().invoke(app, list(options))
     assert done.exit_code == 2
     # Within a box, and broken at its width.
     assert said in " ".join(done.stderr.replace("│", " ").split())
 
 
 def test_what_cannot_work_is_said_beforehand(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    done = CliRunner().invoke(app, ["demo", "--picture", str(tmp_path / "no" / "such.svg")])
-    assert (done.exit_code, done.stderr) == (1, f"transfuse demo: {tmp_path}/no/such.svg cannot be written\n")
-    done = CliRunner().invoke(app, ["demo", "--picture", str(tmp_path)])
-    assert (done.exit_code, done.stderr) == (1, f"transfuse demo: {tmp_path} is a directory; name a file in it\n")
+    done = CliRunner().invoke(app, ["--picture", str(tmp_path / "no" / "such.svg")])
+    assert (done.exit_code, done.stderr) == (1, f"demo: {tmp_path}/no/such.svg cannot be written\n")
+    done = CliRunner().invoke(app, ["--picture", str(tmp_path)])
+    assert (done.exit_code, done.stderr) == (1, f"demo: {tmp_path} is a directory; name a file in it\n")
     monkeypatch.setattr(pathlib.Path, "read_text", lambda _: "MemTotal: 9 kB\nMemAvailable: 1048576 kB\n")
-    done = CliRunner().invoke(app, ["demo"])
+    done = CliRunner().invoke(app, [])
     assert done.exit_code == 1
     assert "4 workers with 2 million parameters need about 1.8 GiB of memory, 1.0 GiB are available" in done.stderr
 
@@ -288,9 +294,9 @@ class Ranks:
     """Jobs in threads of this process, each with a pipe to its parent, and a store for their groups."""
 
     def __init__(self, count: int, folder: pathlib.Path) -> None:
-        self._store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        self._store = loopback_store(timedelta(seconds=60))
         self.pipes = [multiprocessing.Pipe() for _ in range(count)]
-        self.parents = [Parent(theirs) for _, theirs in self.pipes]
+        self.parents = [Parent(theirs.send, theirs.recv) for _, theirs in self.pipes]
         settings = Settings(count, width_for(50_000), 10, 5, folder)
         self.jobs = [Job(rank, settings, parent) for rank, parent in enumerate(self.parents)]
 
@@ -429,6 +435,100 @@ def test_parts_of_a_restart_add_up() -> None:
     parts = [0.25, 0.25, 4.5, 1.5, 0.5, 2.0]
     names = ["noticing", "ending the others", "starting", "loading", "forming the group", "steps"]
     assert found.parts == dict(zip(names, parts, strict=True))
+    assert found.steps == 3
+
+
+class Scripted:
+    """Workers that do as they are told within a run: what they say is a script, and who is killed says no more.
+
+    Told to go, a worker says at once all that it ever says. So a kill, however soon, comes when its victim has
+    finished: as on a machine where the parent is not served for a while.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.ranks = range(count)
+        self._there: set[int] = set()
+        self._words: deque[tuple[int, Word]] = deque()
+        self._generations = itertools.count()
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._there
+
+    def next_generation(self) -> int:
+        return next(self._generations)
+
+    def start(self, rank: int) -> Started:
+        self._there.add(rank)
+        self._words.append((rank, Ready()))
+        return Started(1000 + rank)
+
+    def kill(self, rank: int) -> None:
+        self._words.append((rank, Lost("signal SIGKILL")))
+
+    def order(self, rank: int, order: Go | Over) -> None:
+        if isinstance(order, Over):
+            return
+        first = order.begin if isinstance(order.begin, int) else order.until if order.begin == "as you are" else 0
+        words: list[Word] = [Loaded(first)] if isinstance(order.begin, int) else []
+        words.append(Formed(order.generation))
+        for step in range(first, order.until):
+            words += [Begun(step), Done(order.generation, step, (1.0,) * len(self.ranks))]
+        words += [Finished(order.generation, {"w": "a"}), Ready()]
+        self._words += [(rank, word) for word in words]
+
+    def hear(self, seconds: float) -> Iterator[tuple[int, Word]]:
+        if not self._words:
+            time.sleep(seconds)
+        while self._words:
+            rank, word = self._words.popleft()
+            if isinstance(word, Lost):
+                self._there.discard(rank)
+            yield rank, replace(word, when=time.monotonic())
+
+    def end(self) -> None:
+        self._there.clear()
+        self._words.clear()
+
+
+class Unseen:
+    def tell(self, event: Event) -> None: ...
+
+    def tick(self) -> None: ...
+
+
+def test_a_kill_that_comes_when_all_have_finished() -> None:
+    """On a busy machine the parent may hear of the step only when the run is over. The death counts all the same."""
+    crew: Any = Scripted(2)
+    kill = Kill(1, 3)
+    healed = run(crew, Course(4, kills=(kill,)), Unseen())
+    kinds = [type(event.word) for event in healed]
+    assert kinds.index(Finished) < kinds.index(Killed) < kinds.index(Lost)
+    (healing,) = healings(healed, 2)
+    assert {"noticing", "starting", "forming the group"} <= healing.parts.keys()
+    restarted = run(crew, Course(4, begin=2, remedy="restart", kills=(kill,)), Unseen())
+    kinds = [type(event.word) for event in restarted]
+    assert kinds.index(Finished) < kinds.index(Killed) < kinds.index(Lost) < kinds.index(Started)
+    found = restart(restarted)
+    assert (found.rank, found.step, found.steps) == (1, 3, 2)
+    assert all(seconds >= 0 for seconds in found.parts.values())
+
+
+def test_what_is_said_before_a_death_is_noticed_is_not_part_of_the_restart() -> None:
+    events = [
+        Event(1, Killed(0, 3, when=10.0)),
+        # Of the run that is cut off, heard late.
+        Event(0, Ready(when=9.0)),
+        Event(0, Loaded(0, when=9.5)),
+        Event(0, Done(0, 3, (1.0, 1.0), when=30.0)),
+        Event(1, Lost("signal SIGKILL", when=10.25)),
+        *(Event(rank, Started(7, when=10.5)) for rank in range(2)),
+        *(Event(rank, Ready(when=14.0)) for rank in range(2)),
+        *(Event(rank, Loaded(1, when=15.0)) for rank in range(2)),
+        *(Event(rank, Formed(1, when=16.0)) for rank in range(2)),
+        *(Event(rank, Done(1, step, (1.0, 1.0), when=15.0 + step)) for step in (1, 2, 3) for rank in range(2)),
+    ]
+    found = restart(events)
+    assert list(found.parts.values()) == [0.25, 0.25, 3.5, 1.0, 1.0, 2.0]
     assert found.steps == 3
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 import transfuse
 from descriptor_limits import leaving
 from moves import CPU
-from ranks import Fleet, ProcessPool
 from transfuse.remote import descriptors
 from transfuse.remote.handshake import key_of, knock, split_address
 from transfuse.remote.pair_group import READER, Private
+from transfuse.testing.ranks import Fleet, ProcessPool
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 FREE = range(25)

@@ -12,8 +12,8 @@ from torch import nn
 
 import transfuse
 from moves import TIMEOUT
-from ranks import ProcessPool, Ranks
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import ProcessPool, Ranks
 
 
 def state(device: torch.device | str) -> dict[str, Any]:

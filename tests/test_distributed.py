@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import transfuse
-from ranks import ProcessPool
 from transfuse.testing.exact import differences
+from transfuse.testing.ranks import ProcessPool
 
 CPU = torch.device("cpu")
 

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-import stem
 import transfuse
 from test_examples import ALONE, ELSEWHERE, EXAMPLES, RANKS
 from transfuse.cli.app import app
+from transfuse.testing.ranks import run_program
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -143,7 +143,7 @@ def test_files_that_the_reader_makes(page: str, tmp_path: pathlib.Path) -> None:
         (tmp_path / name).write_text(text + "\n")
     for name, ranks in runs(page):
         if name in made:
-            ended = stem.run(tmp_path / name, ranks)
+            ended = run_program(tmp_path / name, ranks)
             assert all(rank.code == 0 for rank in ended), "\n".join(map(str, ended))
             assert any(rank.out for rank in ended), "it says nothing"
 

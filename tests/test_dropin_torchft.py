@@ -29,9 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import transfuse
-from foreground import FOREGROUND
-from ranks import Fleet, announce
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import FOREGROUND, Fleet, announce
 
 # What torchft and what it imports warn about is none of ours.
 pytestmark = pytest.mark.filterwarnings("ignore")

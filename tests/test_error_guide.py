@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import transfuse
 from descriptor_limits import leaving
-from ranks import Fleet, Outcome, Ranks
 from tampering import Tampering
 from transfuse import PGTransport, TransfuseError, errors
+from transfuse.testing.ranks import Fleet, Outcome, Ranks
 from transfuse.wire import messages
 
 GUIDE = pathlib.Path(__file__).parent.parent / "docs" / "guides" / "errors.md"

@@ -23,13 +23,13 @@ import torch.distributed as dist
 import hostile
 import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
-from ranks import Fleet, Ranks, announce
 from tampering import Passing, Tampering
 from transfuse.limits import Limits
 from transfuse.memory import packing as places
 from transfuse.session import accepting, source
 from transfuse.session import receive as gathering
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import Fleet, Ranks, announce
 from transfuse.wire import messages
 from transfuse.wire.group import FIRST_TAG, Group, Line
 

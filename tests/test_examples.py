@@ -12,7 +12,7 @@ from subprocess import PIPE
 
 import pytest
 
-import stem
+from transfuse.testing.ranks import run_program
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
@@ -44,7 +44,7 @@ def torchrun(name: str, ranks: int) -> str:
 
 
 def fork(name: str, ranks: int | None) -> str:
-    ended = stem.run(EXAMPLES / f"{name}.py", ranks)
+    ended = run_program(EXAMPLES / f"{name}.py", ranks)
     assert all(rank.code == 0 for rank in ended), "\n".join(map(str, ended))
     return "".join(rank.out for rank in ended)
 

@@ -21,9 +21,9 @@ from torch import nn
 import test_distributed as distributed
 import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
-from ranks import ProcessPool, Ranks
 from test_errors import tampered
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import ProcessPool, Ranks
 
 pytestmark = pytest.mark.usefixtures("group_route")
 

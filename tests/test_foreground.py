@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from commands import Running
-from foreground import FOREGROUND
-from ranks import Fleet, announce
+from transfuse.testing.ranks import FOREGROUND, Fleet, announce
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 

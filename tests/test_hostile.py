@@ -37,7 +37,6 @@ from torch._C._distributed_c10d import HashStore
 
 import hostile
 from hostile import CAP, CPU, LIMITS, PEER, Audit, Ground, Member, Wire
-from ranks import Fleet, Ranks
 from transfuse.errors import (
     CorruptData,
     PeerError,
@@ -64,6 +63,7 @@ from transfuse.state.leaves.codec import CannotCarry, MeshDescription, Room
 from transfuse.state.leaves.sparse import JaggedCodec
 from transfuse.state.leaves.subclass import WrapperCodec
 from transfuse.state.manifest import Leaf
+from transfuse.testing.ranks import Fleet, Ranks
 from transfuse.transport import PGTransport
 from transfuse.wire import messages
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted

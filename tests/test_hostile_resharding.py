@@ -24,7 +24,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import hostile
 from hostile import LIMITS, PEER, Member, Wire
-from ranks import Ranks
 from test_hostile import (
     HONEST_SECONDS,
     Liar,
@@ -62,6 +61,7 @@ from transfuse.session.context import Request
 from transfuse.session.threads import Caller
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.state.leaves.layout import MAX_RANKS, Layout
+from transfuse.testing.ranks import Ranks
 from transfuse.wire import messages
 from transfuse.wire.group import FIRST_TAG
 from transfuse.wire.memory import Lease

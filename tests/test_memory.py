@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import transfuse
 from moves import CPU, pair
-from ranks import Fleet
 from transfuse.limits import KIB, MIB
+from transfuse.testing.ranks import Fleet
 
 GIB = 1 << 30
 

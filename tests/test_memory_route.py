@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 import transfuse
 from moves import CPU, Pair, pair
-from ranks import Fleet, ProcessPool, Ranks, announce
 from transfuse.memory import vm
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import Fleet, ProcessPool, Ranks, announce
 from transfuse.wire import memory
 from transfuse.wire.memory import Lease, Reader, Unreadable
 

@@ -15,7 +15,6 @@ import torch
 
 import transfuse
 from moves import CPU
-from ranks import Ranks
 from schedules import Director, Judge, explore
 from transfuse.errors import NotCovered, PeerLost, StepMismatch
 from transfuse.limits import Limits
@@ -28,6 +27,7 @@ from transfuse.session.receive import Gathering
 from transfuse.session.threads import Caller
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import Ranks
 from transfuse.wire.group import Group, Line
 from transfuse.wire.messages import Offer
 

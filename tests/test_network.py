@@ -26,8 +26,8 @@ from benchmarks import network, resharding
 from benchmarks.hosts import LINK, Hosts, Unavailable, settle, traffic
 
 import transfuse
-from ranks import Fleet, announce
 from transfuse.testing.exact import differences
+from transfuse.testing.ranks import Fleet, announce
 
 SECONDS = 20
 NOBODY = 65534

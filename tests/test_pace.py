@@ -12,9 +12,9 @@ import torch
 
 import transfuse
 from moves import CPU, pair
-from ranks import Ranks
 from transfuse.limits import Limits
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import Ranks
 from transfuse.wire.rate_limit import Pace
 
 TIMEOUT = timedelta(seconds=10)

@@ -24,11 +24,11 @@ import torch
 import tqdm.auto
 
 import transfuse
-from ranks import Outcome, Ranks
 from tampering import Tampering
 from transfuse.phases import Phase, trace_name
 from transfuse.progress import Bar, Progress
 from transfuse.session import receiver
+from transfuse.testing.ranks import Outcome, Ranks
 
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "observing.md").read_text()

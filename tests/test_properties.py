@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import transfuse
 from moves import CPU, Pair, pair
-from ranks import ProcessPool
 from states import like, states
 from transfuse.testing.exact import assert_exact, differences
+from transfuse.testing.ranks import ProcessPool
 
 relaxed = functools.partial(
     settings,

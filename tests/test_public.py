@@ -117,6 +117,7 @@ ROOMS = (
     ("transport",),
     ("remote", "dcp", "dropin"),
     ("",),
+    ("testing",),
     ("cli",),
 )
 MOST_FILES_AT_THE_TOP = 16

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import Died, Fleet, ProcessPool, Ranks, RemoteError, announce
+from transfuse.testing.ranks import Died, Fleet, ProcessPool, Ranks, RemoteError, announce
 
 
 def pass_on(rank: int, pg: dist.ProcessGroup) -> list[float]:

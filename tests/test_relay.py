@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import transfuse
 from moves import CPU
-from ranks import Fleet, Outcome, Ranks, announce
 from tampering import Tampering
 from transfuse.limits import KIB, MIB, Limits
 from transfuse.plan import parcels, regions
@@ -21,6 +20,7 @@ from transfuse.session import chains, receiver
 from transfuse.session.chains import Chains
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import Fleet, Outcome, Ranks, announce
 from transfuse.wire.messages import Agreed
 
 TIMEOUT = timedelta(seconds=10)

@@ -16,8 +16,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import resharding
 import transfuse
-from ranks import ProcessPool
 from resharding import CAMPAIGNS, Case, Held, Move, Moved, Verdict, dcp, from_memory, naive, over_group, run
+from transfuse.testing.ranks import ProcessPool
 
 #: Of each 8 leaves: 320 pairs.
 ORDINARY = range(40)

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import transfuse
-from ranks import Ranks
 from transfuse.plan.linking import link
 from transfuse.rules import Rule
+from transfuse.testing.ranks import Ranks
 
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "resharding.md").read_text()

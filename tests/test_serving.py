@@ -31,7 +31,6 @@ from benchmarks.hosts import Hosts, Unavailable, settle
 from torch.distributed.tensor import Shard
 
 import transfuse
-from ranks import Fleet, announce
 from shards import mesh_of, shard
 from transfuse.limits import Limits
 from transfuse.remote import server as serving
@@ -51,6 +50,7 @@ from transfuse.remote.handshake import (
 from transfuse.remote.pair_group import READER, Private, Several
 from transfuse.session.source import Cargo
 from transfuse.testing.exact import differences
+from transfuse.testing.ranks import Fleet, announce
 from transfuse.wire.group import OFFER_TAG, Group, Line
 from transfuse.wire.messages import Message
 

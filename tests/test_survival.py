@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 import transfuse
 from moves import CPU, TIMEOUT
-from ranks import Fleet, Outcome, Ranks
 from tampering import Passing
 from transfuse.limits import Limits
 from transfuse.memory.mutation import Vigil
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import Fleet, Outcome, Ranks
 from transfuse.wire import messages
 
 MIB = 1 << 20

@@ -25,11 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import transfuse
-from ranks import Fleet, ProcessPool
 from transfuse.dcp import PeerReader
 from transfuse.dropin.torch import PGTransport as DropIn
 from transfuse.state.mappings import Mappings
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import Fleet, ProcessPool
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=20)
 PAGE = mmap.PAGESIZE

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 
 def main() -> None:
     """What the command ``transfuse`` runs."""
+    run("transfuse.cli.app", "transfuse")
+
+
+def run(module: str, name: str) -> None:
+    """Run the ``app`` of this module as the command of this name."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "typer"):
             raise
-        print(f"transfuse: {error.name} is not installed; run: pip install 'transfuse[cli]'", file=sys.stderr)
+        print(f"{name}: {error.name} is not installed; run: pip install 'transfuse[cli]'", file=sys.stderr)
         raise SystemExit(2) from None
 
-    from transfuse.cli.app import app
-
+    app = importlib.import_module(module).app
     for stream in (sys.stdout, sys.stderr):
         # Where the terminal's encoding lacks a sign, something else stands for it.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    app(prog_name="transfuse")
+    app(prog_name=name)

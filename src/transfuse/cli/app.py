@@ -7,8 +7,6 @@ from typing import Annotated
 import typer
 
 import transfuse
-from transfuse.cli.bench import bench
-from transfuse.cli.demo import demo
 from transfuse.cli.doctor import doctor
 from transfuse.cli.errors import DEBUG_VARIABLE, Commands
 from transfuse.cli.fetch import fetch
@@ -50,5 +48,5 @@ def _root(
     context.obj = {"debug": debug}
 
 
-for command in (demo, inspect, serve, fetch, doctor, bench):
+for command in (inspect, serve, fetch, doctor):
     app.command()(command)

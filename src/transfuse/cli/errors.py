@@ -9,18 +9,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from transfuse.cli.contents import printable
 from transfuse.errors import TransfuseError
 
-__all__ = ["DEBUG_VARIABLE", "Commands", "Exit", "Failed", "reading", "warnings_shown"]
+__all__ = ["DEBUG_VARIABLE", "Command", "Commands", "Exit", "Failed", "reading", "warnings_shown"]
 
 DEBUG_VARIABLE = "TRANSFUSE_DEBUG"
 
@@ -73,26 +74,43 @@ class Commands(TyperGroup):
     """Runs a command, and turns what is expected to go wrong into a line and a code."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            with _interruptible():
-                result = super().invoke(ctx)
-            # Here, so that a pipe that was closed meanwhile is noticed while somebody answers it.
-            sys.stdout.flush()
-            return result
-        except KeyboardInterrupt:
-            self._end(ctx, "interrupted", Exit.INTERRUPTED)
-        except BrokenPipeError:
-            # What reads has had enough (`| head`). Nothing may be written when Python ends, either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(Exit.PIPE_CLOSED) from None
-        except (Failed, TransfuseError, OSError, MemoryError) as error:
-            self._end(ctx, _text(error), Exit.FAILED)
+        run = partial(super().invoke, ctx)
+        return _answering(
+            run, lambda: f"transfuse {ctx.invoked_subcommand}", lambda: ctx.obj is not None and ctx.obj.get("debug")
+        )
 
-    def _end(self, ctx: Any, text: str, code: Exit) -> NoReturn:
-        if ctx.obj is not None and ctx.obj.get("debug"):
+
+class Command(TyperCommand):
+    """The same for a program that is one command: the demo, the comparison."""
+
+    def invoke(self, ctx: Any) -> Any:
+        debug = os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+        return _answering(partial(super().invoke, ctx), lambda: str(self.name), lambda: debug)
+
+
+def _answering(run: Callable[[], Any], name: Callable[[], str], debug: Callable[[], bool]) -> Any:
+    """Run a command. The name and whether to show tracebacks are known once it runs."""
+
+    def end(text: str, code: Exit) -> NoReturn:
+        if debug():
             raise
-        print(f"transfuse {ctx.invoked_subcommand}: {text}", file=sys.stderr)
+        print(f"{name()}: {text}", file=sys.stderr)
         raise typer.Exit(code) from None
+
+    try:
+        with _interruptible():
+            result = run()
+        # Here, so that a pipe that was closed meanwhile is noticed while somebody answers it.
+        sys.stdout.flush()
+        return result
+    except KeyboardInterrupt:
+        end("interrupted", Exit.INTERRUPTED)
+    except BrokenPipeError:
+        # What reads has had enough (`| head`). Nothing may be written when Python ends, either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(Exit.PIPE_CLOSED) from None
+    except (Failed, TransfuseError, OSError, MemoryError) as error:
+        end(_text(error), Exit.FAILED)
 
 
 def _text(error: BaseException) -> str:

@@ -20,10 +20,11 @@ Ranks are threads, each with a process group on gloo over 127.0.0.1; in the case
 which is killed. Those, and the ones that say how many bytes are sent, look at what passes through the group's ``send``
 and ``recv``. No case hangs, whatever the transport does: see ``patience`` of :func:`check`.
 
+``transfuse.testing.ranks`` starts ranks, as threads or as processes, for tests of your own.
 ``assert_exact`` and ``differences`` compare a state that was received with the one that was sent, to the last bit.
 """
 
-from transfuse.testing._ranks import Factory, Transport
+from transfuse.testing._group import Factory, Transport
 from transfuse.testing._stage import Case
 from transfuse.testing.conformance import CASES, Results, assert_conforms, check
 from transfuse.testing.exact import assert_exact, differences

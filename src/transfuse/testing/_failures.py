@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transfuse.testing._processes import Died, die, run_processes
-from transfuse.testing._ranks import CPU, Ended, Factory, Group, Late
+from transfuse.testing._group import CPU, Factory, Group
+from transfuse.testing._processes import die, run_processes
 from transfuse.testing._stage import Cases, Stage, expect, expect_failed, expect_name, expect_rank, value
 from transfuse.testing._states import numbers
 from transfuse.testing.exact import assert_exact, differences
+from transfuse.testing.ranks import Died, Late, Outcome
 
 __all__ = ["FAILURES"]
 
@@ -44,7 +45,7 @@ def _all(stage: Stage) -> None:
         assert_exact(state, arrived[rank])
 
 
-def _one_of_three(stage: Stage, second: Any) -> dict[int, Ended]:
+def _one_of_three(stage: Stage, second: Any) -> dict[int, Outcome[Any]]:
     """Send to ranks 1, 2 and 3, of which the second receives into this target, or is absent if it is None."""
     state = _state(4)
     with stage.ranks(4) as ranks:
@@ -54,7 +55,7 @@ def _one_of_three(stage: Stage, second: Any) -> dict[int, Ended]:
         return ranks.run({0: stage.source(state, (1, 2, 3), stage.short), **jobs}, stage.limit)
 
 
-def _others_are_fine(ended: dict[int, Ended]) -> Exception:
+def _others_are_fine(ended: dict[int, Outcome[Any]]) -> Exception:
     """The others have everything, and the source raised; its error."""
     for rank in (1, 3):
         assert_exact(_state(4), value(ended[rank]))
@@ -237,7 +238,7 @@ def _lose_receiver(factory: Factory, group: Group, patience: float) -> list[str]
     return _work(factory, group, patience, 1)
 
 
-def _killed(end: Ended) -> None:
+def _killed(end: Outcome[Any]) -> None:
     if isinstance(end.error, Late):
         raise end.error
     expect(
@@ -246,7 +247,7 @@ def _killed(end: Ended) -> None:
     )
 
 
-def _raised(end: Ended, limit: float) -> Exception:
+def _raised(end: Outcome[Any], limit: float) -> Exception:
     error = expect_failed(end)
     expect(not isinstance(error, Died), f"it died too: {error}")
     expect(end.seconds <= limit, f"it raised after {end.seconds:.1f} s only: {error}")

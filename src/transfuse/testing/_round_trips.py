@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from transfuse.testing._ranks import Group
+from transfuse.testing._group import Group
 from transfuse.testing._stage import Cases, Stage, expect, expect_failed, expect_name
 from transfuse.testing._states import (
     DTYPES,

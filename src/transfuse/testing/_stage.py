@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from transfuse.testing._ranks import CPU, Ended, Factory, Group, Job, Late, Ranks, Transport
+from transfuse.testing._group import CPU, Factory, Group, GroupRanks, Job, Transport
 from transfuse.testing._states import quiet
 from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import Late, Outcome
 
 __all__ = ["PATIENCE", "Case", "Cases", "Stage", "expect", "expect_failed", "expect_name", "expect_rank", "value"]
 
@@ -29,8 +30,8 @@ class Stage:
         self.short = patience / 4
         self.limit = patience / 2
 
-    def ranks(self, size: int) -> Ranks:
-        return Ranks(size, self.patience)
+    def ranks(self, size: int) -> GroupRanks:
+        return GroupRanks(size, self.patience)
 
     def transport(
         self, group: Group, callback: Callable[[], Any] | None = None, timeout: float | None = None
@@ -51,7 +52,7 @@ class Stage:
         with self.ranks(2) as ranks:
             return self.all_well(ranks, {0: self.source(state), 1: self.receiver(target)})[1]
 
-    def all_well(self, ranks: Ranks, jobs: Mapping[int, Job]) -> dict[int, Any]:
+    def all_well(self, ranks: GroupRanks, jobs: Mapping[int, Job]) -> dict[int, Any]:
         """Run the jobs, none of which is to fail; their values."""
         ended = ranks.run(jobs, 2 * self.patience, all_well=True)
         # Those that were cut off by another rank's error have none of their own.
@@ -110,7 +111,7 @@ class Cases(list[Case]):
         return add
 
 
-def value(end: Ended) -> Any:
+def value(end: Outcome[Any]) -> Any:
     """The rank's value, or raise its error."""
     if isinstance(end.error, Exception):
         raise end.error
@@ -125,7 +126,7 @@ def expect(condition: bool, otherwise: str) -> None:
         raise AssertionError(otherwise)
 
 
-def expect_failed(end: Ended) -> Exception:
+def expect_failed(end: Outcome[Any]) -> Exception:
     """The rank raised, in time; its error."""
     if end.error is None:
         raise AssertionError(f"it raised nothing; it returned a {type(end.value).__name__}")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from transfuse.testing._failures import FAILURES
-from transfuse.testing._ranks import Factory
+from transfuse.testing._group import Factory
 from transfuse.testing._round_trips import ROUND_TRIPS
 from transfuse.testing._stage import PATIENCE, Case
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import transfuse
 from transfuse.cli.doctor import network
-from transfuse.cli.workers import Workers, WorkersFailed
+from transfuse.testing.ranks import Late, RanksFailed, listening, say
 from transfuse.wire.group import Group
 from transfuse.wire.memory import Lease, Reader, Unreadable
 from transfuse.wire.messages import Memory
@@ -61,13 +61,13 @@ def try_routes() -> Outcome:
     tried: dict[str, Tried] = {}
     listens, error = _Listens((), False), ""
     try:
-        with Workers(2, _work, os.environ.get(network.IFNAME_VARIABLE)) as workers:
-            for _, said in workers:
+        with listening(2, _work, os.environ.get(network.IFNAME_VARIABLE)) as words:
+            for _, said in words:
                 if isinstance(said, Tried):
                     tried[said.route] = said
                 else:
                     listens = said
-    except (WorkersFailed, RuntimeError, OSError) as failed:
+    except (RanksFailed, Late, RuntimeError, OSError) as failed:
         error = str(failed).split("\n")[0]
     return Outcome(tried, *listens, error)
 
@@ -75,12 +75,12 @@ def try_routes() -> Outcome:
 # ------------------------------------------------------------------------------------------------------- in the workers
 
 
-def _work(say: Callable[[object], None], ifname: str | None) -> None:
+def _work(rank: int, ifname: str | None) -> None:
     """Rank 0 has a state, and rank 1 receives it and says how that went."""
     threading.Thread(target=_end_late, daemon=True).start()
     # What gloo warns of on stderr is found out here as well, and told in better words.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    tell = say if dist.get_rank() == 1 else lambda _: None
+    tell = say if rank == 1 else lambda _: None
     tell(_try_memory())
     os.environ.pop(network.IFNAME_VARIABLE, None)
     if ifname is not None:

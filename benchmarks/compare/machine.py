@@ -1,0 +1,162 @@
+"""The machine: what it is, and how fast it moves bytes with nothing around. The same run's numbers stand beside."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.compare.readv import Reader, cpus, permit
+from benchmarks.compare.results import Limit
+from transfuse.testing.ranks import listening, say
+
+__all__ = ["describe", "limits"]
+
+RUNS = 5
+CHUNK = 4 << 20
+
+
+def describe() -> dict[str, Any]:
+    return {
+        "cpus": cpus(),
+        "processor": _line("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
+        "kernel": platform.release(),
+        "platform": platform.platform(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled").strip(),
+    }
+
+
+def limits(size: int) -> dict[str, Limit]:
+    """Medians of a few runs with so many bytes, each in a process that does nothing else."""
+    found = {}
+    with listening(2, _measure, size) as words:
+        for _, limit in words:
+            found[limit.key] = limit
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- in the workers
+
+
+def _measure(rank: int, size: int) -> None:
+    """Rank 1 measures, and rank 0 is the other end."""
+    if rank == 0:
+        _other_end(size)
+        return
+    for key, name, seconds in _all(size):
+        say(Limit(key, name, size, seconds))
+
+
+def _all(size: int) -> Iterator[tuple[str, str, list[float]]]:
+    threads = cpus()
+    source, target = _memory(size), _memory(size)
+
+    def copy(at: int, length: int) -> None:
+        ctypes.memmove(target.ctypes.data + at, source.ctypes.data + at, length)
+
+    for key, name, count in (("one", "one thread", 1), ("all", f"{threads} threads", threads)):
+        yield f"memcpy_{key}", f"memcpy, {name}", _timed(partial(_split, copy, size, count))
+    remote: list[Any] = [None]
+    dist.broadcast_object_list(remote, src=0)
+    pid, address, port = remote[0]
+    reader = Reader(pid, [(address, size)], [(target.ctypes.data, size)])
+    for key, name, count in (("one", "one thread", 1), ("all", f"{threads} threads", threads)):
+        yield f"readv_{key}", f"process_vm_readv, {name}", _timed(partial(reader.read, count))
+    yield "tcp", "one TCP stream on loopback", _stream(port, target)
+    for key, name, count in (("one", "one thread", 1), ("all", f"{threads} threads", threads)):
+        yield f"touch_{key}", f"first touch of fresh memory, {name}", _touch(size, count, huge=False)
+    yield "touch_huge", f"the same in huge pages, {threads} threads", _touch(size, threads, huge=True)
+
+
+def _other_end(size: int) -> None:
+    memory = _memory(size)
+    permit(True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dist.broadcast_object_list([(os.getpid(), memory.ctypes.data, server.getsockname()[1])], src=0)
+        connection, _ = server.accept()
+    with connection:
+        # A byte asks for all of them.
+        while connection.recv(1):
+            connection.sendall(memory.data)
+    permit(False)
+
+
+def _memory(size: int) -> np.ndarray:
+    """Touched, and from torch, whose tensors lie in other pages than numpy's arrays."""
+    return torch.ones(size, dtype=torch.uint8).numpy()
+
+
+def _stream(port: int, target: np.ndarray) -> list[float]:
+    into = target.data
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+
+        def fetch() -> None:
+            connection.sendall(b"!")
+            at = 0
+            while at < len(into):
+                at += connection.recv_into(into[at : at + CHUNK])
+
+        return _timed(fetch)
+
+
+def _touch(size: int, threads: int, huge: bool) -> list[float]:
+    seconds = []
+    for _ in range(RUNS):
+        with mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
+            fresh.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+            array = np.frombuffer(fresh, np.uint8)
+            start = array.ctypes.data
+            # The mapping cannot be closed under an array.
+            del array
+            started = time.perf_counter()
+            _split(partial(_write, start), size, threads)
+            seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def _write(start: int, at: int, length: int) -> None:
+    ctypes.memset(start + at, 1, length)
+
+
+def _split(work: Callable[[int, int], object], size: int, threads: int) -> None:
+    """Equal shares for all threads. ctypes lets go of the interpreter meanwhile."""
+    share = -(-size // threads)
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(work, at, min(share, size - at)) for at in range(0, size, share)]:
+            done.result()
+
+
+def _timed(work: Callable[[], object]) -> list[float]:
+    seconds = []
+    for _ in range(RUNS + 1):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    # The first met cold caches.
+    return seconds[1:]
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _line(path: str, name: str) -> str | None:
+    """What stands behind the colon in a file of the kernel's."""
+    lines = (line.partition(":") for line in _read(path).splitlines())
+    return next((value.strip() for key, _, value in lines if key.strip() == name), None)

@@ -1,0 +1,34 @@
+"""All contenders, in the order in which tables show them."""
+
+from __future__ import annotations
+
+from benchmarks.compare.peers.bare import BareRead
+from benchmarks.compare.peers.engines import Mooncake, Nixl
+from benchmarks.compare.peers.files import DistributedCheckpoint, Safetensors, TorchSave
+from benchmarks.compare.peers.object_store import Ray
+from benchmarks.compare.peers.ours import Group, GroupUnverified, Memory
+from benchmarks.compare.peers.peer import Mode, Peer, Scene, tensors_of
+from benchmarks.compare.peers.transports import HTTPTransport, TorchftPGTransport, TorchPGTransport
+
+__all__ = ["LIMIT", "OURS", "PEERS", "REFERENCE", "Mode", "Peer", "Scene", "tensors_of"]
+
+OURS: tuple[type[Peer], ...] = (Memory, Group, GroupUnverified)
+
+#: What the others' speed is given in multiples of.
+REFERENCE: type[Peer] = TorchPGTransport
+
+PEERS: tuple[type[Peer], ...] = (
+    *OURS,
+    TorchPGTransport,
+    TorchftPGTransport,
+    HTTPTransport,
+    TorchSave,
+    Safetensors,
+    DistributedCheckpoint,
+    Ray,
+    Mooncake,
+    Nixl,
+)
+
+#: Runs in turns with them, in every case.
+LIMIT: type[Peer] = BareRead

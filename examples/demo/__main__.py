@@ -1,0 +1,6 @@
+"""``python -m examples.demo``. Only the parent needs the command's packages: workers import this file as well."""
+
+if __name__ == "__main__":
+    from transfuse.cli import run
+
+    run("examples.demo.command", "python -m examples.demo")

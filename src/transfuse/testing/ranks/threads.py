@@ -1,0 +1,198 @@
+"""Ranks as threads of this process, each with a gloo group of its own over 127.0.0.1.
+
+Whatever runs in them, the parent comes back by its deadline and says which ranks have not ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Generic, Self, TypeVar, cast
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store
+
+from transfuse.testing.ranks.outcome import Late, Outcome
+from transfuse.testing.ranks.worker import HOST
+
+__all__ = ["Ranks", "ThreadedRanks", "gloo_group", "in_threads"]
+
+T = TypeVar("T")
+G = TypeVar("G")
+
+_ids = itertools.count()
+_looking = threading.Lock()
+
+_MOST_LIMITS = 10
+# Not bounded by a group's timeout, which may be shorter than a slow start.
+_START = 60.0
+
+
+def gloo_group(store: Store, rank: int, size: int, timeout: float, device: Any = None) -> Any:
+    """A gloo group, without torch's global state. A device is a thread of gloo's: several groups may share one."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout)
+    # Never a name lookup, never an interface of the outside world.
+    options._devices = [device or ProcessGroupGloo.create_device(hostname=HOST)]
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+class ThreadedRanks(Generic[G]):
+    """``n`` groups, each for one thread, made by ``make(store, rank, n, timeout)`` on entry."""
+
+    def __init__(self, n: int, timeout: float, make: Callable[[Store, int, int, float], G]) -> None:
+        self.n, self.timeout = n, timeout
+        self.pgs: list[G] = []
+        self._make = make
+
+    def __enter__(self) -> Self:
+        store = PrefixStore(f"ranks{next(_ids)}", HashStore())
+
+        def connect(rank: int) -> Callable[[], G]:
+            return lambda: self._make(store, rank, self.n, self.timeout)
+
+        self.pgs = _values(in_threads({rank: connect(rank) for rank in range(self.n)}, max(_START, self.timeout)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pgs.clear()
+
+
+class Ranks(ThreadedRanks[dist.ProcessGroup]):
+    """``n`` gloo groups as threads of this process: ``with Ranks(2) as ranks: ranks.run(lambda rank, pg: ...)``."""
+
+    def __init__(self, n: int, timeout: float = 20.0) -> None:
+        # A Backend by its type, which has all of a ProcessGroup that a transport uses.
+        super().__init__(n, timeout, lambda *args: cast(dist.ProcessGroup, gloo_group(*args)))
+
+    def run(self, fn: Callable[..., T], *per_rank: Sequence[Any], deadline: float = 60.0) -> list[T]:
+        """``fn(rank, pg, *(each of per_rank)[rank])`` on all ranks at once: their values, or the earliest error."""
+        __tracebackhide__ = True
+        return _values(self._outcomes(fn, per_rank, deadline))
+
+    def outcomes(self, fn: Callable[..., T], *per_rank: Sequence[Any], deadline: float = 60.0) -> list[Outcome[T]]:
+        """As :meth:`run`, with each rank's value or error. :class:`Late` names ranks that run past the deadline."""
+        __tracebackhide__ = True
+        ended = self._outcomes(fn, per_rank, deadline)
+        return [ended[rank] for rank in range(self.n)]
+
+    def _outcomes(
+        self, fn: Callable[..., T], per_rank: tuple[Sequence[Any], ...], deadline: float
+    ) -> dict[int, Outcome[T]]:
+        __tracebackhide__ = True
+
+        def one(rank: int) -> Callable[[], T]:
+            return lambda: fn(rank, self.pgs[rank], *(each[rank] for each in per_rank))
+
+        ended = in_threads({rank: one(rank) for rank in range(self.n)}, deadline)
+        if stuck := {rank: outcome.error for rank, outcome in ended.items() if isinstance(outcome.error, _Stuck)}:
+            others = {rank: outcome for rank, outcome in sorted(ended.items()) if rank not in stuck}
+            late = Late(f"ranks {sorted(stuck)} still running after {deadline} s; the others: {others}")
+            for _, error in sorted(stuck.items()):
+                for note in getattr(error, "__notes__", ()):
+                    late.add_note(note)
+            raise late
+        return ended
+
+
+class _Stuck(Late):
+    """Of the thread itself; a :class:`Late` that a function raised is an error like any other."""
+
+
+def _values(ended: dict[int, Outcome[T]]) -> list[T]:
+    """The values, or the error that came first: the others are mostly its consequences, and become notes."""
+    __tracebackhide__ = True
+    failed = [(rank, outcome.error) for rank, outcome in ended.items() if outcome.error is not None]
+    if failed:
+        first, error = failed[0]
+        for rank, other in failed[1:]:
+            error.add_note(f"and on rank {rank}, later: {other!r}")
+        error.add_note(f"raised on rank {first}")
+        raise error
+    return [ended[rank].get() for rank in sorted(ended)]
+
+
+def in_threads(
+    jobs: Mapping[int, Callable[[], T]],
+    limit: float,
+    *,
+    hang_up: Callable[[], None] | None = None,
+    stop: Callable[[int, Outcome[T]], bool] = lambda rank, end: False,
+    moved: Callable[[], int] = lambda: 0,
+) -> dict[int, Outcome[T]]:
+    """Run the jobs until all have ended, one end says stop, or nothing has ``moved`` for as long as the limit.
+
+    The outcomes are in the order in which the jobs ended. Those that have not are :class:`Late`; ``hang_up`` is to make
+    them end, and they are given a moment for it.
+    """
+    ends: queue.SimpleQueue[tuple[int, Outcome[T]]] = queue.SimpleQueue()
+
+    def one(rank: int) -> None:
+        started = time.monotonic()
+        value, error = None, None
+        try:
+            value = jobs[rank]()
+        except BaseException as caught:
+            error = caught
+        ends.put((rank, Outcome(value, error, time.monotonic() - started)))
+
+    # Daemons: one that never ends must not keep the interpreter from exiting.
+    threads = {rank: threading.Thread(target=one, args=(rank,), name=f"rank{rank}", daemon=True) for rank in jobs}
+    last, until = moved(), time.monotonic() + limit
+    # Whatever moves: a job that keeps sending the same thing moves, too.
+    at_last = until + _MOST_LIMITS * limit
+    for thread in threads.values():
+        thread.start()
+    ended: dict[int, Outcome[T]] = {}
+    while len(ended) < len(jobs):
+        try:
+            rank, end = ends.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            if (now := moved()) == last or until > at_last:
+                break
+            last, until = now, until + limit
+            continue
+        ended[rank] = end
+        if stop(rank, end):
+            break
+    left = {rank: thread for rank, thread in threads.items() if rank not in ended}
+    late = {rank: Outcome[T](error=_stuck(rank, thread, limit), seconds=limit) for rank, thread in left.items()}
+    if late and hang_up is not None:
+        hang_up()
+        # What still runs writes into memory that the caller is about to look at.
+        gone = time.monotonic() + min(1.0, limit)
+        for thread in threads.values():
+            thread.join(max(0.0, gone - time.monotonic()))
+    return ended | late
+
+
+def _stuck(rank: int, thread: threading.Thread, limit: float) -> Late:
+    """Says where the rank is, as far as its own thread knows."""
+    late = _Stuck(f"rank {rank} had not ended after {limit:.2f} s")
+    if (frame := _frames().get(thread.ident or 0)) is not None:
+        late.add_note(f"rank {rank} was at:\n{''.join(traceback.format_stack(frame)[-5:])}")
+    return late
+
+
+def _frames() -> dict[int, FrameType]:
+    """Where all threads are.
+
+    CPython 3.11 holds a lock of its own meanwhile. Garbage collected then may run code and give the interpreter to a
+    thread that ends, which waits for that lock, and everything stands still.
+    """
+    with _looking:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collecting:
+                gc.enable()
