@@ -41,7 +41,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import transfuse
 from transfuse.errors import TargetMismatch
-from transfuse.limits import MIB, Limits
+from transfuse.limits import MIB, Limits, Sizes
 from transfuse.memory.assembly import assemble
 from transfuse.options import Options
 from transfuse.plan import parcels
@@ -285,7 +285,7 @@ class Answered:
 def _offer(described: Described) -> tuple[messages.Offer, bytes]:
     """As :class:`PGTransport` does it."""
     manifest = described.manifest.encode()
-    sizes = Limits().sizes_for(1)
+    sizes = Sizes(Limits()).offered(1)
     memory = messages.Memory(1, 1, b"t" * 16, described.addresses.astype("<u8").tobytes())
     offer = messages.Offer(
         100,

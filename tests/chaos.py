@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 
 import transfuse
-from transfuse.session import chains
 from transfuse.session import receiver as receiver_module
+from transfuse.session.relay import this_host
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Died, Fleet, Outcome, announce
 from transfuse.wire import group as group_module
@@ -611,7 +611,7 @@ def prepare(rank: int, plan: Scenario) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(_held.state).values())
 
 
-_this_host = chains.this_host
+_this_host = this_host
 
 
 @dataclasses.dataclass

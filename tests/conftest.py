@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from transfuse.session import chains
+from transfuse.limits import Patience
 from transfuse.testing.ranks import ProcessPool, preload
 
 # All that tests need in forks: there is one fork server for all of a run of pytest.
@@ -45,8 +45,8 @@ def group_route(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def patient_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine threads may come to a chain seconds apart: let it wait for them."""
-    monkeypatch.setattr(chains, "MIN_WAIT_SECONDS", 5.0)
-    monkeypatch.setattr(chains, "MAX_WAIT_SECONDS", 5.0)
+    monkeypatch.setattr(Patience, "MIN_CHAIN_SECONDS", 5.0)
+    monkeypatch.setattr(Patience, "MAX_CHAIN_SECONDS", 5.0)
 
 
 @pytest.fixture(params=["group", "memory"])

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import transfuse
 from tampering import Tampering
-from transfuse.session import chains, receiver
+from transfuse.limits import Patience
+from transfuse.session import receiver
 
 try:
     from torchft.checkpointing import HTTPTransport
@@ -327,8 +328,8 @@ def _transfuse_outside(state: Any) -> Any:
 def _other_hosts() -> Iterator[None]:
     with (
         mock.patch.object(receiver, "this_host", return_value=1),
-        mock.patch.object(chains, "MIN_WAIT_SECONDS", 5.0),
-        mock.patch.object(chains, "MAX_WAIT_SECONDS", 5.0),
+        mock.patch.object(Patience, "MIN_CHAIN_SECONDS", 5.0),
+        mock.patch.object(Patience, "MAX_CHAIN_SECONDS", 5.0),
     ):
         yield
 

@@ -51,13 +51,12 @@ from transfuse.plan.parcels import Parcels, Piece
 from transfuse.plan.request import Picks, boxes_in
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.session import accepting, receiver, source, threads
-from transfuse.session import receive as gathering
+from transfuse.session import accepting, negotiation, receiver, source, threads
 from transfuse.session.accepting import Accepted
-from transfuse.session.chains import Chains
 from transfuse.session.context import Context, Request
 from transfuse.session.partial import Partial
-from transfuse.session.receive import Gathering
+from transfuse.session.receive import Receive
+from transfuse.session.relay import Chains
 from transfuse.session.threads import Caller
 from transfuse.state import manifest, mappings, trees
 from transfuse.state.leaves import dense, values
@@ -1382,25 +1381,25 @@ def gather(
     """Receive over these lines, as a transport does; the state in a list."""
     ranks = tuple(line.peer for line in lines)
     caller = caller or Caller()
-    gathering_ = Gathering(request, context(ranks, lines[0].limits, lines[0].timeout, caller, report))
+    receive = Receive(request, context(ranks, lines[0].limits, lines[0].timeout, caller, report))
     failed: dict[int, BaseException] = {}
     try:
         if len(lines) == 1:
             try:
-                receiver.receive(lines[0], gathering_)
+                receiver.receive(lines[0], receive)
             except TransfuseError as error:
                 failed[ranks[0]] = error
         else:
-            talking = {line.peer: functools.partial(receiver.receive, line, gathering_) for line in lines}
-            failed = threads.run(talking, caller, lambda: None, gathering_.watch, gathering_.park)
-        if not gathering_.result:
-            raise gathering_.failure or (failed[ranks[0]] if len(lines) == 1 else ReceiveFailed(failed))
+            talking = {line.peer: functools.partial(receiver.receive, line, receive) for line in lines}
+            failed = threads.run(talking, caller, lambda: None, receive.watch, receive.roster.park)
+        if not receive.result:
+            raise receive.failure or (failed[ranks[0]] if len(lines) == 1 else ReceiveFailed(failed))
     except BaseException as error:
-        gathering_.account_for(error)
+        receive.account_for(error)
         raise
     finally:
-        gathering_.close()
-    return gathering_.result
+        receive.close()
+    return receive.result
 
 
 @contextlib.contextmanager
@@ -1430,7 +1429,7 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
 
     with (
         mock.patch.object(receiver, "read_offer", read_offer),
-        mock.patch.object(gathering, "accept", accept_offer),
+        mock.patch.object(negotiation, "accept", accept_offer),
     ):
         yield
 
@@ -1441,7 +1440,7 @@ def interrupted(rng: random.Random, member: Member, target: object | None, burst
     wire._filling = "honest"
     request = Request(target=target, options=Options(weights_only_objects=True, same_host=False))
     try:
-        with patched_accept(wire), mock.patch.object(Gathering, "_build", side_effect=TransfuseError), torch.no_grad():
+        with patched_accept(wire), mock.patch.object(Receive, "_build", side_effect=TransfuseError), torch.no_grad():
             gather([wire], request)
     except TransfuseError as error:
         left: Partial | None = error.partial

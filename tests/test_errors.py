@@ -26,8 +26,8 @@ from moves import CPU, TIMEOUT, Pair, pair
 from tampering import Passing, Tampering
 from transfuse.limits import Limits
 from transfuse.memory import packing as places
-from transfuse.session import accepting, source
-from transfuse.session import receive as gathering
+from transfuse.session import accepting, negotiation, source
+from transfuse.session.receive import Receive
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Ranks, announce
 from transfuse.wire import messages
@@ -543,7 +543,7 @@ def test_a_receiver_that_plans_for_longer_than_the_timeout_shows_signs_of_life(m
         time.sleep(3)
         return accept(*args)
 
-    monkeypatch.setattr(gathering, "accept", slowly)
+    monkeypatch.setattr(negotiation, "accept", slowly)
     with pair() as two:
         state = {"w": torch.randn(1000)}
         assert_exact(state, two.move(state, timeout=timedelta(seconds=1)))
@@ -561,7 +561,7 @@ def test_signs_of_life_keep_to_the_shorter_of_two_timeouts(monkeypatch: pytest.M
         transport = transfuse.PGTransport(pg, timedelta(seconds=1 if rank == 0 else 20), CPU)
         return transport.send_checkpoint([1], {"n": 1}) if rank == 0 else transport.recv_checkpoint(0)
 
-    monkeypatch.setattr(gathering, "accept", slowly)
+    monkeypatch.setattr(negotiation, "accept", slowly)
     with Ranks(2) as ranks:
         assert ranks.run(work)[1] == {"n": 1}
 
@@ -632,13 +632,13 @@ def test_a_receiver_that_holds_everything_succeeds_though_its_source_is_gone() -
 def test_a_receiver_that_builds_for_long_shows_signs_of_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    build = gathering.Gathering._build
+    build = Receive._build
 
     def slowly(*args: Any) -> Any:
         time.sleep(3)
         return build(*args)
 
-    monkeypatch.setattr(gathering.Gathering, "_build", slowly)
+    monkeypatch.setattr(Receive, "_build", slowly)
     with pair() as two:
         state = {"w": torch.randn(1000)}
         assert_exact(state, two.move(state, timeout=timedelta(seconds=1)))
@@ -652,7 +652,7 @@ def test_a_call_that_was_interrupted_touches_nothing_afterwards(monkeypatch: pyt
         time.sleep(2.5)
         return accept(*args)
 
-    monkeypatch.setattr(gathering, "accept", slowly)
+    monkeypatch.setattr(negotiation, "accept", slowly)
     own = torch.zeros(1000)
 
     def interrupt(progress: dict[int, transfuse.Progress]) -> None:
@@ -702,7 +702,7 @@ def test_what_was_kept_is_no_state_if_its_source_leaves_before_it_has_compared_i
         raise transfuse.StateError("cannot be built")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering.Gathering, "_build", build)
+        patch.setattr(Receive, "_build", build)
         _, error = two.errors(state, timeout=SHORT)
     assert isinstance(error, transfuse.StateError)
     assert error.partial.received_bytes == 4000

@@ -54,8 +54,8 @@ from transfuse.plan import parcels, regions
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import accepting, agreement, receiver, relay, source
-from transfuse.session.chains import Chains
 from transfuse.session.context import Request
+from transfuse.session.relay import Chains
 from transfuse.session.threads import Caller
 from transfuse.state.leaves import values
 from transfuse.state.leaves.blobs import ArrayCodec

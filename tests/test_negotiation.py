@@ -16,14 +16,15 @@ import torch
 import transfuse
 from moves import CPU
 from schedules import Director, Judge, explore
-from transfuse.errors import NotCovered, PeerLost, StepMismatch
-from transfuse.limits import Limits
+from transfuse.errors import NotCovered, PeerLost, ReceiveFailed, StepMismatch
+from transfuse.limits import Limits, Sizes
 from transfuse.progress import Progress
 from transfuse.report import Report
+from transfuse.session import accepting, negotiation
 from transfuse.session.accepting import Described
 from transfuse.session.context import Context, Request
 from transfuse.session.negotiation import Decide, Describe, Done, Negotiation, Wait
-from transfuse.session.receive import Gathering
+from transfuse.session.receive import Receive
 from transfuse.session.threads import Caller
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
@@ -38,7 +39,7 @@ def offer_of(state: object, step: int | None = None) -> Offer:
     """What a source offers, as the transport writes it."""
     manifest = describe(state, LIMITS).manifest
     wire = manifest.encode()
-    sizes = LIMITS.sizes_for(1, None, None, 10.0)
+    sizes = Sizes(LIMITS, 10.0).offered(1)
     return Offer(
         step,
         sizes.parcel_bytes,
@@ -193,7 +194,7 @@ def test_no_order_of_steps_decides_without_an_offer_that_is_here(
     assert len(seen) > 50, "orders were tried"
 
 
-# ------------------------------------------------------------------ the gathering's own threads, by a scheduler's order
+# ------------------------------------------------------------------ the receive's own threads, by a scheduler's order
 
 
 class Silent:
@@ -208,8 +209,8 @@ class Silent:
     recv = send
 
 
-class Receive:
-    """A gathering whose condition is a scheduler's, and one thread for each of its sources."""
+class Scheduled:
+    """A receive whose condition is a scheduler's, and one thread for each of its sources."""
 
     def __init__(self, director: Director, states: Sequence[object], target: object, **request: Any) -> None:
         ranks = tuple(range(len(states)))
@@ -223,23 +224,23 @@ class Receive:
             report=Report("receive", ranks),
             progress={rank: Progress() for rank in ranks},
         )
-        self.gathering = Gathering(Request(target=target, **request), context)
+        self.receive = Receive(Request(target=target, **request), context)
         group = Group(Silent(), CPU)
         self.lines = [Line(group, rank, 60.0, LIMITS) for rank in ranks]
-        self.gathering.prepare(self.lines[0])
+        self.receive.negotiator.prepare(self.lines[0])
         for line in self.lines:
-            self.gathering.join(line)
-        self.gathering._changed = director.condition  # type: ignore[assignment]
+            self.receive.roster.join(line)
+        self.receive.roster.changed = director.condition  # type: ignore[assignment]
 
     def converse(self, rank: int, offer: Offer, fails: BaseException | None = None) -> None:
         """What receiver.receive does up to the decision, without a word over the wire."""
         line = self.lines[rank]
         try:
-            self.gathering.may_leave(line, None)
-            self.gathering.agree(line, offer, lambda: self.describe(offer, fails))
+            self.receive.roster.may_abandon(line, None)
+            self.receive.agree(line, offer, lambda: self.describe(offer, fails))
         except BaseException as error:
-            if self.gathering.left(rank) is None:
-                self.gathering.lost(rank, error)
+            if self.receive.roster.why_abandoned(rank) is None:
+                self.receive.lost(rank, error)
             raise
 
     @staticmethod
@@ -260,16 +261,16 @@ def test_every_stage_that_is_here_is_in_the_plan_whoever_is_quicker(count: int, 
     offers = [offer_of(state) for state in states]
 
     def scenario(director: Director) -> Judge:
-        receive = Receive(director, states, target)
+        scheduled = Scheduled(director, states, target)
         for rank, offer in enumerate(offers):
-            director.start(partial(receive.converse, rank, offer))
+            director.start(partial(scheduled.converse, rank, offer))
 
         def judge(errors: list[BaseException | None]) -> None:
             assert errors == [None] * count
-            gathering = receive.gathering
-            assert gathering._present == set(range(count))
+            receive = scheduled.receive
+            assert receive.roster.present == set(range(count))
             for rank in range(count):
-                portion = gathering.portion(rank)
+                portion = receive.portion(rank)
                 assert portion is not None
                 assert portion.held.any(), f"nothing is wanted from rank {rank}"
 
@@ -288,13 +289,13 @@ def test_a_source_that_is_lost_at_any_moment_ends_the_receive_or_is_replaced(sta
     target = {name: torch.zeros_like(leaf) for state in sources for name, leaf in state.items()}
 
     def scenario(director: Director) -> Judge:
-        receive = Receive(director, sources, target)
+        scheduled = Scheduled(director, sources, target)
         for rank, offer in enumerate(offers):
             fails = PeerLost(rank, f"rank {rank} is gone") if rank == lost else None
-            director.start(partial(receive.converse, rank, offer, fails))
+            director.start(partial(scheduled.converse, rank, offer, fails))
 
         def judge(errors: list[BaseException | None]) -> None:
-            gathering = receive.gathering
+            receive = scheduled.receive
             if states == "stages":
                 assert isinstance(errors[0], PeerLost)
                 assert isinstance(errors[1], NotCovered)
@@ -302,8 +303,8 @@ def test_a_source_that_is_lost_at_any_moment_ends_the_receive_or_is_replaced(sta
                 return
             # Either the lost one was never asked to describe itself and is here, or its replica takes its part.
             assert errors[1:] == [None, None]
-            assert gathering.failure is None
-            assert lost in gathering._present or isinstance(errors[0], PeerLost)
+            assert receive.failure is None
+            assert lost in receive.roster.present or isinstance(errors[0], PeerLost)
 
         return judge
 
@@ -316,20 +317,51 @@ def test_a_source_that_is_left_just_as_its_offer_comes_is_not_counted_on() -> No
     offers = [offer_of(state) for state in sources]
 
     def scenario(director: Director) -> Judge:
-        receive = Receive(director, sources, {name: torch.zeros_like(leaf) for name, leaf in states[0].items()})
-        gathering = receive.gathering
+        scheduled = Scheduled(director, sources, {name: torch.zeros_like(leaf) for name, leaf in states[0].items()})
+        receive = scheduled.receive
 
-        receive.lines[0].waiting_since = receive.lines[0].heard_at = -1e9  # Silent for longer than any timeout.
-        director.start(partial(receive.converse, 0, offers[0]))
-        director.start(partial(receive.converse, 1, offers[1]))
-        director.start(gathering.watch)
-        director.start(gathering.watch)
+        scheduled.lines[0].waiting_since = scheduled.lines[0].heard_at = -1e9  # Silent for longer than any timeout.
+        director.start(partial(scheduled.converse, 0, offers[0]))
+        director.start(partial(scheduled.converse, 1, offers[1]))
+        director.start(receive.watch)
+        director.start(receive.watch)
 
         def judge(errors: list[BaseException | None]) -> None:
             assert errors[1] is None
             assert errors[2] is None
-            assert (gathering.left(0) is None) == (0 in gathering._present)
-            assert (errors[0] is None) == (gathering.left(0) is None)
+            assert (receive.roster.why_abandoned(0) is None) == (0 in receive.roster.present)
+            assert (errors[0] is None) == (receive.roster.why_abandoned(0) is None)
+
+        return judge
+
+    explore(scenario, deviations=1)
+
+
+def test_a_source_that_is_lost_while_it_is_planned_what_it_brings_ends_the_receive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else holds its stage: the others would wait for it without end."""
+    states, target = all_stages(2)
+    offers = [offer_of(state) for state in states]
+    accept = accepting.accept
+
+    def scenario(director: Director) -> Judge:
+        scheduled = Scheduled(director, states, target)
+
+        def lose_one(*args: Any) -> Any:
+            accepted = accept(*args)
+            scheduled.receive.lost(0, PeerLost(0, "rank 0 is gone"))
+            return accepted
+
+        monkeypatch.setattr(negotiation, "accept", lose_one)
+        for rank, offer in enumerate(offers):
+            director.start(partial(scheduled.converse, rank, offer))
+
+        def judge(errors: list[BaseException | None]) -> None:
+            failure = scheduled.receive.failure
+            assert isinstance(failure, ReceiveFailed)
+            assert "rank 0 is gone" in str(failure)
+            assert errors[1] is failure
 
         return judge
 
@@ -341,14 +373,15 @@ def test_sources_of_another_step_are_dropped_in_every_order() -> None:
     offers = [offer_of(state, step) for step in steps]
 
     def scenario(director: Director) -> Judge:
-        receive = Receive(director, [state] * 3, {name: torch.zeros_like(leaf) for name, leaf in state.items()}, step=5)
+        target = {name: torch.zeros_like(leaf) for name, leaf in state.items()}
+        scheduled = Scheduled(director, [state] * 3, target, step=5)
         for rank, offer in enumerate(offers):
-            director.start(partial(receive.converse, rank, offer))
+            director.start(partial(scheduled.converse, rank, offer))
 
         def judge(errors: list[BaseException | None]) -> None:
             assert errors[:2] == [None, None]
             assert isinstance(errors[2], StepMismatch)
-            assert receive.gathering._present == {0, 1}
+            assert scheduled.receive.roster.present == {0, 1}
 
         return judge
 

@@ -12,7 +12,7 @@ import torch
 
 import transfuse
 from moves import CPU, pair
-from transfuse.limits import Limits
+from transfuse.limits import Limits, Sizes
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
 from transfuse.wire.rate_limit import Pace
@@ -133,6 +133,6 @@ def test_a_cap_too_slow_for_the_timeout_is_refused() -> None:
 
 
 def test_bursts_are_small_under_a_cap() -> None:
-    sizes = Limits().sizes_for(1, None, 10e6)
+    sizes = Sizes(Limits()).offered(1, rate=10e6)
     assert sizes.burst_bytes <= 10e6 * 0.05
     assert sizes.parcel_bytes <= sizes.burst_bytes

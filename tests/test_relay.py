@@ -14,10 +14,10 @@ import torch.distributed as dist
 import transfuse
 from moves import CPU
 from tampering import Tampering
-from transfuse.limits import KIB, MIB, Limits
+from transfuse.limits import KIB, MIB, Limits, Patience, Sizes
 from transfuse.plan import parcels, regions
-from transfuse.session import chains, receiver
-from transfuse.session.chains import Chains
+from transfuse.session import receiver, relay
+from transfuse.session.relay import Chains
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Outcome, Ranks, announce
@@ -88,8 +88,8 @@ def test_receivers_that_want_something_else_are_not_in_the_chain() -> None:
 
 
 def test_a_late_receiver_is_served_by_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "MIN_WAIT_SECONDS", 3.0)
-    monkeypatch.setattr(chains, "MAX_WAIT_SECONDS", 3.0)
+    monkeypatch.setattr(Patience, "MIN_CHAIN_SECONDS", 3.0)
+    monkeypatch.setattr(Patience, "MAX_CHAIN_SECONDS", 3.0)
     sent, *received = (outcome.get() for outcome in fan_out(3, delay={0: 0, 1: 0, 2: 8.0, 3: 0}))
     assert sent.bytes == 2 * received[0].bytes
     assert received[1].relayed_bytes == 0
@@ -186,8 +186,8 @@ def test_a_source_that_stops_midway_stops_all_with_its_cause() -> None:
 def join_patiently(rank: int) -> None:
     """In a process of its own: as on a host of its own, and in a chain however late another comes."""
     setattr(receiver, "this_host", lambda: rank)  # noqa: B010 - hidden from mypy
-    setattr(chains, "MIN_WAIT_SECONDS", 5.0)  # noqa: B010
-    setattr(chains, "MAX_WAIT_SECONDS", 5.0)  # noqa: B010
+    setattr(Patience, "MIN_CHAIN_SECONDS", 5.0)  # noqa: B010
+    setattr(Patience, "MAX_CHAIN_SECONDS", 5.0)  # noqa: B010
 
 
 def pass_on_slowly(rank: int, timeout: float) -> Any:
@@ -330,7 +330,7 @@ def test_a_chain_does_not_wait_long_for_the_absent() -> None:
 
 
 def test_receivers_on_the_sources_host_are_not_chained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "this_host", chains.this_host)
+    monkeypatch.setattr(receiver, "this_host", relay.this_host)
     sent, *received = (outcome.get() for outcome in fan_out(3))
     assert sent.bytes == 3 * received[0].bytes
     assert not any(report.relayed_bytes for report in received)
@@ -338,16 +338,18 @@ def test_receivers_on_the_sources_host_are_not_chained(monkeypatch: pytest.Monke
 
 def test_parcels_shrink_as_a_chain_grows() -> None:
     limits = Limits()
-    assert limits.sizes_for(4, 64 * MIB).parcel_bytes == 1 * MIB
-    assert limits.sizes_for(8, 64 * MIB).parcel_bytes == 512 * KIB
-    assert limits.sizes_for(4, 64 << 30).parcel_bytes == limits.parcel_bytes
-    assert limits.sizes_for(4, 1 * MIB).parcel_bytes == limits.min_chained_bytes
+    sizes = Sizes(limits)
+    assert sizes.offered(4, chained_bytes=64 * MIB).parcel_bytes == 1 * MIB
+    assert sizes.offered(8, chained_bytes=64 * MIB).parcel_bytes == 512 * KIB
+    assert sizes.offered(4, chained_bytes=64 << 30).parcel_bytes == limits.parcel_bytes
+    assert sizes.offered(4, chained_bytes=1 * MIB).parcel_bytes == limits.min_chained_bytes
 
 
 @pytest.mark.parametrize("peers", [1, 2, 16, 100])
 def test_staging_for_all_receivers_stays_within_its_budget(peers: int) -> None:
     limits = Limits()
-    for sizes in (limits.sizes_for(peers), limits.sizes_for(peers, 1 << 30), limits.sizes_for(peers, None, 1e8)):
+    rules = Sizes(limits)
+    for sizes in (rules.offered(peers), rules.offered(peers, chained_bytes=1 << 30), rules.offered(peers, rate=1e8)):
         assert peers * sizes.staged_bytes * sizes.bursts_ahead * 2 <= limits.staging_bytes
         assert sizes.parcel_bytes <= sizes.staged_bytes <= sizes.burst_bytes
 

@@ -14,7 +14,7 @@ Modules, each importing only from those before it:
     phases, report, progress, talks    what a caller sees
     routes                             how bytes move
     accepting, agreement, ledger       which sources are of one mind, which parcels are here and who brings the others
-    gathering, source, receiver        a receive from all its sources; the two ends of each conversation
+    receive, source, receiver          a receive from all its sources; the two ends of each conversation
     transport, dcp                     PGTransport; the same for users of torch.distributed.checkpoint
     door, private, serving, fetching   the same for readers outside the group
 """

@@ -1,9 +1,8 @@
-"""Every number that may be set, in one place, each with the environment variable that overrides it.
-
-Numbers that follow from how a module works stand in that module.
+"""Every number that may be set, and what follows from them: how large things are, and how long what waits.
 
 ``Limits()`` holds the defaults, ``Limits.from_environment()`` applies ``TRANSFUSE_<NAME>`` (upper case) to each
-field. This module imports nothing of the package.
+field. ``Sizes`` has every rule for a size of a transfer, ``Patience`` every share of the timeout. Numbers that follow
+from how a module works stand in that module. This module imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-__all__ = ["KIB", "MIB", "Limits", "Sizes", "allows_same_host"]
+__all__ = ["KIB", "MIB", "Limits", "Offered", "Patience", "Sizes", "allows_same_host"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -21,15 +20,6 @@ MIB = 1 << 20
 
 def _physical_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-class Sizes(NamedTuple):
-    """Of one transfer."""
-
-    parcel_bytes: int
-    burst_bytes: int
-    staged_bytes: int
-    bursts_ahead: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,30 +86,189 @@ class Limits:
                     raise ValueError(f"TRANSFUSE_{item.name.upper()} must be a whole number, got {text!r}") from None
         return cls(**values)
 
-    def sizes_for(
-        self,
-        peers: int,
-        chained_bytes: int | None = None,
-        rate: float | None = None,
-        timeout: float = float("inf"),
-    ) -> Sizes:
-        """Sizes with which staging for this many peers stays within half of ``staging_bytes``.
 
-        Receivers in a chain pass on parcel by parcel: with a state of ``chained_bytes`` these are so small that filling
-        the chain costs little. Under a ``rate`` bursts are so small that bytes go out evenly. Under a ``timeout`` they
-        are so small that one arrives within it over the slowest link.
-        """
-        parcel, burst = self.parcel_bytes, self.burst_bytes
-        staged = self.staging_bytes // (2 * max(peers, 1) * self.bursts_ahead)
+class Offered(NamedTuple):
+    """The sizes that a source offers. A receiver may ask for smaller parcels and bursts."""
+
+    parcel_bytes: int
+    burst_bytes: int
+    #: Of a burst, what may pass through staging.
+    staged_bytes: int
+    #: Bursts under way at a time.
+    bursts_ahead: int
+
+
+class Sizes:
+    """Every rule for a size, under these limits and this timeout.
+
+    ==================  ====================================  ==========================================================
+    what                size                                  why
+    ==================  ====================================  ==========================================================
+    offered parcel      ``parcel_bytes``; in a chain of n     passed on parcel by parcel: filling the chain costs little
+                        state / 16n
+    offered burst       ``burst_bytes``; at most 0.05 s of    under a rate bytes go out evenly; a burst arrives within
+                        the rate, timeout x slowest link      the timeout over the slowest link
+    offered staging     ``staging_bytes`` / 2 / receivers     staging for all receivers stays within half of its bound
+                        / ``bursts_ahead``
+    parcel of several   state / 32n, staging / n, timeout     all sources end together; a source that needs half the
+    sources             / 4 x slowest link                    timeout for one parcel would be taken for a silent one
+    burst of several    state / 16n, staging / n, timeout     the same
+    sources             / 4 x slowest link
+    parcel of a delta   ``block_bytes`` at most               kept or fetched as one
+    request             one source: everything; several:      the last requests end together
+                        ``bursts_ahead`` bursts
+    burst in a chain    one parcel, 4 MiB or 12 under way,    what has arrived goes on at once
+                        3 at least
+    comparison          256 MiB                               several sources share the work
+    read from memory    512 MiB, timeout / 8 x rate           after each the lease is checked, and the bytes count
+    ==================  ====================================  ==========================================================
+    """
+
+    #: So much is compared at a time.
+    COMPARE_BYTES = 256 * MIB
+    #: So much is read from memory between two looks at the lease.
+    READ_BYTES = 512 * MIB
+    #: What is under way at most between two receivers of a chain.
+    CHAIN_BYTES, CHAIN_PARCELS = 4 * MIB, 12
+    #: Under a rate a burst holds the bytes of so many seconds.
+    RATED_BURST_SECONDS = 0.05
+
+    def __init__(self, limits: Limits, timeout: float = float("inf")) -> None:
+        self._limits = limits
+        self._timeout = timeout
+
+    def offered(self, receivers: int, *, chained_bytes: int | None = None, rate: float | None = None) -> Offered:
+        """What a source offers to this many receivers; ``chained_bytes`` is the state's size if a chain is possible."""
+        limits = self._limits
+        parcel, burst = limits.parcel_bytes, limits.burst_bytes
+        staged = limits.staging_bytes // (2 * max(receivers, 1) * limits.bursts_ahead)
         if chained_bytes is not None:
-            parcel = min(parcel, max(self.min_chained_bytes, chained_bytes // (16 * peers)))
+            parcel = min(parcel, max(limits.min_chained_bytes, chained_bytes // (16 * receivers)))
         if rate is not None:
-            burst = min(burst, int(rate * 0.05))
-        burst = min(burst, self.staging_bytes // self.bursts_ahead)
-        burst = max(int(min(burst, timeout * self.slowest_bytes_per_second)), self.min_parcel_bytes)
-        staged = max(min(staged, burst), self.min_parcel_bytes)
-        parcel = max(min(parcel, staged) // 16 * 16, self.min_parcel_bytes)
-        return Sizes(parcel, burst, staged, self.bursts_ahead)
+            burst = min(burst, int(rate * self.RATED_BURST_SECONDS))
+        burst = min(burst, limits.staging_bytes // limits.bursts_ahead)
+        burst = max(int(min(burst, self._timeout * limits.slowest_bytes_per_second)), limits.min_parcel_bytes)
+        staged = max(min(staged, burst), limits.min_parcel_bytes)
+        parcel = max(min(parcel, staged) // 16 * 16, limits.min_parcel_bytes)
+        return Offered(parcel, burst, staged, limits.bursts_ahead)
+
+    def parcel(self, offered: int, total_bytes: int, *, sources: int, ahead: int, delta: bool = False) -> int:
+        """The parcels that a receiver asks for, of those that its sources ``offered``."""
+        limits = self._limits
+        if delta:
+            offered = max(min(offered, limits.block_bytes), limits.min_parcel_bytes)
+        if sources == 1:
+            return offered
+        fair = max(total_bytes // (32 * sources), limits.min_chained_bytes)
+        finest = min(offered, self._staged(sources, ahead), fair, self._timely())
+        return max(finest // 16 * 16, limits.min_parcel_bytes)
+
+    def burst(self, offered: int, total_bytes: int, parcel_bytes: int, *, sources: int, ahead: int) -> int:
+        """The bursts that a receiver asks for. With several sources all of them are staged."""
+        if sources == 1:
+            return offered
+        staged, fair = self._staged(sources, ahead), total_bytes // (16 * sources)
+        return max(min(offered, staged, fair, self._timely()), min(parcel_bytes, staged), 1)
+
+    def _staged(self, sources: int, ahead: int) -> int:
+        return self._limits.staging_bytes // (sources * ahead)
+
+    def _timely(self) -> int:
+        """What arrives over the slowest link well before its source is taken for a silent one."""
+        return int(self._timeout / 4 * self._limits.slowest_bytes_per_second)
+
+    @classmethod
+    def chain_ahead(cls, parcel_bytes: int) -> int:
+        """How many bursts of one parcel each are under way between two receivers of a chain."""
+        return max(3, min(cls.CHAIN_BYTES // parcel_bytes, cls.CHAIN_PARCELS))
+
+    def read(self, rate: float | None) -> int:
+        """How much of a source's memory is read before the lease is looked at."""
+        return self.READ_BYTES if rate is None else min(self.READ_BYTES, int(rate * self._timeout / 8))
+
+
+class Patience:
+    """Every wait: what waits how long, as a share of the timeout T or in seconds.
+
+    ============================================  =====================  ===============================================
+    what waits                                    how long               why
+    ============================================  =====================  ===============================================
+    the decision, for sources without an offer    T/4 after the first    the receive goes on with those that are here
+    the same, for who chooses from what there is  T/2 after the first    what is missing then would be left out
+    the same, sources that come one by one        0                      the next one comes only after the first is done
+    a receive, for a silent source                T/2                    others bring its share, within the timeout
+    the same if nobody else holds its share       0.9 T                  its receivers can still be told why it ends
+    between two signs of life                     T/4 of the shorter     three may be late before the peer gives up
+                                                  timeout; 0.05 s least
+    a chain, for receivers that want the same     1 ns a byte saved,     a chain saves about so much; a late receiver is
+                                                  0.25 to 1 s, T/2 most  served by the source
+    a receiver, for its neighbour in a chain      T/4 (first) to T/2     who is next to a silent one notices first, and
+                                                  (last)                 has parcels for the others before they do
+    a receiver, until its neighbour has it all    T without progress     nobody else passes these parcels on
+    ``fetch``, for the other servers' doors       T/2 after the first    who has been met waits for a word, T at most
+    ``fetch``, for the other servers' states      T/4 after the first    who is ready holds up its training
+    a server, for a caller that says nothing      10 s, T at most        it may be no caller of this library
+    a caller that has been interrupted            1 s                    conversations that hold no tensors say goodbye
+    any other wait                                slices of 0.1 s        then it looks whether the caller wants to stop
+    ============================================  =====================  ===============================================
+    """
+
+    SLICE_SECONDS = 0.1
+    GOODBYE_SECONDS = 1.0
+    HANDSHAKE_SECONDS = 10.0
+    LEAST_PULSE_SECONDS = 0.05
+    CHAIN_SECONDS_PER_BYTE = 1e-9
+    MIN_CHAIN_SECONDS, MAX_CHAIN_SECONDS = 0.25, 1.0
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+
+    def decision(self, *, asks_for_all: bool = False, one_by_one: bool = False) -> float:
+        """How long the first offer waits for the others before it is decided without them."""
+        if one_by_one:
+            return 0.0
+        return self.timeout / (2 if asks_for_all else 4)
+
+    def silent_source(self, *, needed: bool) -> float:
+        """How long one of several sources may be silent."""
+        return self.timeout * (0.9 if needed else 0.5)
+
+    def pulse(self, peer_timeout: float) -> float:
+        """Seconds between two signs of life: not more often than this, whatever the peer says that it needs."""
+        return max(min(self.timeout, peer_timeout) / 4, self.LEAST_PULSE_SECONDS)
+
+    def chain_members(self, nbytes: int) -> float:
+        """How long the first receiver that could be in a chain waits for the others."""
+        wait = min(max(nbytes * self.CHAIN_SECONDS_PER_BYTE, self.MIN_CHAIN_SECONDS), self.MAX_CHAIN_SECONDS)
+        return min(wait, self.timeout / 2)
+
+    def neighbour(self, position: int, receivers: int) -> float:
+        """How long the receiver at this position of a chain waits for the one before it."""
+        return self.timeout * (0.25 + 0.25 * position / receivers)
+
+    @staticmethod
+    def neighbour_slice(patience: float) -> float:
+        """How often it is looked whether a neighbour makes progress."""
+        return max(0.01, min(patience / 8, 0.5))
+
+    @property
+    def other_servers(self) -> float:
+        """How long ``fetch`` waits for the doors of the other servers once one has let it in."""
+        return self.timeout / 2
+
+    @property
+    def other_states(self) -> float:
+        """How long ``fetch`` waits for the states of the other servers once one holds still."""
+        return self.timeout / 4
+
+    def signs_of_life(self, most: int, every: float) -> int:
+        """How many are believed that come so often, if ``most`` of those are that come every quarter of the timeout."""
+        return int(most * max(1.0, self.timeout / 4 / every))
+
+    @property
+    def handshake(self) -> float:
+        """How long a server waits for a caller's handshake."""
+        return min(self.HANDSHAKE_SECONDS, self.timeout)
 
 
 def allows_same_host(environ: Mapping[str, str] = os.environ) -> bool:

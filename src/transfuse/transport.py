@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
-from transfuse.limits import Limits
+from transfuse.limits import Limits, Sizes
 from transfuse.memory.mutation import Vigil
 from transfuse.memory.needs import Late
 from transfuse.options import Options, slowest_rate
@@ -28,10 +28,10 @@ from transfuse.progress import Progress, Show, showing
 from transfuse.report import Report, failed_with, said
 from transfuse.rules import MapPath
 from transfuse.session import receiver, source, threads
-from transfuse.session.chains import Chains
 from transfuse.session.context import Context, Request
 from transfuse.session.partial import Partial
-from transfuse.session.receive import Gathering
+from transfuse.session.receive import Receive
+from transfuse.session.relay import Chains
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.state.manifest import describe
 from transfuse.wire import messages
@@ -290,37 +290,37 @@ class PGTransport:
 
     def _receive(self, request: Request, context: Context) -> Any:
         ranks, report = context.ranks, context.report
-        gathering = Gathering(request, context)
+        receive = Receive(request, context)
 
         def talk(rank: int) -> None:
             line = Line(self._group, rank, self._seconds, self._limits)
             with _noting(context.progress[rank]), self._group.turn(rank, rank), line:
-                receiver.receive(line, gathering)
+                receiver.receive(line, receive)
 
         try:
             failed = threads.run(
                 {rank: partial(talk, rank) for rank in ranks},
                 context.caller,
                 context.show,
-                gathering.watch,
-                gathering.park,
+                receive.watch,
+                receive.roster.park,
             )
             report.failed = failed_with(failed)
-            if not gathering.result:
+            if not receive.result:
                 context.show()
-                raise gathering.failure or (failed[ranks[0]] if len(ranks) == 1 else ReceiveFailed(failed))
+                raise receive.failure or (failed[ranks[0]] if len(ranks) == 1 else ReceiveFailed(failed))
         except BaseException as error:
-            if gathering.result:
+            if receive.result:
                 self._torn = ()  # The caller stopped when everything was here.
             else:
-                gathering.account_for(error)
+                receive.account_for(error)
                 self._torn = report.torn or self._torn
             raise
         finally:
-            gathering.close()
+            receive.close()
         self._torn = ()
         context.show()
-        return gathering.result[0]
+        return receive.result[0]
 
     # ----------------------------------------------------------------------------------------------------- helpers
 
@@ -332,7 +332,9 @@ class PGTransport:
         options = self._options
         relay = options.relay and self._group.relays and len(ranks) > 1 and nbytes >= self._limits.min_relay_bytes
         rate = options.max_bytes_per_second
-        sizes = self._limits.sizes_for(len(ranks), nbytes if relay else None, rate, self._seconds)
+        sizes = Sizes(self._limits, self._seconds).offered(
+            len(ranks), chained_bytes=nbytes if relay else None, rate=rate
+        )
         manifest = described.manifest.encode()
         offer = messages.Offer(
             step=step,

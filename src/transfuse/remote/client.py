@@ -17,7 +17,7 @@ import torch
 from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import PeerTimeout, ProtocolError, ReceiveFailed, TransfuseError
-from transfuse.limits import Limits
+from transfuse.limits import Limits, Patience
 from transfuse.options import FetchKeywords, check_names
 from transfuse.remote import descriptors
 from transfuse.remote.handshake import WAIT_SECONDS, Door, Ready, key_of, knock, split_address
@@ -146,8 +146,9 @@ class _Visit:
         self._addresses = addresses
         self._key = key
         self._seconds = seconds
-        # In all as long as signs of life in a conversation are believed, which come every quarter of the timeout.
-        self._waits = int(Limits.from_environment().max_working_records * max(1.0, seconds / 4 / WAIT_SECONDS))
+        self._patience = Patience(seconds)
+        # In all as long as signs of life in a conversation are believed.
+        self._waits = self._patience.signs_of_life(Limits.from_environment().max_working_records, WAIT_SECONDS)
         self._doors: dict[int, Door] = {}
         self._met: dict[int, Private] = {}
         self._causes: dict[int, BaseException] = {}
@@ -176,7 +177,7 @@ class _Visit:
         purpose = "fetching from a server" if count == 1 else f"fetching from {count} servers at once"
         self._kept.update(enumerate(descriptors.keep(descriptors.DOOR + descriptors.GROUP, purpose, count)))
         # Who has been met waits for a word from here: the others may take a part of the time that it grants.
-        met = self._all(self._meet, range(len(self._addresses)), "the others were there", self._seconds / 2)
+        met = self._all(self._meet, range(len(self._addresses)), "the others were there", self._patience.other_servers)
 
         def get_ready(number: int) -> Private:
             group = met[number]
@@ -185,7 +186,7 @@ class _Visit:
             return group
 
         # Whoever is ready holds up its training.
-        ready = self._all(get_ready, sorted(met), "the others were ready", self._seconds / 4)
+        ready = self._all(get_ready, sorted(met), "the others were ready", self._patience.other_states)
         if not ready:
             causes = self._causes
             raise causes[0] if len(self._addresses) == 1 else ReceiveFailed(causes)
@@ -255,7 +256,7 @@ class _Visit:
         while waiting and time.monotonic() < until:
             # In slices, so that Ctrl-C is heard.
             with suppress(queue.Empty):
-                number, group, error = results.get(timeout=threads.SLICE_SECONDS)
+                number, group, error = results.get(timeout=Patience.SLICE_SECONDS)
                 waiting.discard(number)
                 if group is not None:
                     done[number] = group

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Turns"]
+from transfuse.limits import Patience
 
-SLICE_SECONDS = 0.1
+__all__ = ["Turns"]
 
 
 class _Ticket:
@@ -78,7 +78,7 @@ class Turns:
         self._waiting.append(ticket)
         try:
             while not self._may(ticket):
-                self._changed.wait(SLICE_SECONDS)
+                self._changed.wait(Patience.SLICE_SECONDS)
                 if self._may(ticket):
                     break
                 self._changed.release()

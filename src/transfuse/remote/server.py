@@ -22,6 +22,7 @@ import torch
 from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import PeerLost, PeerTimeout, SendFailed, TransfuseError, as_utf8
+from transfuse.limits import Patience
 from transfuse.options import ServeKeywords, check_names
 from transfuse.progress import Progress
 from transfuse.remote import descriptors
@@ -38,8 +39,7 @@ logger = logging.getLogger("transfuse")
 #: Connections that have not proved anything yet. With more, whoever has been at it for the longest has to go: to prove
 #: the token takes milliseconds, and so those who only sit there keep nobody out.
 MAX_STRANGERS = 64
-#: A stranger's time to prove itself, at most.
-HANDSHAKE_SECONDS = 10.0
+#: Complaints about strangers are loud only if the last one is so long ago.
 COMPLAINT_SECONDS = 1.0
 #: How long the thread that listens waits for a connection, and looks again whether one can be taken.
 LISTEN_SECONDS, ROOM_SECONDS = 1.0, 0.05
@@ -268,7 +268,7 @@ class Server:
         """One connection, from the first byte to the last."""
         try:
             try:
-                door.admit(self._key, time.monotonic() + min(HANDSHAKE_SECONDS, self._seconds))
+                door.admit(self._key, time.monotonic() + Patience(self._seconds).handshake)
             except TransfuseError as error:
                 if self._closing is None:
                     self._complain("turned away", error)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from transfuse.errors import PeerError, PeerLost, ProtocolError, TransfuseError
+from transfuse.limits import Sizes
 from transfuse.memory import packing
 from transfuse.memory.digest import digest_of
 from transfuse.memory.packing import Land, Places, Staging
@@ -27,10 +29,7 @@ from transfuse.wire.group import Line, Posted
 from transfuse.wire.messages import Agreed, Answer, Intent, Message, Offer, Want
 from transfuse.wire.rate_limit import Pace
 
-__all__ = ["Incoming", "Outgoing", "Shape"]
-
-#: What is under way at most between two receivers of a chain.
-CHAIN_BYTES, CHAIN_PARCELS = 4 << 20, 12
+__all__ = ["Incoming", "Outgoing", "Shape", "Supply"]
 
 
 class Shape(NamedTuple):
@@ -47,7 +46,20 @@ class Shape(NamedTuple):
             return cls(most, offer.bursts_ahead, want.digests)
         # In a chain whatever has arrived goes on at once: a parcel at a time, and more of them under way.
         parcel = want.parcel_bytes
-        return cls(Most(parcel, parcel), max(3, min(CHAIN_BYTES // parcel, CHAIN_PARCELS)), want.digests)
+        return cls(Most(parcel, parcel), Sizes.chain_ahead(parcel), want.digests)
+
+
+@dataclass(frozen=True)
+class Supply:
+    """Where outgoing parcels come from, and what their owner says about them."""
+
+    memory: Places
+    digest: Callable[[int, torch.Tensor], int]
+    #: Waits until these parcels can be sent, or says why they never will.
+    ready: Callable[[Sequence[int]], BaseException | None] = lambda _: None
+    #: Told what the receiver asks for while parcels are under way.
+    count_more: Callable[[range], object] = lambda more: None
+    pace: Pace = field(default_factory=lambda: Pace(None))
 
 
 class _Sending(NamedTuple):
@@ -59,36 +71,26 @@ class _Sending(NamedTuple):
 
 
 class Outgoing:
-    """Sends parcels from ``memory``, and hears the answers."""
+    """Sends parcels from a supply, and hears the answers."""
 
     def __init__(
         self,
         line: Line,
         cut: Parcels,
-        memory: Places,
+        supply: Supply,
         shape: Shape,
         caller: Caller,
         progress: Progress,
         *,
-        pace: Pace | None = None,
-        digest: Callable[[int, torch.Tensor], int] = lambda _, data: digest_of(data),
-        ready: Callable[[Sequence[int]], BaseException | None] = lambda _: None,
-        count_more: Callable[[range], object] = lambda more: None,
         always_staged: bool = False,
     ) -> None:
         self._line = line
         self._cut = cut
-        self._memory = memory
+        self._supply = supply
         self._shape = shape
         self._staging = Staging(shape.most.staged_bytes, line.group.device)
         self._caller = caller
         self._progress = progress
-        self._pace = pace or Pace(None)
-        self._digest = digest
-        #: Waits until these parcels can be sent, or says why they never will.
-        self._ready = ready
-        #: Told what the receiver asks for while parcels are under way.
-        self._count_more = count_more
         #: Whether the parcels' own memory stays out of the backend's hands, so that a silent peer can be left.
         self._always_staged = always_staged
         self._flying: deque[_Sending] = deque()
@@ -146,7 +148,7 @@ class Outgoing:
             raise ProtocolError(self._line.peer, f"rank {self._line.peer} cancelled without saying why")
         more = range(answer.first, answer.first + answer.number)
         try:
-            self._count_more(more)
+            self._supply.count_more(more)
         except ProtocolError as error:
             self.failure = self.failure or error
             return ()
@@ -155,9 +157,9 @@ class Outgoing:
     def _post(self, numbers: Sequence[int]) -> BaseException | None:
         """Post a burst and the record after it; why this end stops with it, if it does."""
         burst = _Sending([], [], int(self._cut.payload[np.asarray(numbers, dtype=np.int64)].sum()))
-        self.failure = self.failure or self._ready(numbers)
+        self.failure = self.failure or self._supply.ready(numbers)
         if self.failure is None:
-            self._pace.take(burst.nbytes, lambda: self._caller.cause is not None)
+            self._supply.pace.take(burst.nbytes, lambda: self._caller.cause is not None)
         digests: list[int] = []
         for number in numbers:
             data, buffer = self._fetch(number)
@@ -165,7 +167,7 @@ class Outgoing:
                 burst.buffers.append(buffer)
             if self._shape.digests:
                 # First, so that the backend finds the bytes in the cache.
-                digests.append(self._digest(number, data) if self.failure is None else 0)
+                digests.append(self._supply.digest(number, data) if self.failure is None else 0)
             burst.posted.append(self._line.post_send(data))
         # Decided now, not before: a parcel that could not be packed must not pass for one that could.
         cause = self._caller.cause or self.failure
@@ -183,13 +185,13 @@ class Outgoing:
                 if self._left:
                     raise PeerLost(self._line.peer, f"rank {self._line.peer} was silent for too long and was left")
                 if self.failure is None:
-                    direct = packing.as_bytes(self._memory, self._cut, number, self._line.group.device)
+                    direct = packing.as_bytes(self._supply.memory, self._cut, number, self._line.group.device)
                     if direct is not None and not self._always_staged:
                         return direct, None
                     buffer = self._staging.take(size)
                     if direct is not None:
                         return buffer[:size].copy_(direct), buffer
-                    return packing.pack(self._memory, self._cut, number, buffer), buffer
+                    return packing.pack(self._supply.memory, self._cut, number, buffer), buffer
         except Exception as error:
             self.failure = error
         # The burst has been promised: complete it, and cancel with its record.

@@ -1,4 +1,8 @@
-"""The ledger of a receive: which parcels are here and who brought them, who owes which, and which are still wanted."""
+"""The ledger of a receive: which parcels are here and who brought them, who owes which, and which are still wanted.
+
+A neighbour in a chain brings parcels for a source. It owes them as any source does; what it has brought still counts as
+the source's, which is asked whether that holds.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,13 @@ class Ledger:
         self._landed: Bools = np.zeros(len(nbytes), dtype=bool)
         #: Parcels of which something was here before, and that no source has compared with its own yet.
         self._uncompared: Bools = np.zeros(len(nbytes), dtype=bool)
+        #: Neighbours in a chain, and the source for which each brings parcels.
+        self._sources: dict[int, int] = {}
+        #: Where parcels are passed on: whether something has arrived, right or wrong, and the source's digests.
+        self._arrived: Bools = np.zeros(0, dtype=bool)
+        self._digests = np.zeros(0, dtype=np.uint64)
+        #: Why no more parcels come.
+        self._closed: BaseException | None = None
 
     def __len__(self) -> int:
         return len(self._nbytes)
@@ -112,31 +123,80 @@ class Ledger:
             self._holder[chosen[:length]] = rank
             return range(first, first + length)
 
-    def land(self, rank: int, numbers: Sequence[int]) -> None:
-        """A source has brought these. What it no longer owes does not count: another brings it."""
+    def land(self, rank: int, numbers: Sequence[int], wrong: Sequence[int] = (), digests: Sequence[int] = ()) -> None:
+        """A source has brought these, some of them ``wrong``. What it no longer owes does not count: another brings it.
+
+        ``digests`` are the source's, if it sent any.
+        """
         with self._changed:
             chosen = np.asarray(numbers, dtype=np.int64)
-            self._landed[chosen[self._holder[chosen] == rank]] = True
+            mine = self._holder[chosen] == rank
+            chosen = chosen[mine]
+            self._landed[chosen] = True
+            if len(wrong):
+                self._landed[chosen[np.isin(chosen, np.asarray(wrong, dtype=np.int64))]] = False
+            if len(self._arrived):
+                if len(digests):
+                    self._digests[chosen] = np.array(digests, dtype=np.uint64)[mine]
+                self._arrived[chosen] = True
             self._changed.notify_all()
 
     def give_back(self, rank: int) -> None:
-        """A source does not bring what it owes: that is wanted again, or compared by another."""
+        """A source or neighbour does not bring what it owes: that is wanted again, or compared by another."""
         with self._changed:
-            owed = (self._holder == rank) & ~self._landed
+            owed = self._is_from(rank) & ~self._landed
             self._holder[owed] = np.where(self._uncompared[owed], KEPT, NOBODY)
             self._changed.notify_all()
-
-    def damaged(self, rank: int, numbers: Sequence[int]) -> None:
-        """What this source has brought of these is not as it should be, whatever was here before."""
-        with self._changed:
-            chosen = np.asarray(numbers, dtype=np.int64)
-            self._landed[chosen[self._holder[chosen] == rank]] = False
 
     def disown(self, rank: int) -> None:
         """What this source has brought does not count."""
         with self._changed:
-            theirs = self._holder == rank
+            theirs = self._is_from(rank)
             self._landed[theirs], self._holder[theirs] = False, NOBODY
+            self._changed.notify_all()
+
+    def _is_from(self, rank: int) -> Bools:
+        """For each parcel, whether a source owes or brought it, itself or through a neighbour."""
+        theirs: Bools = self._holder == rank
+        for neighbour, source in self._sources.items():
+            if source == rank:
+                theirs |= self._holder == neighbour
+        return theirs
+
+    # -- chains
+
+    def hand_over(self, rank: int, neighbour: int, numbers: Sequence[int]) -> None:
+        """A neighbour brings what a source owes of these."""
+        with self._changed:
+            self._sources[neighbour] = rank
+            chosen = np.asarray(numbers, dtype=np.int64)
+            self._holder[chosen[self._holder[chosen] == rank]] = neighbour
+
+    def keep_digests(self) -> None:
+        """From now on parcels are passed on as they arrive, with the source's digests."""
+        with self._changed:
+            self._arrived, self._digests = np.zeros(len(self), dtype=bool), np.zeros(len(self), dtype=np.uint64)
+
+    def wait_for(self, numbers: Sequence[int]) -> BaseException | None:
+        """Wait until something has arrived for each of these, right or wrong; or why no more comes.
+
+        Whoever gets a wrong one next compares it too.
+        """
+        with self._changed:
+            while not self._arrived[numbers].all():
+                if self._closed is not None:
+                    return self._closed
+                self._changed.wait()
+            return None
+
+    def digest(self, number: int) -> int:
+        """The source's digest of a parcel that has arrived."""
+        return int(self._digests[number])
+
+    def close(self, cause: BaseException) -> None:
+        """No more parcels come."""
+        with self._changed:
+            self._closed = self._closed or cause
             self._changed.notify_all()
 
     # -- accounts
@@ -144,12 +204,12 @@ class Ledger:
     def bytes_from(self, rank: int) -> int:
         """How much a source has brought."""
         with self._changed:
-            return int(self._nbytes[self._landed & (self._holder == rank)].sum())
+            return int(self._nbytes[self._landed & self._is_from(rank)].sum())
 
     def bytes_with(self, rank: int) -> int:
         """How much a source has brought or owes."""
         with self._changed:
-            return int(self._nbytes[(self._holder == rank) & ~self._uncompared].sum())
+            return int(self._nbytes[self._is_from(rank) & ~self._uncompared].sum())
 
     def bytes_of(self, numbers: Sequence[int]) -> int:
         return int(self._nbytes[np.asarray(numbers, dtype=np.int64)].sum())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import numpy as np
 
 from transfuse.errors import CorruptData, PeerError, PeerLost, ProtocolError, SourceMutated
+from transfuse.limits import Sizes
 from transfuse.memory import packing, vm
 from transfuse.memory.digest import WIDE_BYTES
 from transfuse.phases import RELAYING, Phase
@@ -16,10 +18,9 @@ from transfuse.plan import parcels
 from transfuse.plan.parcels import Parcels
 from transfuse.session.accepting import compares_digests, read_offer
 from transfuse.session.bursts import Incoming, Shape, nothing_more
-from transfuse.session.chains import this_host
 from transfuse.session.ledger import Ledger
-from transfuse.session.receive import Compare, Confirm, Fetch, Gathering
-from transfuse.session.relay import Relay
+from transfuse.session.receive import Compare, Confirm, Fetch, Receive
+from transfuse.session.relay import Relay, this_host
 from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools
 from transfuse.wire import messages
@@ -33,31 +34,28 @@ __all__ = ["describe", "receive"]
 
 logger = logging.getLogger("transfuse")
 
-#: After so many bytes read from memory the lease is looked at, and they are known to be good.
-READ_BYTES = 512 << 20
 
-
-def receive(line: Line, gathering: Gathering) -> None:
+def receive(line: Line, shared: Receive) -> None:
     """Hear an offer, take from this source what it is to bring, and tell it how the receive has ended."""
-    gathering.join(line)
-    gathering.prepare(line)
+    shared.roster.join(line)
+    shared.negotiator.prepare(line)
     try:
-        _Conversation(line, gathering, _hear(line, gathering)).run()
+        _Conversation(line, shared, _hear(line, shared)).run()
     except BaseException as error:
-        left = gathering.left(line.peer)
+        left = shared.roster.why_abandoned(line.peer)
         if left is not None:
             line.refuse(left)  # It has come back, too late.
-            gathering.give_back(line.peer)
+            shared.give_back(line.peer)
         else:
             if not line.broken:
                 line.refuse(error)
-            gathering.lost(line.peer, error)
+            shared.lost(line.peer, error)
         raise
 
 
-def _hear(line: Line, gathering: Gathering) -> Offer:
+def _hear(line: Line, shared: Receive) -> Offer:
     """Hear the source's offer, and that it is what the other sources offer too."""
-    with gathering.phase(line, Phase.WAIT_FOR_OFFER):
+    with shared.roster.phase(line, Phase.WAIT_FOR_OFFER):
         try:
             _, body = line.expect(Message.OFFER, tag=OFFER_TAG)
         except ProtocolError as error:
@@ -66,17 +64,17 @@ def _hear(line: Line, gathering: Gathering) -> Offer:
             else:
                 line.broken = True
             raise
-    gathering.may_leave(line, None)
-    with gathering.phase(line, Phase.PLAN):
-        if gathering.request.failure is not None:
-            gathering.fail(gathering.request.failure)
-            raise gathering.request.failure
+    shared.roster.may_abandon(line, None)
+    with shared.roster.phase(line, Phase.PLAN):
+        if shared.request.failure is not None:
+            shared.roster.fail(shared.request.failure)
+            raise shared.request.failure
         line.peer_timeout = messages.timeout_in(body) or line.timeout
         with line.holding_turn():
             offer = read_offer(body, line.limits, line.peer)
             del body
-            gathering.agree(line, offer, lambda: describe(line, offer))
-        gathering.caller.lend(line.peer)
+            shared.agree(line, offer, lambda: describe(line, offer))
+        shared.roster.caller.lend(line.peer)
     return offer
 
 
@@ -95,21 +93,21 @@ def describe(line: Line, offer: Offer) -> Offer:
 class _Conversation:
     """With one source, from its offer on."""
 
-    def __init__(self, line: Line, gathering: Gathering, offer: Offer) -> None:
+    def __init__(self, line: Line, shared: Receive, offer: Offer) -> None:
         self._line = line
-        self._gathering = gathering
+        self._receive = shared
         self._offer = offer
-        self._caller = gathering.caller
-        self._accepted = gathering.accepted
-        self._ledger: Ledger = gathering.ledger
-        self._report = gathering.report
-        self._progress = gathering.progress[line.peer]
+        self._caller = shared.roster.caller
+        self._accepted = shared.accepted
+        self._ledger: Ledger = shared.ledger
+        self._report = shared.roster.report
+        self._progress = shared.roster.progress[line.peer]
         self._pace = Pace(offer.max_bytes_per_second)
         self._read_bytes = 0
         #: Which parcels can be read from its memory.
         self._readable: Bools = np.zeros(len(self._ledger), dtype=bool)
         #: What it can bring, if that is not everything.
-        self._portion = gathering.portion(line.peer)
+        self._portion = shared.portion(line.peer)
         self._want: messages.Want | None = None
         self._shape: Shape | None = None
         self._relay: Relay | None = None
@@ -117,18 +115,18 @@ class _Conversation:
         self._wrong: dict[int, int] = {}
 
     def run(self) -> None:
-        line, gathering = self._line, self._gathering
+        line, shared = self._line, self._receive
         cause: BaseException | None = None
         # Where nothing is needed from anybody, whoever comes first ends it.
         needed = self._portion is None or bool(self._portion.held.any()) or not len(self._ledger)
         if not needed:
-            gathering.release(line.peer)
+            shared.release(line.peer)
         try:
             if needed:
                 self._read()
             while needed:
                 with line.holding_turn(lambda: self._progress.bytes):
-                    task = gathering.next_task(line, self._share())
+                    task = shared.next_task(line, self._share())
                 if task is None:
                     break
                 if isinstance(task, Fetch) and self._readable[np.asarray(task.numbers)].any():
@@ -146,37 +144,36 @@ class _Conversation:
             raise
         finally:
             self._pass_on(cause)
-        with suppress(PeerError), gathering.phase(line, Phase.VERDICT):
+        with suppress(PeerError), shared.roster.phase(line, Phase.VERDICT):
             # Everything is here and verified: whether the source still lives no longer matters.
             line.send(Message.VERDICT, messages.encode(messages.Verdict(self._read_bytes)))
-            if gathering.several:
-                gathering.may_leave(line, line.abandon)  # A frozen one takes no verdict.
+            if shared.roster.several:
+                shared.roster.may_abandon(line, line.abandon)  # A frozen one takes no verdict.
             line.settle()
 
     def _share(self) -> float:
         """How much to ask this source for at a time: all, unless there are others."""
-        if not self._gathering.several:
+        if not self._receive.roster.several:
             return float("inf")
         return self._burst_bytes() * self._offer.bursts_ahead
 
     def _burst_bytes(self) -> int:
         """With several sources bursts are small: all of them are staged, and the last ones should end together."""
-        sources = len(self._gathering.ranks)
-        if sources == 1:
-            return self._offer.burst_bytes
-        staged = self._line.limits.staging_bytes // (sources * self._offer.bursts_ahead)
-        fair = self._accepted.cut.total_bytes // (16 * sources)
-        # One that takes half the timeout is left as silent.
-        timely = int(self._line.timeout / 4 * self._line.limits.slowest_bytes_per_second)
-        return max(min(self._offer.burst_bytes, staged, fair, timely), min(self._accepted.parcel_bytes, staged), 1)
+        return Sizes(self._line.limits, self._line.timeout).burst(
+            self._offer.burst_bytes,
+            self._accepted.cut.total_bytes,
+            self._accepted.parcel_bytes,
+            sources=len(self._receive.roster.ranks),
+            ahead=self._offer.bursts_ahead,
+        )
 
     # -- memory
 
     def _read(self) -> None:
         """Read from the source's memory whatever can be read."""
-        line, gathering, memory = self._line, self._gathering, self._offer.memory
+        line, shared, memory = self._line, self._receive, self._offer.memory
         try:
-            if memory is None or not gathering.request.options.same_host or not len(self._ledger):
+            if memory is None or not shared.request.options.same_host or not len(self._ledger):
                 return
             if self._pace.rate is not None and self._pace.rate * line.timeout < line.limits.min_parcel_bytes:
                 return  # Slower than the timeout allows: over the group such a source is noticed.
@@ -187,8 +184,8 @@ class _Conversation:
                 raise Malformed("an offer whose memory is gone")
             manifest, theirs = self._seen_from_there()
             # One reader uses all threads, unless it is limited.
-            turn = gathering.reading if self._pace.rate is None else nullcontext()
-            with line.holding_turn(lambda: self._progress.bytes), turn, gathering.phase(line, Phase.READ):
+            turn = shared.reading if self._pace.rate is None else nullcontext()
+            with line.holding_turn(lambda: self._progress.bytes), turn, shared.roster.phase(line, Phase.READ):
                 if self._ledger.complete:
                     return
                 call_bytes = self._pace.at_once(vm.CALL_BYTES)
@@ -204,7 +201,7 @@ class _Conversation:
             raise ProtocolError(line.peer, f"rank {line.peer}: {error}") from error
         finally:
             self._progress.bytes = self._ledger.bytes_from(line.peer)
-            gathering.done_reading(line.peer)
+            shared.done_reading(line.peer)
 
     def _seen_from_there(self) -> tuple[Manifest, Parcels]:
         """The source's own manifest, and all parcels with their boxes in its memory."""
@@ -227,11 +224,10 @@ class _Conversation:
             if self._portion is not None:
                 readable &= self._portion.held
         unreadable = 0
-        rate = self._pace.rate
-        share = READ_BYTES if rate is None else min(READ_BYTES, int(rate * line.timeout / 8))
-        while len(numbers := self._gathering.read_share(line.peer, share, readable)):
+        share = Sizes(line.limits, line.timeout).read(self._pace.rate)
+        while len(numbers := self._receive.read_share(line.peer, share, readable)):
             failed = set(reading.read(numbers))
-            if self._gathering.request.options.verify:
+            if self._receive.request.options.verify:
                 failed |= self._settle_differences(reading, [n for n in numbers if n not in failed])
             reader.check()
             done = [n for n in numbers if n not in failed]
@@ -244,7 +240,7 @@ class _Conversation:
             if done:
                 report.count(line.peer, nbytes, len(done), "memory")
             report.read_bytes += nbytes
-            report.verified = bool(self._gathering.request.options.verify)
+            report.verified = bool(self._receive.request.options.verify)
         if unreadable:
             logger.info("rank %d: %d parcels cannot be read, they come over the group", line.peer, unreadable)
 
@@ -284,13 +280,13 @@ class _Conversation:
         agreed = self._ask(numbers)
         assert self._want is not None
         shape = self._shape = self._shape or Shape.of(self._offer, self._want, agreed)
-        report, gathering, line = self._report, self._gathering, self._line
+        report, shared, line = self._report, self._receive, self._line
         report.verified = shape.digests and (report.verified or not report.read_bytes)
         if agreed.downstream is not None or agreed.upstream is not None:
-            self._relay = Relay(line, self._accepted.cut, self._accepted.landing, shape, self._caller)
+            self._relay = Relay(line, self._accepted, self._ledger, shape, self._caller)
             if agreed.downstream is not None:
-                self._relay.start(agreed.downstream, numbers)
-        with gathering.phase(line, Phase.RECEIVE):
+                self._relay.pass_on(agreed.downstream, numbers)
+        with shared.roster.phase(line, Phase.RECEIVE):
             if agreed.upstream is not None:
                 self._take_relayed(agreed, numbers)
                 return
@@ -301,17 +297,16 @@ class _Conversation:
                 shape,
                 self._caller,
                 self._progress,
-                landed=self._landed,
-                always_staged=gathering.several or line.group.moves_tensors,
+                landed=partial(self._landed, line.peer),
+                always_staged=shared.roster.several or line.group.moves_tensors,
             )
-            gathering.may_leave(line, incoming.leave if gathering.several else None)
-            try:
-                incoming.take(numbers, self._more if gathering.several else nothing_more)
-            except PeerLost:
-                self._check_own_memory()
-                raise
-            finally:
-                gathering.may_leave(line, None)
+            several = shared.roster.several
+            with shared.roster.abandonable(line, incoming.leave if several else None):
+                try:
+                    incoming.take(numbers, self._more if several else nothing_more)
+                except PeerLost:
+                    self._check_own_memory()
+                    raise
         self._sort_out(incoming.wrong)
 
     def _check_own_memory(self) -> None:
@@ -322,7 +317,7 @@ class _Conversation:
 
     def _more(self) -> tuple[int, Sequence[int]]:
         """What to ask for in addition: the number that the source has for the first, and the numbers here."""
-        run = self._gathering.more(self._line.peer, self._burst_bytes())
+        run = self._receive.more(self._line.peer, self._burst_bytes())
         return run.start, run if self._portion is None else self._portion.numbers[run.start : run.stop].tolist()
 
     def _pairs(self, numbers: Sequence[int]) -> list[int]:
@@ -331,15 +326,13 @@ class _Conversation:
             numbers = np.searchsorted(self._portion.numbers, np.asarray(numbers, dtype=np.int64)).tolist()
         return messages.pairs_of(numbers)
 
-    def _landed(self, numbers: Sequence[int], digests: Sequence[int], wrong: Sequence[int]) -> None:
-        """A burst has landed; of its parcels, these are wrong."""
-        if self._relay is not None:
-            self._relay.gate.landed(numbers, digests)
-        self._ledger.damaged(self._line.peer, wrong)
-        good = [i for i, n in enumerate(numbers) if n not in wrong] if wrong else range(len(numbers))
-        done = [numbers[i] for i in good]
-        self._ledger.land(self._line.peer, done)
-        self._report.count(self._line.peer, self._ledger.bytes_of(numbers), len(numbers), "group")
+    def _landed(self, rank: int, numbers: Sequence[int], digests: Sequence[int], wrong: Sequence[int]) -> None:
+        """A burst of the source or of the neighbour with this rank has landed; of its parcels, these are wrong."""
+        self._ledger.land(rank, numbers, wrong, digests)
+        nbytes = self._ledger.bytes_of(numbers)
+        self._report.count(self._line.peer, nbytes, len(numbers), "group")
+        if rank != self._line.peer:
+            self._report.relayed_bytes += nbytes
 
     def _sort_out(self, wrong: Sequence[int]) -> None:
         """Let parcels that arrived wrong be wanted again, here or elsewhere; but not from here without end."""
@@ -363,26 +356,24 @@ class _Conversation:
     def _ask(self, numbers: Sequence[int]) -> messages.Agreed:
         """Ask for parcels; what the source agrees to."""
         line, accepted = self._line, self._accepted
-        with self._gathering.phase(line, Phase.WANT):
+        with self._receive.roster.phase(line, Phase.WANT):
             if self._want is not None:
                 line.send(Message.MORE, messages.encode(messages.More(self._pairs(numbers))))
                 self._expect_agreed()
                 return messages.Agreed()
-            alone = not self._gathering.several and self._portion is None
+            alone = not self._receive.roster.several and self._portion is None
+            relay = self._receive.request.options.relay
             want = self._want = messages.Want(
-                parcels.fingerprint(accepted.cut) if self._portion is None else self._portion.fingerprint,
-                accepted.parcel_bytes,
-                self._burst_bytes(),
-                compares_digests(self._offer, self._gathering.request, line.group.device),
-                accepted.apart,
-                accepted.parts,
-                self._pairs(numbers),
-                self._gathering.request.options.relay
-                and line.group.relays
-                and alone
-                and len(numbers) == len(self._ledger),
-                this_host(),
-                None if self._portion is None else self._portion.picks,
+                fingerprint=parcels.fingerprint(accepted.cut) if self._portion is None else self._portion.fingerprint,
+                parcel_bytes=accepted.parcel_bytes,
+                burst_bytes=self._burst_bytes(),
+                digests=compares_digests(self._offer, self._receive.request, line.group.device),
+                apart=accepted.apart,
+                parts=accepted.parts,
+                parcels=self._pairs(numbers),
+                relay=relay and line.group.relays and alone and len(numbers) == len(self._ledger),
+                host=this_host(),
+                picks=None if self._portion is None else self._portion.picks,
             )
             line.send(Message.WANT, messages.encode(want))
             agreed = line.decode(self._expect_agreed(), messages.Agreed)
@@ -398,14 +389,8 @@ class _Conversation:
     def _expect_agreed(self, *kinds: Message) -> bytearray:
         """Wait for an answer, during which nothing of ours is in flight."""
         line = self._line
-        self._gathering.may_leave(line, line.abandon)
-        try:
+        with self._receive.roster.abandonable(line, line.abandon):
             _, body = line.expect(*(kinds or (Message.AGREED,)))
-        finally:
-            self._gathering.may_leave(line, None)
-        left = self._gathering.left(line.peer)
-        if left is not None:
-            raise left
         return body
 
     def _take_relayed(self, agreed: messages.Agreed, numbers: Sequence[int]) -> None:
@@ -417,10 +402,9 @@ class _Conversation:
         with line.holding_turn(lambda: self._progress.bytes):
             # Whatever the source thinks: no silence is longer than the caller allows.
             patience = min(agreed.patience, line.timeout)
-            wrong = self._relay.take(agreed.upstream, numbers, self._progress, self._landed, patience)
-        self._report.relayed_bytes = self._ledger.bytes_of(self._relay.gate.landed_among(numbers))
+            landed = partial(self._landed, agreed.upstream.rank)
+            wrong = self._relay.take(agreed.upstream, numbers, self._progress, landed, patience)
         self._report.repaired += len(wrong)
-        self._ledger.give_back(line.peer)
 
     def _pass_on(self, cause: BaseException | None = None) -> None:
         """Wait until the neighbour after has everything; with a cause, until it has been told."""
@@ -430,7 +414,7 @@ class _Conversation:
         if cause is not None:
             relay.finish(cause)
             return
-        with self._gathering.phase(self._line, Phase.PASS_ON), self._line.holding_turn():
+        with self._receive.roster.phase(self._line, Phase.PASS_ON), self._line.holding_turn():
             relay.finish()
 
     # -- questions
@@ -440,7 +424,7 @@ class _Conversation:
         line = self._line
         if self._want is None:
             self._ask(())
-        with self._gathering.phase(line, Phase.COMPARE):
+        with self._receive.roster.phase(line, Phase.COMPARE):
             line.send(Message.COMPARE, messages.encode(messages.More(self._pairs(numbers))))
             # Both ends hash at the same time.
             mine = packing.wide_digests_of(self._accepted.cut, self._accepted.landing, numbers)
@@ -448,16 +432,16 @@ class _Conversation:
         if len(theirs) != WIDE_BYTES * len(numbers):
             raise ProtocolError(line.peer, f"rank {line.peer} compared parcels that it was not asked about")
         ours = np.frombuffer(b"".join(mine), dtype="V16")
-        self._gathering.compared(line.peer, numbers, ours == np.frombuffer(theirs, dtype="V16"))
+        self._receive.compared(line.peer, numbers, ours == np.frombuffer(theirs, dtype="V16"))
 
     def _confirm(self) -> None:
         """Ask the source whether its tensors are still what they were when it described them."""
         line = self._line
         self._pass_on()
-        with self._gathering.phase(line, Phase.CONFIRM):
+        with self._receive.roster.phase(line, Phase.CONFIRM):
             line.send(Message.CHECK)
             self._expect_agreed()
-        self._gathering.confirmed(line.peer)
+        self._receive.confirmed(line.peer)
 
     def _leaves_of(self, numbers: Sequence[int]) -> list[str]:
         boxes = [piece.box for number in numbers for piece in self._accepted.cut.pieces(number)]

@@ -1,153 +1,162 @@
-"""A receiver's part in a chain: parcels come from the neighbour before, and go to the one after while others arrive.
+"""Relays: receivers that want the same parcels pass them on in a chain, so that the source sends each byte once.
 
-Whatever is in flight between two receivers lies in staging, never in their tensors: a neighbour that falls silent is
-left, and the source brings the rest.
+The source lines the receivers up (:class:`Chains`), neighbours on one host next to each other; it serves the first, and
+each serves the next (:class:`Relay`). For a receiver the neighbour before it is one more source in the ledger, that of
+what the source itself would have brought: what the neighbour does not bring is wanted from the source again. Whatever
+is in flight between two receivers lies in staging, never in their tensors, so a silent neighbour can be abandoned.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
+import os
+import pathlib
+import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
 
-import numpy as np
-import torch
+import xxhash
 
-from transfuse.errors import PeerError, PeerTimeout
-from transfuse.memory.packing import Land
+from transfuse.errors import PeerError
+from transfuse.limits import Patience
 from transfuse.phases import RELAYING
-from transfuse.plan.parcels import Parcels
 from transfuse.progress import Progress
-from transfuse.session.bursts import Incoming, Outgoing, Shape
-from transfuse.session.threads import Caller
-from transfuse.wire.group import Line
-from transfuse.wire.messages import Link
+from transfuse.session.accepting import Accepted
+from transfuse.session.bursts import Incoming, Outgoing, Shape, Supply
+from transfuse.session.ledger import Ledger
+from transfuse.session.threads import Caller, SideConversation
+from transfuse.wire.group import Line, new_link_tag
+from transfuse.wire.messages import Agreed, Link
+from transfuse.wire.rate_limit import Pace
 
-__all__ = ["Gate", "Relay"]
+__all__ = ["Chains", "Relay", "this_host"]
 
 logger = logging.getLogger("transfuse")
 
 
-class Gate:
-    """Which parcels have landed here, with their digests: those can be passed on."""
+# ----------------------------------------------------------------------------------------- at the source: who gets what
 
-    def __init__(self, count: int) -> None:
+
+@cache
+def this_host() -> int:
+    """A number that two ranks of one host, and of one network within it, have in common. Only to order a chain by."""
+    names = [socket.gethostname()]
+    with suppress(OSError):
+        names.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text())
+        names.append(str(os.stat("/proc/self/ns/net").st_ino))
+    return xxhash.xxh3_64_intdigest("\n".join(names).encode())
+
+
+@dataclass
+class _Member:
+    rank: int
+    key: Hashable
+    host: int
+    agreed: Agreed | None = None
+    pace: Pace = field(default_factory=lambda: Pace(None))
+
+
+class Chains:
+    """Where the conversations of one send agree on who gets parcels from whom."""
+
+    def __init__(self, ranks: Sequence[int], nbytes: int, timeout: float, share: float | None = None) -> None:
         self._changed = threading.Condition()
-        self._landed = np.zeros(count, dtype=bool)
-        self._digests = np.zeros(count, dtype=np.uint64)
-        self._cause: BaseException | None = None
+        #: Receivers of which nothing is known yet: a chain is made without them when the wait is over.
+        self._expected = set(ranks)
+        self._waiting: list[_Member] = []
+        self._patience = Patience(timeout)
+        self._wait = self._patience.chain_members(nbytes)
+        self._until = float("inf")
+        #: Bytes a second for each receiver, if they are limited: a chain goes at the sum of its members' shares.
+        self._share = share
 
-    def landed(self, numbers: Sequence[int], digests: Sequence[int]) -> None:
-        """These are here, or what arrived in their place: whoever gets them next compares them too."""
+    def leave(self, rank: int) -> None:
+        """This receiver will not be in any chain: nobody waits for it."""
         with self._changed:
-            self._landed[numbers] = True
-            if digests:
-                self._digests[numbers] = np.array(digests, dtype=np.uint64)
+            self._expected.discard(rank)
             self._changed.notify_all()
 
-    def landed_among(self, numbers: Sequence[int]) -> list[int]:
+    def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, Pace]:
+        """Line up with those who want the same; what this receiver is told, and the pace of its whole chain."""
+        me = _Member(rank, key, host)
         with self._changed:
-            return [n for n in numbers if self._landed[n]]
-
-    def close(self, cause: BaseException) -> None:
-        """No more will land."""
-        with self._changed:
-            self._cause = self._cause or cause
+            self._expected.discard(rank)
+            if not self._waiting:
+                self._until = time.monotonic() + self._wait
+            self._waiting.append(me)
             self._changed.notify_all()
+            while me.agreed is None:
+                left = self._until - time.monotonic()
+                if not self._expected or left <= 0:
+                    self._line_up()
+                    self._changed.notify_all()
+                else:
+                    self._changed.wait(left)
+            return me.agreed, me.pace
 
-    def wait(self, numbers: Sequence[int]) -> BaseException | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._cause is not None or bool(self._landed[numbers].all()))
-            return None if self._landed[numbers].all() else self._cause
+    def _line_up(self) -> None:
+        by_key: dict[Hashable, list[_Member]] = {}
+        for member in sorted(self._waiting, key=lambda member: (member.host, member.rank)):
+            by_key.setdefault(member.key, []).append(member)
+        self._waiting.clear()
+        for members in by_key.values():
+            pace = Pace(None if self._share is None else self._share * len(members))
+            tags = [new_link_tag() for _ in members]
+            ids = [secrets.randbits(63) for _ in members]
+            for i, member in enumerate(members):
+                before = Link(members[i - 1].rank, tags[i], ids[i]) if i > 0 else None
+                after = Link(members[i + 1].rank, tags[i + 1], ids[i + 1]) if i + 1 < len(members) else None
+                member.agreed, member.pace = Agreed(before, after, self._patience.neighbour(i, len(members))), pace
 
-    def digest(self, number: int) -> int:
-        return int(self._digests[number])
 
-
-class _Side:
-    """One neighbour: its line, and the thread that talks with it."""
-
-    def __init__(self, line: Line, link: Link, talk: Callable[[Line], None]) -> None:
-        self.line = line
-        line.tag, line.transfer = link.tag, link.transfer
-        self._talk = talk
-        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"transfuse-link-{line.peer}", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def _run(self) -> None:
-        error: BaseException | None = None
-        try:
-            with torch.inference_mode(False), torch.no_grad(), self.line:
-                self._talk(self.line)
-        except BaseException as caught:
-            error = caught
-        self.ended.put(error)
-
-    def wait(self, progress: Callable[[], int], patience: float, leave: Callable[[], object]) -> BaseException | None:
-        """Wait for its end, for as long as there is progress; how it failed, if it did."""
-        seen, since = progress(), time.monotonic()
-        while True:
-            try:
-                error = self.ended.get(timeout=max(0.01, min(patience / 8, 0.5)))
-                self._thread.join()
-                return error
-            except queue.Empty:
-                if progress() != seen:
-                    seen, since = progress(), time.monotonic()
-                elif time.monotonic() - since >= patience:
-                    leave()
-                    return PeerTimeout(self.line.peer, self.line.phase, patience)
+# ------------------------------------------------------------------------------------------------- between receivers
 
 
 class Relay:
-    """Takes the parcels of one receive from a neighbour, and passes them on to another."""
+    """Takes the parcels of one receive from the neighbour before, and passes them on to the one after."""
 
-    def __init__(self, source: Line, cut: Parcels, landing: Land, shape: Shape, caller: Caller) -> None:
+    def __init__(self, source: Line, accepted: Accepted, ledger: Ledger, shape: Shape, caller: Caller) -> None:
         self._source = source
-        self._cut = cut
-        self._landing = landing
+        self._accepted = accepted
+        self._ledger = ledger
         self._shape = shape
         self._caller = caller
-        self.gate = Gate(len(cut))
-        self._after: _Side | None = None
-        self._outgoing: Outgoing | None = None
+        #: The conversation in which parcels are passed on, and with whom.
+        self._passing: SideConversation | None = None
+        self._after = -1
         self._passed_on = Progress()
 
-    def _line_to(self, peer: int) -> Line:
-        return Line(self._source.group, peer, self._source.timeout, self._source.limits)
+    def _line_to(self, link: Link, phase: str) -> Line:
+        line = Line(self._source.group, link.rank, self._source.timeout, self._source.limits)
+        line.tag, line.transfer, line.phase = link.tag, link.transfer, phase
+        return line
 
-    def start(self, downstream: Link, numbers: Sequence[int]) -> None:
-        """Begin to pass these parcels on, each as soon as it has landed."""
-
-        def talk(line: Line) -> None:
-            line.phase = "passing parcels on"
-            outgoing.send(numbers)
-
-        line = self._line_to(downstream.rank)
+    def pass_on(self, downstream: Link, numbers: Sequence[int]) -> None:
+        """Begin to pass these parcels on, each as soon as it has arrived."""
+        ledger, line = self._ledger, self._line_to(downstream, "passing parcels on")
+        ledger.keep_digests()
 
         def ready(some: Sequence[int]) -> BaseException | None:
             # What holds this line up is another one's wait, which may be overdue.
             with line.resting():
-                return self.gate.wait(some)
+                return ledger.wait_for(some)
 
-        outgoing = self._outgoing = Outgoing(
+        outgoing = Outgoing(
             line,
-            self._cut,
-            self._landing,
+            self._accepted.cut,
+            Supply(self._accepted.landing, lambda number, _: ledger.digest(number), ready),
             self._shape,
             Caller(watching=False),
             self._passed_on,
-            digest=lambda number, _: self.gate.digest(number),
-            ready=ready,
             always_staged=True,
         )
-        self._after = _Side(line, downstream, talk)
-        self._after.start()
+        self._after = downstream.rank
+        self._passing = SideConversation(line, partial(outgoing.send, numbers), outgoing.leave)
 
     def take(
         self,
@@ -157,29 +166,29 @@ class Relay:
         landed: Callable[[Sequence[int], Sequence[int], Sequence[int]], object],
         patience: float,
     ) -> list[int]:
-        """Receive these parcels from the neighbour before, as far as they come; those with a wrong digest."""
-        line = self._line_to(upstream.rank)
+        """Let the neighbour before bring these parcels instead of the source; those that came with a wrong digest.
+
+        What it has not brought when it is done, has failed or is silent for longer than ``patience``, is wanted from
+        the source again.
+        """
+        line = self._line_to(upstream, RELAYING)
         incoming = Incoming(
             line,
-            self._cut,
-            self._landing,
+            self._accepted.cut,
+            self._accepted.landing,
             self._shape,
             self._caller,
             progress,
             landed=landed,
             always_staged=True,
         )
-
-        def talk(line: Line) -> None:
-            line.phase = RELAYING
-            incoming.take(numbers)
-
-        side = _Side(line, upstream, talk)
-        side.start()
-        error = side.wait(lambda: progress.bytes, patience, incoming.leave)
-        if error is self._caller.cause and error is not None:
-            raise error
-        if isinstance(error, PeerError):
+        self._ledger.hand_over(self._source.peer, upstream.rank, numbers)
+        try:
+            error = SideConversation(line, partial(incoming.take, numbers), incoming.leave).wait(progress, patience)
+        finally:
+            # Only now: its thread has ended, or will not land anything any more.
+            self._ledger.give_back(upstream.rank)
+        if isinstance(error, PeerError) and error is not self._caller.cause:
             logger.info("rank %d no longer passes parcels on (%s); the source brings the rest", upstream.rank, error)
         elif error is not None:
             raise error
@@ -188,11 +197,10 @@ class Relay:
     def finish(self, cause: BaseException | None = None) -> None:
         """Wait until the neighbour after has everything, or is gone; with a cause, until it has been told."""
         if cause is not None:
-            self.gate.close(cause)
-        if self._after is None or self._outgoing is None:
+            self._ledger.close(cause)
+        if self._passing is None:
             return
-        side = self._after
-        error = side.wait(lambda: self._passed_on.bytes, self._source.timeout, self._outgoing.leave)
+        error = self._passing.wait(self._passed_on, self._source.timeout)
         if error is not None and error is not cause:
             # It gets the rest from the source: nothing that concerns this receive.
-            logger.info("rank %d did not take what was passed on: %s", side.line.peer, error)
+            logger.info("rank %d did not take what was passed on: %s", self._after, error)

@@ -23,8 +23,8 @@ from transfuse.plan.regions import Boxes
 from transfuse.plan.request import boxes_in
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.session.bursts import Outgoing, Shape
-from transfuse.session.chains import Chains, this_host
+from transfuse.session.bursts import Outgoing, Shape, Supply
+from transfuse.session.relay import Chains, this_host
 from transfuse.session.threads import Caller
 from transfuse.state.leaves import dense
 from transfuse.state.manifest import Described, Ints
@@ -241,13 +241,10 @@ class _Serving:
         self._outgoing = Outgoing(
             line,
             cut,
-            self._memory,
+            Supply(self._memory, digest, count_more=self._count_more, pace=pace),
             shape,
             self._caller,
             self._progress,
-            pace=pace,
-            digest=digest,
-            count_more=self._count_more,
             always_staged=line.group.moves_tensors,
         )
         self._report.verified = want.digests

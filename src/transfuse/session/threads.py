@@ -17,14 +17,14 @@ import torch
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
+from transfuse.errors import PeerTimeout
+from transfuse.limits import Patience
 from transfuse.phases import Phase, trace_name
+from transfuse.progress import Progress
 from transfuse.report import Report
+from transfuse.wire.group import Line
 
-__all__ = ["Caller", "current_stream", "run"]
-
-SLICE_SECONDS = 0.1
-#: After an interrupt, how long a conversation that holds no tensors may take to say goodbye.
-GOODBYE_SECONDS = 1.0
+__all__ = ["Caller", "SideConversation", "current_stream", "run"]
 
 
 class _Event(NamedTuple):
@@ -191,7 +191,7 @@ def _wait_for(
     park: Callable[[int], None],
 ) -> dict[int, BaseException]:
     waiting, failed = set(threads), {}
-    give_up = float("inf") if caller.cause is None else time.monotonic() + GOODBYE_SECONDS
+    give_up = float("inf") if caller.cause is None else time.monotonic() + Patience.GOODBYE_SECONDS
     while waiting:
         try:
             event = _next(caller.events)
@@ -213,7 +213,7 @@ def _wait_for(
                     raise  # Asked twice to stop: at once, then.
                 continue  # The backend may still write to the caller's memory, until the timeout at the latest.
             caller.stop(interrupt)
-            give_up = time.monotonic() + GOODBYE_SECONDS
+            give_up = time.monotonic() + Patience.GOODBYE_SECONDS
         if time.monotonic() > give_up and caller.may_leave():
             for rank in waiting:
                 park(rank)
@@ -225,9 +225,45 @@ def _wait_for(
 
 def _next(events: queue.SimpleQueue[_Event | _Mark | None]) -> _Event | _Mark | None:
     try:
-        return events.get(timeout=SLICE_SECONDS)
+        return events.get(timeout=Patience.SLICE_SECONDS)
     except queue.Empty:
         return None
+
+
+class SideConversation:
+    """A conversation in a thread of its own, beside the one that waits for it, or goes on without it."""
+
+    def __init__(self, line: Line, talk: Callable[[], object], leave: Callable[[], object]) -> None:
+        self._line = line
+        self._leave = leave
+        self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        name = f"transfuse-link-{line.peer}"
+        self._thread = threading.Thread(target=self._run, args=(talk,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, talk: Callable[[], object]) -> None:
+        error: BaseException | None = None
+        try:
+            with torch.inference_mode(False), torch.no_grad(), self._line:
+                talk()
+        except BaseException as caught:
+            error = caught
+        self._ended.put(error)
+
+    def wait(self, progress: Progress, patience: float) -> BaseException | None:
+        """Wait for its end; abandon it after ``patience`` seconds without progress. How it failed, if it did."""
+        seen, since = progress.bytes, time.monotonic()
+        while True:
+            try:
+                error = self._ended.get(timeout=Patience.neighbour_slice(patience))
+                self._thread.join()
+                return error
+            except queue.Empty:
+                if progress.bytes != seen:
+                    seen, since = progress.bytes, time.monotonic()
+                elif time.monotonic() - since >= patience:
+                    self._leave()
+                    return PeerTimeout(self._line.peer, self._line.phase, patience)
 
 
 def current_stream() -> Callable[[], AbstractContextManager[object]]:

@@ -42,7 +42,7 @@ from transfuse.errors import (
     TransfuseError,
     as_utf8,
 )
-from transfuse.limits import Limits
+from transfuse.limits import Limits, Patience
 from transfuse.wire import messages
 from transfuse.wire.loopback import Loop
 from transfuse.wire.messages import HEADER_BYTES, Header, Intent, Message
@@ -647,7 +647,7 @@ class Line:
     @property
     def pulse_seconds(self) -> float:
         """How often: not more often than this, whatever the peer says that it needs."""
-        return max(min(self.timeout, self.peer_timeout) / 4, 0.05)
+        return Patience(self.timeout).pulse(self.peer_timeout)
 
     def pulse(self) -> None:
         """Show a sign of life if one is due. Called by the watch."""
