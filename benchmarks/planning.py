@@ -32,6 +32,7 @@ from time import perf_counter, thread_time
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +43,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import transfuse
 from transfuse.errors import TargetMismatch
 from transfuse.limits import MIB, Limits, Sizes
+from transfuse.memory.arena import Supply
 from transfuse.memory.assembly import assemble
 from transfuse.options import Options
 from transfuse.plan import parcels
@@ -51,6 +53,7 @@ from transfuse.plan.request import Picks, boxes_in
 from transfuse.session import agreement
 from transfuse.session.accepting import read_description, read_offer
 from transfuse.session.context import Request
+from transfuse.state.leaves.codec import Room
 from transfuse.state.leaves.registry import Kinds
 from transfuse.state.manifest import Described, describe
 from transfuse.wire import messages
@@ -62,7 +65,7 @@ HIDDEN, WIDE = 4096, 16384
 CPU = torch.device("cpu")
 
 SOURCE_PHASES = ("describe", "offer", "answer")
-RECEIVER_PHASES = ("prepare", "read offers", "agree", "assemble", "portions", "wants")
+RECEIVER_PHASES = ("prepare", "read offers", "agree", "assemble", "shares", "wants")
 #: A plan is to be within these.
 MOST_SECONDS, MOST_MIB = 2.0, 500
 
@@ -388,59 +391,62 @@ def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool)
         choice = agreement.choose(list(offers), offers, known, Request(target=prepared))
     try:
         with clock.phase("assemble"):
-            cut, landing, _ = assemble(
+            manifest = choice.cohorts[0].manifest
+            plan = assemble(
                 choice.cohorts,
                 prepared,
+                Room(manifest.shared, manifest.coordinates),
+                Kinds(limits),
                 Options(),
-                kinds=Kinds(limits),
-                limits=limits,
-                device=CPU,
+                Supply(CPU, limits),
                 parcel_bytes=described.parcel_bytes,
             )
     except TargetMismatch as error:
         planned.refused, planned.peak_bytes = str(error), memory.peak()
         planned.profile = _most_called(profile)
         return planned
-    with clock.phase("portions"):
+    with clock.phase("shares"):
         # Each conversation asks what its source can bring.
-        portions = {peer: landing.portion(peer) for peer in offers}
+        shares = {peer: plan.shares.of(peer) for peer in offers}
     most = -1
     with clock.phase("wants"):
         # Each is sent by its own conversation, and not kept.
-        for peer, portion in portions.items():
-            if not portion.held.any():
+        for peer, share in shares.items():
+            if not share.held.any():
                 continue
             want = messages.encode(
                 messages.Want(
-                    portion.fingerprint,
+                    share.fingerprint,
                     described.parcel_bytes,
                     described.burst_bytes,
                     True,
                     [],
                     [],
-                    messages.pairs_of(range(len(portion.numbers))),
+                    messages.pairs_of(range(int(share.held.sum()))),
                     False,
                     0,
-                    portion.picks,
+                    share.picks,
                 )
             )
             planned.needed += 1
             planned.want_bytes += len(want)
-            if len(portion.boxes) > most:
-                most, planned.busiest, planned.want = len(portion.boxes), peer, want
+            if _count(share.picks) > most:
+                most, planned.busiest, planned.want = _count(share.picks), peer, want
     planned.peak_bytes, planned.kept_bytes = memory.peak(), memory.now()
+    cut = plan.cut
     planned.pieces, planned.parcels = len(cut.boxes), len(cut)
-    planned.fingerprint = portions[planned.busiest].fingerprint
+    planned.fingerprint = shares[planned.busiest].fingerprint
     planned.profile = _most_called(profile)
     # What is asked for is what there is, each byte once for each source that could bring it.
     needed = sum(leaf.to_local().nbytes for leaf in prepared.leaves if isinstance(leaf, DTensor))
-    if cut.total_bytes != needed or any(_count(p.picks) != len(p.boxes) for p in portions.values()):
+    boxes = np.where(cut.low == 0, cut.count, 0)
+    if cut.total_bytes != needed or any(_count(s.picks) != boxes[s.held].sum() for s in shares.values()):
         raise AssertionError(f"a plan of {cut.total_bytes} bytes, where {needed} are needed")
     return planned
 
 
-def _count(picks: Picks) -> int:
-    return len(picks.leaf) // 4
+def _count(picks: Picks | None) -> int:
+    return 0 if picks is None else len(picks.leaf) // 4
 
 
 def _receiver(say: Connection[Any, Any], case: Case, rank: int, runs: int, profiled: bool) -> None:

@@ -200,15 +200,16 @@ def offer(data: bytes) -> None:
         return
     boxes, cut = accepted.cut.boxes, accepted.cut
     _promised((cut.nbytes > 0).all() and (cut.nbytes <= PARCEL).all(), "a parcel of an impossible size")
-    if accepted.assembled is not None:
-        portion = accepted.assembled.portion(PEER)
-        _promised(portion.held.all() and len(portion.numbers) == len(cut), "parcels that nobody brings")
+    share = accepted.shares.of(PEER)
+    _promised(share.held.all(), "parcels that nobody brings")
+    if share.order is not None:
+        _promised(len(share.order) == len(cut), "parcels that nobody brings")
         return
     _promised((boxes.start >= 0).all(), "a box before its storage")
     ends = np.array([boxes.box(i).end for i in range(min(len(boxes), 500))], dtype=np.float64)
     sizes = accepted.manifest.storages.nbytes[boxes.storage][: len(ends)]
     _promised((ends <= sizes).all(), "a box beyond its storage")
-    _promised(target is None or all(0 <= n < len(accepted.manifest.parts) for n in accepted.parts), "wanted parts")
+    _promised(target is None or all(0 <= n < len(accepted.manifest.parts) for n in share.parts), "wanted parts")
     if target is None and cut.total_bytes <= MIB:
         try:
             accepted.landing.finish(accepted.room, accepted.kinds)  # Of whatever bytes the memory holds.

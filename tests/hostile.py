@@ -1417,9 +1417,9 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
     def accept_offer(*args: Any) -> Accepted:
         accepted = accepting.accept(*args)
         memory = accepted.landing.fresh
-        fresh = 0 if memory is None else sum(map(len, memory.arena.blocks))
-        fresh += 0 if memory is None else sum(storage.nbytes() for storage in memory.arena._storages.values())
-        fresh += sum(tensor.nbytes for tensor in getattr(memory, "locals", {}).values())
+        fresh = sum(map(len, memory.arena.blocks))
+        fresh += sum(storage.nbytes() for storage in memory.arena._storages.values())
+        fresh += sum(tensor.nbytes for tensor in memory.local_tensors.values())
         assert fresh <= CAP + ALIGNMENT * len(accepted.manifest.storages), f"{fresh} bytes allocated"
         if accepted.cut.total_bytes > MAX_PLANNED:
             raise TooMuch("planned")

@@ -270,9 +270,7 @@ def test_every_stage_that_is_here_is_in_the_plan_whoever_is_quicker(count: int, 
             receive = scheduled.receive
             assert receive.roster.present == set(range(count))
             for rank in range(count):
-                portion = receive.portion(rank)
-                assert portion is not None
-                assert portion.held.any(), f"nothing is wanted from rank {rank}"
+                assert receive.share(rank).held.any(), f"nothing is wanted from rank {rank}"
 
         return judge
 

@@ -498,15 +498,59 @@ def interrupted(
     return error.partial
 
 
-def resumed(pgs: Ranks, offered: dict[str, Any], target: object | None, partial: transfuse.Partial) -> tuple[Any, Any]:
+def resumed(
+    pgs: Ranks, offered: dict[str, Any], target: object | None, partial: transfuse.Partial, **options: Any
+) -> tuple[Any, Any]:
     def work(rank: int, pg: Any) -> Any:
         if rank == 0:
             return transfuse.PGTransport(pg, TIMEOUT, CPU).send_checkpoint([1], offered, step=1)
-        taker = transfuse.PGTransport(pg, TIMEOUT, CPU, None if target is None else lambda: target)
+        taker = transfuse.PGTransport(pg, TIMEOUT, CPU, None if target is None else lambda: target, **options)
         return taker.recv_checkpoint(0, step=1, resume=partial), taker.report
 
     result: tuple[Any, Any] = pgs.outcomes(work)[1].get()
     return result
+
+
+@pytest.mark.usefixtures("either_route")
+@pytest.mark.parametrize("delta", [False, True], ids=["all", "delta"])
+@pytest.mark.parametrize("atomic", [False, True], ids=["torn", "atomic"])
+@pytest.mark.parametrize("assembled", [False, True], ids=["as it is", "assembled"])
+def test_whatever_has_arrived_is_left_and_only_the_rest_is_fetched(assembled: bool, atomic: bool, delta: bool) -> None:
+    offered = {f"w{i}": torch.randn(MIB // 4, generator=torch.Generator().manual_seed(i)) for i in range(8)}
+    total = sum(tensor.nbytes for tensor in offered.values())
+    own = {f"own.{name}" if assembled else name: torch.zeros(MIB // 4) for name in offered}
+    options: dict[str, Any] = {"atomic": atomic, "delta": delta}
+    if assembled:
+        options["map_path"] = {"*": "own.*"}
+    with Ranks(2, 40) as ranks:
+        partial = interrupted(ranks, offered, own, 2 * MIB, **options)
+        assert 0 < partial.received_bytes < total
+        assert bool(partial.torn) != atomic
+        assert any(bool(tensor.any()) for tensor in own.values()) != atomic
+        received, report = resumed(ranks, offered, own, partial, **options)
+    # With delta also what was under way when the receive ended, and had landed.
+    assert report.kept_bytes >= partial.received_bytes if delta else report.kept_bytes == partial.received_bytes
+    assert report.bytes == total - report.kept_bytes
+    for name, tensor in offered.items():
+        mine = f"own.{name}" if assembled else name
+        assert torch.equal(own[mine], tensor), name
+        assert received[mine] is own[mine]
+
+
+@pytest.mark.usefixtures("either_route")
+def test_a_partial_of_copies_serves_other_targets_and_is_not_taken_for_targets() -> None:
+    """What lies in copies is known by its digests, not by where the copies were meant to go."""
+    offered = {f"w{i}": torch.randn(MIB // 4) for i in range(8)}
+    rules = {"*": "own.*"}
+    with Ranks(2, 40) as ranks:
+        for atomic in (True, False):
+            first = {f"own.{name}": torch.zeros(MIB // 4) for name in offered}
+            partial = interrupted(ranks, offered, first, 2 * MIB, atomic=True, map_path=rules)
+            other = {f"own.{name}": torch.zeros(MIB // 4) for name in offered}
+            _, report = resumed(ranks, offered, other, partial, atomic=atomic, map_path=rules)
+            assert report.kept_bytes == (partial.received_bytes if atomic else 0)
+            assert all(torch.equal(other[f"own.{name}"], tensor) for name, tensor in offered.items())
+            assert not any(tensor.any() for tensor in first.values())
 
 
 @pytest.mark.usefixtures("either_route")

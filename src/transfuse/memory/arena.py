@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from transfuse.limits import MIB
+from transfuse.errors import LimitExceeded
+from transfuse.limits import MIB, Limits
 from transfuse.state.leaves import dense
+from transfuse.state.manifest import Manifest
+from transfuse.state.tensors import Bools, Ints
 
-__all__ = ["ALIGNMENT", "BLOCK_BYTES", "LARGE_BYTES", "Arena"]
-
-Ints = npt.NDArray[np.int64]
+__all__ = ["ALIGNMENT", "BLOCK_BYTES", "LARGE_BYTES", "Arena", "FreshMemory", "Supply", "allocate"]
 
 #: Storages of this size or more are allocations of their own.
 LARGE_BYTES = 1 * MIB
@@ -45,7 +46,7 @@ _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 class Arena:
     """Fresh storages, by the numbers they have in a manifest."""
 
-    def __init__(self, nbytes: Ints, needed: npt.NDArray[np.bool_], homes: Sequence[torch.device], home: Ints) -> None:
+    def __init__(self, nbytes: Ints, needed: Bools, homes: Sequence[torch.device], home: Ints) -> None:
         """Allocate those that are ``needed``, each in ``homes[home]``. ``RuntimeError`` if there is no memory."""
         #: For each storage, the address of its first byte, if it is here, in main memory, and not empty; otherwise 0.
         self.address: Ints = np.zeros(len(nbytes), dtype=np.int64)
@@ -113,6 +114,56 @@ class Arena:
         if len(shape) == 1:
             return result
         return result.resize_(*shape) if shape else result.squeeze_(0)
+
+
+class FreshMemory(NamedTuple):
+    """All memory that a receive has allocated. A later receive of the same state may go on with it."""
+
+    #: Which parts of the manifest are built over the arena.
+    parts: Bools
+    arena: Arena
+    #: For each leaf that is a fresh DTensor, its local tensor.
+    local_tensors: Mapping[int, torch.Tensor]
+    #: With ``atomic``, the copies of targets that are written first, if they are not in the arena.
+    copies: Sequence[torch.Tensor]
+
+    def fits(self, parts: Bools, local_shapes: Mapping[int, tuple[int, ...]]) -> bool:
+        """Whether this is the memory for these parts and local tensors of the same manifest. (Copies are looked at one
+        by one.)
+        """
+        mine = {leaf: tuple(tensor.shape) for leaf, tensor in self.local_tensors.items()}
+        return bool(np.array_equal(self.parts, parts)) and mine == dict(local_shapes)
+
+
+class Supply(NamedTuple):
+    """Where fresh memory comes from: a device, within limits, or what an earlier receive has left."""
+
+    device: torch.device
+    limits: Limits
+    kept: FreshMemory | None = None
+
+
+def allocate(manifest: Manifest, fresh: Bools, supply: Supply, extra_bytes: int = 0) -> Arena:
+    """One fresh storage for each storage that has a fresh part. ``extra_bytes`` are allocated elsewhere."""
+    parts, storages = manifest.parts, manifest.storages
+    device, limits, _ = supply
+    needed = np.zeros(len(storages), dtype=bool)
+    needed[parts.storage[fresh]] = True
+    # A fresh part that is empty needs a storage to look into, but none of its bytes.
+    filled = np.zeros(len(storages), dtype=bool)
+    filled[parts.storage[fresh & (parts.numel > 0)]] = True
+    total = int(storages.nbytes[filled].astype(float).sum()) + extra_bytes
+    if total > limits.max_receive_bytes:
+        raise LimitExceeded(
+            f"the source offers {total} bytes of fresh tensors, more than max_receive_bytes="
+            f"{limits.max_receive_bytes}; raise it, or receive in place"
+        )
+    cpu = torch.device("cpu")
+    homes = [device if torch.device(name).type == device.type else cpu for name in storages.devices]
+    try:
+        return Arena(np.where(filled, storages.nbytes, 0), needed, homes, storages.device)
+    except RuntimeError as error:
+        raise LimitExceeded(f"no memory for {total} bytes of fresh tensors; receive in place: {error}") from error
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:

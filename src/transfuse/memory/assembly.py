@@ -1,90 +1,58 @@
-"""Assembly: a state put together from sources that hold it in other pieces, under other names, or as other types.
+"""The plan of a state that is put together from sources that hold it in other pieces, under other names, or as other
+types.
 
 :func:`assemble` finds out what is needed here and which sources hold it, and cuts it into parcels that every source
-which holds them sends alike. :class:`Assembled` is where they land.
+which holds them sends alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from transfuse.errors import UnsupportedLeaf
-from transfuse.limits import Limits
+from transfuse.memory import landing
+from transfuse.memory.arena import Supply
+from transfuse.memory.landing import Built, Copy
 from transfuse.memory.needs import Catalogue, Late, Needs
 from transfuse.memory.packing import Place
 from transfuse.options import Options
 from transfuse.plan import parcels
-from transfuse.plan.cohorts import Cohort, Who
-from transfuse.plan.holdings import Holdings
+from transfuse.plan.cohorts import Cohort
 from transfuse.plan.linking import Link
 from transfuse.plan.match import Prepared, prepare
 from transfuse.plan.parcels import Parcels
-from transfuse.plan.pieces import Pieces, split
-from transfuse.plan.request import Picks, boxes_in, merged
+from transfuse.plan.request import merged
+from transfuse.plan.shares import Pieces, SharesOfPieces, split
 from transfuse.plan.spots import Spot
 from transfuse.state import trees
 from transfuse.state.leaves import dense, values
-from transfuse.state.leaves.codec import CannotCarry, Room
+from transfuse.state.leaves.codec import Room
 from transfuse.state.leaves.registry import Kinds
-from transfuse.state.manifest import Leaf, Manifest
+from transfuse.state.leaves.spec import is_sharded
+from transfuse.state.manifest import Leaf
 from transfuse.state.tensors import Bools, Ints, contiguous
 
-__all__ = ["Assembled", "Assembly", "Portion", "assemble"]
+__all__ = ["Assembly", "assemble"]
 
 #: So many paths are made in one go through the tree rather than one by one.
 MANY = 16
 
 
-class Portion(NamedTuple):
-    """What one source can bring."""
-
-    #: Of all parcels, which.
-    held: Bools
-    #: Their numbers, in the order in which the source numbers them.
-    numbers: Ints
-    #: What the source is asked for, and the boxes of it among all boxes.
-    picks: Picks
-    boxes: Ints
-    fingerprint: int
-
-
-class _Names(NamedTuple):
-    """Columns of what is needed, as sources call it: the leaf in each cohort, which of its tensors, and as what."""
-
-    leaf: Ints
-    tensor: Ints
-    ndim: Ints
-    wires: list[torch.dtype | None]
-    wire: Ints
-
-
-class Assembly(NamedTuple):
-    """A plan, and where it lands."""
-
-    cut: Parcels
-    landing: Assembled
-    room: Room
-
-
 def assemble(
     cohorts: Sequence[Cohort],
     prepared: Prepared,
-    options: Options,
-    *,
-    late: Late | None = None,
+    room: Room,
     kinds: Kinds,
-    limits: Limits,
-    device: torch.device,
+    options: Options,
+    supply: Supply,
+    *,
     parcel_bytes: int,
-    kept: Any = None,
+    late: Late | None = None,
 ) -> Assembly:
     """Plan a receive from these cohorts, of which the first one's description is the state's.
 
@@ -93,11 +61,8 @@ def assemble(
     links: Sequence[Link] | None = None
     if late is not None:
         target, links = late(Catalogue(cohorts))
-        prepared = prepare(target, limits)
-    main = cohorts[0].manifest
-    room = Room(main.shared, main.coordinates, options.mesh, options.weights_only_objects)
-    cast, atomic = options.cast, options.atomic
-    needs = Needs(cohorts, prepared, room, kinds, cast=cast, atomic=atomic, device=device, limits=limits, kept=kept)
+        prepared = prepare(target, supply.limits)
+    needs = Needs(cohorts, prepared, room, kinds, options, supply)
     if links is not None:
         needs.linked(None, options.strict, links)
     elif prepared.target is None:
@@ -110,23 +75,34 @@ def assemble(
     pieces = split(cohorts, needs.needs)
     item = np.array([need.item for need in needs.needs], dtype=np.int64)
     cut = parcels.cut(pieces.boxes(item), parcel_bytes, all_staged=True)
-    return Assembly(cut, Assembled(cohorts, needs, pieces, cut), room)
+    return Assembly(cohorts, needs, pieces, cut)
 
 
-class Assembled:
-    """The places of all pieces at the receiver, and what each source can bring."""
+class Assembly:
+    """The places of all pieces at the receiver. Its tensors are the spots; its leaves are those that have one."""
 
     def __init__(self, cohorts: Sequence[Cohort], needs: Needs, pieces: Pieces, cut: Parcels) -> None:
+        self.manifest = needs.manifest
+        self.cut = cut
+        self.shares = SharesOfPieces(cohorts, needs.needs, pieces, cut)
+        self.memory = needs.memory
+        self.atomic = needs.atomic
         self._cohorts = cohorts
         self._needs = needs
         self._pieces = pieces
-        self._cut = cut
-        self._portions: dict[tuple[int, tuple[int, ...]], Portion] = {}
-        self._touched: Bools = np.zeros(len(pieces), dtype=bool)
-        self._applied = False
-        #: Where the pieces of each set of sources begin, and the last ones end.
-        self._groups: Ints = np.searchsorted(pieces.group, np.arange(len(pieces.groups) + 1))
         self._locate()
+
+    @property
+    def fingerprint(self) -> int:
+        digest = xxhash.xxh3_64(parcels.fingerprint(self.cut, 0).to_bytes(8, "little"))
+        for column in (self._pieces.need, self._pieces.start, self._pieces.sizes):
+            digest.update(np.ascontiguousarray(column).data)
+        for need in self._needs.needs:
+            spots = [(spot.fresh, spot.leaf, at) for spot, at in need.spots]
+            digest.update(repr((need.tensor, need.block, need.wire, spots)).encode())
+        return digest.intdigest()
+
+    # -- a row for each region: a piece
 
     def _locate(self) -> None:
         """Where each piece lies, if it has one place only."""
@@ -159,107 +135,17 @@ class Assembled:
         self.convert: Bools = converts[number]
         self.held: Bools = self.lie_once & targeted[number]
 
-    # -- what each source can bring
-
-    def portion(self, rank: int) -> Portion:
-        """What a source holds of what is needed."""
-        number = next(i for i, cohort in enumerate(self._cohorts) if rank in cohort.members)
-        theirs = tuple(i for i, who in enumerate(self._pieces.groups) if rank in who)
-        known = self._portions.get((number, theirs))
-        if known is None:
-            known = self._portions[number, theirs] = self._portion(number, theirs)
-        return known
-
-    def _portion(self, number: int, theirs: Sequence[int]) -> Portion:
-        """What a source of this cohort holds that is in these sets of sources. Replicas have the same."""
-        pieces, edges, cut = self._pieces, self._groups, self._cut
-        nothing = [np.zeros(0, dtype=np.int64)]
-        boxes = np.concatenate([np.arange(edges[i], edges[i + 1]) for i in theirs] or nothing)
-        # Parcels are in the order of their boxes, and of one set of sources each.
-        firsts = np.searchsorted(cut.first, edges)
-        numbers = np.concatenate([np.arange(firsts[i], firsts[i + 1]) for i in theirs] or nothing)
-        held = np.zeros(len(cut), dtype=bool)
-        held[numbers] = True
-        need, group = pieces.need[boxes], pieces.group[boxes]
-        names = self._names
-        ndim = names.ndim[need]
-        used = np.arange(pieces.start.shape[1]) < ndim[:, None]
-        wanted = Picks.of(
-            names.leaf[number][need],
-            names.tensor[need],
-            ndim,
-            pieces.start[boxes][used],
-            pieces.sizes[boxes][used],
-            names.wires,
-            names.wire[need],
-            np.concatenate([[1], np.diff(group) != 0])[: len(boxes)],
-        )
-        return Portion(held, numbers, wanted, boxes, self._fingerprint(wanted, boxes, numbers))
-
-    @cached_property
-    def _names(self) -> _Names:
-        needs = self._needs.needs
-        leaf = np.full((len(self._cohorts), len(needs)), -1, dtype=np.int64)
-        for i, need in enumerate(needs):
-            for cohort, number in need.tensor.leaves:
-                leaf[cohort, i] = number
-        wires = list(dict.fromkeys(need.wire for need in needs))
-        return _Names(
-            leaf,
-            np.array([need.tensor.number for need in needs], dtype=np.int64),
-            np.array([len(need.block.start) for need in needs], dtype=np.int64),
-            wires,
-            np.array([wires.index(need.wire) for need in needs], dtype=np.int64),
-        )
-
-    def _fingerprint(self, wanted: Picks, boxes: Ints, numbers: Ints) -> int:
-        """As the source will compute it, of the parcels that it cuts from its own boxes."""
-        cut = self._cut
-        mine = replace(cut.boxes, nbytes=cut.boxes.nbytes[boxes], item=cut.boxes.item[boxes])
-        first = np.searchsorted(boxes, cut.first[numbers])
-        theirs = replace(cut, boxes=mine, first=first, count=cut.count[numbers], low=cut.low[numbers])
-        return parcels.fingerprint(theirs, wanted.fingerprint())
-
-    def seen_from(self, portion: Portion, manifest: Manifest) -> Parcels:
-        """The same parcels with their boxes in a source's memory, whose own description this is."""
-        some = boxes_in(Holdings(manifest), portion.picks)
-        n, at = len(self._pieces), portion.boxes
-
-        def spread(column: Ints) -> Ints:
-            result = np.zeros(n, dtype=np.int64)
-            result[at] = column
-            return result
-
-        strided = {int(at[i]): box for i, box in some.strided.items()}
-        casts = {int(at[i]): cast for i, cast in some.casts.items()}
-        boxes = replace(
-            self._cut.boxes, storage=spread(some.storage), start=spread(some.start), strided=strided, casts=casts
-        )
-        return replace(self._cut, boxes=boxes)
-
-    @property
-    def sources(self) -> Who:
-        """The sources that hold anything of what is needed here."""
-        return frozenset().union(*self._pieces.groups)
-
-    def covered_by(self, ranks: Who) -> Bools:
-        """Which parcels some of these sources can bring."""
-        good = np.array([not who.isdisjoint(ranks) for who in self._pieces.groups], dtype=bool)
-        return good[self._pieces.group[self._cut.first]] if len(self._cut) else np.zeros(0, dtype=bool)
-
-    # -- Places
-
-    def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
-        if not self._is_run[box]:
+    def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
+        if not self._is_run[region]:
             return None
-        spot, _ = self._needs.needs[int(self._pieces.need[box])].spots[0]
-        start = int(self._starts[box])
+        spot, _ = self._needs.needs[int(self._pieces.need[region])].spots[0]
+        start = int(self._starts[region])
         return dense.over(spot.tensor.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
 
-    def places(self, box: int) -> list[Place]:
-        need = self._needs.needs[int(self._pieces.need[box])]
+    def places(self, region: int) -> list[Place]:
+        need = self._needs.needs[int(self._pieces.need[region])]
         n = len(need.block.start)
-        first, sizes = self._pieces.start[box, :n].tolist(), self._pieces.sizes[box, :n].tolist()
+        first, sizes = self._pieces.start[region, :n].tolist(), self._pieces.sizes[region, :n].tolist()
         result = []
         for spot, at in need.spots:
             offset = spot.offset + sum(
@@ -270,95 +156,67 @@ class Assembled:
             result.append(Place(view, 0, spot.signs, spot.wire))
         return result
 
-    def fill_aside(self) -> None:
-        """Begin with what the targets hold, where it is a copy that is written."""
+    def tensors_of(self, regions: Bools) -> Bools:
+        needs = np.zeros(len(self._needs.needs), dtype=bool)
+        needs[self._pieces.need[regions]] = True
+        need, spot = self._spots_of_needs
+        result = np.zeros(len(self._needs.spots), dtype=bool)
+        result[spot[needs[need]]] = True
+        return result
+
+    @cached_property
+    def _spots_of_needs(self) -> tuple[Ints, Ints]:
+        """Columns of all pairs of a need and a spot that gets it."""
+        numbers = {id(spot): i for i, spot in enumerate(self._needs.spots)}
+        pairs = [
+            (number, numbers[id(spot)])
+            for number, need in enumerate(self._needs.needs)
+            for spot in (*(spot for spot, _ in need.spots), *need.tied)
+        ]
+        need, spot = np.array(pairs, dtype=np.int64).reshape(len(pairs), 2).T
+        return need, spot
+
+    # -- a row for each spot
+
+    @cached_property
+    def placed(self) -> Bools:
+        return np.array([not spot.fresh for spot in self._needs.spots], dtype=bool)
+
+    @cached_property
+    def _leaves(self) -> dict[tuple[bool, int], int]:
+        """The number of each leaf that has a spot, targets first."""
+        found = sorted({(spot.fresh, spot.leaf) for spot in self._needs.spots})
+        return {leaf: i for i, leaf in enumerate(found)}
+
+    @cached_property
+    def leaf(self) -> Ints:
+        return np.array([self._leaves[spot.fresh, spot.leaf] for spot in self._needs.spots], dtype=np.int64)
+
+    @cached_property
+    def paths(self) -> Sequence[str]:
+        """Paths of the leaves: the targets' own, and the source's of leaves that have no target."""
+        targets: Sequence[str] = trees.paths(self._needs.prepared.root)
+        fresh: Sequence[str] = self.manifest.paths
+        if len(self._leaves) > MANY:
+            targets, fresh = list(targets), list(fresh)
+        return [fresh[leaf] if is_fresh else targets[leaf] for is_fresh, leaf in self._leaves]
+
+    def targets(self, tensors: Ints) -> tuple[list[torch.Tensor], list[Any]]:
+        spots = [self._needs.spots[i] for i in tensors.tolist()]
+        return [spot.own for spot in spots], [self._needs.prepared.leaves[spot.leaf] for spot in spots]
+
+    def copies(self) -> Iterator[Copy]:
         for spot in self._needs.spots:
             if spot.final is not None and spot.tensor.numel():
-                dense.raw(spot.tensor).copy_(dense.raw(spot.final))
-
-    # -- what has been touched
-
-    def touch(self, boxes: Sequence[int] | Ints | slice) -> None:
-        if isinstance(boxes, range) and boxes.step == 1:
-            boxes = slice(boxes.start, boxes.stop)
-        self._touched[boxes if isinstance(boxes, slice) else np.asarray(boxes, dtype=np.int64)] = True
-
-    def _written(self) -> list[Spot]:
-        if self._applied:
-            return [spot for spot in self._needs.spots if not spot.fresh]
-        if any(spot.final is not None for spot in self._needs.spots):
-            return []
-        needs = np.unique(self._pieces.need[self._touched]).tolist()
-        spots = (spot for n in needs for spot, _ in self._needs.needs[n].spots)
-        return list({id(spot): spot for spot in spots if not spot.fresh}.values())
-
-    def torn(self) -> tuple[str, ...]:
-        return tuple(self._paths(self._written()))
-
-    def bump_versions(self) -> None:
-        changed = []
-        for spot in self._written():
-            tensor = spot.own
-            leaf = self._needs.prepared.leaves[spot.target]
-            changed.append(tensor)
-            if leaf is not tensor and isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedTensor):
-                changed.append(leaf)
-        if changed:
-            torch.autograd.graph.increment_version(changed)
-
-    def _paths(self, spots: Iterable[Spot]) -> list[str]:
-        """Paths of the leaves that these belong to: the targets' own, and those of leaves that have none."""
-        numbers = {spot.target for spot in spots}
-        targets: Sequence[str] = trees.paths(self._needs.prepared.root)
-        fresh: Sequence[str] = self._cohorts[0].manifest.paths
-        if len(numbers) > MANY:
-            targets, fresh = list(targets), list(fresh)
-        return [targets[n] if n >= 0 else fresh[~n] for n in sorted(numbers)]
-
-    def paths_of(self, boxes: Sequence[int]) -> list[str]:
-        return self._paths(
-            spot for n in self._pieces.need[list(boxes)].tolist() for spot, _ in self._needs.needs[n].spots
-        )
-
-    def account(self, landed: Bools) -> tuple[Sequence[str], Sequence[str]]:
-        """Paths of the leaves of which everything has landed, and of all others."""
-        late = ~landed
-        edges = np.zeros(len(self._pieces) + 1, dtype=np.int64)
-        np.add.at(edges, self._cut.first[late], 1)
-        np.add.at(edges, (self._cut.first + self._cut.count)[late], -1)
-        needs = np.unique(self._pieces.need[np.cumsum(edges)[:-1] > 0]).tolist()
-        missing = {spot.target for n in needs for spot, _ in self._needs.needs[n].spots}
-        spots = self._needs.spots
-        received = self._paths(spot for spot in spots if spot.target not in missing)
-        return received, self._paths(spot for spot in spots if spot.target in missing)
-
-    @property
-    def stays(self) -> bool:
-        """Whether what has landed is still there after a receive that failed: not what has landed aside."""
-        return all(spot.final is None for spot in self._needs.spots)
-
-    @property
-    def fresh(self) -> Any:
-        return self._needs.memory
-
-    @property
-    def fingerprint(self) -> int:
-        """Of what lands where: a receive that goes on must have the same."""
-        digest = xxhash.xxh3_64(parcels.fingerprint(self._cut, 0).to_bytes(8, "little"))
-        for column in (self._pieces.need, self._pieces.start, self._pieces.sizes):
-            digest.update(np.ascontiguousarray(column).data)
-        for need in self._needs.needs:
-            spots = [(spot.target, at) for spot, at in need.spots]
-            digest.update(repr((need.tensor, need.block, need.wire, spots)).encode())
-        return digest.intdigest()
+                # Signs are flipped on the way into the copy.
+                yield Copy(spot.final, spot.tensor, None, True)
 
     # -- the result
 
-    def finish(self, room: Room, kinds: Kinds) -> Any:
-        """Build the state from what has landed."""
-        needs, manifest = self._needs, self._needs.manifest
+    def build(self, room: Room, kinds: Kinds) -> Built:
+        needs, manifest = self._needs, self.manifest
         targets = needs.prepared.leaves
-        built: dict[int, Any] = {}
+        built: list[Any] = [None] * len(manifest)
         for leaf in range(len(manifest)):
             if manifest.kinds[leaf] == Leaf.VALUE:
                 built[leaf] = values.decode(manifest.detail(leaf))
@@ -366,64 +224,39 @@ class Assembled:
                 built[leaf] = self._build(leaf, needs.fresh[leaf], room, kinds)
             elif leaf in needs.partner:
                 built[leaf] = targets[needs.partner[leaf]]
-        ordered = []
-        for origin in needs.origin:
-            if origin >= 0:
-                ordered.append(built[origin])
-            elif ~origin in needs.replaced:
-                number, leaf = needs.replaced[~origin]
-                blob = number == 0 and leaf in needs.fresh
-                ordered.append(built[leaf] if blob else values.decode(self._cohorts[number].manifest.detail(leaf)))
-            else:
-                ordered.append(targets[~origin])
-        state = trees.unflatten(needs.root, ordered)
+        replaced = list(targets)
+        for target, (number, leaf) in needs.replaced.items():
+            blob = number == 0 and leaf in needs.fresh
+            replaced[target] = built[leaf] if blob else values.decode(self._cohorts[number].manifest.detail(leaf))
+        state = trees.unflatten(needs.result.root, needs.result.arrange(built, replaced))
         self._examine(room, kinds)
-        self._apply()
-        for leaf, partner in needs.partner.items():
-            spec = manifest.detail(leaf)
-            if (
-                manifest.kinds[leaf] == Leaf.COMPOSITE
-                and spec[0] not in ("dtensor", "sharded")
-                and leaf not in needs.fresh
-            ):
-                try:
-                    kinds.settle(spec, targets[partner])
-                except ValueError as error:
-                    raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
-        return state
+        settling = [
+            (leaf, targets[partner])
+            for leaf, partner in needs.partner.items()
+            if leaf not in needs.fresh and self._is_unsharded_composite(leaf)
+        ]
+        return Built(state, settling)
+
+    def _is_unsharded_composite(self, leaf: int) -> bool:
+        return self.manifest.kinds[leaf] == Leaf.COMPOSITE and not is_sharded(self.manifest.detail(leaf))
 
     def _examine(self, room: Room, kinds: Kinds) -> None:
         """Before a target is written: whether what has landed aside for it makes sense."""
         aside: dict[int, list[torch.Tensor]] = {}
         for spot in self._needs.spots:
             if spot.final is not None:
-                aside.setdefault(spot.target, []).append(spot.tensor)
-        manifest = self._needs.manifest
+                aside.setdefault(spot.leaf, []).append(spot.tensor)
         for leaf, partner in self._needs.partner.items():
-            spec = manifest.detail(leaf)
-            sharded = type(spec) is list and spec[0] in ("dtensor", "sharded")
-            if manifest.kinds[leaf] == Leaf.COMPOSITE and not sharded and partner in aside:
-                try:
-                    kinds.examine(spec, iter(aside[partner]), room)
-                except ValueError as error:
-                    raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
+            if partner in aside and self._is_unsharded_composite(leaf):
+                landing.examine(self.manifest, leaf, iter(aside[partner]), room, kinds)
 
     def _build(self, leaf: int, spots: Sequence[Spot], room: Room, kinds: Kinds) -> Any:
-        manifest = self._needs.manifest
+        manifest = self.manifest
         first = int(manifest.first_parts[leaf])
-        spec = manifest.detail(leaf)
         try:
             parts = [dense.dress(spot.tensor, int(manifest.parts.flags[first + k])) for k, spot in enumerate(spots)]
-            return parts[0] if type(spec) is int else kinds.close(spec, iter(parts), room)
-        except CannotCarry as reason:
-            raise UnsupportedLeaf(manifest.paths[leaf], str(reason)) from reason
         except ValueError as error:
             raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
-
-    def _apply(self) -> None:
-        """What has landed aside goes into the targets."""
-        aside = [spot for spot in self._needs.spots if spot.final is not None]
-        self._applied = bool(aside)
-        for spot in aside:
-            if spot.final is not None and spot.tensor.numel():
-                dense.raw(spot.final).copy_(dense.raw(spot.tensor))
+        if manifest.kinds[leaf] == Leaf.TENSOR:
+            return parts[0]
+        return landing.close(manifest, leaf, iter(parts), room, kinds)

@@ -6,9 +6,9 @@ does not fit is listed in one error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,38 +17,26 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from transfuse.errors import TargetMismatch, UnsupportedLeaf
-from transfuse.limits import Limits
-from transfuse.memory.landing import allocate
+from transfuse.memory.arena import FreshMemory, Supply, allocate
+from transfuse.options import Options
 from transfuse.plan.cohorts import Cohort
+from transfuse.plan.collisions import Written, find_collision
 from transfuse.plan.holdings import Spread
 from transfuse.plan.linking import Link, Linked, link
 from transfuse.plan.match import FREED, UNWRITABLE, Prepared, nothing_matches, unpaired
-from transfuse.plan.spots import Global, Need, Spot, find_collision, has_memory
+from transfuse.plan.spots import Global, Need, Spot
 from transfuse.rules import MapPath
 from transfuse.state import columns, trees
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import CannotCarry, Coordinate, Room, Shared, tensor_type
-from transfuse.state.leaves.dense import Signs
 from transfuse.state.leaves.distributed import DTensorCodec, layout_in, partial_remedy
 from transfuse.state.leaves.layout import Block, Layout, blocks_of, intersect
 from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.spec import Spec, is_dtensor, is_sharded, is_sharded_tensor, of_plain_tensors
 from transfuse.state.manifest import Leaf
 from transfuse.state.mappings import Mappings
-from transfuse.state.tensors import Bools
 
-__all__ = ["Catalogue", "Late", "Memory", "Needs"]
-
-
-class Memory(NamedTuple):
-    """Fresh memory, which a later receive of the same state may go on with."""
-
-    parts: Bools
-    arena: Any
-    locals: dict[int, torch.Tensor]
-
-    def fits(self, parts: Bools, sizes: Mapping[int, tuple[int, ...]]) -> bool:
-        mine = {leaf: tuple(tensor.shape) for leaf, tensor in self.locals.items()}
-        return bool(np.array_equal(self.parts, parts)) and mine == dict(sizes)
+__all__ = ["Catalogue", "Late", "Needs"]
 
 
 class Catalogue:
@@ -96,12 +84,8 @@ class Needs:
         prepared: Prepared,
         room: Room,
         kinds: Kinds,
-        *,
-        cast: bool,
-        atomic: bool,
-        device: torch.device,
-        limits: Limits,
-        kept: Any,
+        options: Options,
+        supply: Supply,
     ) -> None:
         self.cohorts = cohorts
         self.manifest = cohorts[0].manifest
@@ -111,30 +95,36 @@ class Needs:
         self.needs: list[Need] = []
         self.spots: list[Spot] = []
         self.problems: list[str] = []
-        #: The result: its tree, and for each of its leaves a leaf of the first cohort, or ~ a target's.
-        self.root: trees.Node | None = None
-        self.origin: list[int] = []
+        #: The tree of the result, and which of its leaves are the first cohort's, and which the target's.
+        self.result = trees.Merged.all_of_source(None, 0)
         #: For leaves of the first cohort: their target, and the fresh tensors of those (or of blobs) that have none.
         self.partner: dict[int, int] = {}
         self.fresh: dict[int, list[Spot]] = {}
         #: For targets: a leaf, in the cohort of this number, whose value replaces it.
         self.replaced: dict[int, tuple[int, int]] = {}
-        self._cast, self._atomic = cast, atomic
-        self._device, self._limits, self._kept = device, limits, kept
+        self.atomic = options.atomic
+        self._cast = options.cast
+        self._supply = supply
         self._shared = Shared()
         #: For each layout, the blocks of it that are here.
         self._blocks: dict[int, list[tuple[Block, tuple[int, ...]]]] = {}
         self._known: dict[tuple[Any, ...], Need] = {}
         #: With ``atomic``, the copy of each target that is written first.
-        self._aside: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
         self._matched = 0
-        self.memory: Memory | None = None
+        self._memory: FreshMemory | None = None
+
+    @property
+    def memory(self) -> FreshMemory:
+        """What has been allocated, once it is known which leaf goes where."""
+        assert self._memory is not None
+        return self._memory
 
     # -- which leaf goes where
 
     def all_fresh(self) -> None:
         manifest = self.manifest
-        self.root, self.origin = manifest.root, list(range(len(manifest)))
+        self.result = trees.Merged.all_of_source(manifest.root, len(manifest))
         self._make_fresh(range(len(manifest)))
 
     def merged(self, strict: bool) -> None:
@@ -159,7 +149,7 @@ class Needs:
                 elif partner not in paired:
                     paired.add(partner)
                     self._pair(number, leaf, partner)
-        self.root, self.origin = found.root, found.origin
+        self.result = found
         if strict:
             self.problems += self._unpaired(found, paired, only_there)
         self._raise()
@@ -194,20 +184,23 @@ class Needs:
             self.problems += [f"{paths[target]}: only in the target" for target in linked.untouched[:100]]
         self._raise(may_be_none=links is not None)
         self._make_fresh(list(self.fresh))
-        self.root, self.origin = targets.root, [~i for i in range(len(targets.leaves))]
+        self.result = trees.Merged.all_of_target(targets.root, len(targets.leaves))
 
     def _raise(self, *, may_be_none: bool = False) -> None:
         self._check_writable()
         if self.problems:
             raise TargetMismatch(self.problems)
+        nothing = None
         if not self._matched and not may_be_none:
-            nothing_matches(self.manifest, self.prepared, self.kinds)
+            nothing = nothing_matches(self.manifest, self.prepared, self.kinds)
+        if nothing is not None:
+            raise nothing
 
     def _check_writable(self) -> None:
         """Refuse targets whose memory is mapped read-only, or not at all: to write there would end the process."""
         spots = [spot for spot in self.spots if not spot.fresh]
         found = columns.read_any([spot.own for spot in spots]).faults(np.arange(len(spots)), Mappings(), write=True)
-        for target, why in {spots[i].target: why for i, why in found.items()}.items():
+        for target, why in {spots[i].leaf: why for i, why in found.items()}.items():
             self._problem(target, UNWRITABLE.format(why))
 
     # -- one leaf and its target
@@ -302,9 +295,9 @@ class Needs:
         """A target's global shape, its tensors with the blocks that they hold, and its layout; None for a composite."""
         spec = cohort.manifest.detail(leaf)
         plain = type(spec) is int
-        sharded = not plain and spec[0] in ("dtensor", "sharded")
-        if sharded and any(child != 0 for child in spec[3]):
-            raise CannotCarry(f"a {spec[0]} of other than plain tensors comes only from its own shard")
+        sharded = is_sharded(spec)
+        if sharded and not of_plain_tensors(spec):
+            raise CannotCarry(f"a {Spec(*spec).codec} of other than plain tensors comes only from its own shard")
         dense.check_initialized(target)
         if dense.is_plain(target):
             dense.check(target)
@@ -369,7 +362,7 @@ class Needs:
             if why:
                 self._problem(partner, why)
                 return
-            if mine.numel() and not has_memory(mine):
+            if mine.numel() and not dense.has_memory(mine):
                 self._problem(partner, FREED)
                 return
             spot = self._spot(mine, partner, number, leaf, tensor, wire)
@@ -405,22 +398,39 @@ class Needs:
         manifest = self.cohorts[number].manifest
         first, end = manifest.first_parts[leaf : leaf + 2].tolist()
         flags = int(manifest.parts.flags[first + tensor]) if first + tensor < end else 0
-        differ = dense.flags_of(mine) ^ flags
-        conjugate, negative = bool(differ & dense.Flags.CONJUGATE), bool(differ & dense.Flags.NEGATIVE)
-        signs = Signs(mine.dtype, conjugate, negative) if conjugate or negative else None
+        signs = dense.signs_between(mine, flags)
         if wire is not None and (signs is not None or flags & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)):
             self._problem(partner, "dtype: a tensor with its sign elsewhere is not converted; resolve_neg() it first")
         converted = wire if wire is not None and wire != mine.dtype else None
         final = None
-        if self._atomic:
-            # One for each memory, of the same raw items: bits that say where the sign is stay with the target.
-            key = (mine.untyped_storage().data_ptr(), mine.storage_offset(), mine.dtype, mine.shape, mine.stride())
-            if key not in self._aside:
-                self._aside[key] = torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
-            mine, final = self._aside[key], mine
-        spot = Spot(mine, partner, signs, converted, final)
+        if self.atomic:
+            mine, final = self._copy_of(mine), mine
+        spot = Spot(mine, partner, signs=signs, wire=converted, final=final)
         self.spots.append(spot)
         return spot
+
+    def _copy_of(self, target: torch.Tensor) -> torch.Tensor:
+        """The copy that is written first: one for each memory, of the same raw items.
+
+        Bits that say where the sign is stay with the target. An earlier receive of the same state and target needed the
+        same copies in the same order.
+        """
+        key = (
+            target.untyped_storage().data_ptr(),
+            target.storage_offset(),
+            target.dtype,
+            target.shape,
+            target.stride(),
+        )
+        known = self._copies.get(key)
+        if known is None:
+            kept, number = self._supply.kept, len(self._copies)
+            if kept is not None and number < len(kept.copies) and _are_alike(kept.copies[number], target):
+                known = kept.copies[number]
+            else:
+                known = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+            self._copies[key] = known
+        return known
 
     def _tensor(self, number: int, leaf: int, tensor: int) -> Global:
         """The tensor, or the first one of which it is an alias (tied weights), wherever it is there."""
@@ -457,11 +467,12 @@ class Needs:
         key = (tensor, block, wire, place)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = Need(tensor, block, wire, item, place, [])
+            known = self._known[key] = Need(tensor, block, wire, item, place, [], [])
             self.needs.append(known)
         for other, there in known.spots:
             if other.is_same(spot) and there == at:
-                return  # Tied here too.
+                known.tied.append(spot)
+                return
         known.spots.append((spot, at))
 
     def _problem(self, partner: int, text: str) -> None:
@@ -478,10 +489,9 @@ class Needs:
                 values.decode(manifest.detail(leaf))
                 continue
             spec = manifest.detail(leaf)
-            name = "" if type(spec) is int else spec[0]
-            if name == "sharded":
+            if is_sharded_tensor(spec):
                 raise UnsupportedLeaf(manifest.paths[leaf], "a ShardedTensor is put together only in place")
-            if name == "dtensor" and all(child == 0 for child in spec[3]):
+            if is_dtensor(spec) and of_plain_tensors(spec):
                 spread.append(leaf)
                 continue
             try:
@@ -490,15 +500,16 @@ class Needs:
                 raise UnsupportedLeaf(manifest.paths[leaf], str(reason)) from reason
             wanted[manifest.first_parts[leaf] : manifest.first_parts[leaf + 1]] = True
         locals_ = {leaf: self._layout_here(leaf) for leaf in spread}
-        memory = self._kept if isinstance(self._kept, Memory) else None
+        memory = self._supply.kept
         if memory is None or not memory.fits(wanted, {leaf: size for leaf, (_, _, size) in locals_.items()}):
             extra = sum(
                 int(np.prod(size)) * manifest.dtype_of(int(manifest.first_parts[leaf])).itemsize
                 for leaf, (_, _, size) in locals_.items()
             )
-            arena = allocate(manifest, wanted, self._device, self._limits, extra)
-            memory = Memory(wanted, arena, {leaf: self._empty(leaf, size) for leaf, (_, _, size) in locals_.items()})
-        self.memory = memory
+            arena = allocate(manifest, wanted, self._supply, extra)
+            local_tensors = {leaf: self._empty(leaf, size) for leaf, (_, _, size) in locals_.items()}
+            memory = FreshMemory(wanted, arena, local_tensors, ())
+        self._memory = memory = memory._replace(copies=tuple(self._copies.values()))
         for leaf in leaves:
             if manifest.kinds[leaf] == Leaf.VALUE:
                 continue
@@ -507,7 +518,7 @@ class Needs:
                 layout, place, _ = locals_[leaf]
                 blocks = [] if place is None else list(blocks_of(layout.runs(place)))
                 first = self._tensor(0, leaf, 0).leaves[0][1]  # Tied here as there.
-                local = memory.locals.get(first, memory.locals[leaf])
+                local = memory.local_tensors.get(first, memory.local_tensors[leaf])
                 self._fill(leaf, 0, local, blocks, place if layout.partial else None)
                 continue
             for tensor, part in enumerate(range(*manifest.first_parts[leaf : leaf + 2].tolist())):
@@ -523,7 +534,7 @@ class Needs:
 
     def _layout_here(self, leaf: int) -> tuple[Layout, Coordinate, tuple[int, ...]]:
         try:
-            layout, place = DTensorCodec().layout_here(self.manifest.detail(leaf)[2], self.room)
+            layout, place = DTensorCodec().layout_here(Spec(*self.manifest.detail(leaf)).meta, self.room)
         except CannotCarry as reason:
             raise UnsupportedLeaf(self.manifest.paths[leaf], str(reason)) from reason
         return layout, place, (0,) if place is None else layout.local_shape(place)
@@ -532,7 +543,7 @@ class Needs:
         part = int(self.manifest.first_parts[leaf])
         storages = self.manifest.storages
         home = torch.device(storages.devices[int(storages.device[int(self.manifest.parts.storage[part])])])
-        device = self._device if home.type == self._device.type else torch.device("cpu")
+        device = self._supply.device if home.type == self._supply.device.type else torch.device("cpu")
         return torch.empty(size, dtype=self.manifest.dtype_of(part), device=device)
 
     def _fill(
@@ -543,7 +554,7 @@ class Needs:
         blocks: Sequence[tuple[Block, tuple[int, ...]]],
         place: Coordinate,
     ) -> None:
-        spot = Spot(fresh, ~leaf)
+        spot = Spot(fresh, leaf, fresh=True)
         self.spots.append(spot)
         self.fresh[leaf].append(spot)
         for block, at in blocks:
@@ -554,23 +565,31 @@ class Needs:
 
     def check_collisions(self) -> None:
         """Refuse targets of which one element would get two different source elements."""
-        found = find_collision(self.needs)
+        found = find_collision(self._written(self.needs))
         if found is not None:
             # What nobody here holds is no mismatch: whoever holds it may say that it is tied.
-            found = find_collision([need for need in self.needs if not self._is_held_by_none(need.tensor)])
-        if found is None:
-            return
-        paths = trees.paths(self.prepared.root)
-        if found.other is None:
-            strides = self.prepared.leaves[found.one].stride()
-            text = f"elements of the target share memory (strides {strides}); give it memory of its own"
-        else:
-            other = paths[found.other]
-            text = f"shares memory with {other}, but gets different elements; untie the targets, or tie the source"
-        raise TargetMismatch([f"{paths[found.one]}: {text}"])
+            held = [need for need in self.needs if not self._is_held_by_none(need.tensor)]
+            found = find_collision(self._written(held))
+        if found is not None:
+            paths = trees.paths(self.prepared.root)
+            raise TargetMismatch([found.text(paths.__getitem__)])
+
+    @staticmethod
+    def _written(needs: Sequence[Need]) -> list[Written]:
+        """The blocks of targets that get what is needed."""
+        return [
+            Written(spot.own, Block(at, need.block.sizes), spot.leaf, (number, spot.signs, spot.wire))
+            for number, need in enumerate(needs)
+            for spot, at in need.spots
+            if not spot.fresh
+        ]
 
     def _is_held_by_none(self, tensor: Global) -> bool:
         return all(self.cohorts[number].holds_none(leaf) for number, leaf in tensor.leaves)
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _may_be_tied(cohort: Cohort, leaf: int, first: int) -> bool:

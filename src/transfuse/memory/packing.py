@@ -118,10 +118,7 @@ def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> Plac
         [1 if d in form.repeated and target.stride(d) == 0 else target.size(d) for d in order],
         [target.stride(d) for d in order],
     )
-    differ = dense.flags_of(target) ^ source_flags
-    conjugate, negative = bool(differ & dense.Flags.CONJUGATE), bool(differ & dense.Flags.NEGATIVE)
-    signs = dense.Signs(target.dtype, conjugate, negative) if conjugate or negative else None
-    return Place(view, len(form.repeated), signs)
+    return Place(view, len(form.repeated), dense.signs_between(target, source_flags))
 
 
 def as_bytes(places: Places, parcels: Parcels, parcel: int, device: torch.device) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from transfuse.state.leaves.codec import Coordinate
 from transfuse.state.leaves.distributed import ShardedTensorCodec
 from transfuse.state.leaves.layout import Block
 from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.spec import Spec, is_sharded
 from transfuse.state.manifest import Leaf, Manifest
 
 __all__ = ["Cohort", "Who", "difference"]
@@ -89,12 +90,12 @@ class Cohort:
         if first + tensor < end:
             return manifest.dtype_of(first + tensor)
         # A ShardedTensor of which the described rank holds nothing.
-        return values.dtype_named(ShardedTensorCodec.read(manifest.detail(leaf)[2]).dtype)
+        return values.dtype_named(ShardedTensorCodec.read(Spec(*manifest.detail(leaf)).meta).dtype)
 
     def shape(self, leaf: int) -> tuple[int, ...] | None:
         """The global shape of a leaf that is one tensor, plain or sharded."""
         kind = self.manifest.kinds[leaf]
-        sharded = kind == Leaf.COMPOSITE and self.manifest.detail(leaf)[0] in ("dtensor", "sharded")
+        sharded = kind == Leaf.COMPOSITE and is_sharded(self.manifest.detail(leaf))
         return self.holdings.of(leaf, 0).shape if kind == Leaf.TENSOR or sharded else None
 
     def is_blob(self, leaf: int) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 from transfuse.state.leaves.codec import Coordinate
 from transfuse.state.leaves.distributed import DTensorMeta, ShardedTensorCodec, layout_of, place_in
 from transfuse.state.leaves.layout import Block, Layout, Run, intersect
+from transfuse.state.leaves.spec import DTENSOR, Spec, is_sharded
 from transfuse.state.manifest import Leaf, Manifest
 
 __all__ = ["Holding", "Holdings", "Listed", "Spread", "Whole"]
@@ -116,12 +117,12 @@ class Holdings:
         first, end = self.manifest.first_parts[leaf : leaf + 2].tolist()
         return 1 if self._sharded(leaf) else int(end - first)
 
-    def _sharded(self, leaf: int) -> Any:
+    def _sharded(self, leaf: int) -> Spec | None:
         """The spec of a leaf that is a shard of a global tensor, if it is."""
         if self.manifest.kinds[leaf] != Leaf.COMPOSITE:
             return None
-        spec = self.manifest.detail(leaf)
-        return spec if type(spec) is list and spec[0] in ("dtensor", "sharded") else None
+        detail = self.manifest.detail(leaf)
+        return Spec(*detail) if is_sharded(detail) else None
 
     def _look(self, leaf: int, tensor: int) -> Holding:
         manifest = self.manifest
@@ -134,11 +135,11 @@ class Holdings:
         if not spec:
             shape = manifest.parts.shape(first + tensor)
             return Whole(shape, [(first + tensor, [[(0, size)] for size in shape])])
-        if any(child != 0 for child in spec[3]):
-            raise ValueError(f"a {spec[0]} that is made of other than plain tensors")
-        if spec[0] == "dtensor":
-            return self._spread(first, spec[2])
-        meta = ShardedTensorCodec.read(spec[2])
+        if any(spec.children):
+            raise ValueError(f"a {spec.codec} that is made of other than plain tensors")
+        if spec.codec == DTENSOR:
+            return self._spread(first, spec.meta)
+        meta = ShardedTensorCodec.read(spec.meta)
         blocks = [Block(*meta.shards[number][:2]) for number in meta.local]
         pieces = [(first + i, [[run] for run in zip(*block, strict=True)]) for i, block in enumerate(blocks)]
         return Listed(meta.sizes, pieces, blocks)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,23 +15,22 @@ import torch
 
 from transfuse.errors import TargetMismatch, UnsupportedLeaf
 from transfuse.limits import Limits
+from transfuse.plan.collisions import Collision, Written, clash, folds
 from transfuse.state import columns, trees
 from transfuse.state.columns import PLAIN
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import CannotCarry, Room, Shared
+from transfuse.state.leaves.layout import Block
 from transfuse.state.leaves.registry import Kinds
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.state.mappings import Mappings
-from transfuse.state.region import Box, Budget, canonical, cover, crowds, runs
+from transfuse.state.region import Box, Budget, cover, crowds
 from transfuse.state.tensors import Bools, Ints
 
-__all__ = ["FREED", "UNWRITABLE", "Match", "Prepared", "match", "nothing_matches", "prepare", "unpaired"]
-
-#: Targets that interleave in memory are compared run by run up to this many runs; beyond, they are refused.
-MAX_RUNS = 1 << 20
+__all__ = ["FREED", "UNWRITABLE", "Match", "Prepared", "compare", "match", "nothing_matches", "prepare", "unpaired"]
 
 #: What is wrong with a target that has elements but no memory for them.
-FREED = "the target's storage has been freed or shrunk (an unsharded FSDP parameter?); give it memory again first"
+FREED = dense.FREED.format("the target's") + "; give it memory again first"
 
 #: Flags that say that memory holds the other sign.
 SIGNS = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
@@ -99,44 +96,47 @@ def prepare(target: object | None, limits: Limits) -> Prepared:
 
 
 def match(
-    manifest: Manifest,
-    target: object | Prepared | None,
-    *,
-    room: Room,
-    kinds: Kinds,
-    strict: bool,
-    limits: Limits,
+    manifest: Manifest, target: object | Prepared | None, *, room: Room, kinds: Kinds, strict: bool, limits: Limits
 ) -> Match:
     """Compare every leaf; raise one error with all mismatches. Without a target everything arrives fresh."""
     prepared = target if isinstance(target, Prepared) else prepare(target, limits)
+    found = compare(manifest, prepared, room=room, kinds=kinds, strict=strict)
+    if isinstance(found, Match):
+        return found
+    raise found
+
+
+def compare(
+    manifest: Manifest, prepared: Prepared, *, room: Room, kinds: Kinds, strict: bool
+) -> Match | TargetMismatch | UnsupportedLeaf:
+    """Lay a state over a target as it is; or say, as an error with all mismatches, why it cannot land as it is."""
     if prepared.target is None:
-        merged = trees.Merged(manifest.root, list(range(len(manifest))), [-1] * len(manifest), [])
+        merged = trees.Merged.all_of_source(manifest.root, len(manifest))
         empty = _Targets(manifest)
         result = Match(merged, [], [None] * len(manifest.parts), {}, [], [], empty.address, empty.as_lies)
-        _promise_fresh(manifest, result, room, kinds)
-        return result
+        return _promise_fresh(manifest, result, room, kinds) or result
     merged = trees.merge(manifest.root, prepared.root)
     fitted = _fit(manifest, merged, prepared, room, kinds)
     others = columns.read_any([tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None])
     problems = merged.conflicts + fitted.problems + _unwritable(manifest, fitted, prepared.tensors, others)
-    target_leaves = prepared.leaves
     if not len(fitted.quick) and not fitted.others and not problems:
-        nothing_matches(manifest, prepared, kinds)
+        nothing = nothing_matches(manifest, prepared, kinds)
+        if nothing is not None:
+            return nothing
     if strict:
         problems += unpaired(manifest, merged, prepared)
     if problems:
-        raise TargetMismatch(problems)
+        return TargetMismatch(problems)
     targets = _Targets(manifest)
     targets.add(fitted.quick, prepared.tensors, fitted.rows)
     if fitted.others:
         targets.add(np.array(fitted.others, dtype=np.int64), others, np.arange(len(others)))
-    result = Match(merged, target_leaves, fitted.destinations, {}, [], [], targets.address, targets.as_lies)
+    result = Match(merged, prepared.leaves, fitted.destinations, {}, [], [], targets.address, targets.as_lies)
     problems = _tie(manifest, result, targets.placed)
     problems += _collisions(manifest, result, targets)
     if problems:
-        raise TargetMismatch(problems)
-    _promise_fresh(manifest, result, room, kinds)
-    return result
+        return TargetMismatch(problems)
+    return _promise_fresh(manifest, result, room, kinds) or result
 
 
 class _Fitted(NamedTuple):
@@ -220,10 +220,8 @@ def _compare(manifest: Manifest, part: int, target: torch.Tensor) -> list[str]:
         found.append(f"shape: source {shape}, target {tuple(target.shape)}")
     if dtype != target.dtype:
         found.append(f"dtype: source {dtype}, target {target.dtype}")
-    if not found and target.numel():
-        reach = 1 + sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True))
-        if (target.storage_offset() + reach) * target.element_size() > target.untyped_storage().nbytes():
-            found.append(FREED)
+    if not found and target.numel() and not dense.has_memory(target):
+        found.append(FREED)
     return found
 
 
@@ -264,13 +262,14 @@ class _Targets:
         self.as_lies[parts] = tensors.contiguous[rows] & self._parts.contiguous[parts] & (signs == 0)
 
 
-def nothing_matches(manifest: Manifest, prepared: Prepared, kinds: Kinds) -> None:
-    """Raise, with the likely reason, unless there is no tensor anywhere that could have matched."""
-    if _has_tensors(manifest, kinds) or any(isinstance(leaf, torch.Tensor) for leaf in prepared.leaves):
-        raise TargetMismatch(
-            _likely_prefix(manifest.paths[:1000], list(trees.paths(prepared.root)), prepared.leaves),
-            intro="not one tensor of the target matches the source",
-        )
+def nothing_matches(manifest: Manifest, prepared: Prepared, kinds: Kinds) -> TargetMismatch | None:
+    """An error with the likely reason, unless there is no tensor anywhere that could have matched."""
+    if not _has_tensors(manifest, kinds) and not any(isinstance(leaf, torch.Tensor) for leaf in prepared.leaves):
+        return None
+    return TargetMismatch(
+        _likely_prefix(manifest.paths[:1000], list(trees.paths(prepared.root)), prepared.leaves),
+        intro="not one tensor of the target matches the source",
+    )
 
 
 def unpaired(manifest: Manifest, merged: trees.Merged, prepared: Prepared) -> list[str]:
@@ -280,7 +279,7 @@ def unpaired(manifest: Manifest, merged: trees.Merged, prepared: Prepared) -> li
     if len(missing) > 100:
         problems.append(f"{len(missing) - 100} more missing in the target")
     target_paths = trees.paths(prepared.root)
-    return problems + [f"{target_paths[~origin]}: only in the target" for origin in merged.origin if origin < 0]
+    return problems + [f"{target_paths[leaf]}: only in the target" for leaf in merged.only_in_target]
 
 
 def _has_tensors(manifest: Manifest, kinds: Kinds) -> bool:
@@ -314,8 +313,8 @@ def _last_key(path: str) -> str:
     return path.rpartition("[")[2].strip("]'\"")
 
 
-def _promise_fresh(manifest: Manifest, found: Match, room: Room, kinds: Kinds) -> None:
-    """Make sure, before a byte moves, that every leaf that will be built here can be built."""
+def _promise_fresh(manifest: Manifest, found: Match, room: Room, kinds: Kinds) -> UnsupportedLeaf | None:
+    """Make sure, before a byte moves, that every leaf that will be built here can be built; why not, otherwise."""
     detailed = np.flatnonzero(manifest.codes != Leaf.TENSOR).tolist()
     for leaf, detail in zip(detailed, manifest.details, strict=True):
         if manifest.kinds[leaf] == Leaf.VALUE:
@@ -324,7 +323,10 @@ def _promise_fresh(manifest: Manifest, found: Match, room: Room, kinds: Kinds) -
             try:
                 kinds.promise(detail, room)
             except CannotCarry as reason:
-                raise UnsupportedLeaf(manifest.paths[leaf], str(reason)) from reason
+                refusal = UnsupportedLeaf(manifest.paths[leaf], str(reason))
+                refusal.__cause__ = reason
+                return refusal
+    return None
 
 
 def _is_blob(manifest: Manifest, found: Match, leaf: int) -> bool:
@@ -406,57 +408,24 @@ def _shift(manifest: Manifest, part: int, target: torch.Tensor | None) -> tuple[
 
 def _collisions(manifest: Manifest, found: Match, targets: _Targets) -> list[str]:
     """Refuse targets of which one element would get two different source elements."""
-    problems: list[str] = []
     filled = targets.placed & (manifest.parts.numel > 0)
-    for part in np.flatnonzero(filled & targets.folded).tolist():
-        target = found.destinations[part]
-        assert target is not None
-        form, theirs = canonical(target.shape, target.stride()), manifest.parts.form(part)
-        repeats = set(form.repeated) - set(theirs.repeated)
-        if (repeats or form.overlapping) and _shift(manifest, part, target) is None:
-            path = manifest.paths[manifest.leaf_of(part)]
-            problems.append(
-                f"{path}: elements of the target share memory (strides {target.stride()}) and would each get "
-                "several different source elements; give it a target with memory of its own"
-            )
+    rows = (_written(manifest, found, part) for part in np.flatnonzero(filled & targets.folded).tolist())
+    collisions = [Collision(row) for row in rows if folds(row)]
     parts = np.flatnonzero(filled)
     names = sorted(set(targets.devices))
     device = np.array([names.index(name) for name in targets.devices], dtype=np.int64)[targets.device[parts]]
     for crowd in crowds(device, targets.start[parts], targets.end[parts]):
-        problems += _clash(manifest, found, parts[crowd].tolist())
-    return problems
+        one = clash([_written(manifest, found, part) for part in parts[crowd].tolist()])
+        if one is not None:
+            collisions.append(one)
+    return [collision.text(lambda part: manifest.paths[manifest.leaf_of(part)]) for collision in collisions]
 
 
-def _clash(manifest: Manifest, found: Match, numbers: list[int]) -> list[str]:
-    """Check parts whose targets' reaches in memory overlap."""
-    shifts = {_shift(manifest, part, found.destinations[part]) for part in numbers}
-    if len(shifts) == 1 and None not in shifts:
-        return []  # The targets' memory is an image of the source's: aliases meet their own aliases.
-    # The same target for the same source part counts once; any others must not touch each other.
-    once: dict[tuple[Any, ...], int] = {}
-    for part in numbers:
-        target = found.destinations[part]
-        assert target is not None
-        key = (int(manifest.parts.storage[part]), *manifest.parts.box(part)[0], manifest.parts.form(part).order)
-        bits = (int(manifest.parts.flags[part]), dense.flags_of(target))
-        layout = (target.untyped_storage().data_ptr(), target.storage_offset(), target.shape, target.stride())
-        once.setdefault((key, bits, layout), part)
-    found_runs: list[tuple[int, int, int]] = []
-    for part in once.values():
-        target = found.destinations[part]
-        assert target is not None
-        form = canonical(target.shape, target.stride())
-        if len(found_runs) + prod(form.sizes) // (form.sizes[-1] if form.strides[-1:] == (1,) else 1) > MAX_RUNS:
-            path = manifest.paths[manifest.leaf_of(part)]
-            return [f"{path}: its target interleaves too finely with others to be checked; give it memory of its own"]
-        box = Box(dense.start_of(target), target.element_size(), form.sizes, form.strides)
-        found_runs += [(low, high, part) for low, high in runs(box)]
-    found_runs.sort()
-    for (_, end, one), (start, _, other) in pairwise(found_runs):
-        if start < end and one != other:
-            paths = manifest.paths
-            return [
-                f"{paths[manifest.leaf_of(one)]} and {paths[manifest.leaf_of(other)]}: their targets share memory, but "
-                "the source holds different elements for them; untie the targets, or tie the source"
-            ]
-    return []
+def _written(manifest: Manifest, found: Match, part: int) -> Written:
+    """A part's target, and what is written into it."""
+    parts, target = manifest.parts, found.destinations[part]
+    assert target is not None
+    form = parts.form(part)
+    source = (int(parts.storage[part]), *parts.box(part)[0], form.order, int(parts.flags[part]), dense.flags_of(target))
+    whole = Block((0,) * target.ndim, tuple(target.shape))
+    return Written(target, whole, part, source, _shift(manifest, part, target), form.repeated)

@@ -10,15 +10,18 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from transfuse.errors import ProtocolError, StateError, StepMismatch, TargetMismatch, TransfuseError, UnsupportedLeaf
+from transfuse.errors import ProtocolError, StateError, StepMismatch, TransfuseError
 from transfuse.limits import Limits
-from transfuse.memory.assembly import Assembled, assemble
+from transfuse.memory.arena import Supply
+from transfuse.memory.as_is import AsIs
+from transfuse.memory.assembly import assemble
 from transfuse.memory.digest import WIDE_BYTES
-from transfuse.memory.landing import Landing
-from transfuse.plan import regions
+from transfuse.memory.landing import Landing, Plan
+from transfuse.options import Options
 from transfuse.plan.cohorts import Cohort
-from transfuse.plan.match import Prepared, match, prepare
+from transfuse.plan.match import Match, Prepared, compare, prepare
 from transfuse.plan.parcels import Parcels
+from transfuse.plan.shares import Shares
 from transfuse.session.context import Context, Request
 from transfuse.state.leaves.codec import Room
 from transfuse.state.leaves.registry import Kinds
@@ -46,16 +49,16 @@ class Accepted:
     manifest: Manifest
     room: Room
     kinds: Kinds
-    cut: Parcels
-    landing: Landing | Assembled
-    #: Storages of which only some parts are asked for, and which.
-    apart: list[int]
-    parts: list[int]
+    landing: Landing
 
     @property
-    def assembled(self) -> Assembled | None:
-        """If each source brings its own part of the whole."""
-        return self.landing if isinstance(self.landing, Assembled) else None
+    def cut(self) -> Parcels:
+        return self.landing.cut
+
+    @property
+    def shares(self) -> Shares:
+        """What each source can send."""
+        return self.landing.shares
 
 
 def read_offer(body: bytes | bytearray, limits: Limits, peer: int) -> messages.Offer:
@@ -132,92 +135,42 @@ def accept(
 
     ``described`` is the offer whose manifest the first cohort has.
     """
-    peer = next(iter(cohorts[0].members))
-    alike = len(cohorts) == 1 and request.options.map_path is None and request.late is None
-    alike = alike and len({(offer.digest, tuple(offer.coordinates)) for offer in offers.values()}) == 1
+    options, limits = request.options, context.limits
+    peer, manifest = next(iter(cohorts[0].members)), cohorts[0].manifest
+    room = Room(manifest.shared, manifest.coordinates, options.mesh, options.weights_only_objects)
+    kinds = Kinds(limits)
+    supply = Supply(context.device, limits, None if request.resume is None else request.resume.memory)
     try:
-        if alike:
-            try:
-                return _accept_as_is(cohorts[0].manifest, described, request, context, parcel_bytes)
-            except (TargetMismatch, UnsupportedLeaf):
-                if not request.options.cast and not _any_sharded(cohorts[0].manifest, request.target):
-                    raise
-        return _assemble(cohorts, described, request, context, parcel_bytes)
+        target = request.target if isinstance(request.target, Prepared) else prepare(request.target, limits)
+        found: Match | TransfuseError | None = None
+        if _all_have_the_same(cohorts, offers, request):
+            found = compare(manifest, target, room=room, kinds=kinds, strict=options.strict)
+            if isinstance(found, TransfuseError) and not _may_be_assembled(manifest, target, options):
+                raise found
+        plan: Plan
+        if isinstance(found, Match):
+            plan = AsIs(manifest, found, supply, parcel_bytes=parcel_bytes, atomic=options.atomic)
+        else:
+            plan = assemble(cohorts, target, room, kinds, options, supply, parcel_bytes=parcel_bytes, late=request.late)
     except TransfuseError:
         raise
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
+    return Accepted(described, parcel_bytes, manifest, room, kinds, Landing(plan))
 
 
-def _accept_as_is(
-    manifest: Manifest,
-    offer: messages.Offer,
-    request: Request,
-    context: Context,
-    parcel_bytes: int,
-) -> Accepted:
-    """A state that lands as it is."""
-    options, limits, device = request.options, context.limits, context.device
-    room = Room(manifest.shared, manifest.coordinates, options.mesh, options.weights_only_objects)
-    kinds = Kinds(limits)
-    found = match(manifest, request.target, room=room, kinds=kinds, strict=options.strict, limits=limits)
-    if options.atomic:
-        found.apart, found.wanted = [], []
-    boxes = regions.lay_out(manifest, found.apart, found.wanted)
-    kept = None if request.resume is None else request.resume.memory
-    landing = Landing(
-        manifest, found, boxes, parcel_bytes, device=device, atomic=options.atomic, limits=limits, kept=kept
-    )
-    return Accepted(
-        offer=offer,
-        parcel_bytes=parcel_bytes,
-        manifest=manifest,
-        room=room,
-        kinds=kinds,
-        cut=landing.cut,
-        landing=landing,
-        apart=found.apart,
-        parts=found.wanted,
-    )
+def _all_have_the_same(cohorts: Sequence[Cohort], offers: Mapping[int, messages.Offer], request: Request) -> bool:
+    """Whether every source has the same state, byte by byte, and it keeps its names: it may land as it is."""
+    if len(cohorts) > 1 or request.options.map_path is not None or request.late is not None:
+        return False
+    return len({(offer.digest, tuple(offer.coordinates)) for offer in offers.values()}) == 1
 
 
-def _assemble(
-    cohorts: Sequence[Cohort],
-    offer: messages.Offer,
-    request: Request,
-    context: Context,
-    parcel_bytes: int,
-) -> Accepted:
-    """A state that is put together from what each source holds."""
-    limits, target = context.limits, request.target
-    kinds = Kinds(limits)
-    cut, landing, room = assemble(
-        cohorts,
-        target if isinstance(target, Prepared) else prepare(target, limits),
-        request.options,
-        late=request.late,
-        kinds=kinds,
-        limits=limits,
-        device=context.device,
-        parcel_bytes=parcel_bytes,
-        kept=None if request.resume is None else request.resume.memory,
-    )
-    return Accepted(
-        offer=offer,
-        parcel_bytes=parcel_bytes,
-        manifest=cohorts[0].manifest,
-        room=room,
-        kinds=kinds,
-        cut=cut,
-        landing=landing,
-        apart=[],
-        parts=[],
-    )
-
-
-def _any_sharded(manifest: Manifest, target: object) -> bool:
-    leaves = target.leaves if isinstance(target, Prepared) else []
-    return manifest.is_sharded or any(isinstance(leaf, (DTensor, ShardedTensor)) for leaf in leaves)
+def _may_be_assembled(manifest: Manifest, target: Prepared, options: Options) -> bool:
+    """Whether a state that does not land as it is may be put together all the same: converted, or sharded otherwise."""
+    if options.cast or manifest.is_sharded:
+        return True
+    return any(isinstance(leaf, (DTensor, ShardedTensor)) for leaf in target.leaves)
 
 
 def compares_digests(offer: messages.Offer, request: Request, device: torch.device) -> bool:

@@ -106,7 +106,7 @@ def why_not(rank: int, offer: Offer, accepted: Accepted, request: Request) -> Tr
     decided = accepted.offer
     if offer.step != decided.step:
         return SourcesDiffer(f"source {rank} offers another state than the others: {_steps(decided.step, offer.step)}")
-    if accepted.assembled is not None:
+    if not accepted.shares.joinable:
         return SourcesDiffer(f"source {rank} came late: it had been decided already what each of the others brings")
     if (offer.digest, offer.coordinates) != (decided.digest, decided.coordinates):
         return SourcesDiffer(f"source {rank} came late and offers another state than the others, or shard of it")

@@ -242,14 +242,15 @@ class Negotiator:
         """Whether these sources hold everything that is not here yet. Under the lock, once there is a plan."""
         assert self.accepted is not None
         assert self.ledger is not None
-        assembled = self.accepted.assembled
-        return assembled is None or bool((self.ledger.landed | assembled.covered_by(frozenset(ranks))).all())
+        return bool((self.ledger.landed | self.accepted.shares.covered_by(frozenset(ranks))).all())
 
     def look_for_orphans(self, rank: int, error: BaseException) -> None:
         """End the receive if nobody else has what a lost source was to bring. Under the lock."""
         roster = self._roster
         if self.accepted is None or roster.failure is not None or not roster.several:
             return
+        if self.accepted.shares.joinable:
+            return  # One that comes late may have it. If nobody does, the receive ends with all causes.
         if not self.covered_by(roster.present) and isinstance(error, TransfuseError):
             roster.failure = ReceiveFailed({rank: error}, alone=True)
 
@@ -406,7 +407,8 @@ class Negotiator:
             else:
                 logger.warning("target or sources are others than those of the receive to be resumed: all is fetched")
         if self.request.options.delta:
-            landing.fill_aside()
+            if self.resumed is False:  # Otherwise what has landed in copies of the targets would be lost.
+                landing.fill_copies()
             claimed |= _for_all_boxes(cut, landing.held)
         if claimed.any():
             ledger.keep(np.flatnonzero(claimed))

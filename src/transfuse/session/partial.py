@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from transfuse.memory.arena import FreshMemory
 from transfuse.state.tensors import Bools
 
 __all__ = ["Partial"]
@@ -26,8 +26,8 @@ class Partial:
     #: Which parcels have arrived, and how many bytes each has.
     landed: Bools
     nbytes: npt.NDArray[np.int64]
-    #: Where those lie that have no target. The others lie in the targets.
-    memory: Any
+    #: Where those lie that have no target, or that lay aside (``atomic``). The others lie in the targets.
+    memory: FreshMemory
     #: Target leaves that are half-written.
     torn: tuple[str, ...]
     #: Whether a receive has gone on from here: the memory is then that one's.

@@ -16,8 +16,8 @@ import numpy as np
 
 from transfuse.errors import PeerError, ProtocolError, SourceMutated, TransfuseError
 from transfuse.limits import Patience, Sizes
-from transfuse.memory.assembly import Portion
 from transfuse.phases import WAITING, Phase
+from transfuse.plan.shares import Share
 from transfuse.session.accepting import Accepted
 from transfuse.session.context import Context, Request
 from transfuse.session.ledger import Ledger
@@ -56,7 +56,7 @@ class Confirm:
 class Receive:
     """What the conversations of one receive do together. Every method may be called from any of their threads.
 
-    ``roster.changed`` guards the attributes from ``_portions`` on.
+    ``roster.changed`` guards the attributes from ``_shares`` on.
     """
 
     def __init__(self, request: Request, context: Context) -> None:
@@ -65,8 +65,8 @@ class Receive:
         self._silent = SilentSources(self.roster, self.negotiator, Patience(context.timeout))
         #: Held while parcels are read from a source's memory: one reader uses all threads.
         self.reading = threading.Lock()
-        #: What each source can bring, where that is not everything.
-        self._portions: dict[int, Portion] = {}
+        #: What each source can send.
+        self._shares: dict[int, Share] = {}
         #: Sources whose memory may yet be read at full speed. Nothing is asked for over the group before that.
         self._readers: set[int] = set()
         #: Sources that have said that what they brought holds.
@@ -109,17 +109,14 @@ class Receive:
             self._count()
             self.roster.changed.notify_all()
 
-    def portion(self, rank: int) -> Portion | None:
-        """What a source can bring; None: everything."""
-        assembled = self.accepted.assembled
-        if assembled is None:
-            return None
+    def share(self, rank: int) -> Share:
+        """What a source can send. It is worked out outside of the lock, before the source gets its first task."""
         with self.roster.changed:
-            known = self._portions.get(rank)
+            known = self._shares.get(rank)
         if known is None:
-            known = assembled.portion(rank)
+            known = self.accepted.shares.of(rank)
             with self.roster.changed:
-                self._portions[rank] = known
+                self._shares[rank] = known
         return known
 
     # -- tasks
@@ -157,17 +154,13 @@ class Receive:
                 self._finish(rank)
 
     def _find_task(self, rank: int, nbytes: float) -> Fetch | Compare | Confirm | None:
-        portion = self._portions.get(rank)
-        held = None if portion is None else portion.held
+        held = self._shares[rank].held
         numbers = self.ledger.take_uncompared(rank, Sizes.COMPARE_BYTES, held)
         if len(numbers):
             return Compare(numbers)
         if self._readers and not self.ledger.complete:
             # What can be read is read.
-            assembled = self.accepted.assembled
-            if assembled is None or held is None:
-                return None
-            held = held & ~assembled.covered_by(frozenset(self._readers))
+            held = held & ~self.accepted.shares.covered_by(frozenset(self._readers))
         numbers = self.ledger.take(rank, nbytes, held)
         if len(numbers):
             self._confirmed.discard(rank)
@@ -182,8 +175,7 @@ class Receive:
         with self.roster.changed:
             if self.roster.failure is not None or rank in self.roster.abandoned:
                 return range(0)
-            portion = self._portions.get(rank)
-            numbers = self.ledger.take_run(rank, nbytes, None if portion is None else portion.numbers)
+            numbers = self.ledger.take_run(rank, nbytes, self._shares[rank].order)
             self._count()
             return numbers
 
@@ -323,7 +315,7 @@ class Receive:
             # What an earlier receive had left, and nobody has looked at, is still left.
             landed = self.ledger.landed | (self.ledger.uncompared & self.negotiator.resumed)
         error.received, error.missing = accepted.landing.account(landed)
-        if landed.any() and accepted.landing.stays:
+        if landed.any():
             error.partial = Partial(
                 step=accepted.offer.step,
                 likeness=accepted.offer.likeness,

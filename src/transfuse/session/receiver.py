@@ -14,7 +14,6 @@ from transfuse.limits import Sizes
 from transfuse.memory import packing, vm
 from transfuse.memory.digest import WIDE_BYTES
 from transfuse.phases import RELAYING, Phase
-from transfuse.plan import parcels
 from transfuse.plan.parcels import Parcels
 from transfuse.session.accepting import compares_digests, read_offer
 from transfuse.session.bursts import Incoming, Shape, nothing_more
@@ -106,8 +105,8 @@ class _Conversation:
         self._read_bytes = 0
         #: Which parcels can be read from its memory.
         self._readable: Bools = np.zeros(len(self._ledger), dtype=bool)
-        #: What it can bring, if that is not everything.
-        self._portion = shared.portion(line.peer)
+        #: What it can send.
+        self._share = shared.share(line.peer)
         self._want: messages.Want | None = None
         self._shape: Shape | None = None
         self._relay: Relay | None = None
@@ -118,7 +117,7 @@ class _Conversation:
         line, shared = self._line, self._receive
         cause: BaseException | None = None
         # Where nothing is needed from anybody, whoever comes first ends it.
-        needed = self._portion is None or bool(self._portion.held.any()) or not len(self._ledger)
+        needed = bool(self._share.held.any()) or not len(self._ledger)
         if not needed:
             shared.release(line.peer)
         try:
@@ -126,7 +125,7 @@ class _Conversation:
                 self._read()
             while needed:
                 with line.holding_turn(lambda: self._progress.bytes):
-                    task = shared.next_task(line, self._share())
+                    task = shared.next_task(line, self._task_bytes())
                 if task is None:
                     break
                 if isinstance(task, Fetch) and self._readable[np.asarray(task.numbers)].any():
@@ -151,7 +150,7 @@ class _Conversation:
                 shared.roster.may_abandon(line, line.abandon)  # A frozen one takes no verdict.
             line.settle()
 
-    def _share(self) -> float:
+    def _task_bytes(self) -> float:
         """How much to ask this source for at a time: all, unless there are others."""
         if not self._receive.roster.several:
             return float("inf")
@@ -205,12 +204,11 @@ class _Conversation:
 
     def _seen_from_there(self) -> tuple[Manifest, Parcels]:
         """The source's own manifest, and all parcels with their boxes in its memory."""
-        accepted = self._accepted
-        if self._portion is None or accepted.assembled is None:
-            return accepted.manifest, accepted.cut
+        offer = self._offer
         try:
-            manifest = Manifest.decode(self._offer.described, self._line.limits, self._offer.coordinates)
-            return manifest, accepted.assembled.seen_from(self._portion, manifest)
+            return self._share.seen_from_source(
+                lambda: Manifest.decode(offer.described, self._line.limits, offer.coordinates)
+            )
         except ValueError as error:
             raise Malformed(f"a malformed offer: {error}") from error
 
@@ -221,8 +219,7 @@ class _Conversation:
         readable = self._readable
         if not readable.any():
             readable[reading.readable()] = True
-            if self._portion is not None:
-                readable &= self._portion.held
+            readable &= self._share.held
         unreadable = 0
         share = Sizes(line.limits, line.timeout).read(self._pace.rate)
         while len(numbers := self._receive.read_share(line.peer, share, readable)):
@@ -318,13 +315,11 @@ class _Conversation:
     def _more(self) -> tuple[int, Sequence[int]]:
         """What to ask for in addition: the number that the source has for the first, and the numbers here."""
         run = self._receive.more(self._line.peer, self._burst_bytes())
-        return run.start, run if self._portion is None else self._portion.numbers[run.start : run.stop].tolist()
+        return run.start, self._share.ours(run)
 
     def _pairs(self, numbers: Sequence[int]) -> list[int]:
         """Parcels by the numbers that the source has for them."""
-        if self._portion is not None:
-            numbers = np.searchsorted(self._portion.numbers, np.asarray(numbers, dtype=np.int64)).tolist()
-        return messages.pairs_of(numbers)
+        return messages.pairs_of(self._share.theirs(numbers))
 
     def _landed(self, rank: int, numbers: Sequence[int], digests: Sequence[int], wrong: Sequence[int]) -> None:
         """A burst of the source or of the neighbour with this rank has landed; of its parcels, these are wrong."""
@@ -361,19 +356,20 @@ class _Conversation:
                 line.send(Message.MORE, messages.encode(messages.More(self._pairs(numbers))))
                 self._expect_agreed()
                 return messages.Agreed()
-            alone = not self._receive.roster.several and self._portion is None
+            share = self._share
+            alone = not self._receive.roster.several and share.is_everything
             relay = self._receive.request.options.relay
             want = self._want = messages.Want(
-                fingerprint=parcels.fingerprint(accepted.cut) if self._portion is None else self._portion.fingerprint,
+                fingerprint=share.fingerprint,
                 parcel_bytes=accepted.parcel_bytes,
                 burst_bytes=self._burst_bytes(),
                 digests=compares_digests(self._offer, self._receive.request, line.group.device),
-                apart=accepted.apart,
-                parts=accepted.parts,
+                apart=share.apart,
+                parts=share.parts,
                 parcels=self._pairs(numbers),
                 relay=relay and line.group.relays and alone and len(numbers) == len(self._ledger),
                 host=this_host(),
-                picks=None if self._portion is None else self._portion.picks,
+                picks=share.picks,
             )
             line.send(Message.WANT, messages.encode(want))
             agreed = line.decode(self._expect_agreed(), messages.Agreed)

@@ -66,6 +66,4 @@ class SilentSources:
         others = self._roster.present - {rank}
         if accepted is None:
             return not negotiation.uncovered and bool(negotiation.offers.keys() - {rank})
-        if accepted.assembled is None:
-            return bool(others)
         return self._negotiator.covered_by(others)

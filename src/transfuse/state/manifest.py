@@ -364,9 +364,7 @@ def _lay_down(root: trees.Node | None, opened: _Opened, found: columns.Tensors) 
     )
     if found.beyond.any():
         leaf = manifest.leaf_of(int(np.argmax(found.beyond)))
-        raise UnsupportedLeaf(
-            manifest.paths[leaf], "its storage has been freed or shrunk (an unsharded FSDP parameter?); gather it first"
-        )
+        raise UnsupportedLeaf(manifest.paths[leaf], f"{dense.FREED.format('its')}; gather it first")
     gone = found.faults(np.arange(len(found)), Mappings(), write=False)
     if gone:
         part, why = next(iter(gone.items()))

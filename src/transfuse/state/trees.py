@@ -479,6 +479,25 @@ class Merged:
     #: Where a leaf meets a container, or containers of different families meet.
     conflicts: list[str]
 
+    @classmethod
+    def all_of_source(cls, root: Node | None, count: int) -> Merged:
+        """The source's tree of so many leaves, without a target."""
+        return cls(root, list(range(count)), [-1] * count, [])
+
+    @classmethod
+    def all_of_target(cls, root: Node | None, count: int) -> Merged:
+        """The target's tree of so many leaves, whatever the source's is."""
+        return cls(root, [~leaf for leaf in range(count)], [], [])
+
+    @property
+    def only_in_target(self) -> Iterator[int]:
+        """Leaves of the target that the source does not have."""
+        return (~origin for origin in self.origin if origin < 0)
+
+    def arrange(self, of_source: Sequence[Any], of_target: Sequence[Any]) -> list[Any]:
+        """The leaves of ``root``, from the leaves of the source and of the target."""
+        return [of_source[origin] if origin >= 0 else of_target[~origin] for origin in self.origin]
+
 
 def merge(source: Node | None, target: Node | None) -> Merged:
     """Match two trees by key path: mappings by key, sequences by position, registered nodes by class and label."""

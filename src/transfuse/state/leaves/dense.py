@@ -93,6 +93,16 @@ def check_initialized(leaf: object) -> None:
         )
 
 
+#: What is wrong with a tensor that has elements but no memory for them; begins with whose it is.
+FREED = "{} storage has been freed or shrunk (an unsharded FSDP parameter?)"
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's storage is there: FSDP frees those of parameters that are not gathered."""
+    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool((tensor.storage_offset() + reach) * tensor.element_size() <= tensor.untyped_storage().nbytes())
+
+
 def is_ordinary(leaf: object) -> bool:
     """Whether a leaf is a plain tensor that can be carried and, if it has elements, has memory."""
     if not isinstance(leaf, torch.Tensor) or not is_plain(leaf):
@@ -199,6 +209,13 @@ class Signs:
             numbers.bitwise_xor_(torch.iinfo(numbers.dtype).min)
         if self.conjugate:
             numbers[..., 1::2].bitwise_xor_(torch.iinfo(numbers.dtype).min)
+
+
+def signs_between(tensor: torch.Tensor, source_flags: int) -> Signs | None:
+    """What to flip in items that were taken from a tensor with these flags, so that ``tensor`` has the same values."""
+    differ = flags_of(tensor) ^ source_flags
+    conjugate, negative = bool(differ & Flags.CONJUGATE), bool(differ & Flags.NEGATIVE)
+    return Signs(tensor.dtype, conjugate, negative) if conjugate or negative else None
 
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,0 +1,377 @@
+"""Shares: which parcels of a receive each source can send.
+
+If the state lands as it is, every source has all of it: :class:`Everything`. Otherwise what is needed is cut where its
+holders change (:func:`split`), and each source has the pieces that it holds: :class:`SharesOfPieces`. Pure, and in
+columns: there may be millions. Tensors of the same shape and sharding are cut alike, so each such pattern is worked
+out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise, product
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from transfuse.errors import NotCovered, TargetMismatch
+from transfuse.plan import parcels
+from transfuse.plan.cohorts import Cohort, Who
+from transfuse.plan.holdings import Holding, Holdings, Spread, Whole
+from transfuse.plan.parcels import Parcels
+from transfuse.plan.regions import Boxes
+from transfuse.plan.request import Picks, boxes_in
+from transfuse.plan.spots import Need
+from transfuse.state.leaves.layout import Block
+from transfuse.state.manifest import Manifest
+from transfuse.state.tensors import Bools, Ints
+
+__all__ = ["Everything", "Pieces", "Share", "Shares", "SharesOfPieces", "split"]
+
+#: More pieces than these are refused: each takes memory at both ends.
+MAX_PIECES = 1 << 23
+#: So many blocks that nobody holds are named.
+MAX_NAMED = 1000
+
+
+class Share(Protocol):
+    """What one source can send, and how it is asked for it."""
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether the source has the whole state, just as it lands here."""
+
+    @property
+    def held(self) -> Bools:
+        """For each parcel of the receive, whether the source holds it."""
+
+    @property
+    def order(self) -> Ints | None:
+        """The parcels in the order in which the source numbers them; None if it numbers them as we do."""
+
+    @property
+    def fingerprint(self) -> int:
+        """A digest of the source's parcels. The source computes the same, of what it cuts itself."""
+
+    @property
+    def picks(self) -> Picks | None:
+        """The blocks that the source is asked for; None for the whole state as the source described it."""
+
+    @property
+    def apart(self) -> list[int]:
+        """Storages of which only some parts are asked for."""
+
+    @property
+    def parts(self) -> list[int]:
+        """Those parts."""
+
+    def ours(self, run: range) -> Sequence[int]:
+        """Our numbers of the parcels that the source numbers so."""
+
+    def theirs(self, numbers: Sequence[int]) -> Sequence[int]:
+        """The source's numbers of our parcels."""
+
+    def seen_from_source(self, describe: Callable[[], Manifest]) -> tuple[Manifest, Parcels]:
+        """The source's own manifest, and all parcels with their boxes in the source's memory.
+
+        ``describe`` reads that manifest, if it is not known yet.
+        """
+
+
+class Shares(Protocol):
+    """What each source can send."""
+
+    @property
+    def joinable(self) -> bool:
+        """Whether a source that comes late can take part: its share does not depend on who else is there."""
+
+    def of(self, rank: int) -> Share: ...
+
+    def covered_by(self, ranks: Who) -> Bools:
+        """For each parcel, whether one of these sources can send it."""
+
+
+class Everything:
+    """Every source has the whole state as it lands here: one share, which is everything, serves for all."""
+
+    is_everything = joinable = True
+    order = picks = None
+
+    def __init__(self, manifest: Manifest, cut: Parcels, apart: list[int], parts: list[int]) -> None:
+        self.apart, self.parts = apart, parts
+        self._manifest, self._cut = manifest, cut
+
+    def of(self, rank: int) -> Everything:
+        return self
+
+    @cached_property
+    def held(self) -> Bools:
+        return np.ones(len(self._cut), dtype=bool)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        return parcels.fingerprint(self._cut)
+
+    def ours(self, run: range) -> Sequence[int]:
+        return run
+
+    def theirs(self, numbers: Sequence[int]) -> Sequence[int]:
+        return numbers
+
+    def seen_from_source(self, describe: Callable[[], Manifest]) -> tuple[Manifest, Parcels]:
+        return self._manifest, self._cut
+
+    def covered_by(self, ranks: Who) -> Bools:
+        return np.full(len(self._cut), bool(ranks))
+
+
+@dataclass(eq=False)
+class Pieces:
+    """Columns of blocks that a set of sources holds whole, those of one set together. Dimensions beyond a tensor's
+    own are of size 1.
+    """
+
+    #: What each is a piece of.
+    need: Ints
+    #: Where each begins in the global tensor, and its sizes.
+    start: Ints
+    sizes: Ints
+    #: The set of sources that hold it; what fewest hold comes first, since nobody else will bring it.
+    group: Ints
+    groups: list[Who]
+
+    def __len__(self) -> int:
+        return len(self.need)
+
+    def boxes(self, item: Ints) -> Boxes:
+        """As boxes of which only the size is known: where they lie is each end's own business."""
+        nowhere = np.zeros(len(self), dtype=np.int64)
+        item = item[self.need]
+        return Boxes(nowhere, self.group, nowhere, self.sizes.prod(axis=1) * item, item, nowhere - 1, {}, {})
+
+
+class _Pattern(NamedTuple):
+    """How a block is cut: where each piece begins, its sizes, and who holds it."""
+
+    start: Ints
+    sizes: Ints
+    group: Ints
+
+
+def split(cohorts: Sequence[Cohort], needs: Sequence[Need]) -> Pieces:
+    """Cut what is needed; :class:`NotCovered` names what nobody holds."""
+    dims = max([len(need.block.start) for need in needs], default=0) or 1
+    patterns: dict[tuple[Any, ...], int] = {}
+    found: list[_Pattern] = []
+    groups: dict[Who, int] = {}
+    which: list[int] = []
+    total = 0
+    for need in needs:
+        holdings = [(cohorts[i], cohorts[i].holdings.of(leaf, need.tensor.number)) for i, leaf in need.tensor.leaves]
+        key = (need.block, need.place, tuple((id(cohort), _identity(holding)) for cohort, holding in holdings))
+        number = patterns.get(key)
+        if number is None:
+            number = patterns[key] = len(found)
+            found.append(_cut(need, holdings, groups, dims))
+        which.append(number)
+        total += len(found[number].group)
+        if total > MAX_PIECES:
+            raise TargetMismatch([f"the two shardings cut the state into more than {MAX_PIECES} pieces"])
+    nobody = groups.get(frozenset())
+    if nobody is not None:
+        raise NotCovered(_name_missing(cohorts, needs, [found[number] for number in which], nobody))
+    return _lay_out(which, found, list(groups), dims)
+
+
+def _identity(holding: Holding) -> object:
+    """What holdings that are cut alike have in common."""
+    if isinstance(holding, Spread):
+        return id(holding.layout)
+    return Whole if isinstance(holding, Whole) else id(holding)
+
+
+def _cut(need: Need, holdings: Sequence[tuple[Cohort, Holding]], groups: dict[Who, int], dims: int) -> _Pattern:
+    block = need.block
+    edges = [
+        [low, *sorted({cut for _, h in holdings for cut in h.cuts(d, low, low + size)}), low + size]
+        for d, (low, size) in enumerate(zip(block.start, block.sizes, strict=True))
+    ]
+    rows, numbers = [], []
+    for chosen in product(*map(pairwise, edges)):
+        piece = Block(tuple(a for a, _ in chosen), tuple(b - a for a, b in chosen))
+        who: Who = frozenset()
+        for cohort, holding in holdings:
+            some = cohort.who(holding, piece, need.place)
+            who = who | some if who else some
+        rows.append((piece.start, piece.sizes))
+        numbers.append(groups.setdefault(who, len(groups)))
+        if len(rows) > MAX_PIECES:
+            raise TargetMismatch([f"the two shardings cut a tensor into more than {MAX_PIECES} pieces"])
+    columns = np.array(rows, dtype=np.int64).reshape(len(rows), 2, len(block.start))
+    start, sizes = np.zeros((len(rows), dims), dtype=np.int64), np.ones((len(rows), dims), dtype=np.int64)
+    start[:, : len(block.start)], sizes[:, : len(block.start)] = columns[:, 0], columns[:, 1]
+    return _Pattern(start, sizes, np.array(numbers, dtype=np.int64))
+
+
+def _lay_out(which: Sequence[int], found: Sequence[_Pattern], groups: list[Who], dims: int) -> Pieces:
+    """All pieces in one, sorted by their holders."""
+    ranked = sorted(groups, key=lambda who: (len(who), sorted(who)))
+    rank = {who: i for i, who in enumerate(ranked)}
+    order_of = np.array([rank[who] for who in groups], dtype=np.int64)
+    empty = np.zeros((0, dims), dtype=np.int64)
+    group = np.concatenate([order_of[found[n].group] for n in which] or [empty[:, 0]])
+    need = np.repeat(np.arange(len(which)), [len(found[n].group) for n in which]) if which else empty[:, 0]
+    order = np.argsort(group, kind="stable")
+    start = np.concatenate([found[n].start for n in which] or [empty])[order]
+    sizes = np.concatenate([found[n].sizes for n in which] or [empty])[order]
+    return Pieces(need[order], start, sizes, group[order], ranked)
+
+
+def _name_missing(
+    cohorts: Sequence[Cohort], needs: Sequence[Need], patterns: Sequence[_Pattern], nobody: int
+) -> list[str]:
+    lines: list[str] = []
+    for need, pattern in zip(needs, patterns, strict=True):
+        dims = len(need.block.start)
+        for row in np.flatnonzero(pattern.group == nobody).tolist():
+            if len(lines) < MAX_NAMED:
+                number, leaf = need.tensor.leaves[0]
+                block = Block(tuple(pattern.start[row, :dims].tolist()), tuple(pattern.sizes[row, :dims].tolist()))
+                place = "" if need.place is None else f" in place {need.place} of the mesh"
+                lines.append(f"{cohorts[number].names[leaf]}: nobody holds {block}{place}")
+    return lines
+
+
+@dataclass(eq=False)
+class _ShareOfPieces:
+    """The pieces that one source holds."""
+
+    held: Bools
+    #: The numbers of its parcels, in the order in which the source numbers them.
+    order: Ints
+    picks: Picks
+    #: Which of all boxes the picks are.
+    boxes: Ints
+    fingerprint: int
+    cut: Parcels
+    is_everything = False
+
+    @property
+    def apart(self) -> list[int]:
+        return []
+
+    @property
+    def parts(self) -> list[int]:
+        return []
+
+    def ours(self, run: range) -> Sequence[int]:
+        found: list[int] = self.order[run.start : run.stop].tolist()
+        return found
+
+    def theirs(self, numbers: Sequence[int]) -> Sequence[int]:
+        found: list[int] = np.searchsorted(self.order, np.asarray(numbers, dtype=np.int64)).tolist()
+        return found
+
+    def seen_from_source(self, describe: Callable[[], Manifest]) -> tuple[Manifest, Parcels]:
+        manifest, cut, at = describe(), self.cut, self.boxes
+        some = boxes_in(Holdings(manifest), self.picks)
+
+        def spread(column: Ints) -> Ints:
+            result = np.zeros(len(cut.boxes), dtype=np.int64)
+            result[at] = column
+            return result
+
+        strided = {int(at[i]): box for i, box in some.strided.items()}
+        casts = {int(at[i]): cast for i, cast in some.casts.items()}
+        boxes = replace(cut.boxes, storage=spread(some.storage), start=spread(some.start), strided=strided, casts=casts)
+        return manifest, replace(cut, boxes=boxes)
+
+
+class _Names(NamedTuple):
+    """Columns of what is needed, as sources call it: the leaf in each cohort, which of its tensors, and as what."""
+
+    leaf: Ints
+    tensor: Ints
+    ndim: Ints
+    wires: list[torch.dtype | None]
+    wire: Ints
+
+
+class SharesOfPieces:
+    """Each source has the pieces that it holds. Replicas have the same share."""
+
+    joinable = False
+
+    def __init__(self, cohorts: Sequence[Cohort], needs: Sequence[Need], pieces: Pieces, cut: Parcels) -> None:
+        self._cohorts = cohorts
+        self._needs = needs
+        self._pieces = pieces
+        self._cut = cut
+        self._known: dict[tuple[int, tuple[int, ...]], _ShareOfPieces] = {}
+        #: Where the pieces of each set of sources begin, and the last ones end.
+        self._groups: Ints = np.searchsorted(pieces.group, np.arange(len(pieces.groups) + 1))
+
+    def of(self, rank: int) -> Share:
+        number = next(i for i, cohort in enumerate(self._cohorts) if rank in cohort.members)
+        theirs = tuple(i for i, who in enumerate(self._pieces.groups) if rank in who)
+        known = self._known.get((number, theirs))
+        if known is None:
+            known = self._known[number, theirs] = self._share(number, theirs)
+        return known
+
+    def covered_by(self, ranks: Who) -> Bools:
+        good = np.array([not who.isdisjoint(ranks) for who in self._pieces.groups], dtype=bool)
+        return good[self._pieces.group[self._cut.first]] if len(self._cut) else np.zeros(0, dtype=bool)
+
+    def _share(self, number: int, theirs: Sequence[int]) -> _ShareOfPieces:
+        """What a source of this cohort holds that is in these sets of sources."""
+        pieces, edges, cut = self._pieces, self._groups, self._cut
+        nothing = [np.zeros(0, dtype=np.int64)]
+        boxes = np.concatenate([np.arange(edges[i], edges[i + 1]) for i in theirs] or nothing)
+        # Parcels are in the order of their boxes, and of one set of sources each.
+        firsts = np.searchsorted(cut.first, edges)
+        order = np.concatenate([np.arange(firsts[i], firsts[i + 1]) for i in theirs] or nothing)
+        held = np.zeros(len(cut), dtype=bool)
+        held[order] = True
+        need, group = pieces.need[boxes], pieces.group[boxes]
+        names = self._names
+        ndim = names.ndim[need]
+        used = np.arange(pieces.start.shape[1]) < ndim[:, None]
+        picks = Picks.of(
+            leaf=names.leaf[number][need],
+            tensor=names.tensor[need],
+            ndim=ndim,
+            starts=pieces.start[boxes][used],
+            sizes=pieces.sizes[boxes][used],
+            wires=names.wires,
+            wire=names.wire[need],
+            begins=np.concatenate([[1], np.diff(group) != 0])[: len(boxes)],
+        )
+        return _ShareOfPieces(held, order, picks, boxes, self._fingerprint(picks, boxes, order), cut)
+
+    @cached_property
+    def _names(self) -> _Names:
+        needs = self._needs
+        leaf = np.full((len(self._cohorts), len(needs)), -1, dtype=np.int64)
+        for i, need in enumerate(needs):
+            for cohort, number in need.tensor.leaves:
+                leaf[cohort, i] = number
+        wires = list(dict.fromkeys(need.wire for need in needs))
+        return _Names(
+            leaf,
+            np.array([need.tensor.number for need in needs], dtype=np.int64),
+            np.array([len(need.block.start) for need in needs], dtype=np.int64),
+            wires,
+            np.array([wires.index(need.wire) for need in needs], dtype=np.int64),
+        )
+
+    def _fingerprint(self, picks: Picks, boxes: Ints, order: Ints) -> int:
+        """As the source will compute it, of the parcels that it cuts from its own boxes."""
+        cut = self._cut
+        mine = replace(cut.boxes, nbytes=cut.boxes.nbytes[boxes], item=cut.boxes.item[boxes])
+        first = np.searchsorted(boxes, cut.first[order])
+        theirs = replace(cut, boxes=mine, first=first, count=cut.count[order], low=cut.low[order])
+        return parcels.fingerprint(theirs, picks.fingerprint())
