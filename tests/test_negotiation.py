@@ -18,6 +18,7 @@ from moves import CPU
 from schedules import Director, Judge, explore
 from transfuse.errors import NotCovered, PeerLost, ReceiveFailed, StepMismatch
 from transfuse.limits import Limits, Sizes
+from transfuse.options import Options
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import accepting, negotiation
@@ -212,14 +213,16 @@ class Silent:
 class Scheduled:
     """A receive whose condition is a scheduler's, and one thread for each of its sources."""
 
-    def __init__(self, director: Director, states: Sequence[object], target: object, **request: Any) -> None:
+    def __init__(
+        self, director: Director, states: Sequence[object], target: object, timeout: float = 60.0, **request: Any
+    ) -> None:
         ranks = tuple(range(len(states)))
         self.director = director
         context = Context(
             ranks=ranks,
             limits=LIMITS,
             device=CPU,
-            timeout=60.0,
+            timeout=timeout,
             caller=Caller(),
             report=Report("receive", ranks),
             progress={rank: Progress() for rank in ranks},
@@ -255,13 +258,18 @@ def all_stages(count: int) -> tuple[list[dict[str, torch.Tensor]], dict[str, tor
     return states, {name: torch.zeros_like(leaf) for state in states for name, leaf in state.items()}
 
 
+@pytest.mark.parametrize("rules", [None, {"layer*.*": "layer*.*"}], ids=["names", "rules"])
+@pytest.mark.parametrize("timeout", [60.0, 1e-6], ids=["in time", "late"])
 @pytest.mark.parametrize(("count", "deviations"), [(2, 2), (3, 1), pytest.param(4, 2, marks=pytest.mark.soak)], ids=str)
-def test_every_stage_that_is_here_is_in_the_plan_whoever_is_quicker(count: int, deviations: int) -> None:
+def test_every_stage_that_is_here_is_in_the_plan_whoever_is_quicker(
+    count: int, deviations: int, timeout: float, rules: dict[str, str] | None
+) -> None:
+    """Also where the time for the others is over before they come: they may come while it is being decided."""
     states, target = all_stages(count)
     offers = [offer_of(state) for state in states]
 
     def scenario(director: Director) -> Judge:
-        scheduled = Scheduled(director, states, target)
+        scheduled = Scheduled(director, states, target, timeout, options=Options(map_path=rules))
         for rank, offer in enumerate(offers):
             director.start(partial(scheduled.converse, rank, offer))
 

@@ -198,7 +198,7 @@ def test_replicas_of_which_some_are_not_there(caplog: pytest.LogCaptureFixture) 
         addresses = [dead, one.address, stranger.address, other.address]
         fetched = transfuse.fetch(addresses, token=TOKEN, on_report=reports.append)
         assert not differences(state, fetched)
-        assert reports[0].peers == (0, 1)
+        assert reports[0].peers == (1, 3), "ranks are numbers of addresses"
         for address in (dead, stranger.address):
             assert f"going on without {address}" in caplog.text
         with pytest.raises(transfuse.ReceiveFailed) as raised:
@@ -500,7 +500,7 @@ def test_signs_of_life_alone_buy_no_time() -> None:
         stop = threading.Event()
 
         def pretend() -> None:
-            with Line(Group(Several([group]), CPU), 0, 5.0, Limits()) as line:
+            with Line(Group(Several({0: group}, 1), CPU), 0, 5.0, Limits()) as line:
                 line.expect(Message.OFFER, tag=OFFER_TAG)
                 with contextlib.suppress(transfuse.PeerError):
                     while not stop.wait(0.2):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,11 +126,43 @@ def test_a_tensor_that_only_a_refused_source_has_does_not_keep_its_old_values() 
     assert "['b']: source 1 holds it, but is not used: the source sends step 4" in str(error)
     assert not target["a"].any(), "nothing was written"
     assert all(isinstance(outcome.error, transfuse.SendFailed) for outcome in outcomes[:2])
+    # The same under rules, and of what is no tensor.
+    for rules, other in ((None, {"b": 7}), (None, {"b": np.ones(6)}), ({"**": "**"}, {"b": torch.ones(6)})):
+        stages[1] = other  # type: ignore[assignment]
+        held = {"a": torch.zeros(5), "b": torch.zeros(6) if rules else 0}
+        outcomes, _ = gather(2, lambda rank: stages[rank], target=held, steps=[5, 4], step=5, map_path=rules)
+        assert isinstance(outcomes[-1].error, transfuse.NotCovered), other
+        assert "['b']: source 1 holds it, but is not used" in str(outcomes[-1].error)
+    stages[1] = {"b": torch.ones(6)}
     # A replica of the same step makes it whole, whatever the other one's step is.
     stages.append(stages[1])
     outcomes, _ = gather(3, lambda rank: stages[rank], target=target, steps=[5, 4, 5], step=5)
     outcomes[-1].get()
     assert bool(target["a"].all() and target["b"].all())
+
+
+def test_without_a_majority_nobody_is_right() -> None:
+    target = {"a": torch.zeros(5)}
+    outcomes, _ = gather(5, lambda rank: {"a": torch.full((5,), float(rank))}, target=target, steps=[5, 5, 6, 7, 8])
+    assert isinstance(outcomes[-1].error, transfuse.SourcesDiffer)
+    assert "2 of 5 agree" in str(outcomes[-1].error)
+    assert not target["a"].any()
+
+
+class OneByOne(Passing):
+    """A group that carries one operation at a time, as torchft's in a child process do."""
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "torchft-baby-gloo"
+
+
+def test_a_group_that_hears_one_source_at_a_time_does_not_leave_out_the_others() -> None:
+    target = {"a": torch.zeros(5), "b": torch.zeros(6)}
+    stages = [{"a": torch.ones(5)}, {"b": torch.ones(6)}]
+    outcomes, _ = gather(2, lambda rank: stages[rank], target=target, wrap=lambda rank, pg: OneByOne(pg))
+    assert isinstance(outcomes[-1].error, transfuse.NotCovered)
+    assert "['b']: over this group sources are heard one after another" in str(outcomes[-1].error)
+    assert not target["a"].any()
 
 
 def test_a_slow_source_brings_less(group_route: None) -> None:

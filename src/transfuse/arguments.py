@@ -66,7 +66,7 @@ def duration(timeout: timedelta | float, name: str = "timeout") -> timedelta:
         except (ValueError, OverflowError):
             raise ValueError(f"{name} must be positive, and a finite number of seconds, got {seconds}") from None
     if timeout <= timedelta(0):
-        raise ValueError(f"{name} must be positive, a microsecond at least, got {timeout}")
+        raise ValueError(f"{name} must be positive, a microsecond at least, got {timeout.total_seconds():g} seconds")
     return timeout
 
 
@@ -147,7 +147,7 @@ def check_state_dict(state_dict: object) -> None:
 def check_no_module(state_dict: object, instead: str) -> None:
     """Refuse a module where a state, or a callable that gives one, is meant: a module is callable too."""
     if isinstance(state_dict, torch.nn.Module):
-        raise TypeError(f"a module is no state: {instead}, or a callable that gives more")
+        raise TypeError(f"{type(state_dict).__name__} is a module, not a state: {instead}, not the module")
 
 
 def check_flags(verify: object, **flags: object) -> None:

@@ -282,6 +282,7 @@ class PGTransport:
                 target = self._state_dict()
                 if target is None:
                     raise StateError("the state_dict callback returned None; it returns the tree to receive into")
+                arguments.check_no_module(target, "the state_dict callback returns model.state_dict()")
             except BaseException as error:
                 if not isinstance(error, Exception):
                     context.caller.stop(error)
@@ -327,6 +328,7 @@ class PGTransport:
     def _load(self, state_dict: object, step: int | None, ranks: Sequence[int], lease: Lease) -> source.Cargo:
         if self._torn:
             raise TornState(self._torn)
+        arguments.check_no_module(state_dict, "pass model.state_dict()")
         described = describe(state_dict, self._limits)
         nbytes = int(described.manifest.storages.nbytes.sum())
         options = self._options

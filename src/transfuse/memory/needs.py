@@ -36,7 +36,7 @@ from transfuse.state.leaves.spec import Spec, is_dtensor, is_sharded, is_sharded
 from transfuse.state.manifest import Leaf
 from transfuse.state.mappings import Mappings
 
-__all__ = ["Catalogue", "Late", "Needs"]
+__all__ = ["Catalogue", "Late", "Needs", "global_shape"]
 
 
 class Catalogue:
@@ -172,7 +172,7 @@ class Needs:
         if links is not None:
             linked = Linked(list(links), [], [], [])
         else:
-            mine = [_global_shape(leaf) for leaf in targets.leaves]
+            mine = [global_shape(leaf) for leaf in targets.leaves]
             linked = link(map_path, sources.names, sources.shapes, trees.dotted(targets.root), mine)
         self.problems += linked.problems
         if not linked.problems:
@@ -599,7 +599,8 @@ def _may_be_tied(cohort: Cohort, leaf: int, first: int) -> bool:
     return cohort.holds_none(leaf) and cohort.holds_none(first)
 
 
-def _global_shape(leaf: Any) -> tuple[int, ...] | None:
+def global_shape(leaf: Any) -> tuple[int, ...] | None:
+    """The shape of a target that is one tensor, plain or sharded, as rules see it; None for everything else."""
     if isinstance(leaf, ShardedTensor):
         return tuple(leaf.metadata().size)
     return tuple(leaf.shape) if isinstance(leaf, DTensor) or dense.is_plain(leaf) else None

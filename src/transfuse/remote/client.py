@@ -53,8 +53,8 @@ def fetch(
     """Fetch the state of a server, or of several at once: replicas, shards or stages of one state.
 
     Args:
-        address: ``host:port`` of a server, or several. In errors and reports, rank ``i`` is the i-th of those that
-            were there.
+        address: ``host:port`` of a server, or several. In errors and reports, rank ``i`` is the server of the
+            i-th address, counted from 0.
         state_dict: the tree whose tensors the bytes land in, or a callable that gives it. Without it, everything
             arrives fresh.
         token: the servers' secret.
@@ -73,13 +73,13 @@ def fetch(
     check_resume(resume)
     with _Visit(addresses, key_of(token), timeout.total_seconds()) as visit:
         transport = PGTransport(
-            Several(visit.groups), timeout, CPU, None if state_dict is None else lambda: tree, **options
+            Several(visit.groups, len(addresses)), timeout, CPU, None if state_dict is None else lambda: tree, **options
         )
         # Before any server holds still for it, and after all else that could be wrong with the call.
         tree = state_dict() if callable(state_dict) else state_dict
-        ranks = range(len(visit.begin()))
+        ranks = visit.begin()
         try:
-            return transport.receive(list(ranks), step=step, resume=resume, absent=visit.absent)
+            return transport.receive(ranks, step=step, resume=resume, absent=visit.absent)
         except TransfuseError as error:
             visit.explain(error)
             raise
@@ -103,7 +103,8 @@ def peek(
     seconds, limits = arguments.duration(timeout).total_seconds(), Limits.from_environment()
     found: list[messages.Offer] = []
     with _Visit(_check([address]), key_of(token), seconds) as visit:
-        group = Group(Several(visit.begin()), CPU)
+        visit.begin()
+        group = Group(Several(visit.groups, 1), CPU)
 
         def talk() -> None:
             with Line(group, 0, seconds, limits) as line:
@@ -126,7 +127,7 @@ def peek(
 
 def _check(address: str | Sequence[str]) -> tuple[str, ...]:
     takes = "host:port, or several of these"
-    if not isinstance(address, str | Iterable):
+    if isinstance(address, bytes | bytearray) or not isinstance(address, str | Iterable):
         arguments.check_text("address", address, takes)
     addresses = (address,) if isinstance(address, str) else tuple(address)
     if not addresses:
@@ -157,9 +158,8 @@ class _Visit:
         #: Servers that are not waited for any more.
         self._left: set[int] = set()
         self._lock = threading.Lock()
-        #: With the servers that are there, in the order of their addresses.
-        self.groups: list[Private] = []
-        self._names: list[str] = []
+        #: With the servers that are there, by the numbers of their addresses.
+        self.groups: dict[int, Private] = {}
 
     def __enter__(self) -> _Visit:
         return self
@@ -170,8 +170,8 @@ class _Visit:
         for kept in list(self._kept.values()):
             kept.give_back()
 
-    def begin(self) -> Sequence[Private]:
-        """Go to every server; the groups with those whose state holds still now."""
+    def begin(self) -> list[int]:
+        """Go to every server; the numbers of those whose state holds still now. With each there is a group then."""
         # For all of them, before the first is asked: what is missing here is no fault of the last one's.
         count = len(self._addresses)
         purpose = "fetching from a server" if count == 1 else f"fetching from {count} servers at once"
@@ -192,9 +192,8 @@ class _Visit:
             raise causes[0] if len(self._addresses) == 1 else ReceiveFailed(causes)
         for address, cause in self.absent.items():
             logger.warning("going on without %s: %s", address, str(cause))
-        self.groups[:] = [ready[number] for number in sorted(ready)]
-        self._names = [self._addresses[number] for number in sorted(ready)]
-        return self.groups
+        self.groups.update(ready)
+        return sorted(ready)
 
     @property
     def absent(self) -> dict[str, BaseException]:
@@ -204,7 +203,7 @@ class _Visit:
     def explain(self, error: TransfuseError) -> None:
         """Which address each rank is, and who was not there."""
         if len(self._addresses) > 1:
-            error.add_note("; ".join(f"rank {rank} is {name}" for rank, name in enumerate(self._names)))
+            error.add_note("; ".join(f"rank {rank} is {name}" for rank, name in enumerate(self._addresses)))
             for address, cause in self.absent.items():
                 error.add_note(f"{address} was not there: {cause}")
 

@@ -11,7 +11,7 @@ import hmac
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -240,21 +240,22 @@ class _Work:
 
 
 class Several:
-    """The servers of several private groups as ranks of one: what a transport takes for a group.
+    """Servers as ranks of one group, which a transport takes for a process group.
 
-    Rank ``i`` is the server of the group ``i``, and the last one is the reader itself.
+    Rank ``i`` of ``count`` is the server of ``groups[i]``, if there is a group with it; the reader is rank ``count``.
     """
 
     outlives_waits = Private.outlives_waits
 
-    def __init__(self, groups: Sequence[Private]) -> None:
+    def __init__(self, groups: Mapping[int, Private], count: int) -> None:
         self._groups = groups
+        self._count = count
 
     def rank(self) -> int:
-        return len(self._groups)
+        return self._count
 
     def size(self) -> int:
-        return len(self._groups) + 1
+        return self._count + 1
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "gloo"

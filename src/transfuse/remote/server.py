@@ -39,6 +39,7 @@ logger = logging.getLogger("transfuse")
 #: Connections that have not proved anything yet. With more, whoever has been at it for the longest has to go: to prove
 #: the token takes milliseconds, and so those who only sit there keep nobody out.
 MAX_STRANGERS = 64
+MAX_PORT = 65535
 #: Complaints about strangers are loud only if the last one is so long ago.
 COMPLAINT_SECONDS = 1.0
 #: How long the thread that listens waits for a connection, and looks again whether one can be taken.
@@ -125,7 +126,7 @@ class Server:
         self._key = key_of(token)
         self._seconds = timeout.total_seconds()
         self._transport = partial(PGTransport, timeout=timeout, device=torch.device("cpu"), relay=False, **options)
-        self._transport(Several([]))  # Options that make no sense are told here, and not to the first reader.
+        self._transport(Several({}, 0))  # Options that make no sense are told here, and not to the first reader.
         self._on_report = on_report
         self._turns = Turns()
         #: The callables are the user's: one thread at a time.
@@ -143,6 +144,8 @@ class Server:
         self._last_change = _Moment()
         # As above: nobody could be served.
         descriptors.check(descriptors.LISTENER + descriptors.DOOR + descriptors.GROUP, "serving a state")
+        if not 0 <= arguments.whole("port", port) <= MAX_PORT:
+            raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
         # One's own socket: a store of torch's would listen on all interfaces, whatever host it is given.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)

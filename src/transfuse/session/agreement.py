@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
 from transfuse.errors import SourcesDiffer, TransfuseError
+from transfuse.memory.needs import Catalogue, global_shape
 from transfuse.plan.cohorts import Cohort, difference
+from transfuse.plan.linking import link
 from transfuse.plan.match import Prepared
 from transfuse.session.accepting import Accepted, Described, check
 from transfuse.session.context import Request
@@ -16,7 +16,7 @@ from transfuse.state import trees
 from transfuse.state.manifest import Manifest
 from transfuse.wire.messages import Offer
 
-__all__ = ["Choice", "choose", "first_difference", "lacking", "why_not"]
+__all__ = ["Choice", "choose", "first_difference", "lacking", "why_not", "would_bring"]
 
 
 class Choice(NamedTuple):
@@ -70,8 +70,8 @@ def choose(
                     f"{_count(families[0])} of {len(offers)} agree: "
                     + next(filter(None, (_difference(other_one, one, request) for other_one in families[0])), "")
                 )
-        if _count(families[0]) == _count(families[1]):
-            raise dropped[next(iter(families[1][0][1].members))]
+        if 2 * _count(families[0]) <= sum(map(_count, families)):
+            raise dropped[next(iter(families[1][0][1].members))]  # No majority: nothing says who is right.
     chosen = [cohort for _, cohort in families[0]] if families else []
     if len(chosen) > 1 and isinstance(request.target, Prepared):
         # The description of those that have most of what is wanted is the state's.
@@ -84,17 +84,24 @@ def _count(family: Sequence[tuple[int | None, Cohort]]) -> int:
     return sum(len(cohort.members) for _, cohort in family)
 
 
-def lacking(choice: Choice, request: Request) -> list[str]:
-    """Tensors of the target that none of the chosen sources has: one that has not come yet may (a stage)."""
-    target = request.target
-    if not isinstance(target, Prepared) or target.target is None or request.options.map_path is not None:
+def lacking(cohorts: Sequence[Cohort], request: Request) -> list[str]:
+    """Leaves of the target that get nothing from these sources, under the rules if there are any."""
+    target, rules = request.target, request.options.map_path
+    if not isinstance(target, Prepared) or target.target is None:
         return []
-    wanted = {
-        path
-        for path, leaf in zip(trees.paths(target.root), target.leaves, strict=True)
-        if isinstance(leaf, torch.Tensor)
-    }
-    return sorted(wanted.difference(*(cohort.numbers.keys() for cohort in choice.cohorts)))
+    paths = trees.paths(target.root)
+    if rules is None:
+        return sorted(set(paths).difference(*(cohort.numbers.keys() for cohort in cohorts)))
+    there = Catalogue(cohorts)
+    shapes = [global_shape(leaf) for leaf in target.leaves]
+    linked = link(rules, there.names, there.shapes, trees.dotted(target.root), shapes)
+    return sorted(paths[leaf] for leaf in linked.untouched)
+
+
+def would_bring(manifest: Manifest, cohorts: Sequence[Cohort], request: Request) -> list[str]:
+    """Leaves of the target that get something only if a source of this manifest is there too."""
+    with_it = lacking([*cohorts, Cohort(manifest, {})], request)
+    return sorted(set(lacking(cohorts, request)).difference(with_it))
 
 
 def why_not(rank: int, offer: Offer, accepted: Accepted, request: Request) -> TransfuseError | None:

@@ -344,31 +344,33 @@ class Negotiator:
             self.request = replace(self.request, resume=None)
             resume = None
         fine = self._fine(first, parcel_bytes) if resume is None else resume.parcel_bytes
-        if not self._one_by_one:
-            self._check_lacking(choice)
+        self._check_lacking(choice)
         return accept(choice.cohorts, choice.offers, first, self.request, self._context, fine)
 
     def _check_lacking(self, choice: agreement.Choice) -> None:
-        """Raise if a tensor of the target is held by none of the chosen sources, but may be by one that is not used.
+        """Raise if a leaf of the target gets nothing from the chosen sources, but may from one that is not used.
 
-        A tensor that no source has at all keeps its values: ``strict`` is for those.
+        A leaf that no source has at all keeps its value: ``strict`` is for those.
         """
-        lacking = agreement.lacking(choice, self.request)
+        cohorts, request = choice.cohorts, self.request
+        lacking = agreement.lacking(cohorts, request)
         if not lacking:
             return
         with self._roster.changed:
-            if self.negotiation.awaited:
-                raise _TooEarly([f"{path}: no source that has come so far has it" for path in lacking])
+            if self.negotiation.may_still_change():
+                why = "over this group sources are heard one after another: name one that holds everything"
+                why = why if self._one_by_one else "no source that has come so far has it"
+                raise _TooEarly([f"{path}: {why}" for path in lacking])
             unused = list(self.negotiation.unused(choice.dropped))
         blocks = [
             f"{path}: {name} may hold it, but is not there: {why}"
-            for name, why in self.request.absent.items()
+            for name, why in request.absent.items()
             for path in lacking
         ]
-        for rank, why, manifest in unused:
-            held = lacking if manifest is None else sorted(set(manifest.paths) & set(lacking))
+        for rank, cause, manifest in unused:
+            held = lacking if manifest is None else agreement.would_bring(manifest, cohorts, request)
             may = "may hold it, but is lost" if manifest is None else "holds it, but is not used"
-            blocks += [f"{path}: source {rank} {may}: {why}" for path in held]
+            blocks += [f"{path}: source {rank} {may}: {cause}" for path in held]
         if blocks:
             raise NotCovered(blocks)
 
