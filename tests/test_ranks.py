@@ -12,7 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from transfuse.testing.ranks import Died, Fleet, ProcessPool, Ranks, RemoteError, announce
+from transfuse.testing.ranks import (
+    Died,
+    Fleet,
+    Outcome,
+    ProcessPool,
+    Ranks,
+    RanksFailed,
+    RemoteError,
+    announce,
+    hear,
+    listening,
+    say,
+)
 
 
 def pass_on(rank: int, pg: dist.ProcessGroup) -> list[float]:
@@ -158,7 +170,7 @@ def test_pool_reports_errors_and_goes_on(pool4: ProcessPool) -> None:
 
 
 def test_small_pool_recovers_from_timeout_death_and_hang() -> None:
-    with ProcessPool(2, timeout=1.0, method="forkserver") as pool:
+    with ProcessPool(2, timeout=4.0, method="forkserver") as pool:
         pids = [o.get()[1] for o in pool.run(total, 0)]
         assert isinstance(pool.run(fail_on, 0, "timeout")[0].error, RuntimeError)
         assert [o.get()[1] for o in pool.run(total, 0)] == pids, "a broken group is renewed in place"
@@ -235,3 +247,92 @@ def test_fleet_runs_functions_in_turn(method: Any, monkeypatch: pytest.MonkeyPat
         assert [o.get() for o in fleet.outcomes()] == [0, 10]
         fleet.start(environment, "RANKS_TEST")
         assert [o.get() for o in fleet.outcomes()] == [method] * 2
+
+
+# Words, failures, and ranks that start again
+
+
+def tell_numbers(rank: int, count: int) -> None:
+    for number in range(count):
+        say((rank, number))
+
+
+def tell_and_fail(rank: int, how: str) -> None:
+    say("before")
+    if rank == 1:
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise LookupError("on purpose")
+    dist.barrier()
+
+
+def echo(rank: int) -> None:
+    while (word := hear()) is not None:
+        say(word)
+
+
+def in_no_group(rank: int) -> bool:
+    return dist.is_initialized()
+
+
+def test_words_come_in_order_until_all_have_ended() -> None:
+    with listening(2, tell_numbers, 50, method="forkserver") as words:
+        said = list(words)
+    assert sorted(rank for rank, _ in said) == [0] * 50 + [1] * 50
+    for rank in range(2):
+        assert [word for who, word in said if who == rank] == [(rank, number) for number in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"), [("raise", "failed: LookupError: on purpose"), ("die", "died: signal SIGKILL")]
+)
+def test_who_listens_hears_of_failures(how: str, cause: str) -> None:
+    heard = []
+    with (
+        listening(2, tell_and_fail, how, method="forkserver") as words,
+        pytest.raises(RanksFailed, match=f"rank 1 {cause}") as caught,
+    ):
+        heard += [word for _, word in words]
+    assert set(heard) <= {"before"}
+    assert caught.value.causes[1] == cause
+    assert how == "die" or any("in tell_and_fail" in note for note in caught.value.__notes__)
+
+
+def test_a_rank_is_told_killed_and_started_again() -> None:
+    with Fleet(2, group=False) as fleet:
+        fleet.start(in_no_group)
+        assert [outcome.get() for outcome in fleet.outcomes()] == [False, False]
+        fleet.start(echo)
+        fleet.tell(1, "a word")
+        assert fleet.said(60) == (1, "a word")
+        fleet.kill(1)
+        rank, outcome = fleet.said(60) or (None, None)
+        assert rank == 1
+        assert isinstance(outcome, Outcome)
+        assert isinstance(outcome.error, Died)
+        before = fleet.pids
+        assert fleet.restart(1) == fleet.pids[1] != before[1]
+        assert fleet.pids[0] == before[0]
+        # At once, while it still starts.
+        fleet.start(echo, ranks=[1])
+        fleet.tell(1, "another")
+        assert fleet.said(60) == (1, "another")
+        # What it has said is forgotten with it.
+        fleet.tell(1, "a third")
+        fleet.tell(0, "mine")
+        fleet._until(lambda: len(fleet._words) == 2, 60)
+        fleet.end(1)
+        assert 1 not in fleet
+        assert fleet.said(0) == (0, "mine")
+        assert fleet.said(0) is None
+
+
+def test_a_fleet_with_a_new_rank_gets_a_new_group() -> None:
+    with Fleet(2) as fleet:
+        fleet.kill(1)
+        fleet._until(lambda: fleet.workers[1].dead, 30)
+        assert not fleet.renew(30)
+        fleet.restart(1)
+        assert fleet.renew(60)
+        fleet.start(total, 0)
+        assert [outcome.get()[0] for outcome in fleet.outcomes()] == [1.0] * 2

@@ -17,7 +17,7 @@ from transfuse.testing.ranks.outcome import how_it_ended
 __all__ = ["Crew"]
 
 #: In seconds, longer than anything takes here, such as starting all workers on a busy machine.
-PATIENCE = 120.0
+PATIENCE = 300.0
 
 #: How a worker ends that somebody has killed. One that ends otherwise has a fault, which a new one would have too.
 KILLED = (signal.SIGKILL, signal.SIGTERM)
