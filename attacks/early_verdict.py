@@ -30,7 +30,7 @@ def at_once(read: Any) -> Any:
     def hostile(peer: Peer) -> None:
         peer.hear_offer()
         peer.say(VERDICT, read)
-        if not isinstance(read, list) or type(read[0]) is not int:
+        if not isinstance(read, list) or type(read[0]) is not dict or len(read[0]) > 16:
             peer.hear_end()
 
     return hostile
@@ -43,7 +43,7 @@ def between_bursts(peer: Peer) -> None:
     peer.take_burst(answer=None)
     peer.say(VERDICT, b"")
     peer.take_burst()
-    peer.say(VERDICT, [0])
+    peer.say(VERDICT, [{}])
     peer.hear_end()
 
 
@@ -58,11 +58,17 @@ def with_bursts_under_way(peer: Peer) -> None:
 DUE = "sent VERDICT where GOT was due"
 
 ATTACKS = {
-    "at once": Attack(send_and_count, at_once([0]), Expected("source", None)),
+    "at once": Attack(send_and_count, at_once([{}]), Expected("source", None)),
     "at once, with more bytes read than there are": Attack(
-        send_and_count, at_once([1 << 60]), Expected("source", None)
+        send_and_count, at_once([{"memory": 1 << 60}]), Expected("source", None)
     ),
-    "at once, with less than nothing read": Attack(send_and_count, at_once([-5]), Expected("source", None)),
+    "at once, with less than nothing read": Attack(send_and_count, at_once([{"memory": -5}]), Expected("source", None)),
+    "at once, with bytes by a route that there is not": Attack(
+        send_and_count, at_once([{"": 5, "air": 7}]), Expected("source", None)
+    ),
+    "at once, with more routes than there can be": Attack(
+        send(), at_once([{str(n): 1 for n in range(17)}]), Expected("source", "ProtocolError", "malformed verdict")
+    ),
     "at once, with a number that is none": Attack(
         send(), at_once(["all"]), Expected("source", "ProtocolError", "malformed verdict")
     ),

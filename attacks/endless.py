@@ -81,7 +81,7 @@ def working_instead_of_an_answer(peer: Peer) -> None:
     peer.take_burst(answer=None)
     for _ in range(MANY):
         peer.say(WORKING, note=1)
-    peer.say(VERDICT, [0])
+    peer.say(VERDICT, [{}])
     peer.hear_end()
 
 
@@ -151,7 +151,7 @@ def the_same_parcel_while_it_comes(peer: Peer) -> None:
     peer.hear()
     for _ in range(4):
         peer.take_burst(answer=note(GO_ON, 0, 1))
-    peer.say(VERDICT, [0])
+    peer.say(VERDICT, [{}])
     peer.hear_end()
 
 
@@ -175,7 +175,7 @@ def answers_that_ask(first: int, number: int) -> Any:
         peer.hear()
         peer.take_burst(answer=note(GO_ON, first, number))
         peer.take_burst(answer=note(GO_ON, first, number))
-        peer.say(VERDICT, [0])
+        peer.say(VERDICT, [{}])
         peer.hear_end()
 
     return hostile

@@ -106,7 +106,7 @@ def needless_check(peer: Peer) -> None:
     peer.hear_offer()
     peer.say(CHECK)
     peer.hear()
-    peer.say(VERDICT, [0])
+    peer.say(VERDICT, [{}])
     peer.flush()
 
 
@@ -116,7 +116,7 @@ def needless_description(peer: Peer) -> None:
     heard = peer.hear()
     assert heard.kind == OFFER
     assert heard.plain == before, "described otherwise than offered"
-    peer.say(VERDICT, [0])
+    peer.say(VERDICT, [{}])
     peer.flush()
 
 
@@ -131,7 +131,7 @@ def compare_all(**changes: Any) -> Any:
         data = pattern(N)
         parts = [data[:PARCEL], data[PARCEL:]]
         assert heard.plain == [b"".join(map(xxhash.xxh3_128_digest, parts))]
-        peer.say(VERDICT, [0])
+        peer.say(VERDICT, [{}])
         peer.flush()
 
     return hostile
@@ -202,7 +202,7 @@ def honest_picks(peer: Peer) -> None:
     peer.say(GOT, note=0)
     half = PARCEL // 2
     assert data == pattern(N)[PARCEL : PARCEL + half] + pattern(N)[half:PARCEL]
-    peer.say(VERDICT, [0])
+    peer.say(VERDICT, [{}])
     peer.flush()
 
 
@@ -213,7 +213,7 @@ def the_same_blocks(peer: Peer) -> None:
     assert peer.hear().kind == AGREED
     data = b"".join(peer.take_burst() for _ in range(8))
     assert data == pattern(N) * 4
-    peer.say(VERDICT, [0])
+    peer.say(VERDICT, [{}])
     peer.flush()
 
 

@@ -25,6 +25,7 @@ from attacks.peer import (
     ints,
     manifest,
     offer,
+    pack,
     pattern,
     record,
 )
@@ -175,13 +176,13 @@ ATTACKS = {
     "memory of no process": Attack(
         receive(sources=TWO, same_host=True),
         # It may bring some over the group after all: what it has there is right.
-        says(honest_offer(memory=[(1 << 22) - 1, 4096, bytes(32), ints("Q", 4096)]), seed=0),
+        says(honest_offer(routes={"memory": pack([(1 << 22) - 1, 4096, bytes(32), ints("Q", 4096)])}), seed=0),
         EXACT,
         helpers=1,
     ),
     "impossible memory": Attack(
         receive(sources=TWO, same_host=True),
-        says(honest_offer(memory=[0, -1, b"", b"x"])),
+        says(honest_offer(routes={"memory": pack([0, -1, b"", b"x"])})),
         EXACT,
         helpers=1,
     ),

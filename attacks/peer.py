@@ -81,7 +81,7 @@ MANIFEST_FIELDS = (
 )  # fmt: skip
 
 OFFER_FIELDS = (
-    "step", "parcel_bytes", "burst_bytes", "staged_bytes", "bursts_ahead", "timeout", "digests", "memory",
+    "step", "parcel_bytes", "burst_bytes", "staged_bytes", "bursts_ahead", "timeout", "digests", "routes",
     "max_bytes_per_second", "manifest", "digest", "likeness", "coordinates",
 )  # fmt: skip
 
@@ -125,7 +125,7 @@ def offer(described: list[Any] | None = None, *, nbytes: int = 2 * PARCEL, **cha
         "bursts_ahead": 2,
         "timeout": 5.0,
         "digests": True,
-        "memory": None,
+        "routes": {},
         "max_bytes_per_second": None,
         "manifest": described,
         "digest": xxhash.xxh3_128_digest(pack(described)),

@@ -148,7 +148,7 @@ def take_all(peer: Peer) -> None:
         peer.take_burst()
     peer.say(CHECK)
     peer.hear()
-    peer.say(VERDICT, [0])
+    peer.say(VERDICT, [{}])
 
 
 def old_want(peer: Peer) -> None:
@@ -171,7 +171,7 @@ def old_verdict(peer: Peer) -> None:
     take_all(peer)
     old = peer.transfer
     peer.hear_offer()
-    peer.say(VERDICT, [0], transfer=old)
+    peer.say(VERDICT, [{}], transfer=old)
     peer.hear_end()
 
 
@@ -191,7 +191,7 @@ def want_twice(peer: Peer) -> None:
     peer.take_burst(answer=None)
     peer.send(header(WANT, peer.transfer))
     peer.take_burst()
-    peer.say(VERDICT, [0])
+    peer.say(VERDICT, [{}])
     peer.hear_end()
 
 

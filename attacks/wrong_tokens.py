@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attacks.peer import PARCEL, Peer, ints, manifest, offer, pattern
+from attacks.peer import PARCEL, Peer, ints, manifest, offer, pack, pattern
 from attacks.stage import ATTACKER, Attack, Expected, Got, main, receive, transport
 
 N = 2 * PARCEL
@@ -45,7 +45,7 @@ def lie(**changes: Any) -> Any:
     def hostile(peer: Peer) -> None:
         memory = Memory()
         found = {name: change(memory) if callable(change) else change for name, change in changes.items()}
-        peer.say_offer(offer(manifest({"w": N}), memory=memory.described(**found)))
+        peer.say_offer(offer(manifest({"w": N}), routes={"memory": pack(memory.described(**found))}))
         peer.serve(pattern(N))
 
     return hostile
@@ -79,7 +79,7 @@ def offer_receivers_own(peer: Peer) -> None:
         theirs.seek(start)
         proof = theirs.read(32)
     memory = [pid, start, proof, ints("Q", start)]
-    peer.say_offer(offer(manifest({"w": 4096}), memory=memory))
+    peer.say_offer(offer(manifest({"w": 4096}), routes={"memory": pack(memory)}))
     peer.serve(pattern(4096))
 
 
@@ -124,11 +124,33 @@ LIES: dict[str, tuple[dict[str, Any], Expected]] = {
     "an address beyond all": ({"token_address": 1 << 63}, MALFORMED),
 }  # fmt: skip
 
+
+def offer_routes(said: Any) -> Any:
+    """Offer routes that are described like this; then serve over the group, honestly."""
+
+    def hostile(peer: Peer) -> None:
+        peer.say_offer(offer(manifest({"w": N}), routes=said))
+        peer.serve(pattern(N))
+
+    return hostile
+
+
 ATTACKS = {
     **{
         name: Attack(receive(same_host=True, in_place=True), lie(**how), expected)
         for name, (how, expected) in LIES.items()
     },
+    "a route that nobody knows": Attack(receive(same_host=True), offer_routes({"air": b"x", "": b""}), BY_GROUP),
+    "an entry that is no description": Attack(receive(same_host=True), offer_routes({"memory": b"\xc1"}), MALFORMED),
+    "an empty entry of an offer that is not brief": Attack(
+        receive(same_host=True), offer_routes({"memory": b""}), MALFORMED
+    ),
+    "an entry of another shape": Attack(receive(same_host=True), offer_routes({"memory": pack([[]] * 4)}), MALFORMED),
+    "more routes than there can be": Attack(
+        receive(same_host=True), offer_routes({str(n): b"" for n in range(17)}), MALFORMED
+    ),
+    "a route whose name is endless": Attack(receive(same_host=True), offer_routes({"x" * 65: b""}), MALFORMED),
+    "routes that are a list": Attack(receive(same_host=True), offer_routes(["memory"]), MALFORMED),
     "memory of the receiver itself": Attack(
         receive_own, offer_receivers_own, Expected("receiver", None, route="memory")
     ),

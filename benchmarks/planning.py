@@ -57,6 +57,7 @@ from transfuse.state.leaves.codec import Room
 from transfuse.state.leaves.registry import Kinds
 from transfuse.state.manifest import Described, describe
 from transfuse.wire import messages
+from transfuse.wire.memory import Entry
 
 T = TypeVar("T")
 
@@ -289,13 +290,13 @@ def _offer(described: Described) -> tuple[messages.Offer, bytes]:
     """As :class:`PGTransport` does it."""
     manifest = described.manifest.encode()
     sizes = Sizes(Limits()).offered(1)
-    memory = messages.Memory(1, 1, b"t" * 16, described.addresses.astype("<u8").tobytes())
+    entry = Entry(1, 1, b"t" * 16, described.addresses.astype("<u8").tobytes()).encode()
     offer = messages.Offer(
         100,
         *sizes,
         30.0,
         True,
-        memory,
+        {"memory": entry},
         None,
         manifest,
         xxhash.xxh3_128_digest(msgspec.msgpack.encode(manifest.of_any_device())),

@@ -26,13 +26,13 @@ from transfuse.plan.request import Picks, boxes_in
 from transfuse.state import manifest
 from transfuse.state.leaves.layout import Block, blocks_of
 from transfuse.wire import messages
-from transfuse.wire.memory import Lease
+from transfuse.wire.memory import MemoryLease
 from transfuse.wire.messages import Message
 
 __all__ = ["OFFERS", "STATES", "Point", "offer_of", "seeds_for"]
 
 PARCEL = 65536
-LEASE = Lease()
+LEASE = MemoryLease()
 LEASE.__enter__()  # It lasts as long as this process.
 
 
@@ -95,12 +95,12 @@ def _sharded() -> dict[str, Any]:
 
 def offer_of(described: manifest.Described, *, with_memory: bool = False) -> messages.Offer:
     """What a source offers of a state."""
-    memory = LEASE.describe(described.addresses) if with_memory else None
+    routes = {"memory": LEASE.describe(described.addresses).encode()} if with_memory else {}
     wire = described.manifest.encode()
     digest = wire.digest()
     places = list(described.manifest.coordinates)
     likeness = described.manifest.likeness(wire)
-    return messages.Offer(4, PARCEL, PARCEL, PARCEL, 2, 5.0, True, memory, None, wire, digest, likeness, places)
+    return messages.Offer(4, PARCEL, PARCEL, PARCEL, 2, 5.0, True, routes, None, wire, digest, likeness, places)
 
 
 STATES = _states()
@@ -178,7 +178,7 @@ def _bodies() -> dict[type, list[bytes]]:
         + [messages.encode(messages.brief(offer)) for offer in OFFERS.values()],
         messages.Want: _wants() + _picked_wants(),
         messages.Refusal: [messages.encode(messages.Refusal("StepMismatch", "no"))],
-        messages.Verdict: [messages.encode(messages.Verdict(100))],
+        messages.Verdict: [messages.encode(messages.Verdict({"memory": 100}))],
         messages.Agreed: [messages.encode(messages.Agreed()), messages.encode(messages.Agreed(link, link, 0.5))],
         messages.More: [messages.encode(messages.More([0, 3, 5, 6]))],
         messages.Digests: [messages.encode(messages.Digests(bytes(32)))],
@@ -225,5 +225,5 @@ def seeds_for(target: str) -> list[bytes]:
     if target == "value":
         return [msgspec.msgpack.encode(value) for value in OFFERS["values"].described.details]
     if target == "memory":
-        return [msgspec.msgpack.encode([2, LEASE.describe(DESCRIBED["flat"].addresses)])]
+        return [bytes([2]) + LEASE.describe(DESCRIBED["flat"].addresses).encode()]
     raise ValueError(target)

@@ -38,7 +38,8 @@ from transfuse.state.leaves import values
 from transfuse.state.leaves.distributed import layout_of, place_in, read_meshes
 from transfuse.state.manifest import Manifest
 from transfuse.wire import messages
-from transfuse.wire.memory import Malformed, Reader, Unreadable
+from transfuse.wire.memory import Entry, Reader
+from transfuse.wire.route import Malformed, Unreadable
 
 __all__ = ["TARGETS", "mutate"]
 
@@ -289,14 +290,14 @@ def sharding(data: bytes) -> None:
 def memory(data: bytes) -> None:
     """A description of memory, as a receiver opens it."""
     try:
-        count, described = msgspec.msgpack.decode(data, type=tuple[int, messages.Memory])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        count, described = data[0] if data else 0, Entry.decode(data[1:])
+    except Malformed:
         return
     if 0 < described.pid < 1 << 31 and described.pid != os.getpid():
         described = msgspec.structs.replace(described, pid=ABSENT_PID if described.pid % 2 else os.getpid())
     try:
         with Reader(described, count) as reader:
-            reader.check()
+            reader.recheck()
     except (Malformed, Unreadable):
         return
 

@@ -41,7 +41,7 @@ from transfuse.session import receiver as receiver_module
 from transfuse.session.relay import this_host
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Died, Fleet, Outcome, announce
-from transfuse.wire import group as group_module
+from transfuse.wire import hub
 from transfuse.wire.messages import MAGIC
 
 __all__ = ["Fault", "Make", "Receiving", "Result", "Scenario", "Wire", "Yard", "build"]
@@ -805,9 +805,7 @@ def inspect(rank: int, plan: Scenario, allowed: int, patience: float) -> Leftove
     """Look for leftovers; those that go away within the patience are none."""
     until = time.monotonic() + patience
     while True:
-        watches = getattr(group_module, "_Watch")._by_group  # noqa: B009 - private, and so hidden from mypy
-        behind = getattr(group_module, "_left_behind")  # noqa: B009
-        left = Leftovers(_threads(), _files() - _held.files, [], len(watches), len(behind), _children())
+        left = Leftovers(_threads(), _files() - _held.files, [], *hub.leftovers(), _children())
         clean = len(left.threads) <= allowed and left.files <= 0 and left.left_behind <= allowed
         if clean or time.monotonic() > until:
             break

@@ -65,10 +65,13 @@ from transfuse.state.leaves.registry import Kinds
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.transport import PGTransport
 from transfuse.wire import messages
-from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
-from transfuse.wire.memory import TOKEN_BYTES, Lease
+from transfuse.wire.channel import Line, Posted
+from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group
+from transfuse.wire.memory import TOKEN_BYTES, Entry, MemoryLease
 from transfuse.wire.messages import Agreed, Header, Intent, Link, Message
 from transfuse.wire.rate_limit import Pace
+from transfuse.wire.route import Malformed
+from transfuse.wire.routes import Leases
 
 __all__ = [
     "CAP",
@@ -467,16 +470,19 @@ class Member:
 
 
 @functools.cache
-def lease() -> Lease:
+def lease() -> MemoryLease:
     """One that lasts as long as this process."""
-    return Lease().__enter__()
+    return MemoryLease().__enter__()
 
 
-def load(state: object, lease: Lease | None = None) -> source.Cargo:
+def load(state: object, lease: MemoryLease | None = None) -> source.Cargo:
     """What a source offers of a state, in small parcels and bursts; without a lease, not to be read from memory."""
     transport = PGTransport(Nowhere(), datetime.timedelta(seconds=1), CPU, same_host=lease is not None)
     transport._limits = Limits(parcel_bytes=64 * KIB, burst_bytes=96 * KIB)
-    return transport._load(state, 4, (PEER,), lease or Lease())
+    leases = Leases(same_host=False)
+    if lease is not None:
+        leases._leases = {"memory": lease}
+    return transport._load(state, 4, (PEER,), leases)
 
 
 def corpus() -> list[Member]:
@@ -718,9 +724,9 @@ def mutate_plain(rng: random.Random, plain: Any, paths: list[tuple[int, ...]]) -
 
 
 #: Where fields are in an offer.
-MEMORY, RATE, MANIFEST, COORDINATES = (
+ROUTES, RATE, MANIFEST, COORDINATES = (
     messages.Offer.__struct_fields__.index(name)
-    for name in ("memory", "max_bytes_per_second", "manifest", "coordinates")
+    for name in ("routes", "max_bytes_per_second", "manifest", "coordinates")
 )
 #: Where the manifest's columns are in it, with their items.
 FIELDS = manifest.Wire.__struct_fields__
@@ -974,6 +980,11 @@ ABSENT_PID = int(pathlib.Path("/proc/sys/kernel/pid_max").read_text()) - 1
 _FAR = [4096, (1 << 47) - 100, 1 << 47, (1 << 62) - 1, 1 << 62, 1 << 63, (1 << 64) - 1, (1 << 64) - 4096]
 
 
+def routed(memory: list[Any]) -> dict[str, bytes]:
+    """A description of memory as an offer has it."""
+    return {"memory": msgspec.msgpack.encode(memory)}
+
+
 def forge_memory(rng: random.Random, member: Member, storages: int) -> list[Any]:
     """A description of memory that is not where the source has it, or is no description of memory."""
     ground, honest = Ground.get(), lease().describe(member.cargo.described.addresses)
@@ -1054,7 +1065,7 @@ def forge_request(rng: random.Random, count: int) -> tuple[Message, Any]:
     bodies: dict[Message, Any] = {
         Message.MORE: [pairs],
         Message.COMPARE: [pairs],
-        Message.VERDICT: [rng.choice([0, *INTS])],
+        Message.VERDICT: [rng.choice([{}, {"memory": rng.choice([0, *INTS])}, rng.choice(INTS)])],
         Message.REFUSAL: [rng.choice(["SourceMutated", "StepMismatch", "X"]), "because"],
     }
     return kind, bodies.get(kind, rng.choice([[], 0, b"x" * 50]))
@@ -1073,7 +1084,7 @@ def mutate_offer(rng: random.Random, member: Member, others: list[Member]) -> by
         if well_formed and lie < 0.08:
             with contextlib.suppress(LookupError, TypeError):
                 storages = len(wire[STORAGE_NBYTES]) // 8  # type: ignore[index]
-                plain = put(plain, (MEMORY,), forge_memory(rng, member, storages))
+                plain = put(plain, (ROUTES,), routed(forge_memory(rng, member, storages)))
         elif well_formed and lie < 0.1:
             plain = put(plain, (RATE,), rng.choice(FLOATS))
         elif not well_formed or lie < 0.18:
@@ -1408,10 +1419,12 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
 
     def read_offer(*args: Any) -> messages.Offer:
         offer = accepting.read_offer(*args)
-        memory = offer.memory
-        if memory is not None and 0 < memory.pid < 1 << 31 and memory.pid != os.getpid():
-            # Other processes are none of a test's business.
-            offer = msgspec.structs.replace(offer, memory=msgspec.structs.replace(memory, pid=ABSENT_PID))
+        with contextlib.suppress(Malformed):
+            entry = Entry.decode(offer.routes.get("memory", b""))
+            if 0 < entry.pid < 1 << 31 and entry.pid != os.getpid():
+                # Other processes are none of a test's business.
+                absent = msgspec.structs.replace(entry, pid=ABSENT_PID).encode()
+                offer = msgspec.structs.replace(offer, routes={**offer.routes, "memory": absent})
         return offer
 
     def accept_offer(*args: Any) -> Accepted:

@@ -31,7 +31,8 @@ from transfuse.session.receive import Receive
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Ranks, announce
 from transfuse.wire import messages
-from transfuse.wire.group import FIRST_TAG, Group, Line
+from transfuse.wire.channel import Line
+from transfuse.wire.group import FIRST_TAG, Group
 
 pytestmark = pytest.mark.usefixtures("group_route")
 

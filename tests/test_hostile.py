@@ -66,9 +66,12 @@ from transfuse.state.manifest import Leaf
 from transfuse.testing.ranks import Fleet, Ranks
 from transfuse.transport import PGTransport
 from transfuse.wire import messages
-from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group, Line, Posted
-from transfuse.wire.memory import Lease, Reader, Unreadable
-from transfuse.wire.messages import Agreed, Intent, Link, Memory, Message
+from transfuse.wire.channel import Line, Posted
+from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG, Group
+from transfuse.wire.memory import Entry, MemoryLease, Reader
+from transfuse.wire.messages import Agreed, Intent, Link, Message
+from transfuse.wire.route import Unreadable
+from transfuse.wire.routes import Leases
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
@@ -109,7 +112,7 @@ def accept_offer(rng: random.Random, corpus: list[Member]) -> str:
     if same_host and rng.random() < 0.1:  # honest but for where its memory is
         member = max(corpus, key=lambda m: m.cargo.total_bytes)
         memory = hostile.forge_memory(rng, member, len(member.manifest.storages))
-        body = msgspec.msgpack.encode(hostile.put(member.plain, (hostile.MEMORY,), memory))
+        body = msgspec.msgpack.encode(hostile.put(member.plain, (hostile.ROUTES,), hostile.routed(memory)))
     else:
         body = hostile.mutate_offer(rng, member, corpus)
     mode = rng.choice(["fresh", "fresh", "in place", "in place", "atomic", "strict"])
@@ -184,7 +187,7 @@ def serve_want(rng: random.Random, corpus: list[Member]) -> str:
     if rng.random() < 0.1:
         honest[rng.choice([1, 2])] = rng.choice([*hostile.INTS, size + 16, offer.burst_bytes + 1])
     body = _lie(rng, honest) if rng.random() < 0.6 else msgspec.msgpack.encode(honest)
-    return _serve(rng, member, cut, [body, (Message.VERDICT, msgspec.msgpack.encode([0]))])
+    return _serve(rng, member, cut, [body, (Message.VERDICT, msgspec.msgpack.encode([{}]))])
 
 
 def serve_requests(rng: random.Random, corpus: list[Member]) -> str:
@@ -901,7 +904,7 @@ class Received:
         seconds: float = 10,
         **options: Any,
     ) -> None:
-        plain = member.plain if memory is None else hostile.put(member.plain, (hostile.MEMORY,), memory)
+        plain = member.plain if memory is None else hostile.put(member.plain, (hostile.ROUTES,), hostile.routed(memory))
         plain = plain if rate is None else hostile.put(plain, (hostile.RATE,), rate)
         said = {} if agreed is None else {Message.WANT: msgspec.msgpack.encode(agreed)}
         wire = Wire(random.Random(0), member, [msgspec.msgpack.encode(plain)], said=said, relays=True)
@@ -944,13 +947,12 @@ def large(corpus: list[Member]) -> Member:
 
 def described(member: Member, **changes: Any) -> Any:
     """What a member's offer says about its memory, with changes; ``storages`` is a function of their addresses."""
-    memory = member.cargo.offer.memory
-    assert memory is not None
+    memory = Entry.decode(member.cargo.offer.routes["memory"])
     found = np.frombuffer(memory.storages, dtype="<u8").tolist()
     if "storages" in changes:
         changed = changes["storages"](found)
         changes["storages"] = changed if isinstance(changed, bytes) else np.array(changed, dtype="<u8").tobytes()
-    return [{**msgspec.structs.asdict(memory), **changes}[name] for name in Memory.__struct_fields__]
+    return [{**msgspec.structs.asdict(memory), **changes}[name] for name in Entry.__struct_fields__]
 
 
 #: None of these is where the source's bytes are: they come over the group.
@@ -1033,7 +1035,7 @@ def test_memory_that_changes_while_it_is_read_is_an_error() -> None:
 
 
 def test_a_token_is_looked_for_in_the_process_that_was_named() -> None:
-    with Lease() as lease, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+    with MemoryLease() as lease, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         memory = lease.describe(np.zeros(1, dtype=np.int64))
         Reader(memory, 1).close()
         with pytest.raises(Unreadable):
@@ -1109,7 +1111,7 @@ def test_neighbours_that_talk_nonsense_are_left(patience: float, large: Member) 
 @pytest.mark.parametrize("first", [True, False], ids=["instead of a want", "at the end"])
 def test_impossible_numbers_of_bytes_read_are_not_counted(read_bytes: int, first: bool, large: Member) -> None:
     body, cut = want(large)
-    verdict = (Message.VERDICT, msgspec.msgpack.encode([read_bytes]))
+    verdict = (Message.VERDICT, msgspec.msgpack.encode([{"memory": read_bytes}]))
     answers: list[Any] = [verdict] if first else [body, verdict]
     progress, report = Progress(), Report("send", (PEER,))
     wire = Wire(random.Random(0), large, answers)
@@ -1123,7 +1125,7 @@ def test_signs_of_life_do_not_count_beyond_what_there_is(large: Member) -> None:
     progress, total = Progress(), large.cargo.total_bytes
     shown: list[int] = []
     notes = [0, 5, 3, total, total + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
-    wire = Wire(random.Random(0), large, [*notes, (Message.VERDICT, msgspec.msgpack.encode([total]))])
+    wire = Wire(random.Random(0), large, [*notes, (Message.VERDICT, msgspec.msgpack.encode([{"memory": total}]))])
 
     class Shown(Caller):
         def tick(self) -> None:
@@ -1147,7 +1149,7 @@ def test_a_chain_of_one_is_no_chain(host: int, large: Member) -> None:
 
     chains = Chains([PEER, PEER + 1], large.cargo.total_bytes, 1.0)
     began = time.monotonic()
-    wire = Told(random.Random(0), large, [body, (Message.VERDICT, msgspec.msgpack.encode([0]))])
+    wire = Told(random.Random(0), large, [body, (Message.VERDICT, msgspec.msgpack.encode([{}]))])
     cargo = dataclasses.replace(large.cargo, chains=chains)
     source.serve(wire, 1, FIRST_TAG, cargo, caller=Caller(), progress=Progress(), report=Report("send", (PEER,)))
     assert time.monotonic() - began < 2
@@ -1560,7 +1562,7 @@ def test_hostile_source(name: str) -> None:
     w = torch.zeros(1000)
 
     def lie(pg: Any, ended: threading.Event) -> None:
-        cargo = new_transport(pg, seconds=1)._load(STATE, None, (1,), Lease())
+        cargo = new_transport(pg, seconds=1)._load(STATE, None, (1,), Leases(same_host=False))
         with (liar := Liar(pg, 1, ended=ended, **SOURCE_LIES[name].how)):
             source.serve(
                 liar, 9, liar.group.new_tag(1), cargo, caller=Caller(), progress=Progress(), report=Report("send", (1,))
@@ -1586,7 +1588,7 @@ def compare(**how: Any) -> tuple[BaseException | None, Report]:
         transports[0].recv_checkpoint(0, resume=kept)
 
     def lie(pg: Any, ended: threading.Event) -> None:
-        cargo = new_transport(pg, seconds=1)._load(state, kept.step, (1,), Lease())
+        cargo = new_transport(pg, seconds=1)._load(state, kept.step, (1,), Leases(same_host=False))
         with (liar := Liar(pg, 1, ended=ended, **how)):
             source.serve(
                 liar, 9, liar.group.new_tag(1), cargo, caller=Caller(), progress=Progress(), report=Report("send", (1,))
@@ -1666,7 +1668,7 @@ def test_patience_ends_with_the_timeout(patience: float) -> None:
         transports[1].recv_checkpoint(0)
 
     def lie(pg: Any, ended: threading.Event) -> None:
-        cargo = new_transport(pg)._load(STATE, None, (1,), Lease())
+        cargo = new_transport(pg)._load(STATE, None, (1,), Leases(same_host=False))
         chain = hostile.Lined(Agreed(Link(0, FIRST_LINK_TAG, 7), None, patience))
         with Line(Group(pg, CPU), 1, 10.0, Limits()) as line:
             cargo = dataclasses.replace(cargo, chains=chain)

@@ -64,8 +64,8 @@ from transfuse.state.leaves.layout import MAX_RANKS, Layout
 from transfuse.testing.ranks import Ranks
 from transfuse.wire import messages
 from transfuse.wire.group import FIRST_TAG
-from transfuse.wire.memory import Lease
 from transfuse.wire.messages import Agreed, Message
+from transfuse.wire.routes import Leases
 
 
 def shard(full: torch.Tensor, ranks: int, rank: int, placement: Placement | None = None) -> DTensor:
@@ -401,7 +401,7 @@ def put_together(
             if rank > 1:
                 new_transport(pg, seconds=2 * HONEST_SECONDS).send_checkpoint([0], state)
                 return
-            cargo = new_transport(pg, seconds=HONEST_SECONDS)._load(state, None, (0,), Lease())
+            cargo = new_transport(pg, seconds=HONEST_SECONDS)._load(state, None, (0,), Leases(same_host=False))
             with Liar(pg, 0, ended=ended, **liar) as line:
                 source.serve(
                     line,

@@ -27,7 +27,8 @@ from transfuse.memory import vm
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, ProcessPool, Ranks, announce
 from transfuse.wire import memory
-from transfuse.wire.memory import Lease, Reader, Unreadable
+from transfuse.wire.memory import MemoryLease, Reader
+from transfuse.wire.route import Unreadable
 
 TIMEOUT = timedelta(seconds=10)
 NONE = np.zeros(0, dtype=np.int64)
@@ -166,7 +167,7 @@ def test_another_user_is_refused_by_the_kernel_and_served_over_the_group_with_on
 
 
 def test_a_process_that_does_not_hold_the_token_is_not_read() -> None:
-    with Lease() as lease:
+    with MemoryLease() as lease:
         mine = lease.describe(NONE)
         Reader(mine, 0).close()
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
@@ -186,7 +187,7 @@ def test_a_process_that_does_not_hold_the_token_is_not_read() -> None:
     [("pid", 0), ("pid", 1 << 40), ("token", b"short"), ("storages", b"12345678"), ("token_address", -1)],
 )
 def test_a_malformed_description_of_memory_is_refused(field: str, value: Any) -> None:
-    with Lease() as lease:
+    with MemoryLease() as lease:
         mine = lease.describe(NONE)
         fields = {name: getattr(mine, name) for name in mine.__struct_fields__}
         with pytest.raises(ValueError, match=r"malformed|impossible"):
@@ -197,7 +198,7 @@ def test_a_malformed_description_of_memory_is_refused(field: str, value: Any) ->
 
 
 def test_a_lease_ends_with_its_block_whatever_ends_it() -> None:
-    lease = Lease()
+    lease = MemoryLease()
     mine = lease.describe(NONE)
 
     def work() -> None:
@@ -212,11 +213,11 @@ def test_a_lease_ends_with_its_block_whatever_ends_it() -> None:
 
 
 def test_a_reader_notices_that_the_lease_has_ended() -> None:
-    with Lease() as lease, Reader(lease.describe(NONE), 0) as reader:
-        reader.check()
+    with MemoryLease() as lease, Reader(lease.describe(NONE), 0) as reader:
+        reader.recheck()
         lease.end()
         with pytest.raises(Unreadable, match="does not hold the token"):
-            reader.check()
+            reader.recheck()
 
 
 def test_permission_under_yama_is_asked_for_while_any_lease_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +225,8 @@ def test_permission_under_yama_is_asked_for_while_any_lease_lasts(monkeypatch: p
     asked: list[int] = []
     monkeypatch.setattr(memory, "_permission", memory._Permission())
     monkeypatch.setattr(memory._Permission, "_set", staticmethod(lambda who: asked.append(who.value)))
-    with Lease():
-        with Lease():
+    with MemoryLease():
+        with MemoryLease():
             assert asked == [2**64 - 1]
         assert asked == [2**64 - 1]
     assert asked == [2**64 - 1, 0]

@@ -30,7 +30,8 @@ from transfuse.session.threads import Caller
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
-from transfuse.wire.group import Group, Line
+from transfuse.wire.channel import Line
+from transfuse.wire.group import Group
 from transfuse.wire.messages import Offer
 
 LIMITS = Limits()
@@ -49,7 +50,7 @@ def offer_of(state: object, step: int | None = None) -> Offer:
         sizes.bursts_ahead,
         10.0,
         True,
-        None,
+        {},
         None,
         wire,
         wire.digest(),

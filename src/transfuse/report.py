@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from transfuse.errors import as_utf8
 from transfuse.phases import Direction, Phase, trace_name
 
-__all__ = ["Report", "failed_with", "human_bytes", "said"]
+__all__ = ["Report", "failed_with", "human_bytes", "routes_of", "said"]
 
 
 def human_bytes(count: float) -> str:
@@ -41,7 +41,7 @@ class Report:
     direction: Direction
     peers: tuple[int, ...]
     step: int | None = None
-    #: "memory", "group", or both joined by a plus; empty if nothing moved.
+    #: "group", or the name of a route such as "memory", or several joined by a plus; empty if nothing moved.
     route: str = ""
     leaves: int = 0
     #: Payload that moved, without description and records; for a send, summed over receivers.
@@ -81,7 +81,7 @@ class Report:
             self.bytes += nbytes
             self.parcels += parcels
             self.by_source[source] = self.by_source.get(source, 0) + nbytes
-            self.route = "+".join(sorted({*self.route.split("+"), route} - {""}, reverse=True))
+            self.route = routes_of(self.route, route)
 
     @property
     def title(self) -> str:
@@ -147,6 +147,11 @@ class Report:
         rows = self.rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def routes_of(*routes: str) -> str:
+    """All of these routes as a report names them, each of them one or several already."""
+    return "+".join(sorted({name for route in routes for name in route.split("+")} - {""}, reverse=True))
 
 
 def said(error: BaseException) -> str:

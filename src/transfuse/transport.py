@@ -25,7 +25,7 @@ from transfuse.memory.needs import Late
 from transfuse.options import Options, slowest_rate
 from transfuse.phases import DONE, FAILED, Phase, trace_name
 from transfuse.progress import Progress, Show, showing
-from transfuse.report import Report, failed_with, said
+from transfuse.report import Report, failed_with, routes_of, said
 from transfuse.rules import MapPath
 from transfuse.session import receiver, source, threads
 from transfuse.session.context import Context, Request
@@ -35,8 +35,9 @@ from transfuse.session.relay import Chains
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.state.manifest import describe
 from transfuse.wire import messages
-from transfuse.wire.group import Group, Line, ProcessGroupLike
-from transfuse.wire.memory import Lease
+from transfuse.wire.channel import Line
+from transfuse.wire.group import Group, ProcessGroupLike
+from transfuse.wire.routes import Leases
 
 __all__ = ["PGTransport", "check_resume", "check_step"]
 
@@ -168,16 +169,16 @@ class PGTransport:
         rate = self._options.max_bytes_per_second
         if rate is not None and rate < len(ranks) * slowest_rate(self._limits, self._seconds):
             raise ValueError(f"max_bytes_per_second={rate:g} is too slow for {len(ranks)} receivers and this timeout")
-        with self._call(report) as context, Lease(allowed=self._options.same_host) as lease:
-            self._send(state_dict, step, context, lease)
+        with self._call(report) as context, Leases(same_host=self._options.same_host) as leases:
+            self._send(state_dict, step, context, leases)
 
-    def _send(self, state_dict: object, step: int | None, context: Context, lease: Lease) -> None:
+    def _send(self, state_dict: object, step: int | None, context: Context, leases: Leases) -> None:
         ranks, report, progress, caller = context.ranks, context.report, context.progress, context.caller
         cargo, failure = None, None
         with _calling(context, Phase.DESCRIBE):
             try:
                 context.show()
-                cargo = self._load(state_dict, step, ranks, lease)
+                cargo = self._load(state_dict, step, ranks, leases)
                 report.leaves = len(cargo.described.manifest)
             except BaseException as error:
                 failure = error
@@ -203,7 +204,7 @@ class PGTransport:
             conversations = {rank: partial(talk, rank) for rank in ranks}
             failed = threads.run(conversations, caller, context.show, park=lambda rank: lines[rank].park())
         finally:
-            lease.end()
+            leases.end()
             _sum_up(report, list(reports.values()))
         if failure is not None:
             failed = dict.fromkeys(ranks, failure)
@@ -325,7 +326,7 @@ class PGTransport:
 
     # ----------------------------------------------------------------------------------------------------- helpers
 
-    def _load(self, state_dict: object, step: int | None, ranks: Sequence[int], lease: Lease) -> source.Cargo:
+    def _load(self, state_dict: object, step: int | None, ranks: Sequence[int], leases: Leases) -> source.Cargo:
         if self._torn:
             raise TornState(self._torn)
         arguments.check_no_module(state_dict, "pass model.state_dict()")
@@ -346,7 +347,7 @@ class PGTransport:
             bursts_ahead=sizes.bursts_ahead,
             timeout=self._seconds,
             digests=options.verify is not False,
-            memory=lease.describe(described.addresses) if options.same_host and described.addresses.any() else None,
+            routes=leases.export(described),
             max_bytes_per_second=None if rate is None else rate / len(ranks),
             manifest=manifest,
             digest=manifest.digest(),
@@ -443,6 +444,6 @@ def _sum_up(report: Report, single: list[Report]) -> None:
         report.parcels += one.parcels
         report.repaired += one.repaired
         report.verified = report.verified or one.verified
-        report.route = "+".join(sorted({*report.route.split("+"), *one.route.split("+")} - {""}, reverse=True))
+        report.route = routes_of(report.route, one.route)
         for name, seconds in one.phases.items():
             report.phases[name] = max(report.phases.get(name, 0.0), seconds)

@@ -29,7 +29,8 @@ from transfuse.session.partial import Partial
 from transfuse.state.manifest import Manifest
 from transfuse.transport import PGTransport, check_resume
 from transfuse.wire import messages
-from transfuse.wire.group import OFFER_TAG, Group, Line
+from transfuse.wire.channel import Line
+from transfuse.wire.group import OFFER_TAG, Group
 from transfuse.wire.messages import Message
 
 __all__ = ["Peeked", "fetch", "peek"]
@@ -112,7 +113,7 @@ def peek(
                 _, body = line.expect(Message.OFFER, tag=OFFER_TAG)
                 found.append(receiver.describe(line, read_offer(body, limits, 0)))
                 # Nothing is wanted, and so everything is here.
-                line.send(Message.VERDICT, messages.encode(messages.Verdict(0)))
+                line.send(Message.VERDICT, messages.encode(messages.Verdict()))
                 line.settle()
 
         failed = threads.run({0: talk}, threads.Caller(watching=False), lambda: None)

@@ -25,7 +25,7 @@ from transfuse.plan import parcels
 from transfuse.plan.parcels import Most, Parcels
 from transfuse.progress import Progress
 from transfuse.session.threads import Caller
-from transfuse.wire.group import Line, Posted
+from transfuse.wire.channel import Line, Posted
 from transfuse.wire.messages import Agreed, Answer, Intent, Message, Offer, Want
 from transfuse.wire.rate_limit import Pace
 

@@ -33,7 +33,7 @@ from transfuse.session.partial import Partial
 from transfuse.session.roster import Roster
 from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools
-from transfuse.wire.group import Line
+from transfuse.wire.channel import Line
 from transfuse.wire.messages import Offer
 
 __all__ = ["Decide", "Describe", "Done", "Negotiation", "Negotiator", "Turn", "Wait"]

@@ -26,7 +26,8 @@ from transfuse.session.partial import Partial
 from transfuse.session.roster import Roster
 from transfuse.session.silent_sources import SilentSources
 from transfuse.state.tensors import Bools
-from transfuse.wire.group import Line
+from transfuse.wire import routes
+from transfuse.wire.channel import Line
 from transfuse.wire.messages import Offer
 
 __all__ = ["Compare", "Confirm", "Fetch", "Receive"]
@@ -104,7 +105,8 @@ class Receive:
         with self.roster.changed:
             self.negotiator.check(line.peer)
             self.roster.present.add(line.peer)
-            if offer.memory is not None and offer.max_bytes_per_second is None and self.request.options.same_host:
+            same_host = self.request.options.same_host
+            if offer.max_bytes_per_second is None and routes.usable(offer.routes, same_host=same_host):
                 self._readers.add(line.peer)
             self._count()
             self.roster.changed.notify_all()

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 
-from transfuse.errors import CorruptData, PeerError, PeerLost, ProtocolError, SourceMutated
+from transfuse.errors import CorruptData, PeerError, PeerLost, ProtocolError
 from transfuse.limits import Sizes
 from transfuse.memory import packing, vm
 from transfuse.memory.digest import WIDE_BYTES
 from transfuse.phases import RELAYING, Phase
-from transfuse.plan.parcels import Parcels
 from transfuse.session.accepting import compares_digests, read_offer
 from transfuse.session.bursts import Incoming, Shape, nothing_more
 from transfuse.session.ledger import Ledger
+from transfuse.session.pulling import Pulling, leaves_of, some_of
 from transfuse.session.receive import Compare, Confirm, Fetch, Receive
 from transfuse.session.relay import Relay, this_host
-from transfuse.state.manifest import Manifest
-from transfuse.state.tensors import Bools
 from transfuse.wire import messages
-from transfuse.wire.group import OFFER_TAG, Line, valid_link_tag
-from transfuse.wire.memory import Malformed, Reader, SourceEnded, Unreadable
-from transfuse.wire.memory_read import Reading
+from transfuse.wire.channel import Line
+from transfuse.wire.group import OFFER_TAG, valid_link_tag
 from transfuse.wire.messages import Message, Offer
-from transfuse.wire.rate_limit import Pace
 
 __all__ = ["describe", "receive"]
-
-logger = logging.getLogger("transfuse")
 
 
 def receive(line: Line, shared: Receive) -> None:
@@ -101,10 +94,7 @@ class _Conversation:
         self._ledger: Ledger = shared.ledger
         self._report = shared.roster.report
         self._progress = shared.roster.progress[line.peer]
-        self._pace = Pace(offer.max_bytes_per_second)
-        self._read_bytes = 0
-        #: Which parcels can be read from its memory.
-        self._readable: Bools = np.zeros(len(self._ledger), dtype=bool)
+        self._pulling = Pulling(line, shared, offer, partial(describe, line))
         #: What it can send.
         self._share = shared.share(line.peer)
         self._want: messages.Want | None = None
@@ -122,16 +112,16 @@ class _Conversation:
             shared.release(line.peer)
         try:
             if needed:
-                self._read()
+                self._pulling.pull()
             while needed:
                 with line.holding_turn(lambda: self._progress.bytes):
                     task = shared.next_task(line, self._task_bytes())
                 if task is None:
                     break
-                if isinstance(task, Fetch) and self._readable[np.asarray(task.numbers)].any():
+                if isinstance(task, Fetch) and self._pulling.can_pull(task.numbers):
                     # Somebody else owed them.
                     self._ledger.give_back(line.peer)
-                    self._read()
+                    self._pulling.pull()
                 elif isinstance(task, Fetch):
                     self._fetch(task.numbers)
                 elif isinstance(task, Compare):
@@ -145,7 +135,7 @@ class _Conversation:
             self._pass_on(cause)
         with suppress(PeerError), shared.roster.phase(line, Phase.VERDICT):
             # Everything is here and verified: whether the source still lives no longer matters.
-            line.send(Message.VERDICT, messages.encode(messages.Verdict(self._read_bytes)))
+            line.send(Message.VERDICT, messages.encode(messages.Verdict(self._pulling.pulled)))
             if shared.roster.several:
                 shared.roster.may_abandon(line, line.abandon)  # A frozen one takes no verdict.
             line.settle()
@@ -165,110 +155,6 @@ class _Conversation:
             sources=len(self._receive.roster.ranks),
             ahead=self._offer.bursts_ahead,
         )
-
-    # -- memory
-
-    def _read(self) -> None:
-        """Read from the source's memory whatever can be read."""
-        line, shared, memory = self._line, self._receive, self._offer.memory
-        try:
-            if memory is None or not shared.request.options.same_host or not len(self._ledger):
-                return
-            if self._pace.rate is not None and self._pace.rate * line.timeout < line.limits.min_parcel_bytes:
-                return  # Slower than the timeout allows: over the group such a source is noticed.
-            line.phase = self._progress.phase = Phase.READ.doing
-            self._offer = describe(line, self._offer)
-            memory = self._offer.memory
-            if memory is None:
-                raise Malformed("an offer whose memory is gone")
-            manifest, theirs = self._seen_from_there()
-            # One reader uses all threads, unless it is limited.
-            turn = shared.reading if self._pace.rate is None else nullcontext()
-            with line.holding_turn(lambda: self._progress.bytes), turn, shared.roster.phase(line, Phase.READ):
-                if self._ledger.complete:
-                    return
-                call_bytes = self._pace.at_once(vm.CALL_BYTES)
-                with Reader(memory, len(manifest.storages), call_bytes) as reader:
-                    self._read_with(reader, theirs)
-        except Unreadable as reason:
-            self._readable[:] = False
-            self._ledger.give_back(line.peer)
-            if isinstance(reason, SourceEnded) and self._progress.bytes:
-                raise PeerLost(line.peer, f"rank {line.peer} ended while its memory was being read") from reason
-            logger.info("rank %d: %s; using the group route", line.peer, reason)
-        except Malformed as error:
-            raise ProtocolError(line.peer, f"rank {line.peer}: {error}") from error
-        finally:
-            self._progress.bytes = self._ledger.bytes_from(line.peer)
-            shared.done_reading(line.peer)
-
-    def _seen_from_there(self) -> tuple[Manifest, Parcels]:
-        """The source's own manifest, and all parcels with their boxes in its memory."""
-        offer = self._offer
-        try:
-            return self._share.seen_from_source(
-                lambda: Manifest.decode(offer.described, self._line.limits, offer.coordinates)
-            )
-        except ValueError as error:
-            raise Malformed(f"a malformed offer: {error}") from error
-
-    def _read_with(self, reader: Reader, theirs: Parcels) -> None:
-        accepted, report, line, ledger = self._accepted, self._report, self._line, self._ledger
-        staging = line.limits.staging_bytes
-        reading = Reading(reader, theirs, accepted.landing, staging, self._pace_or_stop, self._went_on)
-        readable = self._readable
-        if not readable.any():
-            readable[reading.readable()] = True
-            readable &= self._share.held
-        unreadable = 0
-        share = Sizes(line.limits, line.timeout).read(self._pace.rate)
-        while len(numbers := self._receive.read_share(line.peer, share, readable)):
-            failed = set(reading.read(numbers))
-            if self._receive.request.options.verify:
-                failed |= self._settle_differences(reading, [n for n in numbers if n not in failed])
-            reader.check()
-            done = [n for n in numbers if n not in failed]
-            ledger.land(line.peer, done)
-            ledger.give_back(line.peer)
-            readable[list(failed)] = False
-            unreadable += len(failed)
-            nbytes = ledger.bytes_of(done)
-            self._read_bytes += nbytes
-            if done:
-                report.count(line.peer, nbytes, len(done), "memory")
-            report.read_bytes += nbytes
-            report.verified = bool(self._receive.request.options.verify)
-        if unreadable:
-            logger.info("rank %d: %d parcels cannot be read, they come over the group", line.peer, unreadable)
-
-    def _settle_differences(self, reading: Reading, numbers: list[int]) -> set[int]:
-        """Read again what differs from a second look at the source; the parcels that cannot be read any more."""
-        gone: set[int] = set()
-        for _ in range(self._line.limits.max_repairs + 1):
-            numbers = reading.differing(numbers)
-            if not numbers:
-                return gone
-            self._report.repaired += len(numbers)
-            gone |= set(reading.read(numbers))
-            numbers = [n for n in numbers if n not in gone]
-        reading.check()  # What a source that has left does with its tensors is its own business.
-        leaves = self._leaves_of(numbers)
-        raise SourceMutated(
-            self._line.peer,
-            leaves,
-            f"rank {self._line.peer} changed its tensors while it sent them: {_some(leaves)}. Nothing may step the "
-            "optimizer or write to the state before send_checkpoint has returned",
-        )
-
-    def _went_on(self, nbytes: int) -> None:
-        self._progress.bytes += nbytes
-        self._caller.tick()
-        self._pace_or_stop(nbytes)
-
-    def _pace_or_stop(self, nbytes: int) -> None:
-        self._pace.take(nbytes, lambda: self._caller.cause is not None)
-        if self._caller.cause is not None:
-            raise self._caller.cause
 
     # -- group
 
@@ -338,12 +224,12 @@ class _Conversation:
         lasting = [number for number in wrong if self._wrong[number] > line.limits.max_repairs]
         if lasting:
             self._report.repaired -= len(lasting)
-            leaves = self._leaves_of(lasting)
+            leaves = leaves_of(self._accepted, lasting)
             raise CorruptData(
                 line.peer,
                 leaves,
                 f"rank {line.peer}: {len(lasting)} parcels were still wrong after {line.limits.max_repairs} repairs; "
-                f"leaves: {_some(leaves)}. The bytes are damaged on the way",
+                f"leaves: {some_of(leaves)}. The bytes are damaged on the way",
             )
         self._ledger.give_back(line.peer)
         self._progress.bytes = self._ledger.bytes_from(line.peer)
@@ -438,11 +324,3 @@ class _Conversation:
             line.send(Message.CHECK)
             self._expect_agreed()
         self._receive.confirmed(line.peer)
-
-    def _leaves_of(self, numbers: Sequence[int]) -> list[str]:
-        boxes = [piece.box for number in numbers for piece in self._accepted.cut.pieces(number)]
-        return self._accepted.landing.paths_of(boxes)
-
-
-def _some(leaves: Sequence[str]) -> str:
-    return f"{', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}"

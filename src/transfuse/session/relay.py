@@ -30,7 +30,8 @@ from transfuse.session.accepting import Accepted
 from transfuse.session.bursts import Incoming, Outgoing, Shape, Supply
 from transfuse.session.ledger import Ledger
 from transfuse.session.threads import Caller, SideConversation
-from transfuse.wire.group import Line, new_link_tag
+from transfuse.wire.channel import Line
+from transfuse.wire.group import new_link_tag
 from transfuse.wire.messages import Agreed, Link
 from transfuse.wire.rate_limit import Pace
 

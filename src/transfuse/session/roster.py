@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from transfuse.phases import Phase
 from transfuse.session.context import Context
-from transfuse.wire.group import Line
+from transfuse.wire.channel import Line
 
 __all__ = ["Roster"]
 

@@ -22,7 +22,7 @@ from transfuse.plan.parcels import Parcels
 from transfuse.plan.regions import Boxes
 from transfuse.plan.request import boxes_in
 from transfuse.progress import Progress
-from transfuse.report import Report
+from transfuse.report import Report, routes_of
 from transfuse.session.bursts import Outgoing, Shape, Supply
 from transfuse.session.relay import Chains, this_host
 from transfuse.session.threads import Caller
@@ -30,7 +30,8 @@ from transfuse.state.leaves import dense
 from transfuse.state.manifest import Described, Ints
 from transfuse.state.tensors import Bools
 from transfuse.wire import messages
-from transfuse.wire.group import OFFER_TAG, Line
+from transfuse.wire.channel import Line
+from transfuse.wire.group import OFFER_TAG
 from transfuse.wire.messages import Message
 from transfuse.wire.rate_limit import Pace
 
@@ -388,10 +389,12 @@ class _Serving:
         verdict = self._line.decode(body, messages.Verdict)
         if self._outgoing is not None and self._outgoing.failure is not None:
             raise self._outgoing.failure
-        if 0 < verdict.read_bytes <= self._cargo.total_bytes:
-            report.read_bytes = verdict.read_bytes
-            report.bytes += verdict.read_bytes
-            report.route = "memory+group" if report.route else "memory"
+        pulled = {name: nbytes for name, nbytes in verdict.pulled.items() if name in self._cargo.offer.routes}
+        nbytes = sum(pulled.values())
+        if min(pulled.values(), default=0) > 0 and nbytes <= self._cargo.total_bytes:
+            report.read_bytes = nbytes
+            report.bytes += nbytes
+            report.route = routes_of(report.route, *pulled)
         # Only now it is known what the receiver has taken from here, or from those it was passed on to.
         self._progress.total_bytes = self._progress.bytes = report.read_bytes + self._asked_bytes
 

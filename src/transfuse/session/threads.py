@@ -22,7 +22,7 @@ from transfuse.limits import Patience
 from transfuse.phases import Phase, trace_name
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.wire.group import Line
+from transfuse.wire.channel import Line
 
 __all__ = ["Caller", "SideConversation", "current_stream", "run"]
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import ClassVar
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -50,23 +48,10 @@ class _Receive:
 class Loop:
     """The way from a rank of a group to itself. Like a connection, it breaks for all when a wait on it expires."""
 
-    #: As long as some line uses it.
-    _by_group: ClassVar[WeakValueDictionary[int, Loop]] = WeakValueDictionary()
-    _lock = threading.Lock()
-
-    def __init__(self, pg: object) -> None:
-        self._pg = pg  # As long as this is here, its id is not another's.
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._sent: dict[Way, list[_Mail]] = {}
         self._awaited: dict[Way, list[_Mail]] = {}
-
-    @classmethod
-    def of(cls, pg: object) -> Loop:
-        with cls._lock:
-            loop = cls._by_group.get(id(pg))
-            if loop is None:
-                loop = cls._by_group[id(pg)] = cls(pg)
-            return loop
 
     def send(self, tensor: torch.Tensor, tag: int, *, by_source: bool) -> _Sent:
         mail = self._meet((tag, by_source), self._awaited, self._sent)

@@ -1,9 +1,9 @@
 """The memory route: a receiver on the source's host reads straight from the source's address space.
 
-A source gives a :class:`Lease`, a receiver opens it as a :class:`Reader`. Names of hosts prove nothing, and process ids
-are reused: what proves that a receiver reads the right memory is a random token that it finds at the address which the
-offer names. The token is wiped before the source's call returns, and read again after the last byte: as long as it is
-there, so are the tensors.
+A source gives a :class:`MemoryLease`, a receiver opens its :class:`Entry` by a :class:`Reader`. Names of hosts prove
+nothing, and process ids are reused: what proves that a receiver reads the right memory is a random token that it finds
+at the address which the offer names. The token is wiped before the source's call returns, and read again after the last
+byte: as long as it is there, so are the tensors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from transfuse.memory import vm
 from transfuse.memory.vm import Ranges
-from transfuse.wire.messages import Memory
+from transfuse.state.manifest import Described
+from transfuse.wire.memory_read import Reading
+from transfuse.wire.route import Malformed, Pull, SourceEnded, Unreadable
 
-__all__ = ["Lease", "Malformed", "Reader", "SourceEnded", "Unreadable"]
+__all__ = ["TOKEN_BYTES", "Entry", "MemoryLease", "MemoryRoute", "Reader"]
 
 TOKEN_BYTES = 32
 #: No user space reaches this far, and offsets within a storage can be added to what is below.
@@ -36,16 +39,29 @@ _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
-class Unreadable(Exception):
-    """Why a source's memory cannot be read, or can no longer be."""
+class Entry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Where a source's bytes lie, for receivers that can read them there."""
+
+    pid: int
+    #: Who finds ``token`` at this address of that process reads the right memory, until it is wiped.
+    token_address: int
+    token: bytes
+    #: For each storage, the address of its window's first byte, or 0 (u64 each).
+    storages: bytes
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Entry:
+        try:
+            return _decoder.decode(data)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise Malformed(f"a malformed description of memory: {error}") from error
 
 
-class Malformed(ValueError):
-    """A description of memory that no source gives."""
-
-
-class SourceEnded(Unreadable):
-    """The process whose memory it was is gone."""
+# Made here, once: two threads that make msgspec look into a type at the same time end the process.
+_decoder = msgspec.msgpack.Decoder(Entry)
 
 
 class _Permission:
@@ -77,38 +93,38 @@ class _Permission:
 _permission = _Permission()
 
 
-class Lease:
+class MemoryLease:
     """A source's permission to read its memory, from ``with`` until its end. Nothing is readable by it afterwards."""
 
-    def __init__(self, *, allowed: bool = True) -> None:
-        self._allowed = allowed
+    def __init__(self) -> None:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._page = ctypes.create_string_buffer(TOKEN_BYTES)
 
-    def __enter__(self) -> Lease:
-        if self._allowed:
-            _permission.take()
-            ctypes.memmove(self._page, self._token, TOKEN_BYTES)
+    def __enter__(self) -> MemoryLease:
+        _permission.take()
+        ctypes.memmove(self._page, self._token, TOKEN_BYTES)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
-        if self._allowed:
-            _permission.give_back()
+        _permission.give_back()
 
     def end(self) -> None:
         """Wipe the token: whoever reads on, knows."""
         ctypes.memset(self._page, 0, TOKEN_BYTES)
 
-    def describe(self, storages: npt.NDArray[np.int64]) -> Memory:
+    def export(self, described: Described) -> bytes | None:
+        return self.describe(described.addresses).encode() if described.addresses.any() else None
+
+    def describe(self, storages: npt.NDArray[np.int64]) -> Entry:
         """What an offer says about this memory, given the address of each storage."""
-        return Memory(os.getpid(), ctypes.addressof(self._page), self._token, storages.astype("<u8").tobytes())
+        return Entry(os.getpid(), ctypes.addressof(self._page), self._token, storages.astype("<u8").tobytes())
 
 
 class Reader:
     """A receiver's view of a source's memory, proven by the token. :class:`Unreadable` if it cannot be had."""
 
-    def __init__(self, memory: Memory, storages: int, call_bytes: int = 0) -> None:
+    def __init__(self, memory: Entry, storages: int, call_bytes: int = 0) -> None:
         if not vm.AVAILABLE:
             raise Unreadable("this system has no process_vm_readv")
         self._memory = memory
@@ -128,7 +144,7 @@ class Reader:
             with suppress(OSError, AttributeError):
                 self._process = os.pidfd_open(memory.pid)
         try:
-            self.check()
+            self.recheck()
         except Unreadable:
             self.close()
             raise
@@ -144,7 +160,7 @@ class Reader:
             os.close(self._process)
             self._process = None
 
-    def check(self) -> None:
+    def recheck(self) -> None:
         """Make sure that the lease is still good, and so that everything read until now was read under it."""
         self._check_alive()
         found = np.zeros(TOKEN_BYTES, dtype=np.uint8)
@@ -179,3 +195,15 @@ class Reader:
                     "container without CAP_SYS_PTRACE)"
                 ) from error
             raise Unreadable(f"process_vm_readv of process {pid}: {error.strerror}") from error
+
+
+class MemoryRoute:
+    name = "memory"
+    same_host = True
+
+    def lease(self) -> MemoryLease:
+        return MemoryLease()
+
+    def open(self, entry: bytes, pull: Pull) -> Reading:
+        call_bytes = pull.at_once(vm.CALL_BYTES)
+        return Reading(Reader(Entry.decode(entry), len(pull.manifest.storages), call_bytes), pull)

@@ -1,5 +1,8 @@
 """Reading parcels out of a source's memory, straight to their places.
 
+This serves every route that can read ranges of that memory by address, whatever brings the bytes: such a route only has
+to implement :class:`RangeReader`.
+
 Where source and target are both one run of memory, bytes are read where they belong, many ranges a call, in all
 threads. Everything else is read into a small buffer in linear order and unpacked from there.
 """
@@ -8,20 +11,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from transfuse.memory import packing, vm
-from transfuse.memory.packing import Land
-from transfuse.plan.parcels import Parcels, Piece
+from transfuse.plan.parcels import Piece
 from transfuse.plan.regions import Cast
 from transfuse.state.manifest import Ints
 from transfuse.state.region import Box
-from transfuse.wire.memory import Reader
+from transfuse.wire.route import Pull
 
-__all__ = ["Reading"]
+__all__ = ["RangeReader", "Reading"]
 
 #: What one more range costs, and one more item picked out of a span that was read whole, in bytes read meanwhile.
 #: As benchmarks/ranges.py measures them: 3,400 to 4,500 and 13 to 18 (2026-11-16, one core of an AMD EPYC, 8 GB/s).
@@ -36,35 +39,53 @@ Bools = npt.NDArray[np.bool_]
 _ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
-class Reading:
-    """One receiver's reading of parcels from one source, with buffers of ``staging_bytes`` in all.
+class RangeReader(Protocol):
+    """Reads ranges of a source's memory."""
 
-    ``pace`` is told about all bytes that were read, ``went_on`` about those that are new; both may raise to stop it.
-    """
+    @property
+    def storages(self) -> npt.NDArray[Any]:
+        """The address of each storage's window, in whatever space the source has said; 0 where it has none."""
 
-    def __init__(
+    def read(
         self,
-        reader: Reader,
-        cut: Parcels,
-        landing: Land,
-        staging_bytes: int,
-        pace: Callable[[int], object],
-        went_on: Callable[[int], object],
-    ) -> None:
+        theirs: vm.Ranges,
+        mine: vm.Ranges,
+        *,
+        begins: Callable[[int], object] = ...,
+        went_on: Callable[[int], object] = ...,
+    ) -> npt.NDArray[np.int64]:
+        """Read ranges of the source's memory into ranges of our own; the rows that failed.
+
+        ``begins`` is told before ``mine`` is written how far, in bytes of all ranges, it may be; ``went_on`` how many
+        bytes were read.
+        """
+
+    def recheck(self) -> None:
+        """As :meth:`.route.Puller.recheck`."""
+
+    def close(self) -> None: ...
+
+
+class Reading:
+    """One receiver's reading of parcels from one source: the :class:`.route.Puller` of routes that read by address."""
+
+    def __init__(self, reader: RangeReader, pull: Pull) -> None:
         self._reader = reader
-        self._cut = cut
-        self._landing = landing
-        self._staging_bytes = staging_bytes
-        self._pace = pace
-        self._went_on = went_on
-        boxes = cut.boxes
+        self._cut = pull.cut
+        self._landing = pull.landing
+        self._staging_bytes = pull.staging_bytes
+        self._pace = pull.pace
+        self._went_on = pull.went_on
+        boxes = pull.cut.boxes
         base = reader.storages[boxes.storage].astype(np.uint64)
         #: The address of each box at the source, or 0.
         self._theirs = np.where(base > 0, base + boxes.start.astype(np.uint64), 0)
 
-    def check(self) -> None:
-        """Make sure that the source still holds its lease."""
-        self._reader.check()
+    def recheck(self) -> None:
+        self._reader.recheck()
+
+    def close(self) -> None:
+        self._reader.close()
 
     def readable(self) -> list[int]:
         """Numbers of the parcels of which all boxes lie in memory that the source has named."""
@@ -76,7 +97,7 @@ class Reading:
         result: Bools = bad[self._cut.first + self._cut.count] == bad[self._cut.first]
         return result
 
-    def read(self, numbers: Sequence[int]) -> list[int]:
+    def pull(self, numbers: Sequence[int]) -> list[int]:
         """Read these parcels to their places; the numbers of those that could not be read."""
         chosen = np.array(numbers, dtype=np.int64)
         straight = self._of_all_boxes(self._straight)[chosen]

@@ -10,7 +10,7 @@ import enum
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -28,7 +28,6 @@ __all__ = [
     "Header",
     "Intent",
     "Link",
-    "Memory",
     "Message",
     "More",
     "Offer",
@@ -51,6 +50,9 @@ __all__ = [
 
 MAGIC = b"TFUS"
 WIRE_VERSION = 5
+#: More routes than these no end offers.
+MOST_ROUTES = 16
+RouteName = Annotated[str, msgspec.Meta(max_length=64)]
 
 # magic, version, kind, transfer, note, body length, digest of the body, digest of all that
 _HEADER = struct.Struct("<4sHHQQQQQ")
@@ -115,22 +117,11 @@ class Header(NamedTuple):
     digest: int
 
 
-class Memory(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Where a source's bytes lie, for receivers that can read them there."""
-
-    pid: int
-    #: Who finds ``token`` at this address of that process reads the right memory, until it is wiped.
-    token_address: int
-    token: bytes
-    #: For each storage, the address of its window's first byte, or 0 (u64 each).
-    storages: bytes
-
-
 class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Source to receiver: what there is.
 
     A long description comes only if the receiver asks for it (describe): of many sources it needs few. Until then
-    there is no manifest, and no address of a storage.
+    there is no manifest, and the routes have names only.
     """
 
     step: int | None
@@ -140,7 +131,8 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     bursts_ahead: int
     timeout: float
     digests: bool
-    memory: Memory | None
+    #: Routes by which receivers may pull, and what each has to know; only the route itself can read that.
+    routes: Annotated[dict[RouteName, bytes], msgspec.Meta(max_length=MOST_ROUTES)]
     #: This receiver's share of what the source may give away, if it is limited.
     max_bytes_per_second: float | None
     manifest: Wire | None
@@ -218,8 +210,8 @@ class Digests(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 class Verdict(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Receiver to source: all is here and verified."""
 
-    #: Bytes that the receiver has read from the source's memory.
-    read_bytes: int = 0
+    #: How many bytes the receiver has pulled, by route.
+    pulled: Annotated[dict[RouteName, int], msgspec.Meta(max_length=MOST_ROUTES)] = msgspec.field(default_factory=dict)
 
 
 class _Preface(msgspec.Struct, array_like=True, frozen=True):
@@ -248,8 +240,7 @@ def encode(body: Offer | Want | Refusal | Verdict | Agreed | More | Digests) -> 
 
 def brief(offer: Offer) -> Offer:
     """The same offer without its description."""
-    memory = None if offer.memory is None else msgspec.structs.replace(offer.memory, storages=b"")
-    return msgspec.structs.replace(offer, manifest=None, memory=memory)
+    return msgspec.structs.replace(offer, manifest=None, routes=dict.fromkeys(offer.routes, b""))
 
 
 def decode(data: bytes | bytearray, cls: type[Body]) -> Body:

@@ -18,8 +18,8 @@ import transfuse
 from transfuse.cli.doctor import network
 from transfuse.testing.ranks import Late, RanksFailed, listening, say
 from transfuse.wire.group import Group
-from transfuse.wire.memory import Lease, Reader, Unreadable
-from transfuse.wire.messages import Memory
+from transfuse.wire.memory import Entry, MemoryLease, Reader
+from transfuse.wire.route import Unreadable
 
 __all__ = ["Outcome", "Tried", "try_routes"]
 
@@ -103,14 +103,13 @@ def _try_memory() -> Tried:
 def _why_unreadable() -> str:
     """Read one another's memory without anything around it, for the reason why not."""
     data = torch.ones(1)
-    with Lease() as lease:
-        memory = lease.describe(np.array([data.data_ptr()], dtype=np.int64))
-        told: list[Any] = [tuple(getattr(memory, field) for field in memory.__struct_fields__)]
+    with MemoryLease() as lease:
+        told: list[Any] = [lease.describe(np.array([data.data_ptr()], dtype=np.int64)).encode()]
         dist.broadcast_object_list(told, src=0)
         reason = ""
         if dist.get_rank() == 1:
             try:
-                Reader(Memory(*told[0]), 1).close()
+                Reader(Entry.decode(told[0]), 1).close()
             except Unreadable as error:
                 reason = str(error)
         dist.barrier()

@@ -1,0 +1,188 @@
+"""The pulling half of a conversation with one source: whatever a route can pull is not asked for over the group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+
+import numpy as np
+
+from transfuse.errors import PeerLost, ProtocolError, SourceMutated
+from transfuse.limits import Sizes
+from transfuse.phases import Phase
+from transfuse.plan.parcels import Parcels
+from transfuse.session.accepting import Accepted
+from transfuse.session.receive import Receive
+from transfuse.state.manifest import Manifest
+from transfuse.state.tensors import Bools
+from transfuse.wire import routes
+from transfuse.wire.channel import Line
+from transfuse.wire.messages import Offer
+from transfuse.wire.rate_limit import Pace
+from transfuse.wire.route import Malformed, Pull, Puller, Route, SourceEnded, Unreadable
+
+__all__ = ["Pulling", "leaves_of", "some_of"]
+
+logger = logging.getLogger("transfuse")
+
+
+class Pulling:
+    """Pulls from one source by every route that both ends know and allow, in the order of the table.
+
+    ``describe`` gets from the source what its offer left out.
+    """
+
+    def __init__(self, line: Line, shared: Receive, offer: Offer, describe: Callable[[Offer], Offer]) -> None:
+        self._line = line
+        self._receive = shared
+        self._offer = offer
+        self._describe = describe
+        self._caller = shared.roster.caller
+        self._accepted = shared.accepted
+        self._ledger = shared.ledger
+        self._report = shared.roster.report
+        self._progress = shared.roster.progress[line.peer]
+        self._share = shared.share(line.peer)
+        self._pace = Pace(offer.max_bytes_per_second)
+        self._routes = routes.usable(offer.routes, same_host=shared.request.options.same_host)
+        #: Which parcels each route can pull, once that is known.
+        self._readable: dict[str, Bools] = {}
+        #: How many bytes each route has brought.
+        self.pulled: dict[str, int] = {}
+
+    def can_pull(self, numbers: Sequence[int]) -> bool:
+        """Whether some route can pull one of these parcels."""
+        chosen = np.asarray(numbers)
+        return any(readable[chosen].any() for readable in self._readable.values())
+
+    def pull(self) -> None:
+        """Pull whatever can be pulled of what is wanted."""
+        line, shared = self._line, self._receive
+        try:
+            if not self._routes or not len(self._ledger):
+                return
+            if self._pace.rate is not None and self._pace.rate * line.timeout < line.limits.min_parcel_bytes:
+                return  # Slower than the timeout allows: over the group such a source is noticed.
+            line.phase = self._progress.phase = Phase.READ.doing
+            self._offer = self._describe(self._offer)
+            manifest, theirs = self._seen_from_there()
+            # One reader uses all threads, unless it is limited.
+            turn = shared.reading if self._pace.rate is None else nullcontext()
+            with line.holding_turn(lambda: self._progress.bytes), turn, shared.roster.phase(line, Phase.READ):
+                for route in self._routes:
+                    if not self._ledger.complete:
+                        self._pull_by(route, manifest, theirs)
+        except Malformed as error:
+            raise ProtocolError(line.peer, f"rank {line.peer}: {error}") from error
+        finally:
+            self._progress.bytes = self._ledger.bytes_from(line.peer)
+            shared.done_reading(line.peer)
+
+    def _seen_from_there(self) -> tuple[Manifest, Parcels]:
+        """The source's own manifest, and all parcels with their boxes in its memory."""
+        offer = self._offer
+        try:
+            return self._share.seen_from_source(
+                lambda: Manifest.decode(offer.described, self._line.limits, offer.coordinates)
+            )
+        except ValueError as error:
+            raise Malformed(f"a malformed offer: {error}") from error
+
+    def _pull_by(self, route: Route, manifest: Manifest, theirs: Parcels) -> None:
+        """Pull by one route what it can bring; if it can bring nothing, or no more, the next one has its turn."""
+        line = self._line
+        readable = self._readable.get(route.name)
+        if readable is not None and not readable.any():
+            return
+        entry = self._offer.routes.get(route.name)
+        if entry is None:
+            raise Malformed("an offer that takes back what it has offered before")
+        try:
+            with closing(route.open(entry, self._told(manifest, theirs))) as puller:
+                if readable is None:
+                    readable = self._readable[route.name] = np.zeros(len(self._ledger), dtype=bool)
+                    readable[puller.readable()] = True
+                    readable &= self._share.held
+                self._pull_shares(route.name, puller, readable)
+        except Unreadable as reason:
+            self._readable[route.name] = np.zeros(len(self._ledger), dtype=bool)
+            self._ledger.give_back(line.peer)
+            if isinstance(reason, SourceEnded) and self._progress.bytes:
+                raise PeerLost(line.peer, f"rank {line.peer} ended while its memory was being read") from reason
+            self._progress.bytes = self._ledger.bytes_from(line.peer)
+            logger.info("rank %d: %s; using the group route", line.peer, reason)
+
+    def _told(self, manifest: Manifest, theirs: Parcels) -> Pull:
+        return Pull(
+            manifest=manifest,
+            cut=theirs,
+            landing=self._accepted.landing,
+            staging_bytes=self._line.limits.staging_bytes,
+            pace=self._pace_or_stop,
+            went_on=self._went_on,
+            at_once=self._pace.at_once,
+        )
+
+    def _pull_shares(self, name: str, puller: Puller, readable: Bools) -> None:
+        """Pull parcels as long as there are any; they have landed once the lease was found good after them."""
+        report, line, ledger = self._report, self._line, self._ledger
+        unreadable, share = 0, Sizes(line.limits, line.timeout).read(self._pace.rate)
+        while len(numbers := self._receive.read_share(line.peer, share, readable)):
+            failed = set(puller.pull(numbers))
+            if self._receive.request.options.verify:
+                failed |= self._settle_differences(puller, [n for n in numbers if n not in failed])
+            puller.recheck()
+            done = [n for n in numbers if n not in failed]
+            ledger.land(line.peer, done)
+            ledger.give_back(line.peer)
+            readable[list(failed)] = False
+            unreadable += len(failed)
+            nbytes = ledger.bytes_of(done)
+            if done:
+                self.pulled[name] = self.pulled.get(name, 0) + nbytes
+                report.count(line.peer, nbytes, len(done), name)
+            report.read_bytes += nbytes
+            report.verified = bool(self._receive.request.options.verify)
+        if unreadable:
+            logger.info("rank %d: %d parcels cannot be read, they come over the group", line.peer, unreadable)
+
+    def _settle_differences(self, puller: Puller, numbers: Sequence[int]) -> set[int]:
+        """Pull again what differs from a second look at the source; the parcels that cannot be pulled any more."""
+        gone: set[int] = set()
+        for _ in range(self._line.limits.max_repairs + 1):
+            numbers = puller.differing(numbers)
+            if not numbers:
+                return gone
+            self._report.repaired += len(numbers)
+            gone |= set(puller.pull(numbers))
+            numbers = [n for n in numbers if n not in gone]
+        puller.recheck()  # What a source that has left does with its tensors is its own business.
+        leaves = leaves_of(self._accepted, numbers)
+        raise SourceMutated(
+            self._line.peer,
+            leaves,
+            f"rank {self._line.peer} changed its tensors while it sent them: {some_of(leaves)}. Nothing may step the "
+            "optimizer or write to the state before send_checkpoint has returned",
+        )
+
+    def _went_on(self, nbytes: int) -> None:
+        self._progress.bytes += nbytes
+        self._caller.tick()
+        self._pace_or_stop(nbytes)
+
+    def _pace_or_stop(self, nbytes: int) -> None:
+        self._pace.take(nbytes, lambda: self._caller.cause is not None)
+        if self._caller.cause is not None:
+            raise self._caller.cause
+
+
+def leaves_of(accepted: Accepted, numbers: Sequence[int]) -> list[str]:
+    """Paths of the leaves that these parcels hold."""
+    boxes = [piece.box for number in numbers for piece in accepted.cut.pieces(number)]
+    return accepted.landing.paths_of(boxes)
+
+
+def some_of(leaves: Sequence[str]) -> str:
+    """Paths of leaves, as many as an error shows."""
+    return f"{', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}"

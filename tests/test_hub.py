@@ -1,0 +1,173 @@
+"""One hub for each process group: found by the group, gone with it, and kept while something is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from transfuse.limits import Limits
+from transfuse.wire import hub
+from transfuse.wire.channel import Line
+from transfuse.wire.group import Group
+from transfuse.wire.hub import FirstWord, hub_of
+
+CPU = torch.device("cpu")
+
+
+class Nowhere:
+    """A group of which only the identity matters."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        raise RuntimeError("nobody is there")
+
+    recv = send
+
+
+class Private(Nowhere):
+    outlives_waits = True
+
+
+class Word:
+    """A receive that brings what it is told to, when it is told to."""
+
+    def __init__(self) -> None:
+        self.come = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self) -> torch.Tensor:
+        assert self.come.wait(10)
+        if self.error is not None:
+            raise self.error
+        return torch.tensor([7], dtype=torch.uint8)
+
+
+def test_transports_on_one_group_share_its_hub() -> None:
+    one, two = Nowhere(), Nowhere()
+    assert Group(one, CPU).hub is Group(one, CPU).hub
+    first, second = Group(one, CPU), Group(two, CPU)
+    assert first.hub is not second.hub
+    assert Line(first, 3, 1.0, Limits()).group.hub is hub_of(one)
+
+
+def test_a_hub_goes_with_its_group() -> None:
+    """At once: a group's memory is not to wait until garbage is collected. Nor has the next group its hub."""
+    gc.disable()
+    try:
+        seen = set()
+        for _ in range(20):
+            pg = Nowhere()
+            group = Group(pg, CPU)
+            assert group.hub.pg is pg
+            with Line(group, 0, 1.0, Limits()):
+                pass
+            alive, known = weakref.ref(pg), weakref.ref(group.hub)
+            seen.add(id(pg))
+            del pg, group
+            assert alive() is None
+            assert known() is None
+        assert len(seen) < 20, "ids were not reused: this has shown nothing"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("left", ["a thread", "memory", "a receive"])
+def test_a_hub_stays_while_something_is_left_behind(left: str) -> None:
+    pg = Nowhere() if left == "a thread" else Private()
+    found = hub_of(pg)
+    line, word = object(), FirstWord(Word(), 1, "first")
+    if left == "a thread":
+        found.pin()
+    elif left == "memory":
+        found.leave_behind(line)
+    else:
+        found.park(word)
+    number = id(found)
+    del found
+    gc.collect()
+    found = hub_of(pg)
+    assert id(found) == number
+    if left == "a thread":
+        return
+    if left == "memory":
+        assert hub.leftovers().left_behind == 1
+        found.forget(line)
+    else:
+        assert found.adopt(1, "second") is word
+    gone = weakref.ref(found)
+    del found
+    assert gone() is None
+
+
+def test_receives_are_handed_on_in_their_order_and_to_their_peer() -> None:
+    found = hub_of(Private())
+    words = [FirstWord(Word(), peer, "first") for peer in (1, 2, 1)]
+    for word in reversed(words):
+        found.park(word)
+        found.park(word)  # It is there once.
+    assert found.adopt(3, "me") is None
+    assert found.adopt(1, "me") is words[0]
+    assert found.adopt(1, "me") is words[2]
+    assert found.adopt(1, "me") is None
+    assert found.adopt(2, "me") is words[1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_left_receive_brings_is_kept_unless_it_is_a_failure(fails: bool) -> None:
+    pg, posted = Private(), Word()
+    posted.error = RuntimeError("closed") if fails else None
+    word = FirstWord(posted, 1, "first")
+    hub_of(pg).park(word)
+    posted.come.set()
+    word.wait()
+    assert not hub_of(pg).release(word, "first")
+    adopted = hub_of(pg).adopt(1, "second")
+    assert (adopted is None) == fails
+    if adopted is not None:
+        adopted.wait_for("second")
+        assert hub_of(pg).release(adopted, "second")
+        assert adopted.data == b"\x07"
+
+
+def test_a_watch_runs_while_there_is_a_conversation() -> None:
+    group = Group(Nowhere(), CPU)
+    for _ in range(3):
+        with Line(group, 0, 1.0, Limits()) as first:
+            with Line(group, 1, 1.0, Limits()):
+                assert group.hub.watch.runs
+            assert group.hub.watch.runs
+            group.hub.watch.remove(first)
+            assert not group.hub.watch.runs
+        assert not any(thread.name == "transfuse-watch" for thread in threading.enumerate())
+
+
+def test_a_child_of_a_fork_finds_no_lock_held_and_no_watch() -> None:
+    group = Group(Nowhere(), CPU)
+    with group.turn(1, 0), Line(group, 1, 1.0, Limits()), group.hub._lock, hub._finding:
+        child = os.fork()
+        if not child:
+            code = 1
+            with suppress(BaseException):
+                with group.turn(1, 0), Line(group, 1, 1.0, Limits()):
+                    assert group.hub.watch.runs
+                    assert hub_of(group.pg) is group.hub
+                    group.hub.loop()
+                code = 0
+            os._exit(code)
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert status == 0
+            return
+        time.sleep(0.05)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    pytest.fail("the child is stuck")
