@@ -141,6 +141,41 @@ def test_a_tensor_that_only_a_refused_source_has_does_not_keep_its_old_values() 
     assert bool(target["a"].all() and target["b"].all())
 
 
+class FallsSilent(Passing):
+    """A group from which nothing leaves after so many sends."""
+
+    def __init__(self, pg: Any, after: int) -> None:
+        super().__init__(pg)
+        self._left = after
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("cut off")
+        return super().send(tensors, rank, tag)
+
+
+@pytest.mark.parametrize("after", [3, 4, 5, 6])
+def test_a_source_that_falls_silent_while_it_describes_itself_does_not_hold_up_the_others(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is to be read, and the others get no tasks for what could be read: only until it is given up."""
+    monkeypatch.setenv("TRANSFUSE_BRIEF_BYTES", "1")
+    target = blank(state(mib=4))
+    outcomes, _ = gather(
+        3,
+        lambda rank: state(mib=4),
+        target=target,
+        timeout=timedelta(seconds=2),
+        wrap=lambda rank, pg: FallsSilent(pg, after) if rank == 1 else pg,
+        delta=True,
+        verify=True,
+    )
+    assert_exact(state(mib=4), outcomes[-1].get())
+    outcomes[0].get()
+    outcomes[2].get()
+
+
 def test_without_a_majority_nobody_is_right() -> None:
     target = {"a": torch.zeros(5)}
     outcomes, _ = gather(5, lambda rank: {"a": torch.full((5,), float(rank))}, target=target, steps=[5, 5, 6, 7, 8])

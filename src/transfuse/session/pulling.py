@@ -65,7 +65,9 @@ class Pulling:
             if self._pace.rate is not None and self._pace.rate * line.timeout < line.limits.min_parcel_bytes:
                 return  # Slower than the timeout allows: over the group such a source is noticed.
             line.phase = self._progress.phase = Phase.READ.doing
-            self._offer = self._describe(self._offer)
+            # Until it answers, the others wait for what could be pulled from it: it must not be silent for long.
+            with shared.roster.abandonable(line, line.abandon if shared.roster.several else None):
+                self._offer = self._describe(self._offer)
             manifest, theirs = self._seen_from_there()
             # One reader uses all threads, unless it is limited.
             turn = shared.reading if self._pace.rate is None else nullcontext()
