@@ -431,6 +431,8 @@ def test_sources_that_are_killed(killed: list[int], tmp_path: pathlib.Path) -> N
         fleet.wait_for(2, "planned", 60)
         for rank in killed:
             fleet.kill(rank)
+        # Until it is really dead its memory can be read.
+        fleet.outcomes(60, ranks=killed)
         (tmp_path / "go").touch()
         found = fleet.outcomes(60)[2].get()
     if killed == [1]:

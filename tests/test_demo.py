@@ -79,12 +79,15 @@ def test_a_killed_worker_is_healed_bit_for_bit(tmp_path: pathlib.Path) -> None:
     assert [len(row) for row in runs["killed"]] == [2] * steps
     assert sum(runs["killed"][-1]) < 0.9 * sum(runs["killed"][0]), "it learns"
     (kill,) = result["kills"]
-    assert (kill["worker"], kill["step"], kill["during_healing"]) == (0, 4, False)
+    assert (kill["worker"], kill["during_healing"]) == (0, False)
+    # In step 4; on a busy machine the kill may come later.
+    assert 4 <= kill["step"] < steps
     (healing,) = result["healings"]
     assert list(healing["parts"]) == ["noticing", "starting", "forming the group", "transfer", "steps"]
     assert healing["seconds"] == pytest.approx(sum(healing["parts"].values()))
     (report,) = healing["reports"]
-    assert report["step"] in (4, 5), "the step that was cut off, or the next if the other worker had applied it"
+    cut_off = kill["step"]
+    assert report["step"] in (cut_off, cut_off + 1), "the step cut off, or the next if the other worker had applied it"
     assert report["bytes"] >= result["model"]["state_bytes"]
     restarted = result["restart_from_file"]
     assert list(restarted["parts"])[:3] == ["noticing", "ending the others", "starting"]

@@ -253,8 +253,8 @@ def test_a_source_that_stops_takes_its_lease_back(two: Pair) -> None:
 # ---------------------------------------------------------------------------------------------- sources that are gone
 
 
-def read_slowly(rank: int) -> Any:
-    """Rank 1 reads for about two seconds; both announce when bytes move."""
+def read_slowly(rank: int, bytes_per_second: float) -> Any:
+    """Rank 1 reads 200 MiB; both announce when bytes move."""
     announced: list[int] = []
 
     def show(progress: dict[int, transfuse.Progress]) -> None:
@@ -263,7 +263,7 @@ def read_slowly(rank: int) -> Any:
             announce("moving")
 
     tensors = {f"w{i:02}": torch.full((1 << 20,), float(i + 1 if rank == 0 else 0)) for i in range(50)}
-    mover = transport(lambda: tensors, max_bytes_per_second=100e6, progress=show)
+    mover = transport(lambda: tensors, max_bytes_per_second=bytes_per_second, progress=show)
     dist.barrier()
     if rank == 0:
         return mover.send_checkpoint([1], tensors)
@@ -278,9 +278,11 @@ def read_slowly(rank: int) -> Any:
 
 def test_a_source_that_dies_while_it_is_read_is_noticed_and_named() -> None:
     with Fleet(2) as fleet:
-        fleet.start(read_slowly)
+        # Slow enough to be far from done when the source is dead, however busy the machine is.
+        fleet.start(read_slowly, 10e6)
         fleet.wait_for(1, "moving")
         fleet.kill(0)
+        fleet.outcomes(deadline=30, ranks=[0])
         started = time.monotonic()
         died, received = fleet.outcomes(deadline=30)
         assert time.monotonic() - started < TIMEOUT.total_seconds()
@@ -294,7 +296,7 @@ def test_a_source_that_dies_while_it_is_read_is_noticed_and_named() -> None:
 
 def test_a_source_that_freezes_while_it_is_read_stays_readable() -> None:
     with Fleet(2) as fleet:
-        fleet.start(read_slowly)
+        fleet.start(read_slowly, 100e6)
         fleet.wait_for(1, "moving")
         fleet.freeze(0)
         (received,) = fleet.outcomes(deadline=30, ranks=[1])
