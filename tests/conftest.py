@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from transfuse.limits import Patience
 from transfuse.testing.ranks import ProcessPool, preload
@@ -19,6 +20,9 @@ preload(
     "torch._dynamo",
     "transfuse",
 )
+
+# Several of these processes share the cores.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -142,7 +142,7 @@ def _emptied(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3], ids="rows={}".format)
+@pytest.mark.parametrize("rows", [1, 3], ids="rows={}".format)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)], ids=["full first", "empty first"])
 @pytest.mark.parametrize("split", [False, True], ids=["one storage", "two storages"])
 def test_weights_are_tied_though_some_shards_of_them_are_empty(

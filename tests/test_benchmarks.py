@@ -77,6 +77,7 @@ class Lies(BareRead):
         return got
 
 
+@pytest.mark.soak  # Every peer that misbehaves costs new processes.
 @pytest.mark.timeout(300)
 def test_unruly_peers_do_not_end_the_run(tmp_path: pathlib.Path) -> None:
     (case,) = (case for case in cases(0.001) if case.key == "1gib")
@@ -256,11 +257,14 @@ def test_planning(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) ->
         assert case["brief_bytes"] < 200 < case["description_bytes"]
 
 
-def test_planning_knows_how_much_is_needed() -> None:
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [pytest.param("shard 16 to shard 16, 200", 1, marks=pytest.mark.soak), ("shard 16 to replica 16", 16)],
+)
+def test_planning_knows_how_much_is_needed(case: str, count: int) -> None:
     """Of 16 ranks with rows each, a receiver that holds the same rows needs one, and one that holds all needs all."""
-    for case, count in {"shard 16 to shard 16, 200": 1, "shard 16 to replica 16": 16}.items():
-        (found,) = (one for one in planning.cases(200, 16) if case in one.name)
-        assert planning.measure(found, 1).sources_needed == count
+    (found,) = (one for one in planning.cases(200, 16) if case in one.name)
+    assert planning.measure(found, 1).sources_needed == count
 
 
 @pytest.mark.parametrize("arguments", [["--runs", "0"], ["--ranks", "12"], ["--tensors", "3"], ["--case", "moon"]])

@@ -682,7 +682,9 @@ def test_serve_once_with_a_token(job: Path, tmp_path: Path) -> None:
     assert_exact(job_state(), files.load(tmp_path / "x.pt"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.soak) for other in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_serve_ends_cleanly(number: signal.Signals, tmp_path: Path) -> None:
     save_file({"a": torch.arange(3.0)}, tmp_path / "a.safetensors")
     with Running("serve", str(tmp_path / "a.safetensors"), "--json", "--max-rate", "1MiB") as running:
@@ -710,7 +712,7 @@ def test_serve_refuses_what_cannot_be_served(tmp_path: Path) -> None:
     assert "no regular file" in run("serve", tmp_path / "pipe", code=1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_an_interrupted_fetch_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     asked = threading.Semaphore(0)
 

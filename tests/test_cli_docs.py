@@ -81,13 +81,8 @@ def test_commands_print_what_the_guide_shows(tmp_path: Path, monkeypatch: pytest
 
 def test_doctor_finds_what_the_guide_shows() -> None:
     (shown,) = [output for command, output in steps() if command == "transfuse doctor"]
-    done = subprocess.run(
-        [sys.executable, "-c", "from transfuse.cli import main; main()", "doctor"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 0, done.output
     about = re.compile(r"^(?:ok|note|warn|fail) +(\S+(?: \S+)?)  ", re.M)
     assert about.findall(done.stdout) == about.findall(shown)
 

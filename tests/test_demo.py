@@ -105,6 +105,7 @@ def test_a_killed_worker_is_healed_bit_for_bit(tmp_path: pathlib.Path) -> None:
     assert "equal bit for bit" in text
 
 
+@pytest.mark.soak  # Sources that are killed midway have tests of their own; this is the demo's telling of it.
 def test_a_source_is_killed_during_the_healing() -> None:
     with Running(
         "--workers", "3", "--chaos", "--size", "tiny", "--steps", "4", "--no-compare", command=DEMO
@@ -131,7 +132,7 @@ def test_a_source_is_killed_during_the_healing() -> None:
     assert "\x1b" not in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
 def test_interrupted_in_a_restart_it_leaves_nothing_behind(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     with Running(
         "--workers", "2", "--size", "tiny", "--steps", "4", environ={"TMPDIR": str(tmp_path)}, command=DEMO

@@ -12,6 +12,7 @@ from subprocess import PIPE
 
 import pytest
 
+import forking
 from transfuse.testing.ranks import run_program
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
@@ -44,7 +45,11 @@ def torchrun(name: str, ranks: int) -> str:
 
 
 def fork(name: str, ranks: int | None) -> str:
-    ended = run_program(EXAMPLES / f"{name}.py", ranks)
+    program = EXAMPLES / f"{name}.py"
+    if ranks is not None:
+        ended = run_program(program, ranks)
+    else:
+        ended = run_program(pathlib.Path(forking.__file__), arguments=[str(program)])
     assert all(rank.code == 0 for rank in ended), "\n".join(map(str, ended))
     return "".join(rank.out for rank in ended)
 
@@ -160,7 +165,7 @@ def test_alone(check: Callable[[str], None]) -> None:
     check(fork(check.__name__, None))
 
 
-# In the ordinary run test_readme.py does the same with the lines of the README.
+# In the ordinary run `elastic` is what starts the real torchrun.
 @pytest.mark.soak
 @pytest.mark.parametrize("check", RANKS, ids=lambda check: check.__name__)
 def test_by_torchrun(check: Callable[[str], None]) -> None:

@@ -646,7 +646,7 @@ def test_index_checks_for_long() -> None:
 
 
 def test_index_checks_stay_within_memory() -> None:
-    _at_the_edge(SEED, 4000)
+    _at_the_edge(SEED, 1500)
 
 
 def _at_the_edge(seed: int, count: int) -> None:

@@ -312,6 +312,7 @@ def test_benchmark_refuses_nonsense(arguments: list[str]) -> None:
 # The benchmark of resharding
 
 
+@pytest.mark.soak  # It measures; what it runs is run by tests of its own.
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("available")
 def test_resharding_over_links(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ import os
 import pathlib
 import re
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -23,6 +22,7 @@ import pytest
 import torch
 import tqdm.auto
 
+import stem
 import transfuse
 from tampering import Tampering
 from transfuse.phases import Phase, trace_name
@@ -681,18 +681,11 @@ def test_the_guide_names_every_phase() -> None:
     }
 
 
-@pytest.fixture(scope="module")
-def observed() -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    words = [sys.executable, str(ROOT / "examples" / "observe.py")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.timeout(200)
-def test_the_example_runs(observed: str) -> None:
-    *table, line, stopped, told, sent, received = observed.splitlines()
+def test_the_example_runs() -> None:
+    ended = stem.run(ROOT / "examples" / "observe.py", 2)
+    assert all(rank.code == 0 for rank in ended), "\n".join(map(str, ended))
+    *table, line, stopped, told, sent, received = ended[1].out.splitlines()
     assert re.search(r"^kept +13.0 MiB$", "\n".join(table), re.M)
     assert re.fullmatch(r"receive from 0, step 10: 16.0 MiB by (memory|group) in .*, 17 leaves, .*", line)
     assert stopped == "rank 0 has stopped"

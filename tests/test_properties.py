@@ -32,13 +32,13 @@ def two() -> Iterator[Pair]:
         yield ranks
 
 
-@relaxed(max_examples=150)
+@relaxed(max_examples=80)
 @given(state=states(), same_host=st.booleans())
 def test_fresh(two: Pair, state: Any, same_host: bool) -> None:
     assert_exact(state, two.move(state, same_host=same_host))
 
 
-@relaxed(max_examples=150)
+@relaxed(max_examples=80)
 @given(state=states(), seed=st.integers(0, 1000), atomic=st.booleans(), same_host=st.booleans())
 def test_in_place(two: Pair, state: Any, seed: int, atomic: bool, same_host: bool) -> None:
     target, check = like(state, seed)
@@ -47,7 +47,7 @@ def test_in_place(two: Pair, state: Any, seed: int, atomic: bool, same_host: boo
     check()
 
 
-@relaxed(max_examples=25)
+@relaxed(max_examples=12)
 @given(state=states(max_leaves=20), same_host=st.booleans())
 def test_tiny_parcels(two: Pair, state: Any, same_host: bool) -> None:
     """The smallest parcels and bursts: everything is cut, and several bursts are under way."""
@@ -98,9 +98,9 @@ def _same(target: Any) -> Any:
 
 def test_between_processes(pool4: ProcessPool) -> None:
     """The same states on both ends by seed, so that the oracle is the receiver's own copy."""
-    outcomes = pool4.run(by_seed, list(range(40)))
+    outcomes = pool4.run(by_seed, list(range(20)))
     found = outcomes[1].get()
-    assert len(found) == 80
+    assert len(found) == 40
     assert [lines for lines in found if lines] == []
 
 
