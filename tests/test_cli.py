@@ -683,7 +683,8 @@ def test_serve_once_with_a_token(job: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.soak) for other in (signal.SIGINT, signal.SIGHUP))]
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.soak) for other in (signal.SIGINT, signal.SIGHUP))],
 )
 def test_serve_ends_cleanly(number: signal.Signals, tmp_path: Path) -> None:
     save_file({"a": torch.arange(3.0)}, tmp_path / "a.safetensors")

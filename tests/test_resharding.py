@@ -20,7 +20,7 @@ from resharding import CAMPAIGNS, Case, Held, Move, Moved, Verdict, dcp, from_me
 from transfuse.testing.ranks import ProcessPool
 
 #: Of each 8 leaves: 320 pairs.
-ORDINARY = range(24)
+ORDINARY = range(40)
 
 
 def accept(verdict: Verdict, **pairs: int) -> None:
