@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 import signal
 from collections.abc import Iterator
 
@@ -23,6 +25,20 @@ preload(
 
 # Several of these processes share the cores.
 torch.set_num_threads(1)
+
+
+#: What modules use that start processes.
+_STARTS_PROCESSES = re.compile(r"\b(Fleet|ProcessPool|Running|stem|subprocess)\b")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests whose module starts processes, so that `make test-fast` can leave them out."""
+    started: dict[pathlib.Path, bool] = {}
+    for item in items:
+        if item.path not in started:
+            started[item.path] = _STARTS_PROCESSES.search(item.path.read_text()) is not None
+        if started[item.path]:
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.fixture(scope="session")
