@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 
 
 #: What modules use that start processes.
-_STARTS_PROCESSES = re.compile(r"\b(Fleet|ProcessPool|Running|stem|subprocess)\b")
+_STARTS_PROCESSES = re.compile(r"\b(Fleet|ProcessPool|Running|run_program|subprocess)\b")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

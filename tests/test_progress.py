@@ -22,13 +22,12 @@ import pytest
 import torch
 import tqdm.auto
 
-import stem
 import transfuse
 from tampering import Tampering
 from transfuse.phases import Phase, trace_name
 from transfuse.progress import Bar, Progress
 from transfuse.session import receiver
-from transfuse.testing.ranks import Outcome, Ranks
+from transfuse.testing.ranks import Outcome, Ranks, run_program
 
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "observing.md").read_text()
@@ -683,7 +682,7 @@ def test_the_guide_names_every_phase() -> None:
 
 @pytest.mark.timeout(200)
 def test_the_example_runs() -> None:
-    ended = stem.run(ROOT / "examples" / "observe.py", 2)
+    ended = run_program(ROOT / "examples" / "observe.py", 2)
     assert all(rank.code == 0 for rank in ended), "\n".join(map(str, ended))
     *table, line, stopped, told, sent, received = ended[1].out.splitlines()
     assert re.search(r"^kept +13.0 MiB$", "\n".join(table), re.M)

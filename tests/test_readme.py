@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-import stem
+from transfuse.testing.ranks import run_program
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
 def forked(script: Path) -> str:
-    ended = stem.run(script, 2)
+    ended = run_program(script, 2)
     assert all(rank.code == 0 for rank in ended), "\n".join(map(str, ended))
     return "".join(rank.out for rank in ended)
 
