@@ -73,3 +73,10 @@ def patient_chains(monkeypatch: pytest.MonkeyPatch) -> None:
 def either_route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same once over the group, and once from memory."""
     monkeypatch.setenv("TRANSFUSE_SAME_HOST", "1" if request.param == "memory" else "0")
+
+
+@pytest.fixture
+def small_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parcels and bursts so small that a state of some MiB has many."""
+    monkeypatch.setenv("TRANSFUSE_PARCEL_BYTES", str(256 << 10))
+    monkeypatch.setenv("TRANSFUSE_BURST_BYTES", str(512 << 10))
