@@ -7,7 +7,7 @@ RESULTS := benchmarks/results
 TODAY   := $(shell date +%Y-%m-%d)
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test check docs bench peers soak format clean
+.PHONY: install demo test test-fast check docs bench peers soak format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,12 +23,21 @@ $(COMMAND_STAMP): pyproject.toml constraints.txt
 	$(PIP) install --constraint constraints.txt --editable '.[cli]'
 	touch $(COMMAND_STAMP)
 
+install: $(STAMP)
+
 demo: $(COMMAND_STAMP)
 	$(BIN)/python -m examples.demo
 
-# Most tests wait for each other's processes most of the time: three at once keep two cores busy.
+# Most tests wait for timeouts and for each other's processes: four at once keep two cores busy.
+WORKERS ?= 4
+
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+# The inner loop: what starts no process, of the rooms where most changes are.
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not soak and not gpu and not processes' \
+		$(addprefix tests/,state plan memory wire session)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

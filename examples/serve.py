@@ -67,7 +67,7 @@ class Trainer:
         self.step = step
 
 
-def train(parent: "Connection[str, None]") -> None:
+def train(parent: "Connection[str, str]") -> None:
     trainer = Trainer()
     with trainer.serve() as server:
         parent.send(server.address)
@@ -75,18 +75,19 @@ def train(parent: "Connection[str, None]") -> None:
             trainer.train(server, 1)
         joined = trainer.reports[0].step
         assert joined is not None
-        trainer.train(server, joined + MORE_STEPS - trainer.step)
-        parent.send("done")
+        trainer.train(server, max(0, joined + MORE_STEPS - trainer.step))
+        parent.send(str(trainer.step))
         parent.recv()  # Others may fetch until then.
 
 
-def join(parent: "Connection[str, None]", address: str) -> None:
+def join(parent: "Connection[str, str]", address: str) -> None:
     trainer = Trainer()
     trainer.join(address)
     print(f"joined in the middle: {trainer.step > 0}", flush=True)
     with trainer.serve() as server:
         parent.send(server.address)
-        trainer.train(server, MORE_STEPS)
+        last = int(parent.recv())  # Where the other trainer has stopped.
+        trainer.train(server, last - trainer.step)
         parent.send("done")
         parent.recv()
 
@@ -102,8 +103,8 @@ def main() -> None:
         parents.append(ours)
         addresses.append(ours.recv())
 
-    for parent in parents:
-        assert parent.recv() == "done"
+    parents[1].send(parents[0].recv())
+    assert parents[1].recv() == "done"
     reader = Trainer()
     reader.join(addresses)  # From both at once: they are at the same step now.
     alone = Trainer()
@@ -114,7 +115,7 @@ def main() -> None:
     print("fetched from both: equal bit for bit to a run that nobody joined")
 
     for parent, process in zip(parents, processes, strict=True):
-        parent.send(None)
+        parent.send("goodbye")
         process.join()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from transfuse.limits import Patience
 from transfuse.testing.ranks import ProcessPool, preload
@@ -19,6 +22,23 @@ preload(
     "torch._dynamo",
     "transfuse",
 )
+
+# Several of these processes share the cores.
+torch.set_num_threads(1)
+
+
+#: What modules use that start processes.
+_STARTS_PROCESSES = re.compile(r"\b(Fleet|ProcessPool|Running|run_program|subprocess)\b")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests whose module starts processes, so that `make test-fast` can leave them out."""
+    started: dict[pathlib.Path, bool] = {}
+    for item in items:
+        if item.path not in started:
+            started[item.path] = _STARTS_PROCESSES.search(item.path.read_text()) is not None
+        if started[item.path]:
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +73,10 @@ def patient_chains(monkeypatch: pytest.MonkeyPatch) -> None:
 def either_route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same once over the group, and once from memory."""
     monkeypatch.setenv("TRANSFUSE_SAME_HOST", "1" if request.param == "memory" else "0")
+
+
+@pytest.fixture
+def small_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parcels and bursts so small that a state of some MiB has many."""
+    monkeypatch.setenv("TRANSFUSE_PARCEL_BYTES", str(256 << 10))
+    monkeypatch.setenv("TRANSFUSE_BURST_BYTES", str(512 << 10))

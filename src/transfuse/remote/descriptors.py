@@ -24,7 +24,7 @@ LISTENER = 1
 #: A connection through a server's door.
 DOOR = 1
 #: A private group of two: gloo's pipe (2), epoll, listening socket and connection, and one more that its ``accept``
-#: asks for when nobody is left to be taken. tests/test_descriptors.py finds out whether it is still so.
+#: asks for when nobody is left to be taken. tests/remote/test_descriptors.py finds out whether it is still so.
 GROUP = 6
 #: Left over: other threads open files too, and the memory route and Python's imports open one for a moment.
 MARGIN = 8

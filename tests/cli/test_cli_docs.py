@@ -1,0 +1,97 @@
+"""What docs/cli.md shows is what the command prints: its blocks are run, and compared in all that does not vary."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from commands import Running
+from transfuse.cli.app import app
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+
+#: What differs from run to run: times, rates, the route where a machine has only one, and sizes of zip files.
+VARYING = (
+    (r"in [\d.]+ s \([\d.]+ \w+/s\)", "in …"),
+    (r"by (memory|group)", "by …"),
+    (r"\(torch\.save, [\d.]+ \w+\)", "(torch.save, …)"),
+)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.S)
+
+
+def steady(text: str) -> list[str]:
+    for pattern, instead in VARYING:
+        text = re.sub(pattern, instead, text)
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def steps() -> list[tuple[str, str]]:
+    """All commands of the guide, in order, each with what it is said to print."""
+    found = []
+    for block in blocks("console"):
+        for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
+            command, _, output = part.partition("\n")
+            found.append((command, output))
+    return found
+
+
+def free_ports(count: int) -> list[str]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [str(one.getsockname()[1]) for one in sockets]
+
+
+def test_commands_print_what_the_guide_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for code in blocks("python"):
+        exec(compile(code, "docs/cli.md", "exec"), {})
+    ports = dict(zip(("4711", "4712"), free_ports(2), strict=True))
+    servers: list[tuple[Running, list[str], list[str]]] = []
+    ran = []
+    with ExitStack() as stack:
+        for command, output in steps():
+            for shown, real in ports.items():
+                command, output = command.replace(shown, real), output.replace(shown, real)
+            program, *arguments = command.split()
+            ran.append(" ".join([program, *arguments[:1]]))
+            if program == "python":
+                subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, timeout=60)
+            elif arguments[0] == "serve":
+                server = stack.enter_context(Running(*arguments, cwd=tmp_path))
+                servers.append((server, [server.line()], steady(output)))
+            elif arguments[0] != "doctor":  # has a test of its own
+                assert steady(CliRunner().invoke(app, arguments).output) == steady(output), command
+        for server, first, expected in servers:
+            out, err, exit_code = server.end()
+            assert exit_code == 0, err
+            # Its two streams come in any order.
+            assert sorted(first + steady(out) + steady(err)) == sorted(expected)
+    assert {"transfuse inspect", "transfuse serve", "transfuse fetch", "transfuse doctor"} <= set(ran)
+
+
+def test_doctor_finds_what_the_guide_shows() -> None:
+    (shown,) = [output for command, output in steps() if command == "transfuse doctor"]
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 0, done.output
+    about = re.compile(r"^(?:ok|note|warn|fail) +(\S+(?: \S+)?)  ", re.M)
+    assert about.findall(done.stdout) == about.findall(shown)
+
+
+def test_exit_codes_and_commands_are_those_that_there_are() -> None:
+    from transfuse.cli.errors import Exit
+
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", GUIDE, re.M)} == {0, *map(int, Exit)}
+    named = set(re.findall(r"^\| `transfuse (\w+)", GUIDE, re.M))
+    assert named == {
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+    }

@@ -1,0 +1,82 @@
+"""The examples run as their docstrings say: forked, and in `make soak` by the real torchrun."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from subprocess import PIPE
+
+import pytest
+
+import forking
+from example_outputs import ALONE, EXAMPLES, RANKS, heal_hsdp, reshard, shrink
+from transfuse.testing.ranks import run_program
+
+pytestmark = pytest.mark.timeout(200)
+
+#: For real processes, each of which imports torch, on two cores that they share with other tests.
+SECONDS = 150
+
+
+def run(*command: object) -> str:
+    # Quiet about threads, and never a name lookup.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    words = [sys.executable, *map(str, command)]
+    with subprocess.Popen(words, env=environment, stdout=PIPE, stderr=PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            # torchrun ends its workers when it is asked to end, not when it is killed.
+            process.terminate()
+            out, err = process.communicate()
+            raise AssertionError(f"not done after {SECONDS} s:\n{out}{err}") from None
+    assert process.returncode == 0, out + err
+    return out
+
+
+def torchrun(name: str, ranks: int) -> str:
+    return run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", EXAMPLES / f"{name}.py")
+
+
+def fork(name: str, ranks: int | None) -> str:
+    program = EXAMPLES / f"{name}.py"
+    if ranks is not None:
+        ended = run_program(program, ranks)
+    else:
+        ended = run_program(pathlib.Path(forking.__file__), arguments=[str(program)])
+    assert all(rank.code == 0 for rank in ended), "\n".join(map(str, ended))
+    return "".join(rank.out for rank in ended)
+
+
+@pytest.mark.parametrize("check", RANKS, ids=lambda check: check.__name__)
+def test_forked(check: Callable[[str], None]) -> None:
+    check(fork(check.__name__, RANKS[check]))
+
+
+@pytest.mark.parametrize("check", ALONE, ids=lambda check: check.__name__)
+def test_alone(check: Callable[[str], None]) -> None:
+    check(fork(check.__name__, None))
+
+
+# In the ordinary run `elastic` is what starts the real torchrun.
+@pytest.mark.soak
+@pytest.mark.parametrize("check", RANKS, ids=lambda check: check.__name__)
+def test_by_torchrun(check: Callable[[str], None]) -> None:
+    check(torchrun(check.__name__, RANKS[check]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("check", [reshard, heal_hsdp, shrink, *ALONE], ids=lambda check: check.__name__)
+def test_without_torchrun(check: Callable[[str], None]) -> None:
+    check(run(EXAMPLES / f"{check.__name__}.py"))
+
+
+def test_docstrings_say_how_it_is_run() -> None:
+    for check, ranks in RANKS.items():
+        text = (EXAMPLES / f"{check.__name__}.py").read_text()
+        assert f"torchrun --nproc-per-node {ranks} examples/{check.__name__}.py\n" in text
+    for check in ALONE:
+        assert f"python examples/{check.__name__}.py\n" in (EXAMPLES / f"{check.__name__}.py").read_text()

@@ -1,0 +1,116 @@
+"""What each example says, on how many ranks it runs, and what checks it."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Callable
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+# ----------------------------------------------------------------------------------------------- what each says
+
+
+def heal(output: str) -> None:
+    assert output.splitlines() == ["healed: ranks agree bit for bit"]
+
+
+def fanout(output: str) -> None:
+    # Under torchrun three ranks write to one pipe: their lines may run into each other.
+    assert "rank 1: received everything: True" in output
+    assert "source: complete for ranks [1]" in output
+    assert "rank 2: refused, target untouched: True" in output
+    assert "source: rank 2 has nothing: PeerRefused" in output
+
+
+def reshard(output: str) -> None:
+    *moves, last = output.splitlines()
+    assert last == "weights equal bit for bit, logits as in a single process"
+    assert [line.split(" got ")[0] for line in moves] == [f"step {s}: rank {r}" for s in (5, 8) for r in (2, 3, 4)]
+    got, kept = [], []
+    for line in moves:
+        *parts, here = map(float, re.findall(r"([\d.]+) KiB", line))
+        got.append(sum(parts))
+        kept.append(here)
+    # The embedding is frozen: 2000 rows of 96 bfloat16, of which the ranks have 667, 667 and 666.
+    assert kept == [0, 0, 0, 125.1, 125.1, 124.9]
+    assert [a + b for a, b in zip(got[3:], kept[3:], strict=True)] == pytest.approx(got[:3], abs=0.2)
+
+
+def heal_hsdp(output: str) -> None:
+    *moves, loss, last = output.splitlines()
+    assert last == "healed: every loss on every rank as in the undisturbed run"
+    assert re.fullmatch(r"loss in step 10: [\d.]+, in the last [\d.]+", loss)
+    # Weights and two moments of 50 of the 99 rows or of 49, with the last layer's only row at the first rank of a
+    # replica; and six counters of steps, which every rank has.
+    floats = [3 * (rows * 33 + rows * 100 + more) + 6 for rows, more in ((50, 100), (49, 0))]
+    assert [line.split(", by")[0] for line in moves] == [
+        f"rank {rank}: {4 * count:,} bytes" for rank, count in zip((2, 3), floats, strict=True)
+    ]
+
+
+def shrink(output: str) -> None:
+    *moves, gone, losses, last = output.splitlines()
+    assert last == "shrunk: state and losses as from a checkpoint, bit for bit"
+    assert gone == "rank 3 has sent what it held"
+    assert re.fullmatch(r"losses: [\d.]+ to [\d.]+; with four, [\d.]+ to [\d.]+", losses)
+    found = [re.fullmatch(r"rank (\d) has ([\d,]+) bytes: ([\d,]+) of its own, ([\d,]+) from others", m) for m in moves]
+    numbers = [[int(group.replace(",", "")) for group in match.groups()] for match in found if match is not None]
+    # Weights and two moments of 34, 34 and 32 of the 100 rows, the last layer at rank 0; and six counters of steps.
+    floats = [3 * (rows * 33 + rows * 101 + more) + 6 for rows, more in ((34, 101), (34, 0), (32, 0))]
+    assert [row[:2] for row in numbers] == [[rank, 4 * count] for rank, count in enumerate(floats)]
+    assert all(total == own + others for _, total, own, others in numbers)
+
+
+def from_pgtransport(output: str) -> None:
+    ways = ("before", "receiver_first", "source_first", "after")
+    assert output.splitlines() == [f"{way}: equal: True" for way in ways]
+
+
+def resume(output: str) -> None:
+    assert "rank 0 gave up: something is wrong with this source\n" in output
+    assert "torn: [\"['weight']\"" in output
+    assert "some was kept: True, the rest came: True, everything is right: True\n" in output
+
+
+def heal_ddp(output: str) -> None:
+    assert "rank 1 ended with -9: generation 1\n" in output
+    assert re.search(r"generation 1: rank 1 has got step 5, [\d,]+ bytes from \[.+\]\n", output)
+    assert output.endswith("healed: every loss and weight on every rank as in the undisturbed run\n")
+
+
+def elastic(output: str) -> None:
+    steps = re.findall(r"rank [01] goes on with step (\d+)\n", output)
+    assert len(steps) == 2
+    assert steps[0] == steps[1]
+    assert 0 <= int(steps[0]) <= 25
+    assert output.endswith("kept: the weights are those of the undisturbed run, bit for bit\n")
+
+
+def serve(output: str) -> None:
+    assert output.splitlines() == [
+        "joined in the middle: True",
+        "fetched from both: equal bit for bit to a run that nobody joined",
+    ]
+
+
+#: What is run on how many ranks, and what starts its own processes.
+RANKS: dict[Callable[[str], None], int] = {
+    heal: 2,
+    fanout: 3,
+    reshard: 5,
+    heal_hsdp: 4,
+    shrink: 4,
+    from_pgtransport: 2,
+    resume: 3,
+}
+
+
+ALONE = [heal_ddp, elastic, serve]
+
+
+#: What other tests run.
+ELSEWHERE = {"observe": "session/test_progress.py", "torchft_heal": "dropin/test_dropin_torchft.py"}

@@ -1,0 +1,225 @@
+"""Whole conversations with peers that lie."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import hostile
+from hostile import CPU, LIMITS, PEER, Member, Wire
+from hostile_cases import compare, disagree, want
+from hostile_conversations import (
+    COMPARING_LIES,
+    HONEST_SECONDS,
+    RECEIVER_LIES,
+    SOURCE_LIES,
+    STATE,
+    Liar,
+    converse,
+    damaged,
+    instead,
+    new_transport,
+    only,
+    resealed,
+)
+from transfuse.errors import PeerError, PeerRefused, PeerTimeout, ProtocolError, SendFailed
+from transfuse.limits import Limits
+from transfuse.progress import Progress
+from transfuse.report import Report
+from transfuse.session import receiver, relay, source
+from transfuse.session.context import Request
+from transfuse.session.threads import Caller
+from transfuse.testing.ranks import Fleet, Ranks
+from transfuse.wire import messages
+from transfuse.wire.channel import Line
+from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
+from transfuse.wire.messages import Agreed, Intent, Link, Message
+from transfuse.wire.routes import Leases
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
+]
+
+
+@pytest.mark.parametrize("name", SOURCE_LIES)
+def test_hostile_source(name: str) -> None:
+    w = torch.zeros(1000)
+
+    def lie(pg: Any, ended: threading.Event) -> None:
+        cargo = new_transport(pg, seconds=1)._load(STATE, None, (1,), Leases(same_host=False))
+        with (liar := Liar(pg, 1, ended=ended, **SOURCE_LIES[name].how)):
+            source.serve(
+                liar, 9, liar.group.new_tag(1), cargo, caller=Caller(), progress=Progress(), report=Report("send", (1,))
+            )
+
+    error = converse(lambda pg: new_transport(pg, {"w": w, "step": 0}).recv_checkpoint(0), lie, 1)
+    SOURCE_LIES[name].check(error, 0)
+    # What is torn is told; what is not torn is as it was.
+    assert isinstance(error, PeerError)
+    assert error.torn == ("['w']",) or not w.any()
+
+
+@pytest.mark.parametrize("name", COMPARING_LIES)
+def test_hostile_comparison(name: str) -> None:
+    error, _ = compare(**COMPARING_LIES[name].how)
+    COMPARING_LIES[name].check(error, 0)
+    assert isinstance(error, PeerError)
+    assert error.torn == ("['w']",)
+    assert not error.received
+    assert error.partial.landed.tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("digest", [None, bytes(16), b"\xff" * 16])
+def test_a_comparison_is_believed(digest: bytes | None) -> None:
+    """What does not have the source's digest is fetched again."""
+    error, report = compare(**({} if digest is None else {"message": instead(Message.DIGESTS, [digest])}))
+    assert error is None
+    assert report.kept_bytes == (0 if digest else 1 << 16)
+    assert report.bytes == (4 << 16) - report.kept_bytes
+
+
+@pytest.mark.parametrize("kind", [Message.CHECK, Message.COMPARE, Message.DESCRIBE])
+def test_questions_without_end_are_not_answered(kind: Message, large: Member) -> None:
+    body, cut = want(large)
+    question = {
+        Message.CHECK: b"",
+        Message.COMPARE: messages.encode(messages.More([0, len(cut)])),
+        Message.DESCRIBE: b"",
+    }[kind]
+    told: collections.Counter[Message] = collections.Counter()
+
+    class Told(Wire):
+        def send(self, kind: Message, body: Any = b"", *, note: int = 0, tag: int | None = None) -> None:
+            told[kind] += 1
+            super(Wire, self).send(kind, body, note=note, tag=tag)
+
+    wanted = [body] if kind is not Message.DESCRIBE else []
+    wire = Told(random.Random(0), large, [*wanted, *[(kind, question)] * 1000])
+    compares = kind is Message.COMPARE
+    with pytest.raises(ProtocolError, match="compares the same again and again" if compares else "asks and asks"):
+        source.serve(
+            wire, 1, FIRST_TAG, large.cargo, caller=Caller(), progress=Progress(), report=Report("send", (PEER,))
+        )
+    assert told[Message.REFUSAL] == 1
+    answers = told[Message.AGREED] + told[Message.DIGESTS] + told[Message.OFFER] - 1  # The offer itself.
+    # A want is agreed to as well.
+    assert answers == (LIMITS.max_repairs + 1 if compares else LIMITS.max_working_records)
+
+
+@pytest.mark.parametrize("name", RECEIVER_LIES)
+def test_hostile_receiver(name: str) -> None:
+    def lie(pg: Any, ended: threading.Event) -> None:
+        with Liar(pg, 0, ended=ended, **RECEIVER_LIES[name].how) as liar:
+            hostile.gather([liar], Request())
+
+    error = converse(lambda pg: new_transport(pg).send_checkpoint([1], STATE), lie, 0)
+    assert isinstance(error, SendFailed), repr(error)
+    RECEIVER_LIES[name].check(error.causes[1], 1)
+
+
+@pytest.mark.parametrize("patience", [1e6, 1e300])
+def test_patience_ends_with_the_timeout(patience: float) -> None:
+    """The source says that a rank passes parcels on which knows nothing of it, and that this takes its time."""
+    w, transports = torch.zeros(1000), {}
+
+    def honest(pg: Any) -> None:
+        transports[1] = new_transport(pg, {"w": w, "step": 0}, seconds=1.5)
+        transports[1].recv_checkpoint(0)
+
+    def lie(pg: Any, ended: threading.Event) -> None:
+        cargo = new_transport(pg)._load(STATE, None, (1,), Leases(same_host=False))
+        chain = hostile.Lined(Agreed(Link(0, FIRST_LINK_TAG, 7), None, patience))
+        with Line(Group(pg, CPU), 1, 10.0, Limits()) as line:
+            cargo = dataclasses.replace(cargo, chains=chain)
+            source.serve(
+                line, 9, line.group.new_tag(1), cargo, caller=Caller(), progress=Progress(), report=Report("send", (1,))
+            )
+
+    error = converse(honest, lie, 1)
+    assert error is None, repr(error)
+    assert torch.equal(w, STATE["w"])  # type: ignore[arg-type]
+    assert transports[1].report is not None
+    assert transports[1].report.relayed_bytes == 0
+
+
+#: What a receiver does to the one after it in a chain, and to the one before.
+LINK_LIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "a damaged record": (1, {"record": damaged}),
+    "cancelled for no reason": (1, {"record": resealed(note=Intent.CANCEL)}),
+    "wrong digests": (1, {"said": lambda digest: digest ^ 1}),
+    "answers of another transfer": (2, {"head": only(Message.GOT, resealed(transfer=7))}),
+    "answers that cancel": (2, {"head": only(Message.GOT, resealed(note=Intent.CANCEL))}),
+}
+
+
+@pytest.mark.usefixtures("patient_chains")
+@pytest.mark.parametrize("name", LINK_LIES)
+def test_hostile_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever one receiver does to its neighbour: the neighbour has everything in the end, from the source."""
+    monkeypatch.setenv("TRANSFUSE_MIN_RELAY_BYTES", "1")
+    monkeypatch.setattr(receiver, "this_host", lambda: 1)  # The receivers are on another host than the source.
+    liar, how = LINK_LIES[name]
+    state = {"w": torch.arange(100_000.0)}
+    lied: list[int] = []
+
+    with Ranks(3) as ranks:
+        groups = ranks.pgs
+
+        def new_line(group: Group, peer: int, timeout: float, limits: Limits) -> Line:
+            if group.pg is not groups[liar]:
+                return Line(group, peer, timeout, limits)
+            lied.append(peer)
+            return Liar(group.pg, peer, timeout=timeout, **how)
+
+        def one(rank: int, pg: Any) -> Any:
+            # A chain waits for its members for half the source's timeout at most.
+            transport = new_transport(pg, seconds=HONEST_SECONDS * (1 if rank == liar else 2))
+            began = time.monotonic()
+            try:
+                return transport.recv_checkpoint(0) if rank else transport.send_checkpoint([1, 2], state)
+            finally:
+                assert time.monotonic() - began < 2 * HONEST_SECONDS + 1
+
+        with mock.patch.object(relay, "Line", new_line):
+            sent, *received = ranks.outcomes(one)
+    honest = received[(3 - liar) - 1]
+    assert lied == [3 - liar]
+    assert honest.error is None, repr(honest.error)
+    assert torch.equal(honest.get()["w"], state["w"])
+    assert sent.error is None or list(sent.error.causes) == [liar], repr(sent.error)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("honest_rank", [0, 1])
+def test_silent_peer(honest_rank: int) -> None:
+    """It connects, and says nothing."""
+
+    def honest(pg: Any) -> None:
+        transport = new_transport(pg)
+        transport.send_checkpoint([1], STATE) if honest_rank == 0 else transport.recv_checkpoint(0)
+
+    error = converse(honest, lambda pg, ended: ended.wait(), honest_rank)
+    cause = error.causes[1] if isinstance(error, SendFailed) else error
+    assert isinstance(cause, PeerTimeout), repr(cause)
+    assert f"rank {1 - honest_rank} timed out" in str(cause)
+
+
+def test_disagreement_over_parcels_ends_in_words() -> None:
+    """In processes of their own: gloo ends a process that gets a longer message than it has posted a receive for."""
+    with Fleet(2) as fleet:
+        fleet.start(disagree)
+        sent, received = fleet.outcomes()
+    assert isinstance(sent.error, SendFailed), sent
+    assert "rank 1 derived other parcels" in str(sent.error.causes[1])
+    assert isinstance(received.error, PeerRefused), received
+    assert "derived other parcels" in str(received.error)

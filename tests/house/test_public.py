@@ -1,0 +1,157 @@
+"""The public face: names, versions, and which module imports which."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import transfuse
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "transfuse"
+
+
+def modules() -> list[ModuleType]:
+    names = [info.name for info in pkgutil.walk_packages(transfuse.__path__, "transfuse.")]
+    return [transfuse, *(importlib.import_module(name) for name in names)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_is_what_there_is() -> None:
+    for module in modules():
+        names = getattr(module, "__all__", None)
+        if names is None:
+            continue
+        assert len(set(names)) == len(names), module
+        missing = [name for name in names if not hasattr(module, name)]
+        assert not missing, f"{module.__name__}.__all__ names {missing}"
+
+
+def test_everything_public_at_the_top_is_listed() -> None:
+    public = {
+        name
+        for name, value in vars(transfuse).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert public | {"__version__"} == set(transfuse.__all__)
+
+
+def test_every_error_is_exported_and_has_one_root() -> None:
+    from transfuse import errors
+
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), transfuse.TransfuseError)
+        assert getattr(transfuse, name) is getattr(errors, name)
+
+
+def test_the_signature_is_torchs_plus_keywords() -> None:
+    from torch.distributed.checkpoint._pg_transport import PGTransport
+
+    ours = inspect.signature(transfuse.PGTransport).parameters
+    theirs = inspect.signature(PGTransport).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    for name in list(ours)[len(theirs) :]:
+        assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY, name
+    for method in ("send_checkpoint", "recv_checkpoint"):
+        mine = list(inspect.signature(getattr(transfuse.PGTransport, method)).parameters)
+        other = list(inspect.signature(getattr(PGTransport, method)).parameters)
+        assert mine[: len(other)] == other
+
+
+def test_version_changelog_and_package_agree() -> None:
+    declared = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    newest = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert declared is not None
+    assert newest is not None
+    assert declared[1] == newest[1] == transfuse.__version__
+
+
+def imports(path: Path) -> set[str]:
+    """The package's own modules that a file imports at its top, annotations aside."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transfuse"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if _is_module(name) else str(node.module) for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("transfuse")}
+    return found
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT / "src" / Path(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def test_modules_import_only_from_below() -> None:
+    """No circles: modules can be put into an order in which each imports only from those before it."""
+    graph = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        graph[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = imports(path)
+    while graph:
+        ready = {name for name, needs in graph.items() if not (needs & graph.keys()) - {name}}
+        assert ready, f"a circle among {sorted(graph)}"
+        for name in ready:
+            del graph[name]
+
+
+#: The rooms of the package, bottom to top. A module imports from its own room and from those before it.
+ROOMS = (
+    ("errors", "limits", "phases", "rules", "arguments", "progress", "report"),
+    ("state",),
+    ("options",),
+    ("plan",),
+    ("memory",),
+    ("wire",),
+    ("session",),
+    ("transport",),
+    ("remote", "dcp", "dropin"),
+    ("",),
+    ("testing",),
+    ("cli",),
+)
+MOST_FILES_AT_THE_TOP = 16
+
+
+def test_rooms_import_only_from_below() -> None:
+    floor = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        room = parts[0].replace("__init__", "")
+        for name in imports(path):
+            other = name.split(".")[1] if "." in name else ""
+            if room == "testing":
+                assert other == "testing", f"{path} imports {name}: the conformance suite imports nothing else of ours"
+            elif other != room:
+                assert floor[other] < floor[room] or floor[other] == floor[room] == 0, f"{path} imports {name}"
+
+
+def test_the_listing_is_short() -> None:
+    files = [path.name for path in PACKAGE.glob("*.py")]
+    rooms = [path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
+    assert len(files) <= MOST_FILES_AT_THE_TOP, files
+    assert len(rooms) <= 9, rooms
+
+
+def test_importing_starts_and_configures_nothing() -> None:
+    script = (
+        "import logging, threading, transfuse\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "assert not logging.getLogger('transfuse').handlers\n"
+        "import sys; assert 'rich' not in sys.modules and 'typer' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+
+
+def test_the_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").exists()

@@ -1,0 +1,361 @@
+"""Serving and fetching: what arrives, who is kept out, who holds up whom, and how it ends.
+
+Readers, servers and strangers are real: threads where that is enough, processes where they are frozen or killed.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import transfuse
+from serving import DEADLINE, LONG, TOKEN, Halt, big_state, plain_state, servers, some_state, zeros_like
+from shards import mesh_of, shard
+from transfuse.remote.handshake import split_address
+from transfuse.testing.exact import differences
+
+# What arrives
+
+
+@pytest.mark.usefixtures("either_route")
+def test_what_arrives_is_what_is_there() -> None:
+    state = some_state()
+    reports: list[transfuse.Report] = []
+    with transfuse.serve(state, token=TOKEN, step=7) as server:
+        fresh = transfuse.fetch(server.address, token=TOKEN, step=7, on_report=reports.append)
+        assert not differences(state, fresh)
+        target = zeros_like(state)
+        weights = dict(target["model"])
+        landed = transfuse.fetch(server.address, target, token=TOKEN)
+        assert not differences(state, landed)
+        assert all(landed["model"][name] is weight for name, weight in weights.items())
+        landed = transfuse.fetch(server.address, lambda: target, token=TOKEN, delta=True, on_report=reports.append)
+        assert not differences(state, landed)
+    assert [report.step for report in reports] == [7, 7]
+    assert reports[0].bytes > 0
+    assert reports[1].kept_bytes > 0
+
+
+def test_another_step_is_refused() -> None:
+    with transfuse.serve(some_state(), step=lambda: 7) as server:
+        with pytest.raises(transfuse.StepMismatch, match="7"):
+            transfuse.fetch(server.address, step=8)
+        assert transfuse.peek(server.address).step == 7
+
+
+def test_several_readers_at_once(executor: ThreadPoolExecutor) -> None:
+    """More of them than there are places."""
+    state = some_state()
+    reports: list[transfuse.Report] = []
+    with transfuse.serve(state, max_readers=3, on_report=reports.append) as server:
+        fetches = [executor.submit(transfuse.fetch, server.address, same_host=bool(i % 2)) for i in range(9)]
+        for fetch in fetches:
+            assert not differences(state, fetch.result(DEADLINE))
+    assert [report.direction for report in reports] == ["send"] * 9
+    assert {report.route for report in reports} == {"group", "memory"}
+
+
+def test_who_finds_no_place_waits_for_longer_than_its_timeout(executor: ThreadPoolExecutor) -> None:
+    state, halt = plain_state(), Halt()
+    with transfuse.serve(state, max_readers=1, timeout=LONG) as server:
+        first = executor.submit(halt.fetch, server.address)
+        assert halt.reached.wait(DEADLINE)
+        second = executor.submit(transfuse.fetch, server.address, timeout=timedelta(seconds=1))
+        with pytest.raises(TimeoutError):
+            second.result(2)
+        halt.go_on.set()
+        for fetch in (first, second):
+            assert not differences(state, fetch.result(DEADLINE))
+
+
+def test_peek_moves_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = some_state()
+    reports: list[transfuse.Report] = []
+    with transfuse.serve(state, step=3, token=TOKEN, on_report=reports.append) as server:
+        seen = transfuse.peek(server.address, token=TOKEN)
+        assert seen.step == 3
+        assert len(seen.manifest) == 4 + 2 + 1 + 3
+        # A description that is sent only to who asks for it.
+        monkeypatch.setenv("TRANSFUSE_BRIEF_BYTES", "100")
+        assert transfuse.peek(server.address, token=TOKEN).manifest.encode().digest() == seen.manifest.encode().digest()
+    assert [report.bytes for report in reports] == [0, 0]
+    assert [report.error for report in reports] == [None, None]
+
+
+@pytest.mark.soak
+def test_peek_at_many_tensors() -> None:
+    state = {f"layer.{i}.weight": torch.zeros(1) for i in range(50_000)}
+    with transfuse.serve(state) as server:
+        assert len(transfuse.peek(server.address).manifest) == 50_000
+
+
+# Several servers
+
+
+def test_replicas_of_which_some_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    state = some_state()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as nobody,
+        transfuse.serve(state, token=TOKEN) as one,
+        transfuse.serve(state, token=TOKEN) as other,
+        transfuse.serve(state, token="another") as stranger,
+    ):
+        dead = f"127.0.0.1:{nobody.getsockname()[1]}"
+        nobody.close()
+        reports: list[transfuse.Report] = []
+        addresses = [dead, one.address, stranger.address, other.address]
+        fetched = transfuse.fetch(addresses, token=TOKEN, on_report=reports.append)
+        assert not differences(state, fetched)
+        assert reports[0].peers == (1, 3), "ranks are numbers of addresses"
+        for address in (dead, stranger.address):
+            assert f"going on without {address}" in caplog.text
+        with pytest.raises(transfuse.ReceiveFailed) as raised:
+            transfuse.fetch([dead, stranger.address], token=TOKEN)
+        causes = raised.value.causes
+        assert isinstance(causes[0], transfuse.PeerLost)
+        assert isinstance(causes[1], transfuse.PeerRefused)
+        assert dead in str(raised.value)
+        assert stranger.address in str(raised.value)
+
+
+def test_shards_of_one_tensor(executor: ThreadPoolExecutor) -> None:
+    whole = torch.randn(40, 6)
+    shards = [{"w": shard(whole, [0, 1], rank, Shard(0)), "lr": 0.1} for rank in range(2)]
+    with transfuse.serve(shards[0]) as one, transfuse.serve(shards[1]) as other:
+        target = {"w": torch.zeros(40, 6), "lr": 0.0}
+        fetched = transfuse.fetch([one.address, other.address], target)
+        assert not differences({"w": whole, "lr": 0.1}, fetched)
+        # Sharded in another way, by one reader of three.
+        mine: dict[str, Any] = {"w": shard(torch.zeros(40, 6), [0, 1, 2], 1, Shard(1)), "lr": 0.0}
+        transfuse.fetch([one.address, other.address], mine)
+        assert torch.equal(mine["w"].to_local(), whole[:, 2:4])
+        with pytest.raises(transfuse.NotCovered):
+            transfuse.fetch(one.address, {"w": torch.zeros(40, 6), "lr": 0.0})
+        fresh = transfuse.fetch(one.address, mesh=mesh_of([0, 1], 0))
+        assert not differences(shards[0], fresh)
+
+
+def test_a_stage_whose_server_is_not_there_does_not_leave_its_targets_as_they_were() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as nobody,
+        transfuse.serve({"a": torch.ones(5)}, token=TOKEN) as one,
+        transfuse.serve({"b": torch.ones(6)}, token=TOKEN) as other,
+    ):
+        dead = f"127.0.0.1:{nobody.getsockname()[1]}"
+        nobody.close()
+        target = {"a": torch.zeros(5), "b": torch.zeros(6)}
+        with pytest.raises(transfuse.NotCovered) as raised:
+            transfuse.fetch([one.address, dead], target, token=TOKEN)
+        assert f"['b']: {dead} may hold it, but is not there" in str(raised.value)
+        assert not target["a"].any(), "nothing was written"
+        transfuse.fetch([one.address, other.address], target, token=TOKEN)
+        assert bool(target["a"].all() and target["b"].all())
+        # Where nobody is absent, a tensor that no server has keeps its values: strict= is for those.
+        more = {"a": torch.zeros(5), "mine": torch.full((3,), 7.0)}
+        transfuse.fetch(one.address, more, token=TOKEN)
+        assert more["mine"].eq(7).all()
+
+
+def test_servers_at_different_steps_are_told_apart() -> None:
+    states = [{"w": torch.full((1000,), float(step))} for step in (5, 6)]
+    with (
+        transfuse.serve(states[0], step=5) as one,
+        transfuse.serve(states[1], step=6) as other,
+        pytest.raises(transfuse.TransfuseError) as raised,
+    ):
+        transfuse.fetch([one.address, other.address])
+    text = str(raised.value) + "".join(raised.value.__notes__)
+    assert "5" in text
+    assert "6" in text
+    assert one.address in text
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_a_server_that_is_lost_midway_costs_nothing_but_its_part(fault: str) -> None:
+    with servers(3) as (fleet, addresses):
+        done: list[bool] = []
+
+        def strike(progress: dict[int, transfuse.Progress]) -> None:
+            if not done and progress[1].bytes:
+                getattr(fleet, fault)(1)
+                done.append(True)
+
+        reports: list[transfuse.Report] = []
+        timeout = timedelta(seconds=3)
+        fetched = transfuse.fetch(
+            addresses, token=TOKEN, timeout=timeout, same_host=False, progress=strike, on_report=reports.append
+        )
+        assert done
+        assert not differences(big_state(), fetched)
+
+
+def test_a_frozen_server_does_not_cost_the_others_that_are_there(caplog: pytest.LogCaptureFixture) -> None:
+    """It takes a connection and never says a word. Meanwhile the others wait, for less than their patience."""
+    with servers(2, seconds=3.0, rate=None) as (fleet, addresses):
+        fleet.freeze(0)
+        fetched = transfuse.fetch(addresses, token=TOKEN, timeout=timedelta(seconds=3))
+        assert not differences(big_state(), fetched)
+        assert f"going on without {addresses[0]}" in caplog.text
+        with pytest.raises(transfuse.PeerTimeout, match=addresses[0]):
+            transfuse.fetch(addresses[0], token=TOKEN, timeout=timedelta(seconds=1))
+
+
+def test_a_fetch_goes_on_elsewhere_from_what_it_has() -> None:
+    with servers(2) as (fleet, addresses):
+        done: list[bool] = []
+
+        def strike(progress: dict[int, transfuse.Progress]) -> None:
+            if not done and progress[0].bytes > 1 << 20:
+                fleet.kill(0)
+                done.append(True)
+
+        target = zeros_like(big_state())
+        with pytest.raises(transfuse.PeerLost) as raised:
+            transfuse.fetch(addresses[0], target, token=TOKEN, timeout=LONG, same_host=False, progress=strike)
+        assert raised.value.received
+        assert raised.value.torn
+        reports: list[transfuse.Report] = []
+        fetched = transfuse.fetch(
+            addresses[1], target, token=TOKEN, timeout=LONG, resume=raised.value.partial, on_report=reports.append
+        )
+        assert not differences(big_state(), fetched)
+        assert 0 < reports[0].bytes < 16 << 20
+
+
+# The lock
+
+
+@pytest.mark.usefixtures("either_route")
+def test_no_reader_ever_sees_a_mix(executor: ThreadPoolExecutor) -> None:
+    state = {f"w{i}": torch.zeros(20_000) for i in range(8)}
+    step, stop = [0], threading.Event()
+
+    def train(server: transfuse.Server) -> int:
+        while not stop.is_set():
+            with server.mutating():
+                step[0] += 1
+                for weight in state.values():
+                    weight.fill_(step[0])
+        return step[0]
+
+    def read(server: transfuse.Server) -> list[int]:
+        seen = []
+        for _ in range(6):
+            fetched = transfuse.fetch(server.address, timeout=LONG)
+            values = {float(value) for weight in fetched.values() for value in weight.unique()}
+            assert len(values) == 1
+            seen.append(int(values.pop()))
+        return seen
+
+    with transfuse.serve(state, step=lambda: step[0], timeout=LONG) as server:
+        training = executor.submit(train, server)
+        readers = [executor.submit(read, server) for _ in range(3)]
+        try:
+            seen = [reader.result(DEADLINE) for reader in readers]
+        finally:
+            stop.set()
+        steps = training.result(DEADLINE)
+    for one in seen:
+        assert one == sorted(one)
+    # Neither keeps the other out: training goes on between the readers' turns.
+    assert len({step for one in seen for step in one}) > 1
+    assert steps >= max(max(one) for one in seen)
+
+
+def test_mutating_within_mutating_and_what_is_raised_in_it() -> None:
+    state = some_state()
+    with transfuse.serve(state) as server:
+        with pytest.raises(ZeroDivisionError), server.mutating(), server.mutating():
+            raise ZeroDivisionError
+        assert not differences(state, transfuse.fetch(server.address))
+        with server.mutating():
+            pass
+
+
+def test_a_state_that_cannot_be_had_is_told_in_its_words(caplog: pytest.LogCaptureFixture) -> None:
+    answers: list[Any] = [ValueError("no \udcff state today"), None]
+
+    def state_dict() -> object:
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        if answers[0] is None:
+            with server.mutating():
+                pytest.fail("a reader changed the state")
+        return answers[0]
+
+    with transfuse.serve(state_dict) as server:
+        for words in ("ValueError: no .* state today", "read by this thread"):
+            with pytest.raises(transfuse.PeerRefused, match=words):
+                transfuse.fetch(server.address)
+            answers.pop(0)
+        answers.append(some_state())
+        assert not differences(some_state(), transfuse.fetch(server.address))
+    assert "state today" in caplog.text
+
+
+# Options
+
+
+def test_options_that_make_no_sense() -> None:
+    serve: Any = transfuse.serve
+    fetch: Any = transfuse.fetch
+    for options in (
+        {"max_readers": 0},
+        {"timeout": timedelta(0)},
+        {"timeout": timedelta(seconds=-1)},
+        {"token": ""},
+        {"token": b""},
+        {"max_bytes_per_second": 0},
+        {"host": ""},
+    ):
+        with pytest.raises(ValueError, match=r"max_readers|timeout|token|max_bytes_per_second|every interface"):
+            serve({}, **options)
+    with pytest.raises(TypeError, match="token is str or bytes, got int"):
+        serve({}, token=5)
+    for address in ("", "host", "host:", ":5", "host:0", "host:99999", "host:x", "::1:5", "[::1]", "host:-1", "host:²"):
+        with pytest.raises(ValueError, match=r"an address is host:port"):
+            fetch(address)
+        with pytest.raises(ValueError, match=r"an address is host:port"):
+            transfuse.peek(address)
+    with pytest.raises(ValueError, match="needs an address"):
+        fetch([])
+    with pytest.raises(ValueError, match="twice"):
+        fetch(["127.0.0.1:5", "127.0.0.1:5"])
+    with pytest.raises(ValueError, match="timeout must be positive"):
+        fetch("127.0.0.1:5", timeout=timedelta(seconds=-1))
+    with pytest.raises(ValueError, match="map_path"):
+        fetch("127.0.0.1:5", map_path={"a": "b"})
+    with transfuse.serve({}) as server, pytest.raises(OSError, match=r"[Aa]ddress"):
+        serve({}, port=split_address(server.address)[1])
+
+
+def test_a_module_is_no_state() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"model\.state_dict"):
+        transfuse.serve(model)
+    with pytest.raises(TypeError, match=r"model\.state_dict"):
+        transfuse.fetch("127.0.0.1:1", model)
+
+
+def test_waiting_for_a_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFUSE_MAX_WORKING_RECORDS", "2")
+    with transfuse.serve(some_state()) as server, server.mutating():
+        with pytest.raises(transfuse.PeerTimeout, match="hold still") as raised:
+            transfuse.fetch(server.address, timeout=timedelta(seconds=1))
+        assert server.address in str(raised.value)
+
+
+@pytest.mark.parametrize("step", [1 << 63, -(1 << 63) - 1])
+def test_a_step_that_no_message_can_carry(step: int) -> None:
+    with pytest.raises(ValueError, match="64 bits"):
+        transfuse.serve(some_state(), step=step)
+    serving = transfuse.serve(some_state(), step=lambda: step)
+    with serving as server, pytest.raises(transfuse.PeerRefused, match="64 bits"):
+        transfuse.fetch(server.address, timeout=LONG)
