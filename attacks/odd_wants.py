@@ -29,8 +29,8 @@ from attacks.peer import (
     pack,
     pattern,
     picked_fingerprint,
-    picks,
     want,
+    wanted_blocks,
 )
 from attacks.stage import Attack, Expected, main, send
 
@@ -146,42 +146,48 @@ IMPOSSIBLE = "wants blocks that were not offered: blocks of impossible sizes"
 
 #: Blocks of a leaf of N bytes, and what the source says about them.
 PICKS: dict[str, tuple[list[Any], str]] = {
-    "leaf 1 of 1": (picks((0, N), leaf=ints("i", 1)), "leaf 1 of 1"),
-    "leaf -1": (picks((0, N), leaf=ints("i", -1)), "leaf -1 of 1"),
-    "the last of all leaves": (picks((0, N), leaf=ints("i", (1 << 31) - 1)), "leaf 2147483647 of 1"),
-    "tensor 1 of 1": (picks((0, N), tensor=ints("i", 1)), "tensor 1 of a leaf that has 1"),
-    "tensor -1": (picks((0, N), tensor=ints("i", -1)), "tensor -1 of a leaf that has 1"),
-    "no dimensions": (picks((0, N), ndim=b"\0", starts=b"", sizes=b""), "a block of 0 dimensions of a tensor of 1"),
+    "leaf 1 of 1": (wanted_blocks((0, N), leaf=ints("i", 1)), "leaf 1 of 1"),
+    "leaf -1": (wanted_blocks((0, N), leaf=ints("i", -1)), "leaf -1 of 1"),
+    "the last of all leaves": (wanted_blocks((0, N), leaf=ints("i", (1 << 31) - 1)), "leaf 2147483647 of 1"),
+    "tensor 1 of 1": (wanted_blocks((0, N), tensor=ints("i", 1)), "tensor 1 of a leaf that has 1"),
+    "tensor -1": (wanted_blocks((0, N), tensor=ints("i", -1)), "tensor -1 of a leaf that has 1"),
+    "no dimensions": (
+        wanted_blocks((0, N), ndim=b"\0", starts=b"", sizes=b""),
+        "a block of 0 dimensions of a tensor of 1",
+    ),
     "two dimensions": (
-        picks((0, N), ndim=b"\x02", starts=ints("q", 0, 0), sizes=ints("q", 1, 1)),
+        wanted_blocks((0, N), ndim=b"\x02", starts=ints("q", 0, 0), sizes=ints("q", 1, 1)),
         "a block of 2 dimensions of a tensor of 1",
     ),
-    "one byte too far": (picks((1, N)), NOT_HELD),
-    "beyond the end": (picks((N, 1)), NOT_HELD),
-    "all addresses": (picks(((1 << 63) - 1, (1 << 63) - 1)), NOT_HELD),
-    "before the beginning": (picks((-1, 2)), IMPOSSIBLE),
-    "nothing": (picks((0, 0)), IMPOSSIBLE),
-    "less than nothing": (picks((0, -(1 << 63))), IMPOSSIBLE),
-    "everything, over and over": (picks(*[(0, N)] * 65), "more than the whole state 64 times"),
+    "one byte too far": (wanted_blocks((1, N)), NOT_HELD),
+    "beyond the end": (wanted_blocks((N, 1)), NOT_HELD),
+    "all addresses": (wanted_blocks(((1 << 63) - 1, (1 << 63) - 1)), NOT_HELD),
+    "before the beginning": (wanted_blocks((-1, 2)), IMPOSSIBLE),
+    "nothing": (wanted_blocks((0, 0)), IMPOSSIBLE),
+    "less than nothing": (wanted_blocks((0, -(1 << 63))), IMPOSSIBLE),
+    "everything, over and over": (wanted_blocks(*[(0, N)] * 65), "more than the whole state 64 times"),
     "a byte thousands of times, and then everything": (
-        picks(*[(0, 1)] * 5000, *[(0, N)] * 64),
+        wanted_blocks(*[(0, 1)] * 5000, *[(0, N)] * 64),
         "more than the whole state 64 times",
     ),
-    "a leaf too few": (picks((0, 1), (1, 1), leaf=ints("i", 0)), COLUMNS),
-    "a tensor too many": (picks((0, 1), tensor=ints("i", 0, 0)), COLUMNS),
-    "a type too many": (picks((0, 1), dtype=b"\0\0"), COLUMNS),
-    "no beginnings": (picks((0, 1), begins=b""), COLUMNS),
-    "a start too few": (picks((0, 1), starts=b""), DIMENSIONS),
-    "a size too many": (picks((0, 1), sizes=ints("q", 1, 1)), DIMENSIONS),
-    "more dimensions than there are columns": (picks((0, 1), ndim=b"\xff"), DIMENSIONS),
-    "half a number": (picks((0, 1), starts=bytes(7)), "wants blocks that were not offered"),
-    "a type that was not named": (picks((0, N), dtype=b"\x01"), "a dtype that was not named"),
-    "a type that does not exist": (picks((0, N), dtype=b"\x01", dtypes=["float99"]), "float99"),
-    "a type that is none": (picks((0, N), dtype=b"\x01", dtypes=["nn"]), "blocks that were not offered"),
-    "bytes as numbers": (picks((0, N), dtype=b"\x01", dtypes=["float32"]), "uint8 is not sent as torch.float32"),
+    "a leaf too few": (wanted_blocks((0, 1), (1, 1), leaf=ints("i", 0)), COLUMNS),
+    "a tensor too many": (wanted_blocks((0, 1), tensor=ints("i", 0, 0)), COLUMNS),
+    "a type too many": (wanted_blocks((0, 1), dtype=b"\0\0"), COLUMNS),
+    "no beginnings": (wanted_blocks((0, 1), begins=b""), COLUMNS),
+    "a start too few": (wanted_blocks((0, 1), starts=b""), DIMENSIONS),
+    "a size too many": (wanted_blocks((0, 1), sizes=ints("q", 1, 1)), DIMENSIONS),
+    "more dimensions than there are columns": (wanted_blocks((0, 1), ndim=b"\xff"), DIMENSIONS),
+    "half a number": (wanted_blocks((0, 1), starts=bytes(7)), "wants blocks that were not offered"),
+    "a type that was not named": (wanted_blocks((0, N), dtype=b"\x01"), "a dtype that was not named"),
+    "a type that does not exist": (wanted_blocks((0, N), dtype=b"\x01", dtypes=["float99"]), "float99"),
+    "a type that is none": (wanted_blocks((0, N), dtype=b"\x01", dtypes=["nn"]), "blocks that were not offered"),
+    "bytes as numbers": (
+        wanted_blocks((0, N), dtype=b"\x01", dtypes=["float32"]),
+        "uint8 is not sent as torch.float32",
+    ),
     "no picks at all": ([b"", b"", b"", b"", b"", b"", [], b""], "parcels that do not exist"),
-    "columns of text": (picks((0, N), leaf="0"), "malformed want"),
-    "a column too many": ([*picks((0, N)), b""], "malformed want"),
+    "columns of text": (wanted_blocks((0, N), leaf="0"), "malformed want"),
+    "a column too many": ([*wanted_blocks((0, N)), b""], "malformed want"),
 }
 
 
@@ -193,9 +199,9 @@ def picking(picked: list[Any], words: str = "", **changes: Any) -> Any:
 
 def honest_picks(peer: Peer) -> None:
     """The middle of the tensor, in two blocks the wrong way round."""
-    picked = picks((PARCEL, PARCEL // 2), (PARCEL // 2, PARCEL // 2))
+    picked = wanted_blocks((PARCEL, PARCEL // 2), (PARCEL // 2, PARCEL // 2))
     peer.hear_offer()
-    peer.say(WANT, want(N, picks=picked, fingerprint=picked_fingerprint(picked), parcels=[0, 2]))
+    peer.say(WANT, want(N, wanted_blocks=picked, fingerprint=picked_fingerprint(picked), parcels=[0, 2]))
     assert peer.hear().kind == AGREED
     data = peer.recv(PARCEL // 2) + peer.recv(PARCEL // 2)
     peer.recv(HEADER.size + 24)
@@ -207,9 +213,9 @@ def honest_picks(peer: Peer) -> None:
 
 
 def the_same_blocks(peer: Peer) -> None:
-    picked = picks(*[(0, N)] * 4)
+    picked = wanted_blocks(*[(0, N)] * 4)
     peer.hear_offer()
-    peer.say(WANT, want(N, picks=picked, fingerprint=picked_fingerprint(picked), parcels=[0, 8]))
+    peer.say(WANT, want(N, wanted_blocks=picked, fingerprint=picked_fingerprint(picked), parcels=[0, 8]))
     assert peer.hear().kind == AGREED
     data = b"".join(peer.take_burst() for _ in range(8))
     assert data == pattern(N) * 4
@@ -253,13 +259,13 @@ ATTACKS = {
         for name, (picked, words) in PICKS.items()
     },
     "picks of another plan": Attack(
-        send(), picking(picks((0, N)), fingerprint=fingerprint(N)), source_says("derived other parcels")
+        send(), picking(wanted_blocks((0, N)), fingerprint=fingerprint(N)), source_says("derived other parcels")
     ),
     "a plan of picks without them": Attack(
-        send(), wanted({"fingerprint": picked_fingerprint(picks((0, N)))}), source_says("derived other parcels")
+        send(), wanted({"fingerprint": picked_fingerprint(wanted_blocks((0, N)))}), source_says("derived other parcels")
     ),
     "a mebibyte of picks": Attack(
-        send(), picking(picks(*[(0, 1)] * 40_000), fingerprint=1), source_says("derived other parcels")
+        send(), picking(wanted_blocks(*[(0, 1)] * 40_000), fingerprint=1), source_says("derived other parcels")
     ),
     "a want twice in a row": Attack(send(), then(WANT, want(N)), source_says("sent WANT where MORE")),
     "a check that nobody needs": Attack(

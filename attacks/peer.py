@@ -164,7 +164,7 @@ def fingerprint(nbytes: int, parcel_bytes: int = PARCEL) -> int:
 PICKS_FIELDS = ("leaf", "tensor", "ndim", "starts", "sizes", "dtype", "dtypes", "begins")
 
 
-def picks(*blocks: tuple[int, int], **changes: Any) -> list[Any]:
+def wanted_blocks(*blocks: tuple[int, int], **changes: Any) -> list[Any]:
     """Blocks of the first leaf, which has one dimension, each by its start and size; with columns changed."""
     n = len(blocks)
     plain = {

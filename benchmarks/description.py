@@ -27,10 +27,11 @@ import torch
 
 import transfuse
 from transfuse.limits import Limits
-from transfuse.plan import parcels, regions
+from transfuse.plan import parcels
 from transfuse.plan.match import match, prepare
-from transfuse.state.leaves.codec import Room
-from transfuse.state.leaves.registry import Kinds
+from transfuse.plan.regions import lay_out
+from transfuse.state.leaves.codec import BuildContext
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Manifest, Wire, describe
 
 T = TypeVar("T")
@@ -67,17 +68,19 @@ class Clock:
 def once(state: object, target: object) -> dict[str, float]:
     """Everything that both ends do before the first parcel."""
     limits, clock = Limits(), Clock()
-    kinds = Kinds(limits)
+    kinds = Registry(limits)
     described = clock.time("describe", lambda: describe(state, limits))
     body = clock.time("encode", lambda: msgspec.msgpack.encode(described.manifest.encode()))
     manifest = clock.time("decode", lambda: Manifest.decode(msgspec.msgpack.decode(body, type=Wire), limits))
     ready = clock.time("prepare", lambda: prepare(target, limits))
-    room = Room(manifest.shared)
-    found = clock.time("match", lambda: match(manifest, ready, room=room, kinds=kinds, strict=False, limits=limits))
-    boxes = clock.time("lay out", lambda: regions.lay_out(manifest, found.apart, found.wanted))
-    cut = clock.time("cut", lambda: parcels.cut(boxes, limits.parcel_bytes))
+    build_context = BuildContext(manifest.shared)
+    found = clock.time(
+        "match", lambda: match(manifest, ready, build_context=build_context, kinds=kinds, strict=False, limits=limits)
+    )
+    regions = clock.time("lay out", lambda: lay_out(manifest, found.apart, found.wanted))
+    cut = clock.time("cut", lambda: parcels.cut(regions, limits.parcel_bytes))
     mine = clock.time("fingerprint", lambda: parcels.fingerprint(cut))
-    theirs = parcels.fingerprint(parcels.cut(regions.lay_out(described.manifest), limits.parcel_bytes))
+    theirs = parcels.fingerprint(parcels.cut(lay_out(described.manifest), limits.parcel_bytes))
     if mine != theirs or len(found.destinations) != len(manifest.parts) or None in set(map(type, found.destinations)):
         raise AssertionError("the two ends do not agree")
     return clock.seconds

@@ -49,12 +49,12 @@ from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.match import Prepared, prepare
-from transfuse.plan.request import Picks, boxes_in
+from transfuse.plan.request import WantedBlocks, regions_in
 from transfuse.session import agreement
 from transfuse.session.accepting import read_description, read_offer
 from transfuse.session.context import Request
-from transfuse.state.leaves.codec import Room
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.codec import BuildContext
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Described, describe
 from transfuse.wire import messages
 from transfuse.wire.memory import Entry
@@ -280,7 +280,7 @@ class Offered:
 class Answered:
     seconds: float
     cpu: float
-    boxes: int
+    regions: int
     peak_bytes: int
     fingerprint: int
     profile: str
@@ -343,13 +343,13 @@ def _source(say: Connection[Any, Any], case: Case, runs: int, profiled: bool) ->
         memory = Memory()
         with clock.phase("answer"):
             decoded = messages.decode(want, messages.Want)
-            assert decoded.picks is not None
-            boxes = boxes_in(Holdings(described.manifest), decoded.picks)
-            cut = parcels.cut(boxes, decoded.parcel_bytes, all_staged=True)
-            found = parcels.fingerprint(cut, decoded.picks.fingerprint())
+            assert decoded.wanted_blocks is not None
+            regions = regions_in(Holdings(described.manifest), decoded.wanted_blocks)
+            cut = parcels.cut(regions, decoded.parcel_bytes, all_staged=True)
+            found = parcels.fingerprint(cut, decoded.wanted_blocks.fingerprint())
         say.send(
             Answered(
-                clock.seconds["answer"], clock.cpu["answer"], len(boxes), memory.peak(), found, _most_called(profile)
+                clock.seconds["answer"], clock.cpu["answer"], len(regions), memory.peak(), found, _most_called(profile)
             )
         )
 
@@ -396,8 +396,8 @@ def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool)
             plan = assemble(
                 choice.cohorts,
                 prepared,
-                Room(manifest.shared, manifest.coordinates),
-                Kinds(limits),
+                BuildContext(manifest.shared, manifest.coordinates),
+                Registry(limits),
                 Options(),
                 Supply(CPU, limits),
                 parcel_bytes=described.parcel_bytes,
@@ -426,28 +426,28 @@ def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool)
                     messages.pairs_of(range(int(share.held.sum()))),
                     False,
                     0,
-                    share.picks,
+                    share.wanted_blocks,
                 )
             )
             planned.needed += 1
             planned.want_bytes += len(want)
-            if _count(share.picks) > most:
-                most, planned.busiest, planned.want = _count(share.picks), peer, want
+            if _count(share.wanted_blocks) > most:
+                most, planned.busiest, planned.want = _count(share.wanted_blocks), peer, want
     planned.peak_bytes, planned.kept_bytes = memory.peak(), memory.now()
     cut = plan.cut
-    planned.pieces, planned.parcels = len(cut.boxes), len(cut)
+    planned.pieces, planned.parcels = len(cut.regions), len(cut)
     planned.fingerprint = shares[planned.busiest].fingerprint
     planned.profile = _most_called(profile)
     # What is asked for is what there is, each byte once for each source that could bring it.
     needed = sum(leaf.to_local().nbytes for leaf in prepared.leaves if isinstance(leaf, DTensor))
-    boxes = np.where(cut.low == 0, cut.count, 0)
-    if cut.total_bytes != needed or any(_count(s.picks) != boxes[s.held].sum() for s in shares.values()):
+    regions = np.where(cut.low == 0, cut.count, 0)
+    if cut.total_bytes != needed or any(_count(s.wanted_blocks) != regions[s.held].sum() for s in shares.values()):
         raise AssertionError(f"a plan of {cut.total_bytes} bytes, where {needed} are needed")
     return planned
 
 
-def _count(picks: Picks | None) -> int:
-    return 0 if picks is None else len(picks.leaf) // 4
+def _count(wanted_blocks: WantedBlocks | None) -> int:
+    return 0 if wanted_blocks is None else len(wanted_blocks.leaf) // 4
 
 
 def _receiver(say: Connection[Any, Any], case: Case, rank: int, runs: int, profiled: bool) -> None:
@@ -486,7 +486,7 @@ class Result:
     description_bytes: int
     brief_bytes: int
     all_wants_bytes: int
-    busiest_boxes: int
+    busiest_regions: int
     profiles: list[str] = field(default_factory=list)
 
     @property
@@ -569,7 +569,7 @@ def measure(case: Case, runs: int, profiled: bool = False) -> Result:
         len(last.whole),
         max(map(len, last.briefs.values())),
         planned.want_bytes,
-        0 if answer is None else answer.boxes,
+        0 if answer is None else answer.regions,
         [planned.profile, answer.profile if answer is not None else ""] if profiled else [],
     )
 

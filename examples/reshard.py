@@ -146,10 +146,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def publish(state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
     """The whole weights of rank 0, for everybody."""
-    box = [state]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
+    region = [state]
+    dist.broadcast_object_list(region, src=0)
+    assert region[0] is not None
+    return region[0]
 
 
 def collect(line: str | None) -> None:

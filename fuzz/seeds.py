@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from transfuse.limits import Limits
-from transfuse.plan import parcels, regions
+from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
-from transfuse.plan.request import Picks, boxes_in
+from transfuse.plan.regions import lay_out
+from transfuse.plan.request import WantedBlocks, regions_in
 from transfuse.state import manifest
 from transfuse.state.leaves.layout import Block, blocks_of
 from transfuse.wire import messages
@@ -114,7 +115,7 @@ def _wants() -> list[bytes]:
     for described in DESCRIBED.values():
         for apart in ([], [0] if len(described.manifest.storages) else []):
             parts = np.flatnonzero(np.isin(described.manifest.parts.storage, apart)).tolist()
-            cut = parcels.cut(regions.lay_out(described.manifest, apart, parts), PARCEL)
+            cut = parcels.cut(lay_out(described.manifest, apart, parts), PARCEL)
             numbers = messages.pairs_of(range(len(cut)))
             found.append(
                 messages.encode(
@@ -124,7 +125,7 @@ def _wants() -> list[bytes]:
     return found
 
 
-def picks_of(described: manifest.Described) -> Picks:
+def picks_of(described: manifest.Described) -> WantedBlocks:
     """All that a rank holds, in halves."""
     rows = []
     m, held = described.manifest, Holdings(described.manifest)
@@ -142,7 +143,7 @@ def picks_of(described: manifest.Described) -> Picks:
     )
     leaves, tensors, ndim, starts, sizes = (np.array(column, dtype=np.int64) for column in columns)
     begins = (np.arange(len(leaves)) % 3 == 0).astype(np.int64)
-    return Picks.of(leaves, tensors, ndim, starts, sizes, [None], np.zeros_like(leaves), begins)
+    return WantedBlocks.of(leaves, tensors, ndim, starts, sizes, [None], np.zeros_like(leaves), begins)
 
 
 def _halves(block: Block) -> list[Block]:
@@ -161,7 +162,7 @@ def _picked_wants() -> list[bytes]:
     found = []
     for described in DESCRIBED.values():
         picked = picks_of(described)
-        cut = parcels.cut(boxes_in(Holdings(described.manifest), picked), PARCEL, all_staged=True)
+        cut = parcels.cut(regions_in(Holdings(described.manifest), picked), PARCEL, all_staged=True)
         numbers = messages.pairs_of(range(len(cut)))
         fingerprint = parcels.fingerprint(cut, picked.fingerprint())
         found.append(

@@ -27,7 +27,7 @@ from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.match import prepare
-from transfuse.plan.request import Picks, boxes_in
+from transfuse.plan.request import WantedBlocks, regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import accepting, agreement, source
@@ -199,21 +199,21 @@ def offer(data: bytes) -> None:
         _within_memory(error)
         str(error)
         return
-    boxes, cut = accepted.cut.boxes, accepted.cut
+    regions, cut = accepted.cut.regions, accepted.cut
     _promised((cut.nbytes > 0).all() and (cut.nbytes <= PARCEL).all(), "a parcel of an impossible size")
     share = accepted.shares.of(PEER)
     _promised(share.held.all(), "parcels that nobody brings")
     if share.order is not None:
         _promised(len(share.order) == len(cut), "parcels that nobody brings")
         return
-    _promised((boxes.start >= 0).all(), "a box before its storage")
-    ends = np.array([boxes.box(i).end for i in range(min(len(boxes), 500))], dtype=np.float64)
-    sizes = accepted.manifest.storages.nbytes[boxes.storage][: len(ends)]
+    _promised((regions.start >= 0).all(), "a box before its storage")
+    ends = np.array([regions.region(i).end for i in range(min(len(regions), 500))], dtype=np.float64)
+    sizes = accepted.manifest.storages.nbytes[regions.storage][: len(ends)]
     _promised((ends <= sizes).all(), "a box beyond its storage")
     _promised(target is None or all(0 <= n < len(accepted.manifest.parts) for n in share.parts), "wanted parts")
     if target is None and cut.total_bytes <= MIB:
         try:
-            accepted.landing.finish(accepted.room, accepted.kinds)  # Of whatever bytes the memory holds.
+            accepted.landing.finish(accepted.build_context, accepted.kinds)  # Of whatever bytes the memory holds.
         except Exception as error:
             _within_memory(error)
 
@@ -240,24 +240,24 @@ def want(data: bytes) -> None:
     _promised(len(found) <= len(cut), "more parcels than there are")
 
 
-def picks(data: bytes) -> None:
+def wanted_blocks(data: bytes) -> None:
     """Blocks that a receiver picks; the first byte says of which state."""
     described = list(DESCRIBED.values())[(data[0] if data else 0) % len(DESCRIBED)]
     try:
-        picked = msgspec.msgpack.decode(data[1:], type=Picks)
+        picked = msgspec.msgpack.decode(data[1:], type=WantedBlocks)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
     picked.fingerprint()
     try:
-        boxes = boxes_in(Holdings(described.manifest), picked)
+        regions = regions_in(Holdings(described.manifest), picked)
     except ValueError as error:
         _within_memory(error)
         return
     sizes = described.manifest.storages.nbytes
-    _promised((boxes.start >= 0).all() and (boxes.nbytes > 0).all(), "a box that is none")
-    for i in range(min(len(boxes), 500)):
-        _promised(boxes.box(i).end <= sizes[boxes.storage[i]], "a box beyond its storage")
-    cut = parcels.cut(boxes, PARCEL, all_staged=True)
+    _promised((regions.start >= 0).all() and (regions.nbytes > 0).all(), "a box that is none")
+    for i in range(min(len(regions), 500)):
+        _promised(regions.region(i).end <= sizes[regions.storage[i]], "a box beyond its storage")
+    cut = parcels.cut(regions, PARCEL, all_staged=True)
     _promised((cut.nbytes > 0).all() and (cut.nbytes <= PARCEL).all(), "a parcel of an impossible size")
 
 
@@ -317,7 +317,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "value": value,
     "offer": offer,
     "want": want,
-    "picks": picks,
+    "picks": wanted_blocks,
     "sharding": sharding,
     "memory": memory,
 }

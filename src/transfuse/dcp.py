@@ -39,7 +39,7 @@ from transfuse.plan.linking import Link
 from transfuse.session.threads import current_stream
 from transfuse.state import trees
 from transfuse.state.leaves import values
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.leaves.spec import Spec, is_sharded, of_plain_tensors
 from transfuse.state.manifest import Leaf
 from transfuse.transport import PGTransport
@@ -218,7 +218,7 @@ class _Contents:
 
     def _add(self, cohort: Cohort, numbers: Mapping[int, int]) -> dict[str, Any]:
         """Take apart what some sources have as DCP would do it, with something in the place of each tensor."""
-        kinds, manifest = Kinds(Limits()), cohort.manifest
+        kinds, manifest = Registry(Limits()), cohort.manifest
         leaves: list[Any] = []
         number_of: dict[int, int] = {}
         for leaf in range(len(manifest)):

@@ -20,7 +20,7 @@ from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
 from transfuse.limits import Limits, Sizes
-from transfuse.memory.mutation import Vigil
+from transfuse.memory.mutation import MutationWatch
 from transfuse.memory.needs import Late
 from transfuse.options import Options, slowest_rate
 from transfuse.phases import DONE, FAILED, Phase, trace_name
@@ -35,7 +35,7 @@ from transfuse.session.relay import Chains
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.state.manifest import describe
 from transfuse.wire import messages
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group, ProcessGroupLike
 from transfuse.wire.routes import Leases
 
@@ -186,23 +186,23 @@ class PGTransport:
                     caller.stop(error)
         reports = {rank: Report("send", (rank,)) for rank in ranks}
 
-        lines = {rank: Line(self._group, rank, self._seconds, self._limits, is_source=True) for rank in ranks}
+        channels = {rank: Channel(self._group, rank, self._seconds, self._limits, is_source=True) for rank in ranks}
 
         def talk(rank: int) -> None:
-            line = lines[rank]
+            channel = channels[rank]
             transfer, tag = secrets.randbits(63), self._group.new_tag(rank)
-            with _noting(progress[rank]), self._group.turn(rank, self._group.rank() or 0), line:
+            with _noting(progress[rank]), self._group.turn(rank, self._group.rank() or 0), channel:
                 if cargo is None:
                     assert failure is not None
-                    source.refuse(line, transfer, tag, failure)
+                    source.refuse(channel, transfer, tag, failure)
                 else:
                     source.serve(
-                        line, transfer, tag, cargo, caller=caller, progress=progress[rank], report=reports[rank]
+                        channel, transfer, tag, cargo, caller=caller, progress=progress[rank], report=reports[rank]
                     )
 
         try:
             conversations = {rank: partial(talk, rank) for rank in ranks}
-            failed = threads.run(conversations, caller, context.show, park=lambda rank: lines[rank].park())
+            failed = threads.run(conversations, caller, context.show, park=lambda rank: channels[rank].park())
         finally:
             leases.end()
             _sum_up(report, list(reports.values()))
@@ -295,9 +295,9 @@ class PGTransport:
         receive = Receive(request, context)
 
         def talk(rank: int) -> None:
-            line = Line(self._group, rank, self._seconds, self._limits)
-            with _noting(context.progress[rank]), self._group.turn(rank, rank), line:
-                receiver.receive(line, receive)
+            channel = Channel(self._group, rank, self._seconds, self._limits)
+            with _noting(context.progress[rank]), self._group.turn(rank, rank), channel:
+                receiver.receive(channel, receive)
 
         try:
             failed = threads.run(
@@ -365,7 +365,7 @@ class PGTransport:
         if len(body) > self._limits.brief_bytes:
             wire, whole = self._wire(messages.encode(messages.brief(offer))), wire
         chains = Chains(ranks, nbytes, self._seconds, offer.max_bytes_per_second) if relay else None
-        return source.Cargo(described, offer, wire, whole, chains, Vigil(described))
+        return source.Cargo(described, offer, wire, whole, chains, MutationWatch(described))
 
     def _wire(self, body: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.device)

@@ -12,7 +12,7 @@ import transfuse
 from gathering import MIB, Wrapped, gather, state
 from moves import CPU, TIMEOUT
 from transfuse.limits import Limits
-from transfuse.memory.mutation import Vigil
+from transfuse.memory.mutation import MutationWatch
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
@@ -179,24 +179,24 @@ def test_a_vigil_looks_at_every_view_of_a_storage_and_all_over_it() -> None:
     for _ in range(20):
         base, square = torch.randn(1000), torch.randn(64, 64)
         state = {"head": base[:10], "tail": base[10:], "square": square.t()}
-        vigil = Vigil(describe(state, Limits()))
+        mutation_watch = MutationWatch(describe(state, Limits()))
         base.numpy()[10:] += 1
         square.numpy()[1:] += 1
-        assert vigil.changed() == ["['tail']", "['square']"]
+        assert mutation_watch.changed() == ["['tail']", "['square']"]
 
 
 @pytest.mark.parametrize("name", [name for name in watched() if name != "empty"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_vigil_notices_whatever_is_done_to_a_tensor(name: str, change: str) -> None:
     state = watched()
-    vigil = Vigil(describe(state, Limits()))
-    assert vigil.changed() == []
+    mutation_watch = MutationWatch(describe(state, Limits()))
+    assert mutation_watch.changed() == []
     if name == "inferred" and change != "without a version":
         with torch.inference_mode():
             CHANGES[change](state[name])
     else:
         CHANGES[change](state[name])
-    assert vigil.changed() == [f"['{name}']"]
+    assert mutation_watch.changed() == [f"['{name}']"]
 
 
 def test_a_source_whose_neighbours_in_memory_change_is_not_blamed() -> None:

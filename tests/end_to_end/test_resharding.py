@@ -54,7 +54,7 @@ def exact_or_refused(case: Case, rank: int, source: Held | None, target: Held | 
         return None if target is None else Moved(target.state, left_out=refused)
 
 
-def test_shards_that_are_no_boxes_arrive_exactly_or_are_refused(pool4: ProcessPool) -> None:
+def test_shards_that_are_no_regions_arrive_exactly_or_are_refused(pool4: ProcessPool) -> None:
     """A _StridedShard that no Shard of the same dimension follows leaves a rank with several runs of rows."""
     accept(run(pool4, "scattered", ORDINARY, [exact_or_refused]), exact_or_refused=40)
 

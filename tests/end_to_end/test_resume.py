@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transfuse
 from gathering import MIB, Ending, Wrapped, blank, gather, state
 from moves import CPU, TIMEOUT
-from transfuse.memory.mutation import Vigil
+from transfuse.memory.mutation import MutationWatch
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Ranks
 
@@ -367,12 +367,12 @@ def test_an_atomic_receive_that_is_stopped_at_the_last_moment_touches_nothing(mo
     """Everything is here; only the source's last word is missing."""
     target, stop = blank(state()), threading.Event()
 
-    def hold(vigil: Vigil) -> list[str]:
+    def hold(mutation_watch: MutationWatch) -> list[str]:
         stop.set()
         time.sleep(0.5)
         return []
 
-    monkeypatch.setattr(Vigil, "changed", hold)
+    monkeypatch.setattr(MutationWatch, "changed", hold)
 
     def show(progress: dict[int, transfuse.Progress]) -> None:
         if stop.is_set():

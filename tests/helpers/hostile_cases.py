@@ -31,7 +31,8 @@ from hostile_conversations import STATE, Liar, converse, new_transport
 from transfuse.errors import ProtocolError, ReceiveFailed, TransfuseError
 from transfuse.limits import MIB
 from transfuse.options import Options
-from transfuse.plan import parcels, regions
+from transfuse.plan import parcels
+from transfuse.plan.regions import lay_out
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import accepting, agreement, source
@@ -40,7 +41,7 @@ from transfuse.session.threads import Caller
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.state.manifest import Leaf
 from transfuse.wire import messages
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
 from transfuse.wire.memory import Entry
 from transfuse.wire.messages import Agreed, Intent, Message
@@ -131,7 +132,7 @@ def serve_want(rng: random.Random, corpus: list[Member]) -> str:
     apart = sorted(rng.sample(range(len(m.storages)), rng.randrange(min(len(m.storages), 3) + 1)))
     parts = [p for p in range(len(m.parts)) if int(m.parts.storage[p]) in apart and rng.random() < 0.8]
     size = rng.choice([offer.parcel_bytes, offer.parcel_bytes, LIMITS.min_parcel_bytes, LIMITS.min_parcel_bytes + 16])
-    cut = parcels.cut(regions.lay_out(m, apart, parts), size)
+    cut = parcels.cut(lay_out(m, apart, parts), size)
     burst = rng.choice([offer.burst_bytes, offer.burst_bytes, 1, rng.randrange(1, offer.burst_bytes)])
     honest = [
         parcels.fingerprint(cut),
@@ -179,7 +180,7 @@ def want(
 ) -> tuple[bytes, parcels.Parcels]:
     """An honest want of all parcels of a member but for what is changed, and these parcels."""
     offer = member.cargo.offer
-    cut = parcels.cut(regions.lay_out(member.manifest), offer.parcel_bytes)
+    cut = parcels.cut(lay_out(member.manifest), offer.parcel_bytes)
     fields = {
         "fingerprint": parcels.fingerprint(cut),
         "parcel_bytes": offer.parcel_bytes,
@@ -336,7 +337,7 @@ def _resized(rng: random.Random, member: Member) -> bytes:
 def hear_refusal(rng: random.Random, corpus: list[Member]) -> str:
     body = _lie(rng, [rng.choice(["StepMismatch", "SourceMutated", "X" * 9999, ""]), "because"])
     said = hostile.spoken(Message.REFUSAL, body, 1, FIRST_TAG)
-    return _hear(Line(Group(hostile.Stream(said), CPU), PEER, 1.0, LIMITS), Message.OFFER)
+    return _hear(Channel(Group(hostile.Stream(said), CPU), PEER, 1.0, LIMITS), Message.OFFER)
 
 
 def hear_stream(rng: random.Random, corpus: list[Member]) -> str:
@@ -360,13 +361,13 @@ def hear_stream(rng: random.Random, corpus: list[Member]) -> str:
         head = bare + xxhash.xxh3_64_intdigest(bare).to_bytes(8, "little")
     count = rng.choice([0, 0, 1, 2, LIMITS.max_working_records]) if rng.random() < 0.2 else 0
     alive = b"".join(messages.seal(Message.WORKING, 1, rng.choice(hostile.NOTES), b"") for _ in range(count))
-    line = Line(Group(hostile.Stream(alive + head + rest), CPU), PEER, 1.0, LIMITS)
+    channel = Channel(Group(hostile.Stream(alive + head + rest), CPU), PEER, 1.0, LIMITS)
     heard: list[int] = []
-    line.on_working = heard.append
+    channel.on_working = heard.append
     if rng.random() < 0.5:
-        line.transfer, line.tag = 1, FIRST_TAG
-        return _hear(line, *rng.choice(DUE))
-    return _hear(line, Message.OFFER)
+        channel.transfer, channel.tag = 1, FIRST_TAG
+        return _hear(channel, *rng.choice(DUE))
+    return _hear(channel, Message.OFFER)
 
 
 #: What either end may wait for after the offer.
@@ -381,9 +382,9 @@ DUE = [
 ]
 
 
-def _hear(line: Line, *kinds: Message) -> str:
+def _hear(channel: Channel, *kinds: Message) -> str:
     try:
-        line.expect(*kinds, tag=None if line.transfer else 0)
+        channel.expect(*kinds, tag=None if channel.transfer else 0)
     except TransfuseError as error:
         str(error)
         refuse_out_of_memory(error)
@@ -402,10 +403,10 @@ def read_record(rng: random.Random, corpus: list[Member]) -> str:
     if rng.random() < 0.6:
         mutated = hostile.mutate_bytes(rng, record, [record])
         record = mutated[: len(record)] + bytes(max(0, len(record) - len(mutated)))
-    line = Line(Group(hostile.Nowhere(), CPU), PEER, 1.0, LIMITS)
-    line.transfer, line.tag = 1, FIRST_TAG
+    channel = Channel(Group(hostile.Nowhere(), CPU), PEER, 1.0, LIMITS)
+    channel.transfer, channel.tag = 1, FIRST_TAG
     try:
-        intent, digests = line.read_sent(torch.frombuffer(bytearray(record), dtype=torch.uint8))
+        intent, digests = channel.read_sent(torch.frombuffer(bytearray(record), dtype=torch.uint8))
     except TransfuseError as error:
         str(error)
         return f"record: {type(error).__name__}"

@@ -31,7 +31,7 @@ from transfuse.limits import Limits
 from transfuse.testing.ranks import Ranks
 from transfuse.transport import PGTransport
 from transfuse.wire import messages
-from transfuse.wire.channel import Line, Posted
+from transfuse.wire.channel import Channel, Posted
 from transfuse.wire.group import Group
 from transfuse.wire.messages import Intent, Message
 
@@ -42,7 +42,7 @@ HONEST_SECONDS, HOSTILE_SECONDS = 3.0, 30.0
 Bytes = Callable[[bytes], bytes]
 
 
-class Liar(Line):
+class Liar(Channel):
     """A line that says something else than its owner thinks: in messages, in headers, in records.
 
     It stays until the honest end has ``ended``: if it left by itself, an honest end that a busy machine holds up would

@@ -109,7 +109,7 @@ def strided(indices: tuple[int, ...], parts: int, which: int, factor: int) -> tu
     return tuple(i for piece in range(factor) for i in chunk(chunk(indices, factor, piece), parts, which))
 
 
-def is_box(indices: Indices) -> bool:
+def is_region(indices: Indices) -> bool:
     return all(i == tuple(range(i[0], i[-1] + 1)) for i in indices if i)
 
 
@@ -134,8 +134,8 @@ class Layout:
         if self.kind == "plain":
             return f"plain, {self.memory}"
         if self.kind == "sharded":
-            boxes = (f"{rank}[{', '.join(f'{r.start}:{r.stop}' for r in box)}]" for rank, box in self.chunks)
-            return f"ShardedTensor {' '.join(boxes)}, {self.memory}"
+            regions = (f"{rank}[{', '.join(f'{r.start}:{r.stop}' for r in region)}]" for rank, region in self.chunks)
+            return f"ShardedTensor {' '.join(regions)}, {self.memory}"
         return f"DTensor {self.mesh} of {self.order} {''.join(map(str, self.placements))}, {self.memory}"
 
     def local(self, shape: tuple[int, ...], rank: int) -> list[Indices]:
@@ -143,7 +143,7 @@ class Layout:
         if self.kind == "plain":
             return [whole(shape)]
         if self.kind == "sharded":
-            return [tuple(map(tuple, box)) for owner, box in self.chunks if owner == rank]
+            return [tuple(map(tuple, region)) for owner, region in self.chunks if owner == rank]
         mine = list(whole(shape))
         coordinate = np.unravel_index(self.order.index(rank), self.mesh)
         for size, at, placement in zip(self.mesh, coordinate, self.placements, strict=True):
@@ -180,9 +180,9 @@ class Leaf:
         """Why DCP cannot move this leaf, if so."""
         sides = ((self.source, case.sources), (self.receiver, case.receivers))
         for layout, ranks in sides:
-            if not all(is_box(indices) for rank in ranks for indices in layout.local(self.shape, rank)):
+            if not all(is_region(indices) for rank in ranks for indices in layout.local(self.shape, rank)):
                 return "a shard that is no box"
-        starts = [tuple(r.start for r in box) for _, box in self.source.chunks]
+        starts = [tuple(r.start for r in region) for _, region in self.source.chunks]
         if len(set(starts)) < len(starts):
             # It takes them for one and the same, and keeps only one.
             return "an empty shard where another begins"
@@ -230,8 +230,8 @@ class _Painter:
             shape = self.shape()
             source, receiver = self.layout(shape, sources), self.layout(shape, receivers)
             sides = ((source, sources), (receiver, receivers))
-            boxes = all(is_box(i) for layout, ranks in sides for rank in ranks for i in layout.local(shape, rank))
-            if boxes != self.scattered:
+            regions = all(is_region(i) for layout, ranks in sides for rank in ranks for i in layout.local(shape, rank))
+            if regions != self.scattered:
                 return Leaf((*top, f"weight{number}"), shape, self.rng.choice(DTYPES), source, receiver)
 
     def shape(self) -> tuple[int, ...]:
@@ -283,7 +283,7 @@ class _Painter:
             inner = inner if places.start == 0 else [*set(inner)]
             cuts[dim] = sorted([0, *inner, shape[dim]])
         grid = itertools.product(*([range(*run) for run in itertools.pairwise(cut)] for cut in cuts))
-        return tuple((self.rng.choice(ranks), box) for box in grid)
+        return tuple((self.rng.choice(ranks), region) for region in grid)
 
 
 #: How a case is drawn from a seed, by name.
@@ -396,8 +396,8 @@ def _assemble(leaf: Leaf, layout: Layout, rank: int, pieces: list[Piece]) -> Any
             pieces[0].tensor, mesh, layout.placements, run_check=False, shape=torch.Size(leaf.shape), stride=stride
         )
     metadata = [
-        ShardMetadata([r.start for r in box], [len(r) for r in box], f"rank:{owner}/cpu")
-        for owner, box in layout.chunks
+        ShardMetadata([r.start for r in region], [len(r) for r in region], f"rank:{owner}/cpu")
+        for owner, region in layout.chunks
     ]
     mine = [m for m, (owner, _) in zip(metadata, layout.chunks, strict=True) if owner == rank]
     return ShardedTensor._init_from_local_shards_and_global_metadata(

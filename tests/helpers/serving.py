@@ -25,13 +25,13 @@ from transfuse.remote.handshake import (
     MAX_FRAME_BYTES,
     VERSION,
     Call,
-    Door,
+    ControlConnection,
     Ready,
+    connect,
     key_of,
-    knock,
     split_address,
 )
-from transfuse.remote.pair_group import READER, Private
+from transfuse.remote.pair_group import READER, PairGroup
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet, announce
 
@@ -137,17 +137,17 @@ def go_as_far_as(rank: int, address: str, fault: int) -> None:
                 sock.sendall(MAGIC + bytes([VERSION]) + bytes(32))
                 sock.recv(HELLO_BYTES, socket.MSG_WAITALL)
             stay()
-    door = knock(address, key_of(TOKEN), 20.0, 0)
+    control = connect(address, key_of(TOKEN), 20.0, 0)
     if moment == "proved":
         stay()
     if moment == "forming":
-        door.expect(Call, 20.0, "forming a group", 0)
+        control.expect(Call, 20.0, "forming a group", 0)
         stay()
-    group = Private(door, READER, 20.0, 0)
+    group = PairGroup(control, READER, 20.0, 0)
     if moment == "formed":
         stay()
-    door.send(Ready(), 20.0)
-    door.expect(Ready, 20.0, "waiting", 400)
+    control.send(Ready(), 20.0)
+    control.expect(Ready, 20.0, "waiting", 400)
     assert moment == "ready"
     stay(group)
 
@@ -225,9 +225,9 @@ def listened_to(address: str) -> Iterator[tuple[str, list[bytes]]]:
         taking.join(DEADLINE)
 
 
-def hear_to_the_end(door: Door) -> None:
+def hear_to_the_end(control: ControlConnection) -> None:
     while True:
-        door.expect(Call, 20.0, "waiting", 0)
+        control.expect(Call, 20.0, "waiting", 0)
 
 
 # A reader that knows the token and means no good
@@ -240,15 +240,15 @@ def serve_here(rank: int) -> None:
 
 
 def give_a_false_address(address: str, tamper: Callable[[bytearray], bytearray]) -> None:
-    door = knock(address, key_of(TOKEN), 20.0, 0)
+    control = connect(address, key_of(TOKEN), 20.0, 0)
     try:
-        theirs = door.expect(Call, 20.0, "forming a group", 400)
+        theirs = control.expect(Call, 20.0, "forming a group", 400)
         with contextlib.suppress(transfuse.PeerError):
-            door.send(Call(theirs.key.replace("0/0", "0/1"), bytes(tamper(bytearray(theirs.value)))), 20.0)
+            control.send(Call(theirs.key.replace("0/0", "0/1"), bytes(tamper(bytearray(theirs.value)))), 20.0)
             while True:
-                door.expect(Ready, 20.0, "waiting", 400)
+                control.expect(Ready, 20.0, "waiting", 400)
     finally:
-        door.close()
+        control.close()
 
 
 def flipped(at: int, bits: int) -> Callable[[bytearray], bytearray]:

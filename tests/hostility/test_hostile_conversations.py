@@ -39,7 +39,7 @@ from transfuse.session.context import Request
 from transfuse.session.threads import Caller
 from transfuse.testing.ranks import Fleet, Ranks
 from transfuse.wire import messages
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
 from transfuse.wire.messages import Agreed, Intent, Link, Message
 from transfuse.wire.routes import Leases
@@ -140,10 +140,16 @@ def test_patience_ends_with_the_timeout(patience: float) -> None:
     def lie(pg: Any, ended: threading.Event) -> None:
         cargo = new_transport(pg)._load(STATE, None, (1,), Leases(same_host=False))
         chain = hostile.Lined(Agreed(Link(0, FIRST_LINK_TAG, 7), None, patience))
-        with Line(Group(pg, CPU), 1, 10.0, Limits()) as line:
+        with Channel(Group(pg, CPU), 1, 10.0, Limits()) as channel:
             cargo = dataclasses.replace(cargo, chains=chain)
             source.serve(
-                line, 9, line.group.new_tag(1), cargo, caller=Caller(), progress=Progress(), report=Report("send", (1,))
+                channel,
+                9,
+                channel.group.new_tag(1),
+                cargo,
+                caller=Caller(),
+                progress=Progress(),
+                report=Report("send", (1,)),
             )
 
     error = converse(honest, lie, 1)
@@ -176,9 +182,9 @@ def test_hostile_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Ranks(3) as ranks:
         groups = ranks.pgs
 
-        def new_line(group: Group, peer: int, timeout: float, limits: Limits) -> Line:
+        def new_line(group: Group, peer: int, timeout: float, limits: Limits) -> Channel:
             if group.pg is not groups[liar]:
-                return Line(group, peer, timeout, limits)
+                return Channel(group, peer, timeout, limits)
             lied.append(peer)
             return Liar(group.pg, peer, timeout=timeout, **how)
 

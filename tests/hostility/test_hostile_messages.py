@@ -45,12 +45,12 @@ from transfuse.session import accepting
 from transfuse.session.context import Request
 from transfuse.state.leaves import values
 from transfuse.state.leaves.blobs import ArrayCodec
-from transfuse.state.leaves.codec import CannotCarry, Room
+from transfuse.state.leaves.codec import BuildContext, CannotCarry
 from transfuse.state.leaves.sparse import JaggedCodec
 from transfuse.state.leaves.subclass import WrapperCodec
 from transfuse.state.manifest import Leaf
 from transfuse.wire import messages
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group
 
 pytestmark = [
@@ -208,7 +208,7 @@ def test_offsets_that_wrap_are_refused() -> None:
     """Each of these steps is positive in 64 bits, and none is where the values are."""
     offsets = torch.tensor([0, (1 << 63) - 1, 20 - (1 << 63), 5])
     with pytest.raises(ValueError, match="nested tensor"):
-        JaggedCodec().close([1, False, None, None], [torch.zeros(8, 1), offsets], Room())
+        JaggedCodec().close([1, False, None, None], [torch.zeros(8, 1), offsets], BuildContext())
 
 
 @pytest.mark.parametrize(
@@ -220,22 +220,22 @@ def test_tensors_with_a_codec_do_not_pass_as_wrappers(cls: str) -> None:
     meta = [cls, ["_values", "_offsets"], context, [2, 4, 1], [4, 1, 1]]
     inner = [torch.zeros(8, 1), torch.tensor([0, 1 << 40, 8])]
     with pytest.raises((ValueError, CannotCarry)):
-        WrapperCodec().promise(meta, 2, Room())
+        WrapperCodec().promise(meta, 2, BuildContext())
     with pytest.raises((ValueError, CannotCarry)):
-        WrapperCodec().close(meta, inner, Room())
+        WrapperCodec().close(meta, inner, BuildContext())
 
 
 def test_text_that_does_not_exist_is_refused() -> None:
     """Python makes strings of whatever a numpy array of text holds."""
     data = torch.full((16,), 0xFF, dtype=torch.uint8)
     with pytest.raises(ValueError, match="text"):
-        ArrayCodec().close(["<U4", [1], "C"], [data], Room())
+        ArrayCodec().close(["<U4", [1], "C"], [data], BuildContext())
 
 
 @pytest.mark.parametrize("descr", ["(3,4)f4", "i4,f8", "9999999999f8", "float64", "T", [["a", "(2,)i4"]]])
 def test_numpy_parses_no_language_of_a_peer(descr: Any) -> None:
     with pytest.raises(ValueError, match="numpy"):
-        ArrayCodec().promise([descr, [0], "C"], 1, Room())
+        ArrayCodec().promise([descr, [0], "C"], 1, BuildContext())
 
 
 def test_names_of_classes_ask_them_nothing(corpus: list[Member]) -> None:
@@ -279,5 +279,5 @@ def test_odd_keys_do_not_hide_the_error(key: Any, corpus: list[Member]) -> None:
 
 
 def test_a_refusal_may_quote_anything(corpus: list[Member]) -> None:
-    line = Line(Group(hostile.Nowhere(), CPU), PEER, 1.0, LIMITS)
-    line.refuse(ValueError("a lone \ud800"))
+    channel = Channel(Group(hostile.Nowhere(), CPU), PEER, 1.0, LIMITS)
+    channel.refuse(ValueError("a lone \ud800"))

@@ -41,7 +41,7 @@ from transfuse.limits import MIB
 from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
-from transfuse.plan.request import MOST_TIMES, Picks, boxes_in
+from transfuse.plan.request import MOST_TIMES, WantedBlocks, regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import source
@@ -101,9 +101,11 @@ def columns(*rows: tuple[int, int, list[int], list[int]], **changes: Any) -> dic
 def picked(member: Member, plain: dict[str, Any], **changes: Any) -> bytes:
     """A want of these, with the fingerprint that they have if they can be had."""
     try:
-        picks = Picks(**plain)
-        cut = parcels.cut(boxes_in(Holdings(member.manifest), picks), member.cargo.offer.parcel_bytes, all_staged=True)
-        fingerprint, count = parcels.fingerprint(cut, picks.fingerprint()), len(cut)
+        wanted_blocks = WantedBlocks(**plain)
+        cut = parcels.cut(
+            regions_in(Holdings(member.manifest), wanted_blocks), member.cargo.offer.parcel_bytes, all_staged=True
+        )
+        fingerprint, count = parcels.fingerprint(cut, wanted_blocks.fingerprint()), len(cut)
     except (ValueError, TypeError):
         fingerprint, count = 0, 1
     fields: dict[str, Any] = {
@@ -246,16 +248,16 @@ def test_random_picks_stay_in_bounds(sharded: Member) -> None:
             name = rng.choice([name for name, column in plain.items() if isinstance(column, bytes)])
             plain[name] = hostile.mutate_bytes(rng, plain[name], [plain[rng.choice(["starts", "sizes"])]])
         try:
-            boxes = boxes_in(Holdings(sharded.manifest), Picks(**plain))
+            regions = regions_in(Holdings(sharded.manifest), WantedBlocks(**plain))
         except ValueError as error:
             refuse_out_of_memory(error)
             outcomes["refused"] += 1
             continue
         outcomes["boxes"] += 1
-        for i in range(len(boxes)):
-            box = boxes.box(i)
-            assert box.start >= 0
-            assert box.end <= sizes[boxes.storage[i]]
+        for i in range(len(regions)):
+            region = regions.region(i)
+            assert region.start >= 0
+            assert region.end <= sizes[regions.storage[i]]
     assert min(outcomes.values()) > 200, outcomes
 
 

@@ -46,7 +46,7 @@ def test_one_source_that_holds_another_shard_is_not_enough(how: dict[str, Any]) 
     assert not plain(target["w"]).any()
 
 
-def test_strided_rows_are_not_taken_for_a_box(how: dict[str, Any]) -> None:
+def test_strided_rows_are_not_taken_for_a_region(how: dict[str, Any]) -> None:
     """Rows 0, 1, 4, 5 begin where rows 0 to 3 do, and are as many."""
     whole = torch.arange(8.0)
     source = {"w": shard(whole, [0, 1], 0, _StridedShard(0, split_factor=2))}

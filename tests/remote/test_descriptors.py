@@ -17,15 +17,15 @@ import transfuse
 from descriptor_limits import leaving
 from moves import CPU
 from transfuse.remote import descriptors
-from transfuse.remote.handshake import key_of, knock, split_address
-from transfuse.remote.pair_group import READER, Private
+from transfuse.remote.handshake import connect, key_of, split_address
+from transfuse.remote.pair_group import READER, PairGroup
 from transfuse.testing.ranks import Fleet, ProcessPool
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 FREE = range(25)
 STATE = {"w": torch.arange(100_000.0), "step": 7}
 
-FETCH = descriptors.DOOR + descriptors.GROUP + descriptors.MARGIN
+FETCH = descriptors.CONTROL + descriptors.GROUP + descriptors.MARGIN
 SERVE = FETCH + descriptors.LISTENER
 
 
@@ -56,7 +56,7 @@ def read(rank: int, addresses: list[str]) -> list[str]:
 @pytest.mark.usefixtures("either_route")
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_reader_that_has_too_few_says_so(servers: int) -> None:
-    needed = servers * (descriptors.DOOR + descriptors.GROUP) + descriptors.MARGIN
+    needed = servers * (descriptors.CONTROL + descriptors.GROUP) + descriptors.MARGIN
     purpose = "fetching from a server" if servers == 1 else "fetching from 2 servers at once"
     with contextlib.ExitStack() as stack, Fleet(1) as fleet:
         addresses = [stack.enter_context(transfuse.serve(STATE, step=7)).address for _ in range(servers)]
@@ -147,14 +147,14 @@ def crowd_in(rank: int) -> str:
     with leaving(FETCH) if server else contextlib.nullcontext(), contextlib.ExitStack() as stack:
         share(rank, "limited")
         if server is None:
-            door = knock(address, key_of(None), 30.0, 0)
+            door = connect(address, key_of(None), 30.0, 0)
             stack.callback(door.close)
             # gloo's address: it has opened what it opens before it connects.
             assert door._socket.recv(1, socket.MSG_PEEK)
             for _ in range(40):
                 stack.enter_context(socket.create_connection(split_address(address)))
             time.sleep(0.5)  # For the server to take as many as it likes.
-            Private(door, READER, 30.0, most_waits=0).close()
+            PairGroup(door, READER, 30.0, most_waits=0).close()
             stack.close()
             ended = attempt(address)
         dist.barrier()
@@ -179,7 +179,7 @@ def exactly(rank: int, same_host: bool) -> list[str]:
     address = share(rank, server.address if server else None)
     ended = []
     for limited in (0, 1) * 4:
-        with leaving(descriptors.DOOR + descriptors.GROUP) if rank == limited else contextlib.nullcontext():
+        with leaving(descriptors.CONTROL + descriptors.GROUP) if rank == limited else contextlib.nullcontext():
             dist.barrier()
             if server is None:
                 ended.append(attempt(address, same_host=same_host))

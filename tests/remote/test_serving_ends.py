@@ -32,8 +32,8 @@ from serving import (
     plain_state,
     wait_until,
 )
-from transfuse.remote.handshake import Ready, key_of, knock, split_address
-from transfuse.remote.pair_group import READER, Private
+from transfuse.remote.handshake import Ready, connect, key_of, split_address
+from transfuse.remote.pair_group import READER, PairGroup
 from transfuse.session.source import Cargo
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
@@ -69,8 +69,8 @@ def test_cancel_cuts_off_who_reads(executor: ThreadPoolExecutor) -> None:
     halt, formed = Halt(), threading.Event()
 
     def form(address: str) -> None:
-        door = knock(address, key_of(None), 20.0, 0)
-        with contextlib.closing(door), contextlib.closing(Private(door, READER, 20.0, 0)):
+        door = connect(address, key_of(None), 20.0, 0)
+        with contextlib.closing(door), contextlib.closing(PairGroup(door, READER, 20.0, 0)):
             formed.set()
             door.expect(Ready, 20.0, "waiting", 400)
 
@@ -134,8 +134,8 @@ def test_nothing_is_left_of_who_was_cut_off() -> None:
     gc.collect()
     tasks, files = own_tasks(), own_files()
     server = transfuse.serve(plain_state(), timeout=LONG)
-    door = knock(server.address, key_of(None), 20.0, 0)
-    with contextlib.closing(door), contextlib.closing(Private(door, READER, 20.0, 0)):
+    door = connect(server.address, key_of(None), 20.0, 0)
+    with contextlib.closing(door), contextlib.closing(PairGroup(door, READER, 20.0, 0)):
         door.send(Ready(), 20.0)
         door.expect(Ready, 20.0, "waiting", 400)
         server.close(cancel=True)
@@ -200,7 +200,7 @@ def test_ctrl_c_ends_a_fetch_and_the_server_goes_on() -> None:
             silent.settimeout(DEADLINE)
             visitor = stack.enter_context(silent.accept()[0])
             assert visitor.recv(1)
-            wait_until(lambda: len(locked._turns._waiting) == 1)
+            wait_until(lambda: len(locked._rwlock._waiting) == 1)
             fleet.wait_for(2, "moving")
             for rank in range(3):
                 fleet.signal(rank, signal.SIGINT)

@@ -26,11 +26,11 @@ from serving import (
     wait_until,
 )
 from transfuse.limits import Limits
-from transfuse.remote.handshake import Ready, key_of, knock
-from transfuse.remote.pair_group import READER, Private, Several
+from transfuse.remote.handshake import Ready, connect, key_of
+from transfuse.remote.pair_group import READER, PairGroup, PairGroups
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG, Group
 from transfuse.wire.messages import Message
 
@@ -62,21 +62,21 @@ def test_who_stalls_or_dies_holds_up_training_no_longer_than_the_timeout(
 def test_signs_of_life_alone_buy_no_time() -> None:
     """A reader that says again and again that it works, and takes nothing."""
     with transfuse.serve(some_state(), timeout=SHORT) as server, contextlib.ExitStack() as stack:
-        door = knock(server.address, key_of(None), 20.0, 0)
+        door = connect(server.address, key_of(None), 20.0, 0)
         stack.callback(door.close)
-        group = Private(door, READER, 20.0, 0)
+        group = PairGroup(door, READER, 20.0, 0)
         door.send(Ready(), 20.0)
         door.expect(Ready, 20.0, "waiting", 400)
         stop = threading.Event()
 
         def pretend() -> None:
-            with Line(Group(Several({0: group}, 1), CPU), 0, 5.0, Limits()) as line:
-                line.expect(Message.OFFER, tag=OFFER_TAG)
+            with Channel(Group(PairGroups({0: group}, 1), CPU), 0, 5.0, Limits()) as channel:
+                channel.expect(Message.OFFER, tag=OFFER_TAG)
                 with contextlib.suppress(transfuse.PeerError):
                     while not stop.wait(0.2):
-                        line.send(Message.WORKING, note=0)
-                        line.settle()
-                line.broken = True
+                        channel.send(Message.WORKING, note=0)
+                        channel.settle()
+                channel.broken = True
 
         pretending = threading.Thread(target=pretend, daemon=True)
         pretending.start()

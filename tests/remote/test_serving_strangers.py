@@ -46,8 +46,8 @@ from transfuse.remote.handshake import (
     MAX_FRAME_BYTES,
     PROOF_BYTES,
     VERSION,
+    connect,
     key_of,
-    knock,
     split_address,
 )
 from transfuse.testing.exact import differences
@@ -107,7 +107,7 @@ def test_two_hellos_are_never_the_same() -> None:
 @pytest.mark.parametrize("what", ["mark", "counter", "length", "malformed", "kind", "late hello"])
 def test_frames_that_are_not_from_who_has_proved_itself(what: str) -> None:
     with transfuse.serve(some_state(), token=TOKEN, timeout=LONG) as server:
-        door = knock(server.address, key_of(TOKEN), 20.0, 0)
+        door = connect(server.address, key_of(TOKEN), 20.0, 0)
         body = bytes([0x81, 0xA4]) + b"type" + bytes([0xA5]) + b"ready"
         length = len(body)
         if what == "length":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from transfuse.remote.rwlock import Turns
+from transfuse.remote.rwlock import RWLock
 
 SECONDS = 20.0
 
@@ -20,8 +20,8 @@ def nothing() -> None:
     pass
 
 
-def change(turns: Turns) -> None:
-    with turns.changing():
+def change(rwlock: RWLock) -> None:
+    with rwlock.changing():
         pass
 
 
@@ -54,10 +54,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_readers_share() -> None:
-    turns, together = Turns(), threading.Barrier(3, timeout=SECONDS)
+    rwlock, together = RWLock(), threading.Barrier(3, timeout=SECONDS)
 
     def read() -> None:
-        with turns.reading(nothing):
+        with rwlock.reading(nothing):
             together.wait()
 
     with thread(read), thread(read):
@@ -65,12 +65,12 @@ def test_readers_share() -> None:
 
 
 def test_who_changes_is_alone() -> None:
-    turns, inside, most = Turns(), [0], [0]
+    rwlock, inside, most = RWLock(), [0], [0]
     lock = threading.Lock()
 
     def change() -> None:
         for _ in range(200):
-            with turns.changing():
+            with rwlock.changing():
                 with lock:
                     inside[0] += 1
                     most[0] = max(most[0], inside[0])
@@ -79,7 +79,7 @@ def test_who_changes_is_alone() -> None:
 
     def read() -> None:
         for _ in range(200):
-            with turns.reading(nothing):
+            with rwlock.reading(nothing):
                 assert inside[0] == 0
 
     with thread(change), thread(change), thread(read), thread(read):
@@ -88,85 +88,85 @@ def test_who_changes_is_alone() -> None:
 
 
 def test_first_come_first_served() -> None:
-    turns, order = Turns(), []
+    rwlock, order = RWLock(), []
 
     def wait_for(name: str) -> None:
-        with turns.reading(nothing) if name.startswith("read") else turns.changing():
+        with rwlock.reading(nothing) if name.startswith("read") else rwlock.changing():
             order.append(name)
 
-    with ExitStack() as threads, turns.changing():
+    with ExitStack() as threads, rwlock.changing():
         for number, name in enumerate(["read 1", "change 1", "read 2", "change 2"], start=1):
             threads.enter_context(thread(partial(wait_for, name)))
-            wait_until(partial(lambda number: len(turns._waiting) == number, number))
+            wait_until(partial(lambda number: len(rwlock._waiting) == number, number))
     assert order == ["read 1", "change 1", "read 2", "change 2"]
 
 
 def test_a_stream_of_readers_does_not_keep_a_change_out() -> None:
-    turns, stop = Turns(), threading.Event()
+    rwlock, stop = RWLock(), threading.Event()
 
     def read() -> None:
         while not stop.is_set():
-            with turns.reading(nothing):
+            with rwlock.reading(nothing):
                 time.sleep(0.005)
 
     with thread(read), thread(read), thread(read):
         for _ in range(20):
-            with turns.changing():
+            with rwlock.changing():
                 pass
         stop.set()
 
 
 def test_a_busy_owner_does_not_keep_readers_out() -> None:
-    turns, stop = Turns(), threading.Event()
+    rwlock, stop = RWLock(), threading.Event()
 
     def change() -> None:
         while not stop.is_set():
-            with turns.changing():
+            with rwlock.changing():
                 time.sleep(0.001)
 
     with thread(change):
         for _ in range(20):
-            with turns.reading(nothing):
+            with rwlock.reading(nothing):
                 pass
         stop.set()
 
 
 def test_a_change_within_a_change() -> None:
-    turns, read = Turns(), threading.Event()
+    rwlock, read = RWLock(), threading.Event()
 
     def reading() -> None:
-        with turns.reading(nothing):
+        with rwlock.reading(nothing):
             read.set()
 
-    with ExitStack() as threads, turns.changing():
-        with turns.changing():
+    with ExitStack() as threads, rwlock.changing():
+        with rwlock.changing():
             threads.enter_context(thread(reading))
-            wait_until(lambda: len(turns._waiting) == 1)
+            wait_until(lambda: len(rwlock._waiting) == 1)
         # Still held, by the outer one, whoever waits.
         assert not read.wait(0.05)
     assert read.is_set()
 
 
 def test_who_reads_may_not_change() -> None:
-    turns = Turns()
-    with turns.reading(nothing), pytest.raises(RuntimeError, match="being read by this thread"), turns.changing():
+    rwlock = RWLock()
+    with rwlock.reading(nothing), pytest.raises(RuntimeError, match="being read by this thread"), rwlock.changing():
         pytest.fail("a reader changed the state")
-    with turns.changing():
+    with rwlock.changing():
         pass
 
 
 def test_an_exception_ends_a_turn() -> None:
-    turns = Turns()
-    for turn in (turns.changing, turns.changing, lambda: turns.reading(nothing), turns.changing):
+    rwlock = RWLock()
+    for turn in (rwlock.changing, rwlock.changing, lambda: rwlock.reading(nothing), rwlock.changing):
         with pytest.raises(ZeroDivisionError), turn():
             raise ZeroDivisionError
-    with thread(partial(change, turns)):
+    with thread(partial(change, rwlock)):
         pass
 
 
 def test_who_waits_may_give_up() -> None:
     """What is raised meanwhile ends the wait, and leaves no ticket behind that others would wait for."""
-    turns, calls = Turns(), []
+    rwlock, calls = RWLock(), []
 
     def give_up() -> None:
         calls.append(threading.get_ident())
@@ -174,22 +174,22 @@ def test_who_waits_may_give_up() -> None:
             raise ConnectionError("gone")
 
     def read() -> None:
-        with pytest.raises(ConnectionError, match="gone"), turns.reading(give_up):
+        with pytest.raises(ConnectionError, match="gone"), rwlock.reading(give_up):
             pytest.fail("it read while the state was being changed")
 
-    with turns.changing(), thread(read):
+    with rwlock.changing(), thread(read):
         pass
     assert len(calls) == 2
-    with turns.changing():
+    with rwlock.changing():
         pass
 
 
 def test_how_long_a_change_has_been_held_up() -> None:
-    turns = Turns()
-    assert turns.held_up() == 0
-    with ExitStack() as threads, turns.reading(nothing):
-        threads.enter_context(thread(partial(change, turns)))
-        wait_until(lambda: turns.held_up() > 0)
-        before = turns.held_up()
-        wait_until(lambda: turns.held_up() > before)
-    assert turns.held_up() == 0
+    rwlock = RWLock()
+    assert rwlock.held_up() == 0
+    with ExitStack() as threads, rwlock.reading(nothing):
+        threads.enter_context(thread(partial(change, rwlock)))
+        wait_until(lambda: rwlock.held_up() > 0)
+        before = rwlock.held_up()
+        wait_until(lambda: rwlock.held_up() > before)
+    assert rwlock.held_up() == 0

@@ -26,7 +26,7 @@ from transfuse.session.receive import Receive
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Ranks
 from transfuse.wire import messages
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import FIRST_TAG, Group
 
 pytestmark = pytest.mark.usefixtures("group_route")
@@ -338,10 +338,10 @@ def test_a_peer_that_only_says_it_is_working_is_given_up(notes: list[int], total
     """However its count of bytes rises: a byte at a time is no progress, and more than there are is none either."""
     limits = Limits(max_working_records=2)
     signs = b"".join(messages.seal(messages.Message.WORKING, 1, note, b"") for note in notes)
-    line = Line(Group(hostile.Stream(signs), CPU), 3, 1.0, limits)
-    line.transfer, line.tag, line.most_bytes = 1, FIRST_TAG, total
+    channel = Channel(Group(hostile.Stream(signs), CPU), 3, 1.0, limits)
+    channel.transfer, channel.tag, channel.most_bytes = 1, FIRST_TAG, total
     with pytest.raises(transfuse.ProtocolError, match="never that it is done"):
-        line.expect(messages.Message.WANT)
+        channel.expect(messages.Message.WANT)
 
 
 @pytest.mark.parametrize("staging", [1 << 20, 16 << 20])

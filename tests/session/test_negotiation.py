@@ -30,7 +30,7 @@ from transfuse.session.threads import Caller
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group
 from transfuse.wire.messages import Offer
 
@@ -230,18 +230,18 @@ class Scheduled:
         )
         self.receive = Receive(Request(target=target, **request), context)
         group = Group(Silent(), CPU)
-        self.lines = [Line(group, rank, 60.0, LIMITS) for rank in ranks]
-        self.receive.negotiator.prepare(self.lines[0])
-        for line in self.lines:
-            self.receive.roster.join(line)
+        self.channels = [Channel(group, rank, 60.0, LIMITS) for rank in ranks]
+        self.receive.negotiator.prepare(self.channels[0])
+        for channel in self.channels:
+            self.receive.roster.join(channel)
         self.receive.roster.changed = director.condition  # type: ignore[assignment]
 
     def converse(self, rank: int, offer: Offer, fails: BaseException | None = None) -> None:
         """What receiver.receive does up to the decision, without a word over the wire."""
-        line = self.lines[rank]
+        channel = self.channels[rank]
         try:
-            self.receive.roster.may_abandon(line, None)
-            self.receive.agree(line, offer, lambda: self.describe(offer, fails))
+            self.receive.roster.may_abandon(channel, None)
+            self.receive.agree(channel, offer, lambda: self.describe(offer, fails))
         except BaseException as error:
             if self.receive.roster.why_abandoned(rank) is None:
                 self.receive.lost(rank, error)
@@ -327,7 +327,9 @@ def test_a_source_that_is_left_just_as_its_offer_comes_is_not_counted_on() -> No
         scheduled = Scheduled(director, sources, {name: torch.zeros_like(leaf) for name, leaf in states[0].items()})
         receive = scheduled.receive
 
-        scheduled.lines[0].waiting_since = scheduled.lines[0].heard_at = -1e9  # Silent for longer than any timeout.
+        scheduled.channels[0].waiting_since = scheduled.channels[
+            0
+        ].heard_at = -1e9  # Silent for longer than any timeout.
         director.start(partial(scheduled.converse, 0, offers[0]))
         director.start(partial(scheduled.converse, 1, offers[1]))
         director.start(receive.watch)

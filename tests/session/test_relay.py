@@ -15,7 +15,8 @@ import transfuse
 from moves import CPU
 from tampering import Tampering
 from transfuse.limits import KIB, MIB, Limits, Patience, Sizes
-from transfuse.plan import parcels, regions
+from transfuse.plan import parcels
+from transfuse.plan.regions import lay_out
 from transfuse.session import receiver, relay
 from transfuse.session.relay import Chains
 from transfuse.state.manifest import describe
@@ -357,7 +358,7 @@ def test_staging_for_all_receivers_stays_within_its_budget(peers: int) -> None:
 def test_bursts_hold_less_of_what_passes_through_staging() -> None:
     """Two large runs, then small boxes that are packed."""
     state = {"a": torch.zeros(4 * MIB), "b": torch.zeros(4 * MIB), "c": [torch.zeros(20_000) for _ in range(200)]}
-    cut = parcels.cut(regions.lay_out(describe(state, Limits()).manifest), 2 * MIB)
+    cut = parcels.cut(lay_out(describe(state, Limits()).manifest), 2 * MIB)
     groups = parcels.bursts(cut, range(len(cut)), parcels.Most(16 * MIB, 4 * MIB))
     assert [n for group in groups for n in group] == list(range(len(cut)))
     for group in groups:

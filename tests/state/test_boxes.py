@@ -11,17 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfuse.limits import Limits
-from transfuse.plan import parcels, regions
+from transfuse.plan import parcels
+from transfuse.plan.regions import lay_out
 from transfuse.state.manifest import describe
-from transfuse.state.region import Box, Budget, blocks, canonical, cover
+from transfuse.state.region import Budget, Region, blocks, canonical, cover
 
 
-def bytes_of(box: Box) -> list[int]:
+def bytes_of(region: Region) -> list[int]:
     """All bytes of a box in linear order."""
-    starts = np.array([box.start])
-    for size, stride in zip(box.sizes, box.strides, strict=True):
-        starts = (starts[:, None] + np.arange(size) * stride * box.item).ravel()
-    return (starts[:, None] + np.arange(box.item)).ravel().tolist()
+    starts = np.array([region.start])
+    for size, stride in zip(region.sizes, region.strides, strict=True):
+        starts = (starts[:, None] + np.arange(size) * stride * region.item).ravel()
+    return (starts[:, None] + np.arange(region.item)).ravel().tolist()
 
 
 layouts = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=4)
@@ -31,8 +32,8 @@ layouts = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=4)
 def test_canonical_keeps_every_element(layout: list[tuple[int, int]]) -> None:
     sizes, strides = [n for n, _ in layout], [s for _, s in layout]
     form = canonical(sizes, strides)
-    shown = set(bytes_of(Box(0, 1, tuple(sizes), tuple(strides)))) if 0 not in sizes else set()
-    found = bytes_of(Box(0, 1, form.sizes, form.strides))
+    shown = set(bytes_of(Region(0, 1, tuple(sizes), tuple(strides)))) if 0 not in sizes else set()
+    found = bytes_of(Region(0, 1, form.sizes, form.strides))
     assert set(found) == shown
     if not form.overlapping:
         assert len(found) == len(shown)
@@ -80,39 +81,39 @@ def test_cover_holds_every_shown_byte_once(seed: int) -> None:
     parts, shown = [], set()
     for i, view in enumerate(views):
         form = canonical(view.shape, view.stride())
-        box = Box(int(view.storage_offset()) * 4, 4, form.sizes, form.strides)
-        parts.append((i, box, form.overlapping))
-        shown |= set(bytes_of(box))
+        region = Region(int(view.storage_offset()) * 4, 4, form.sizes, form.strides)
+        parts.append((i, region, form.overlapping))
+        shown |= set(bytes_of(region))
     found: list[int] = []
-    for box, members in cover(parts, Budget()):
-        found += bytes_of(box)
+    for region, members in cover(parts, Budget()):
+        found += bytes_of(region)
         for member in members:
-            assert parts[member][1] == box
+            assert parts[member][1] == region
     assert sorted(found) == sorted(shown), "a byte is missing, alien, or there twice"
 
 
 @given(st.integers(0, 2**32), st.sampled_from([64, 4096]))
 @settings(max_examples=200)
-def test_parcels_carry_every_box_once(seed: int, parcel_bytes: int) -> None:
+def test_parcels_carry_every_region_once(seed: int, parcel_bytes: int) -> None:
     rng = np.random.default_rng(seed)
     state = [torch.zeros(int(rng.integers(0, 3000)), dtype=torch.uint8) for _ in range(8)] + random_views(seed)
     manifest = describe(state, Limits()).manifest
-    boxes = regions.lay_out(manifest)
-    cut = parcels.cut(boxes, parcel_bytes)
+    regions = lay_out(manifest)
+    cut = parcels.cut(regions, parcel_bytes)
     seen: dict[int, list[tuple[int, int]]] = {}
     for number in range(len(cut)):
         end = 0
         for piece in cut.pieces(number):
             assert piece.position >= end
-            assert piece.position % int(boxes.item[piece.box]) == 0
-            assert piece.low % int(boxes.item[piece.box]) == 0
+            assert piece.position % int(regions.item[piece.region]) == 0
+            assert piece.low % int(regions.item[piece.region]) == 0
             end = piece.position + piece.high - piece.low
-            seen.setdefault(piece.box, []).append((piece.low, piece.high))
+            seen.setdefault(piece.region, []).append((piece.low, piece.high))
         assert end == int(cut.nbytes[number]) <= parcel_bytes
-    for box in range(len(boxes)):
-        ranges = seen[box]
+    for region in range(len(regions)):
+        ranges = seen[region]
         assert [low for low, _ in ranges] == [0] + [high for _, high in ranges[:-1]]
-        assert ranges[-1][1] == int(boxes.nbytes[box])
+        assert ranges[-1][1] == int(regions.nbytes[region])
     most = parcels.Most(2 * parcel_bytes, 2 * parcel_bytes)
     bursts = parcels.bursts(cut, range(len(cut)), most)
     assert [n for burst in bursts for n in burst] == list(range(len(cut)))
@@ -121,9 +122,9 @@ def test_parcels_carry_every_box_once(seed: int, parcel_bytes: int) -> None:
 
 def test_a_fingerprint_tells_plans_apart() -> None:
     small, large = (describe([torch.zeros(n)], Limits()).manifest for n in (3, 4))
-    one, same = (parcels.fingerprint(parcels.cut(regions.lay_out(small), 64)) for _ in range(2))
+    one, same = (parcels.fingerprint(parcels.cut(lay_out(small), 64)) for _ in range(2))
     assert one == same
-    assert one != parcels.fingerprint(parcels.cut(regions.lay_out(large), 64))
+    assert one != parcels.fingerprint(parcels.cut(lay_out(large), 64))
 
 
 @pytest.mark.parametrize(("steps", "apart"), [((2, 3, 2), False), ((16, 12, 16), True)])
@@ -134,9 +135,9 @@ def test_a_too_fine_tangle_travels_the_shorter_way(steps: tuple[int, ...], apart
     for i, step in enumerate(steps):
         view = base[i::step]
         form = canonical(view.shape, view.stride())
-        parts.append((i, Box(int(view.storage_offset()), 1, form.sizes, form.strides), form.overlapping))
+        parts.append((i, Region(int(view.storage_offset()), 1, form.sizes, form.strides), form.overlapping))
     found = cover(parts, Budget())
     assert all(bool(members) is apart for _, members in found)
-    covered = {byte for box, _ in found for byte in bytes_of(box)}
-    assert covered >= {byte for _, box, _ in parts for byte in bytes_of(box)}
-    assert sum(box.nbytes for box, _ in found) <= len(base)
+    covered = {byte for region, _ in found for byte in bytes_of(region)}
+    assert covered >= {byte for _, region, _ in parts for byte in bytes_of(region)}
+    assert sum(region.nbytes for region, _ in found) <= len(base)

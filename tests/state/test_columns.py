@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from states import like, states
 from transfuse.errors import TargetMismatch, UnsupportedLeaf
 from transfuse.limits import Limits
-from transfuse.plan import parcels, regions
+from transfuse.plan import parcels
 from transfuse.plan.match import Match, Prepared, match, prepare
+from transfuse.plan.regions import Regions, lay_out
 from transfuse.state import columns, trees
 from transfuse.state.leaves import dense
-from transfuse.state.leaves.codec import Room
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.codec import BuildContext
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Described, Manifest, Wire, describe
 from transfuse.state.region import Budget, canonical, cover, crowds
 from transfuse.state.tensors import Ints, Shapes
@@ -327,8 +328,8 @@ def sent(described: Described) -> Manifest:
 
 def lay_over(state: object, target: object, strict: bool = False) -> Match:
     manifest = sent(describe(state, LIMITS))
-    room = Room(manifest.shared, weights_only_objects=True)
-    return match(manifest, target, room=room, kinds=Kinds(LIMITS), strict=strict, limits=LIMITS)
+    build_context = BuildContext(manifest.shared, weights_only_objects=True)
+    return match(manifest, target, build_context=build_context, kinds=Registry(LIMITS), strict=strict, limits=LIMITS)
 
 
 def leaf_by_leaf(target: object) -> Prepared:
@@ -517,26 +518,26 @@ def test_containers_that_are_alike_are_written_once() -> None:
 
 @relaxed
 @given(state=states(["dense", "alias"]))
-def test_boxes_are_those_of_the_parts(state: Any) -> None:
+def test_regions_are_those_of_the_parts(state: Any) -> None:
     manifest = describe(state, LIMITS).manifest
-    boxes = regions.lay_out(manifest)
-    found = [(int(boxes.storage[i]), boxes.box(i), boxes.members(i)) for i in range(len(boxes))]
+    regions = lay_out(manifest)
+    found = [(int(regions.storage[i]), regions.region(i), regions.members(i)) for i in range(len(regions))]
     expected = []
     budget = Budget()
     for storage in range(len(manifest.storages)):
         numbers = np.flatnonzero((manifest.parts.storage == storage) & (manifest.parts.numel > 0)).tolist()
-        for box, members in cover([(part, *manifest.parts.box(part)) for part in numbers], budget):
-            single = box._replace(sizes=(1,), strides=(1,)) if not box.sizes else box
+        for region, members in cover([(part, *manifest.parts.region(part)) for part in numbers], budget):
+            single = region._replace(sizes=(1,), strides=(1,)) if not region.sizes else region
             expected.append((storage, single, members))
     assert found == expected
 
 
-def columns_of_boxes(sizes: list[tuple[int, int, int]]) -> regions.Boxes:
+def columns_of_regions(sizes: list[tuple[int, int, int]]) -> Regions:
     """Boxes of so many items of so many bytes on these devices."""
     ints: Callable[[list[int]], Ints] = lambda column: np.array(column, dtype=np.int64)  # noqa: E731
     count = len(sizes)
     items = ints([item for _, item, _ in sizes])
-    return regions.Boxes(
+    return Regions(
         storage=np.arange(count),
         space=np.sort(ints([device for _, _, device in sizes])),
         start=np.zeros(count, dtype=np.int64),
@@ -557,29 +558,29 @@ SIZES = st.one_of(st.integers(1, 40), st.integers(100, 300))
     parcel_bytes=st.sampled_from([256, 272, 1024]),
 )
 def test_every_byte_travels_once(sizes: list[tuple[int, int, int]], parcel_bytes: int) -> None:
-    boxes = columns_of_boxes(sizes)
-    cut = parcels.cut(boxes, parcel_bytes)
+    regions = columns_of_regions(sizes)
+    cut = parcels.cut(regions, parcel_bytes)
     seen: list[tuple[int, int]] = []
     for number in range(len(cut)):
         pieces = list(cut.pieces(number))
         assert 0 < cut.nbytes[number] <= parcel_bytes
         assert pieces[-1].position + pieces[-1].high - pieces[-1].low == cut.nbytes[number]
-        assert len({int(boxes.space[piece.box]) for piece in pieces}) == 1
+        assert len({int(regions.space[piece.region]) for piece in pieces}) == 1
         chosen, positions = cut.columns(number)
-        assert list(range(chosen.start, chosen.stop)) == [piece.box for piece in pieces]
+        assert list(range(chosen.start, chosen.stop)) == [piece.region for piece in pieces]
         assert positions.tolist() == [piece.position for piece in pieces]
         end = 0
         for piece in pieces:
             assert piece.position >= end
             assert piece.position - end < 16
-            assert piece.position % boxes.item[piece.box] == piece.low % boxes.item[piece.box] == 0
+            assert piece.position % regions.item[piece.region] == piece.low % regions.item[piece.region] == 0
             end = piece.position + piece.high - piece.low
-            seen += [(piece.box, byte) for byte in range(piece.low, piece.high)]
-    assert seen == [(box, byte) for box in range(len(boxes)) for byte in range(boxes.nbytes[box])]
+            seen += [(piece.region, byte) for byte in range(piece.low, piece.high)]
+    assert seen == [(region, byte) for region in range(len(regions)) for byte in range(regions.nbytes[region])]
 
 
-def test_small_boxes_fill_parcels() -> None:
-    cut = parcels.cut(columns_of_boxes([(100, 4, 0)] * 1000), 64 << 10)
+def test_small_regions_fill_parcels() -> None:
+    cut = parcels.cut(columns_of_regions([(100, 4, 0)] * 1000), 64 << 10)
     assert (cut.nbytes[:-1] > 7 * (64 << 10) // 8 - 400).all()
 
 
@@ -599,8 +600,10 @@ def everything(leaves: int) -> int:
     sys.setprofile(count)
     try:
         manifest = sent(describe(state, LIMITS))
-        found = match(manifest, target, room=Room(), kinds=Kinds(LIMITS), strict=True, limits=LIMITS)
-        parcels.fingerprint(parcels.cut(regions.lay_out(manifest, found.apart, found.wanted), LIMITS.parcel_bytes))
+        found = match(
+            manifest, target, build_context=BuildContext(), kinds=Registry(LIMITS), strict=True, limits=LIMITS
+        )
+        parcels.fingerprint(parcels.cut(lay_out(manifest, found.apart, found.wanted), LIMITS.parcel_bytes))
     finally:
         sys.setprofile(None)
     assert found.as_lies.all()

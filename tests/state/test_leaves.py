@@ -24,7 +24,7 @@ import transfuse
 from moves import Pair, pair
 from transfuse.state.leaves import dense
 from transfuse.state.leaves.blobs import ObjectCodec
-from transfuse.state.leaves.codec import CannotCarry, Room
+from transfuse.state.leaves.codec import BuildContext, CannotCarry
 from transfuse.testing.exact import assert_exact
 
 pytestmark = pytest.mark.usefixtures("either_route")
@@ -400,10 +400,10 @@ def _pickled(item: object) -> bytes:
 def test_a_damaged_object_is_not_called_unsafe(data: bytes) -> None:
     part = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"a damaged pickle of test_leaves.Custom: "):
-        ObjectCodec(1 << 20).close("test_leaves.Custom", [part], Room([], weights_only_objects=True))
+        ObjectCodec(1 << 20).close("test_leaves.Custom", [part], BuildContext([], weights_only_objects=True))
     whole = torch.frombuffer(bytearray(_pickled(Custom())), dtype=torch.uint8)
     with pytest.raises(CannotCarry, match=r"refuses test_leaves.Custom, which needs test_leaves.Custom; convert it"):
-        ObjectCodec(1 << 20).close("test_leaves.Custom", [whole], Room([], weights_only_objects=True))
+        ObjectCodec(1 << 20).close("test_leaves.Custom", [whole], BuildContext([], weights_only_objects=True))
 
 
 def test_a_container_that_holds_itself_is_refused(two: Pair) -> None:

@@ -143,7 +143,7 @@ def test_a_transport_that_never_returns_is_a_failure_after_its_time(name: str) -
 class Cheat:
     """Takes what it should copy."""
 
-    box: Any = None
+    region: Any = None
 
     def __init__(
         self, pg: Any, timeout: timedelta, device: torch.device, state_dict: Callable[[], Any] | None = None
@@ -151,12 +151,12 @@ class Cheat:
         self.pg = pg
 
     def send_checkpoint(self, dst_ranks: list[int], state: Any) -> None:
-        Cheat.box = state
+        Cheat.region = state
         self.pg.send([torch.ones(1)], dst_ranks[0], 1).wait()
 
     def recv_checkpoint(self, src_rank: int) -> Any:
         self.pg.recv([torch.ones(1)], src_rank, 1).wait()
-        return Cheat.box
+        return Cheat.region
 
 
 def test_results_and_failures_are_listed() -> None:

@@ -87,24 +87,24 @@ class Delivery:
 class Mailbox:
     """A group with nothing but send and recv; it does not even know its rank."""
 
-    def __init__(self, rank: int, boxes: Mailboxes) -> None:
-        self._me, self._boxes = rank, boxes
+    def __init__(self, rank: int, regions: Mailboxes) -> None:
+        self._me, self._regions = rank, regions
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Delivery:
-        self._boxes.put((self._me, rank, tag), tensors[0].clone())
+        self._regions.put((self._me, rank, tag), tensors[0].clone())
         delivery = Delivery(tensors[0])
         delivery.done.set()
         return delivery
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Delivery:
         delivery = Delivery(tensors[0])
-        self._boxes.ask((rank, self._me, tag), delivery)
+        self._regions.ask((rank, self._me, tag), delivery)
         return delivery
 
 
 def test_any_object_with_send_and_recv() -> None:
-    boxes = Mailboxes()
-    groups = [Mailbox(rank, boxes) for rank in range(2)]
+    regions = Mailboxes()
+    groups = [Mailbox(rank, regions) for rank in range(2)]
     sent = state()
     own = {"w": torch.zeros(3_000_000), "t": torch.zeros(30, 40)}
     _, fresh = in_threads(

@@ -15,7 +15,7 @@ import torch
 
 from transfuse.limits import Limits
 from transfuse.wire import hub
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group
 from transfuse.wire.hub import FirstWord, hub_of
 
@@ -31,7 +31,7 @@ class Nowhere:
     recv = send
 
 
-class Private(Nowhere):
+class PairGroup(Nowhere):
     outlives_waits = True
 
 
@@ -54,7 +54,7 @@ def test_transports_on_one_group_share_its_hub() -> None:
     assert Group(one, CPU).hub is Group(one, CPU).hub
     first, second = Group(one, CPU), Group(two, CPU)
     assert first.hub is not second.hub
-    assert Line(first, 3, 1.0, Limits()).group.hub is hub_of(one)
+    assert Channel(first, 3, 1.0, Limits()).group.hub is hub_of(one)
 
 
 def test_a_hub_goes_with_its_group() -> None:
@@ -66,7 +66,7 @@ def test_a_hub_goes_with_its_group() -> None:
             pg = Nowhere()
             group = Group(pg, CPU)
             assert group.hub.pg is pg
-            with Line(group, 0, 1.0, Limits()):
+            with Channel(group, 0, 1.0, Limits()):
                 pass
             alive, known = weakref.ref(pg), weakref.ref(group.hub)
             seen.add(id(pg))
@@ -80,13 +80,13 @@ def test_a_hub_goes_with_its_group() -> None:
 
 @pytest.mark.parametrize("left", ["a thread", "memory", "a receive"])
 def test_a_hub_stays_while_something_is_left_behind(left: str) -> None:
-    pg = Nowhere() if left == "a thread" else Private()
+    pg = Nowhere() if left == "a thread" else PairGroup()
     found = hub_of(pg)
-    line, word = object(), FirstWord(Word(), 1, "first")
+    channel, word = object(), FirstWord(Word(), 1, "first")
     if left == "a thread":
         found.pin()
     elif left == "memory":
-        found.leave_behind(line)
+        found.leave_behind(channel)
     else:
         found.park(word)
     number = id(found)
@@ -98,7 +98,7 @@ def test_a_hub_stays_while_something_is_left_behind(left: str) -> None:
         return
     if left == "memory":
         assert hub.leftovers().left_behind == 1
-        found.forget(line)
+        found.forget(channel)
     else:
         assert found.adopt(1, "second") is word
     gone = weakref.ref(found)
@@ -107,7 +107,7 @@ def test_a_hub_stays_while_something_is_left_behind(left: str) -> None:
 
 
 def test_receives_are_handed_on_in_their_order_and_to_their_peer() -> None:
-    found = hub_of(Private())
+    found = hub_of(PairGroup())
     words = [FirstWord(Word(), peer, "first") for peer in (1, 2, 1)]
     for word in reversed(words):
         found.park(word)
@@ -121,7 +121,7 @@ def test_receives_are_handed_on_in_their_order_and_to_their_peer() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_left_receive_brings_is_kept_unless_it_is_a_failure(fails: bool) -> None:
-    pg, posted = Private(), Word()
+    pg, posted = PairGroup(), Word()
     posted.error = RuntimeError("closed") if fails else None
     word = FirstWord(posted, 1, "first")
     hub_of(pg).park(word)
@@ -139,8 +139,8 @@ def test_what_a_left_receive_brings_is_kept_unless_it_is_a_failure(fails: bool) 
 def test_a_watch_runs_while_there_is_a_conversation() -> None:
     group = Group(Nowhere(), CPU)
     for _ in range(3):
-        with Line(group, 0, 1.0, Limits()) as first:
-            with Line(group, 1, 1.0, Limits()):
+        with Channel(group, 0, 1.0, Limits()) as first:
+            with Channel(group, 1, 1.0, Limits()):
                 assert group.hub.watch.runs
             assert group.hub.watch.runs
             group.hub.watch.remove(first)
@@ -150,12 +150,12 @@ def test_a_watch_runs_while_there_is_a_conversation() -> None:
 
 def test_a_child_of_a_fork_finds_no_lock_held_and_no_watch() -> None:
     group = Group(Nowhere(), CPU)
-    with group.turn(1, 0), Line(group, 1, 1.0, Limits()), group.hub._lock, hub._finding:
+    with group.turn(1, 0), Channel(group, 1, 1.0, Limits()), group.hub._lock, hub._finding:
         child = os.fork()
         if not child:
             code = 1
             with suppress(BaseException):
-                with group.turn(1, 0), Line(group, 1, 1.0, Limits()):
+                with group.turn(1, 0), Channel(group, 1, 1.0, Limits()):
                     assert group.hub.watch.runs
                     assert hub_of(group.pg) is group.hub
                     group.hub.loop()

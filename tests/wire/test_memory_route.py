@@ -132,25 +132,25 @@ class Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.lines: list[str] = []
+        self.channels: list[str] = []
         logger = logging.getLogger("transfuse")
         logger.addHandler(self)
         logger.setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        self.channels.append(record.getMessage())
 
 
 def receive_as_nobody(rank: int) -> Any:
     if rank == 0:
         return transport().send_checkpoint([1], state(1))
-    lines = Lines()
+    channels = Lines()
     os.setgid(65534)
     os.setuid(65534)
     taker = transport()
     assert_exact(state(1), taker.recv_checkpoint(0))
     assert taker.report is not None
-    return taker.report.route, [line for line in lines.lines if "group route" in line]
+    return taker.report.route, [line for line in channels.channels if "group route" in line]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -159,11 +159,11 @@ def test_another_user_is_refused_by_the_kernel_and_served_over_the_group_with_on
         fleet.start(receive_as_nobody)
         sent, received = fleet.outcomes(deadline=60)
     sent.get()
-    route, lines = received.get()
+    route, channels = received.get()
     assert route == "group"
-    assert len(lines) == 1
-    assert "not permitted" in lines[0]
-    assert "rank 0" in lines[0]
+    assert len(channels) == 1
+    assert "not permitted" in channels[0]
+    assert "rank 0" in channels[0]
 
 
 def test_a_process_that_does_not_hold_the_token_is_not_read() -> None:
@@ -325,7 +325,7 @@ def test_what_cannot_be_read_comes_over_the_group(two: Pair) -> None:
     assert sent.get().report.route == "memory+group"
 
 
-def test_an_address_that_is_wrong_falls_back_for_that_box_alone(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_wrong_falls_back_for_that_region_alone(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Reader.__init__
 
     def misled(self: Reader, *args: Any) -> None:

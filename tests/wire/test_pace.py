@@ -15,7 +15,7 @@ from moves import CPU, pair
 from transfuse.limits import Limits, Sizes
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
-from transfuse.wire.rate_limit import Pace
+from transfuse.wire.rate_limit import RateLimit
 
 TIMEOUT = timedelta(seconds=10)
 
@@ -41,42 +41,42 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_bytes_go_at_the_rate(clock: Clock) -> None:
-    pace = Pace(1000.0)
+    rate_limit = RateLimit(1000.0)
     for _ in range(50):
-        pace.take(100)
+        rate_limit.take(100)
     assert clock.now - 1000.0 == pytest.approx(5.0, rel=0.02)
 
 
 def test_a_pause_is_hardly_made_up_for(clock: Clock) -> None:
-    pace = Pace(1000.0)
+    rate_limit = RateLimit(1000.0)
     clock.now += 60
     for _ in range(10):
-        pace.take(100)
+        rate_limit.take(100)
     assert clock.now - 1060.0 == pytest.approx(1.0, rel=0.06)
 
 
 def test_without_a_rate_nothing_waits(clock: Clock) -> None:
-    Pace(None).take(1 << 40)
+    RateLimit(None).take(1 << 40)
     assert clock.now == 1000.0
 
 
 def test_a_rate_makes_small_portions() -> None:
-    assert Pace(None).at_once(100) == 100
-    assert Pace(1000.0).at_once(100) == 50
-    assert Pace(1.0).at_once(100) == 1
+    assert RateLimit(None).at_once(100) == 100
+    assert RateLimit(1000.0).at_once(100) == 50
+    assert RateLimit(1.0).at_once(100) == 1
 
 
 def test_who_stops_does_not_wait(clock: Clock) -> None:
-    Pace(1.0).take(1000, lambda: clock.now > 1000.2)
+    RateLimit(1.0).take(1000, lambda: clock.now > 1000.2)
     assert clock.now < 1001
 
 
 def test_threads_share_one_rate() -> None:
-    pace, started = Pace(1e6), time.monotonic()
+    rate_limit, started = RateLimit(1e6), time.monotonic()
 
     def take() -> None:
         for _ in range(10):
-            pace.take(10_000)
+            rate_limit.take(10_000)
 
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:

@@ -184,7 +184,9 @@ class Runs:
     def _fetch(self, number: int) -> torch.Tensor:
         cut = self._pull.cut
         (piece,) = cut.pieces(number)
-        place = int(self._reader.storages[cut.boxes.storage[piece.box]] + cut.boxes.start[piece.box]) + piece.low
+        place = (
+            int(self._reader.storages[cut.regions.storage[piece.region]] + cut.regions.start[piece.region]) + piece.low
+        )
         buffer = torch.empty(piece.high - piece.low, dtype=torch.uint8)
         size = np.array([buffer.nbytes], dtype=np.uint64)
         theirs, mine = np.array([place], dtype=np.uint64), np.array([buffer.data_ptr()], dtype=np.uint64)

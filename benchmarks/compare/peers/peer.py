@@ -73,9 +73,9 @@ class Scene:
 
     def tell(self, what: object = None) -> Any:
         """What the source passes here, on every rank."""
-        box = [what]
-        dist.broadcast_object_list(box, src=SOURCE)
-        return box[0]
+        region = [what]
+        dist.broadcast_object_list(region, src=SOURCE)
+        return region[0]
 
 
 class Peer(ABC):

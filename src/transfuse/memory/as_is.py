@@ -16,13 +16,14 @@ from transfuse.memory import landing
 from transfuse.memory.arena import FreshMemory, Supply, allocate
 from transfuse.memory.landing import Built, Copy
 from transfuse.memory.packing import Place, place_in_storage, place_in_tensor
-from transfuse.plan import parcels, regions
+from transfuse.plan import parcels
 from transfuse.plan.match import Match
+from transfuse.plan.regions import lay_out
 from transfuse.plan.shares import Everything
 from transfuse.state import trees
 from transfuse.state.leaves import dense, values
-from transfuse.state.leaves.codec import Room
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.codec import BuildContext
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.state.tensors import Bools, Ints
 
@@ -46,7 +47,7 @@ class AsIs:
         self._found = found
         #: With ``atomic`` every part lands in memory of its own.
         self._apart, self._wanted = ([], []) if atomic else (found.apart, found.wanted)
-        self._boxes = boxes = regions.lay_out(manifest, self._apart, self._wanted)
+        self._regions = regions = lay_out(manifest, self._apart, self._wanted)
         self._destinations = [None] * len(manifest.parts) if atomic else found.destinations
         #: For each part, whether its bytes land in a target.
         self._in_target: Bools = np.zeros(len(manifest.parts), dtype=bool) if atomic else self.placed
@@ -62,7 +63,7 @@ class AsIs:
         #: With ``atomic``, all parts, once they are built.
         self._built: list[torch.Tensor] | None = None
         #: Only now: what can be allocated bounds how many parcels there are.
-        self.cut = parcels.cut(boxes, parcel_bytes)
+        self.cut = parcels.cut(regions, parcel_bytes)
         self.shares = Everything(manifest, self.cut, self._apart, self._wanted)
 
     @property
@@ -73,20 +74,20 @@ class AsIs:
 
     @cached_property
     def addresses(self) -> Ints:
-        boxes, found = self._boxes, self._found
+        regions, found = self._regions, self._found
         # A tangle has no part, and is fresh.
-        part = np.maximum(boxes.part, 0)
-        placed = (boxes.part >= 0) & self._in_target[part] if len(self._in_target) else boxes.part >= 0
-        fresh = self._arena.address[boxes.storage]
-        result = np.where(~placed & (fresh > 0), fresh + boxes.start, 0)
+        part = np.maximum(regions.part, 0)
+        placed = (regions.part >= 0) & self._in_target[part] if len(self._in_target) else regions.part >= 0
+        fresh = self._arena.address[regions.storage]
+        result = np.where(~placed & (fresh > 0), fresh + regions.start, 0)
         if placed.any():
             result = np.where(placed & found.as_lies[part], found.address[part], result)
-        result[[*boxes.strided, *(box for box in boxes.also if not self._is_one_place(box))]] = 0
+        result[[*regions.strided, *(region for region in regions.also if not self._is_one_place(region))]] = 0
         return result
 
-    def _is_one_place(self, box: int) -> bool:
+    def _is_one_place(self, region: int) -> bool:
         """Whether the parts of a box that has several are one memory here too, and lie in it as at the source."""
-        members = list(self._boxes.members(box))
+        members = list(self._regions.members(region))
         if not self._in_target[members].any():
             return bool(self._fresh[members].all())
         addresses, as_lies = self._found.address[members], self._found.as_lies[members]
@@ -97,37 +98,37 @@ class AsIs:
     @cached_property
     def lie_once(self) -> Bools:
         result = self.addresses > 0
-        for box in np.flatnonzero(~result).tolist():
-            places = self.places(box)
-            result[box] = len(places) == 1 and not places[0].lead
+        for region in np.flatnonzero(~result).tolist():
+            places = self.places(region)
+            result[region] = len(places) == 1 and not places[0].lead
         return result
 
     @cached_property
     def convert(self) -> Bools:
-        return np.zeros(len(self._boxes), dtype=bool)
+        return np.zeros(len(self._regions), dtype=bool)
 
     @cached_property
     def held(self) -> Bools:
         # Of the copies, only some begin with what their targets hold.
         has_target = self.placed & self._found.as_lies if self.atomic else self.placed
-        part = self._boxes.part
+        part = self._regions.part
         return self.lie_once & (part >= 0) & (has_target[np.maximum(part, 0)] if len(has_target) else part >= 0)
 
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
-        if region in self._boxes.strided or (region in self._boxes.also and not self._is_one_place(region)):
+        if region in self._regions.strided or (region in self._regions.also and not self._is_one_place(region)):
             return None
-        part = int(self._boxes.part[region])
+        part = int(self._regions.part[region])
         target = None if part < 0 else self._destinations[part]
         if target is None:
-            start = int(self._boxes.start[region])
-            return self._arena.bytes_of(int(self._boxes.storage[region]))[start + low : start + high]
+            start = int(self._regions.start[region])
+            return self._arena.bytes_of(int(self._regions.storage[region]))[start + low : start + high]
         if not self._found.as_lies[part]:
             return None
         start = dense.offset_of(target) * target.element_size()
         return dense.over(target.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
 
     def places(self, region: int) -> list[Place]:
-        members = self._boxes.members(region)
+        members = self._regions.members(region)
         result: list[Place] = []
         for part in members:
             target = self._destinations[part]
@@ -135,23 +136,25 @@ class AsIs:
                 place = place_in_tensor(target, self.manifest.parts.form(part), int(self.manifest.parts.flags[part]))
                 if not any(_same_place(place, other) for other in result):
                     result.append(place)
-        number = int(self._boxes.storage[region])
+        number = int(self._regions.storage[region])
         if number in self._arena and (not members or self._fresh[list(members)].any()):
             memory = self._arena.bytes_of(number)
-            result.append(place_in_storage(memory.untyped_storage(), dense.offset_of(memory), self._boxes.box(region)))
+            result.append(
+                place_in_storage(memory.untyped_storage(), dense.offset_of(memory), self._regions.region(region))
+            )
         return result
 
-    def tensors_of(self, regions: Bools) -> Bools:
-        boxes, parts = self._boxes, self.manifest.parts
+    def tensors_of(self, chosen: Bools) -> Bools:
+        regions, parts = self._regions, self.manifest.parts
         result = np.zeros(len(parts), dtype=bool)
-        members = boxes.part[regions]
+        members = regions.part[chosen]
         tangled = members < 0
         result[members[~tangled]] = True
-        for box, others in boxes.also.items():
-            if regions[box]:
+        for region, others in regions.also.items():
+            if chosen[region]:
                 result[list(others)] = True
         if tangled.any():
-            result |= np.isin(parts.storage, boxes.storage[regions][tangled])
+            result |= np.isin(parts.storage, regions.storage[chosen][tangled])
         if self._apart:
             # Parts that were not asked for see the same storage through a part that was.
             apart = np.intersect1d(parts.storage[result & self._in_target], np.array(self._apart, dtype=np.int64))
@@ -191,7 +194,7 @@ class AsIs:
 
     # -- the result
 
-    def build(self, room: Room, kinds: Kinds) -> Built:
+    def build(self, build_context: BuildContext, kinds: Registry) -> Built:
         manifest, found = self.manifest, self._found
         partners = np.asarray(found.merged.partner, dtype=np.int64)
         codes = np.frombuffer(manifest.kinds, np.uint8)
@@ -213,10 +216,10 @@ class AsIs:
             own = range(*manifest.first_parts[leaf : leaf + 2].tolist())
             parts = (built[part] if built is not None else self._part(part) for part in own)
             if partner < 0 or any(found.destinations[part] is None for part in own):
-                leaves[leaf] = landing.close(manifest, leaf, parts, room, kinds)
+                leaves[leaf] = landing.close(manifest, leaf, parts, build_context, kinds)
                 continue
             if built is not None:
-                landing.examine(manifest, leaf, parts, room, kinds)
+                landing.examine(manifest, leaf, parts, build_context, kinds)
             settling.append((leaf, leaves[leaf]))
         ordered = found.merged.arrange(leaves, found.target_leaves)
         return Built(trees.unflatten(found.merged.root, ordered), settling)

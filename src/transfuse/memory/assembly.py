@@ -31,8 +31,8 @@ from transfuse.plan.shares import Pieces, SharesOfPieces, split
 from transfuse.plan.spots import Spot
 from transfuse.state import trees
 from transfuse.state.leaves import dense, values
-from transfuse.state.leaves.codec import Room
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.codec import BuildContext
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.leaves.spec import is_sharded
 from transfuse.state.manifest import Leaf
 from transfuse.state.tensors import Bools, Ints, contiguous
@@ -46,8 +46,8 @@ MANY = 16
 def assemble(
     cohorts: Sequence[Cohort],
     prepared: Prepared,
-    room: Room,
-    kinds: Kinds,
+    build_context: BuildContext,
+    kinds: Registry,
     options: Options,
     supply: Supply,
     *,
@@ -62,7 +62,7 @@ def assemble(
     if late is not None:
         target, links = late(Catalogue(cohorts))
         prepared = prepare(target, supply.limits)
-    needs = Needs(cohorts, prepared, room, kinds, options, supply)
+    needs = Needs(cohorts, prepared, build_context, kinds, options, supply)
     if links is not None:
         needs.linked(None, options.strict, links)
     elif prepared.target is None:
@@ -74,7 +74,7 @@ def assemble(
     needs.check_collisions()
     pieces = split(cohorts, needs.needs)
     item = np.array([need.item for need in needs.needs], dtype=np.int64)
-    cut = parcels.cut(pieces.boxes(item), parcel_bytes, all_staged=True)
+    cut = parcels.cut(pieces.regions(item), parcel_bytes, all_staged=True)
     return Assembly(cohorts, needs, pieces, cut)
 
 
@@ -213,7 +213,7 @@ class Assembly:
 
     # -- the result
 
-    def build(self, room: Room, kinds: Kinds) -> Built:
+    def build(self, build_context: BuildContext, kinds: Registry) -> Built:
         needs, manifest = self._needs, self.manifest
         targets = needs.prepared.leaves
         built: list[Any] = [None] * len(manifest)
@@ -221,7 +221,7 @@ class Assembly:
             if manifest.kinds[leaf] == Leaf.VALUE:
                 built[leaf] = values.decode(manifest.detail(leaf))
             elif leaf in needs.fresh:
-                built[leaf] = self._build(leaf, needs.fresh[leaf], room, kinds)
+                built[leaf] = self._build(leaf, needs.fresh[leaf], build_context, kinds)
             elif leaf in needs.partner:
                 built[leaf] = targets[needs.partner[leaf]]
         replaced = list(targets)
@@ -229,7 +229,7 @@ class Assembly:
             blob = number == 0 and leaf in needs.fresh
             replaced[target] = built[leaf] if blob else values.decode(self._cohorts[number].manifest.detail(leaf))
         state = trees.unflatten(needs.result.root, needs.result.arrange(built, replaced))
-        self._examine(room, kinds)
+        self._examine(build_context, kinds)
         settling = [
             (leaf, targets[partner])
             for leaf, partner in needs.partner.items()
@@ -240,7 +240,7 @@ class Assembly:
     def _is_unsharded_composite(self, leaf: int) -> bool:
         return self.manifest.kinds[leaf] == Leaf.COMPOSITE and not is_sharded(self.manifest.detail(leaf))
 
-    def _examine(self, room: Room, kinds: Kinds) -> None:
+    def _examine(self, build_context: BuildContext, kinds: Registry) -> None:
         """Before a target is written: whether what has landed aside for it makes sense."""
         aside: dict[int, list[torch.Tensor]] = {}
         for spot in self._needs.spots:
@@ -248,9 +248,9 @@ class Assembly:
                 aside.setdefault(spot.leaf, []).append(spot.tensor)
         for leaf, partner in self._needs.partner.items():
             if partner in aside and self._is_unsharded_composite(leaf):
-                landing.examine(self.manifest, leaf, iter(aside[partner]), room, kinds)
+                landing.examine(self.manifest, leaf, iter(aside[partner]), build_context, kinds)
 
-    def _build(self, leaf: int, spots: Sequence[Spot], room: Room, kinds: Kinds) -> Any:
+    def _build(self, leaf: int, spots: Sequence[Spot], build_context: BuildContext, kinds: Registry) -> Any:
         manifest = self.manifest
         first = int(manifest.first_parts[leaf])
         try:
@@ -259,4 +259,4 @@ class Assembly:
             raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
         if manifest.kinds[leaf] == Leaf.TENSOR:
             return parts[0]
-        return landing.close(manifest, leaf, iter(parts), room, kinds)
+        return landing.close(manifest, leaf, iter(parts), build_context, kinds)

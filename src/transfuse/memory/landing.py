@@ -21,8 +21,8 @@ from transfuse.memory.packing import Place
 from transfuse.plan.parcels import Parcels
 from transfuse.plan.shares import Shares
 from transfuse.state.leaves import dense
-from transfuse.state.leaves.codec import CannotCarry, Room
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.codec import BuildContext, CannotCarry
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools, Ints
 
@@ -48,7 +48,7 @@ class Built(NamedTuple):
 
 
 class Plan(Protocol):
-    """Where every region lands. Regions are numbered as in ``cut.boxes``.
+    """Where every region lands. Regions are numbered as in ``cut.regions``.
 
     A plan numbers the tensors that regions land in, and the leaves of these, as it likes.
     """
@@ -122,7 +122,7 @@ class Plan(Protocol):
 
     # -- the result
 
-    def build(self, room: Room, kinds: Kinds) -> Built:
+    def build(self, build_context: BuildContext, kinds: Registry) -> Built:
         """Build the state from what has landed. With ``atomic`` no target is written yet."""
 
 
@@ -132,7 +132,7 @@ class Landing:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         #: For each region, whether memory of it may have been written.
-        self._touched: Bools = np.zeros(len(plan.cut.boxes), dtype=bool)
+        self._touched: Bools = np.zeros(len(plan.cut.regions), dtype=bool)
         self._applied = False
 
     @property
@@ -170,19 +170,19 @@ class Landing:
     def held(self) -> Bools:
         return self._plan.held
 
-    def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
-        return self._plan.run(box, low, high)
+    def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
+        return self._plan.run(region, low, high)
 
-    def places(self, box: int) -> list[Place]:
-        return self._plan.places(box)
+    def places(self, region: int) -> list[Place]:
+        return self._plan.places(region)
 
     # -- what has been written
 
-    def touch(self, boxes: Sequence[int] | Ints | slice) -> None:
+    def touch(self, regions: Sequence[int] | Ints | slice) -> None:
         """Note that memory of these boxes is about to be written."""
-        if isinstance(boxes, range) and boxes.step == 1:
-            boxes = slice(boxes.start, boxes.stop)
-        self._touched[boxes if isinstance(boxes, slice) else np.asarray(boxes, dtype=np.int64)] = True
+        if isinstance(regions, range) and regions.step == 1:
+            regions = slice(regions.start, regions.stop)
+        self._touched[regions if isinstance(regions, slice) else np.asarray(regions, dtype=np.int64)] = True
 
     def torn(self) -> tuple[str, ...]:
         """Paths of the target leaves that have been written to."""
@@ -210,7 +210,7 @@ class Landing:
         """Paths of the leaves of which everything has landed, and of all others. ``landed`` has a row a parcel."""
         cut, late = self._plan.cut, ~landed
         # Regions of parcels that have not landed: each parcel is a run of regions.
-        edges = np.zeros(len(cut.boxes) + 1, dtype=np.int64)
+        edges = np.zeros(len(cut.regions) + 1, dtype=np.int64)
         np.add.at(edges, cut.first[late], 1)
         np.add.at(edges, (cut.first + cut.count)[late], -1)
         tensors = self._plan.tensors_of(np.cumsum(edges)[:-1] > 0)
@@ -219,10 +219,10 @@ class Landing:
         missing[self._plan.leaf[tensors]] = True
         return Paths(paths, ~missing), Paths(paths, missing)
 
-    def paths_of(self, boxes: Sequence[int]) -> list[str]:
+    def paths_of(self, regions: Sequence[int]) -> list[str]:
         """Paths of the leaves that these boxes hold."""
         chosen = np.zeros(len(self._touched), dtype=bool)
-        chosen[list(boxes)] = True
+        chosen[list(regions)] = True
         return self._paths_of(self._plan.tensors_of(chosen))
 
     def _paths_of(self, tensors: Bools) -> list[str]:
@@ -251,9 +251,9 @@ class Landing:
 
     # -- the result
 
-    def finish(self, room: Room, kinds: Kinds) -> Any:
+    def finish(self, build_context: BuildContext, kinds: Registry) -> Any:
         """Build the state from what has landed."""
-        built = self._plan.build(room, kinds)
+        built = self._plan.build(build_context, kinds)
         self._apply_copies()
         manifest = self._plan.manifest
         for leaf, target in built.settling:
@@ -264,18 +264,22 @@ class Landing:
         return built.state
 
 
-def examine(manifest: Manifest, leaf: int, parts: Iterator[torch.Tensor], room: Room, kinds: Kinds) -> None:
+def examine(
+    manifest: Manifest, leaf: int, parts: Iterator[torch.Tensor], build_context: BuildContext, kinds: Registry
+) -> None:
     """Before the target of a composite leaf is written: whether what has landed for it makes sense."""
     try:
-        kinds.examine(manifest.detail(leaf), parts, room)
+        kinds.examine(manifest.detail(leaf), parts, build_context)
     except ValueError as error:
         raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
 
 
-def close(manifest: Manifest, leaf: int, parts: Iterator[torch.Tensor], room: Room, kinds: Kinds) -> Any:
+def close(
+    manifest: Manifest, leaf: int, parts: Iterator[torch.Tensor], build_context: BuildContext, kinds: Registry
+) -> Any:
     """Build a composite leaf from its fresh parts."""
     try:
-        return kinds.close(manifest.detail(leaf), parts, room)
+        return kinds.close(manifest.detail(leaf), parts, build_context)
     except CannotCarry as reason:
         raise UnsupportedLeaf(manifest.paths[leaf], str(reason)) from reason
     except ValueError as error:

@@ -19,7 +19,7 @@ from transfuse.memory import vm
 from transfuse.state.leaves import dense
 from transfuse.state.manifest import Described, Ints
 
-__all__ = ["Vigil"]
+__all__ = ["MutationWatch"]
 
 #: A sample of a storage is so many words of eight bytes, or bytes where it is shorter or lies askew.
 WORDS = 8
@@ -28,7 +28,7 @@ _WORD, _BYTE = np.dtype(np.uint64), np.dtype(np.uint8)
 _version, _pointer = attrgetter("_version"), torch.Tensor.data_ptr
 
 
-class Vigil:
+class MutationWatch:
     """Remembers a described state, and finds out later what of it has changed."""
 
     def __init__(self, described: Described) -> None:

@@ -28,10 +28,10 @@ from transfuse.plan.spots import Global, Need, Spot
 from transfuse.rules import MapPath
 from transfuse.state import columns, trees
 from transfuse.state.leaves import dense, values
-from transfuse.state.leaves.codec import CannotCarry, Coordinate, Room, Shared, tensor_type
+from transfuse.state.leaves.codec import BuildContext, CannotCarry, Coordinate, Shared, tensor_type
 from transfuse.state.leaves.distributed import DTensorCodec, layout_in, partial_remedy
 from transfuse.state.leaves.layout import Block, Layout, blocks_of, intersect
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.leaves.spec import Spec, is_dtensor, is_sharded, is_sharded_tensor, of_plain_tensors
 from transfuse.state.manifest import Leaf
 from transfuse.state.mappings import Mappings
@@ -82,15 +82,15 @@ class Needs:
         self,
         cohorts: Sequence[Cohort],
         prepared: Prepared,
-        room: Room,
-        kinds: Kinds,
+        build_context: BuildContext,
+        kinds: Registry,
         options: Options,
         supply: Supply,
     ) -> None:
         self.cohorts = cohorts
         self.manifest = cohorts[0].manifest
         self.prepared = prepared
-        self.room = room
+        self.build_context = build_context
         self.kinds = kinds
         self.needs: list[Need] = []
         self.spots: list[Spot] = []
@@ -273,7 +273,7 @@ class Needs:
                 return
         spec = cohort.manifest.detail(leaf)
         try:
-            found, why = self.kinds.fit(spec, target, self.room, self._shared)
+            found, why = self.kinds.fit(spec, target, self.build_context, self._shared)
         except CannotCarry as reason:
             found, why = [], [f"the target cannot be filled: {reason}"]
         for line in why:
@@ -495,7 +495,7 @@ class Needs:
                 spread.append(leaf)
                 continue
             try:
-                self.kinds.promise(spec, self.room)
+                self.kinds.promise(spec, self.build_context)
             except CannotCarry as reason:
                 raise UnsupportedLeaf(manifest.paths[leaf], str(reason)) from reason
             wanted[manifest.first_parts[leaf] : manifest.first_parts[leaf + 1]] = True
@@ -534,7 +534,7 @@ class Needs:
 
     def _layout_here(self, leaf: int) -> tuple[Layout, Coordinate, tuple[int, ...]]:
         try:
-            layout, place = DTensorCodec().layout_here(Spec(*self.manifest.detail(leaf)).meta, self.room)
+            layout, place = DTensorCodec().layout_here(Spec(*self.manifest.detail(leaf)).meta, self.build_context)
         except CannotCarry as reason:
             raise UnsupportedLeaf(self.manifest.paths[leaf], str(reason)) from reason
         return layout, place, (0,) if place is None else layout.local_shape(place)

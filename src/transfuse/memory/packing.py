@@ -19,11 +19,11 @@ from transfuse.errors import StateError
 from transfuse.memory import vm
 from transfuse.memory.digest import digest_of, wide_digest_of
 from transfuse.plan.parcels import Parcels, Piece
-from transfuse.plan.regions import Boxes
+from transfuse.plan.regions import Regions
 from transfuse.state.leaves import dense
 from transfuse.state.manifest import Ints
 from transfuse.state.mappings import Mappings
-from transfuse.state.region import Box, Form, blocks
+from transfuse.state.region import Form, Region, blocks
 from transfuse.state.tensors import Bools
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
     "pack",
     "place_in_storage",
     "place_in_tensor",
-    "place_of_box",
+    "place_of_region",
     "ranges",
     "unpack",
     "wide_digests_of",
@@ -72,39 +72,39 @@ class Places(Protocol):
     def addresses(self) -> Ints:
         """For each box, the address of its first byte if its only place is one run of main memory; otherwise 0."""
 
-    def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
+    def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
         """Bytes ``[low, high)`` of a box as they lie in memory, if the box has one place and that is one run."""
 
-    def places(self, box: int) -> Sequence[Place]:
+    def places(self, region: int) -> Sequence[Place]:
         """All places of a box, whatever their layout."""
 
-    def paths_of(self, boxes: Sequence[int]) -> list[str]:
+    def paths_of(self, regions: Sequence[int]) -> list[str]:
         """Paths of the leaves that these boxes hold."""
 
 
 class Land(Places, Protocol):
     """Where parcels land."""
 
-    def touch(self, boxes: Sequence[int] | Ints) -> None: ...
+    def touch(self, regions: Sequence[int] | Ints) -> None: ...
 
     @property
     def convert(self) -> Bools:
         """Which boxes are converted as they land: what lies there is not what has arrived."""
 
 
-def place_in_storage(storage: torch.UntypedStorage, window: int, box: Box) -> Place:
+def place_in_storage(storage: torch.UntypedStorage, window: int, region: Region) -> Place:
     """The place of a box in a storage whose window begins at byte ``window``."""
-    offset = (window + box.start) // box.item
-    return Place(dense.over(storage, dense.ITEM_TYPES[box.item], offset, box.sizes, box.strides))
+    offset = (window + region.start) // region.item
+    return Place(dense.over(storage, dense.ITEM_TYPES[region.item], offset, region.sizes, region.strides))
 
 
-def place_of_box(storage: torch.UntypedStorage, window: int, boxes: Boxes, box: int) -> Place:
+def place_of_region(storage: torch.UntypedStorage, window: int, regions: Regions, region: int) -> Place:
     """The same for one of many boxes, which may be converted on its way."""
-    cast = boxes.casts.get(box)
+    cast = regions.casts.get(region)
     if cast is None:
-        return place_in_storage(storage, window, boxes.box(box))
-    offset = (window + cast.box.start) // cast.box.item
-    return Place(dense.over(storage, cast.memory, offset, cast.box.sizes, cast.box.strides), wire=cast.wire)
+        return place_in_storage(storage, window, regions.region(region))
+    offset = (window + cast.region.start) // cast.region.item
+    return Place(dense.over(storage, cast.memory, offset, cast.region.sizes, cast.region.strides), wire=cast.wire)
 
 
 def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> Place:
@@ -126,19 +126,19 @@ def as_bytes(places: Places, parcels: Parcels, parcel: int, device: torch.device
     if int(parcels.count[parcel]) != 1:
         return None
     (piece,) = parcels.pieces(parcel)
-    run = places.run(piece.box, piece.low, piece.high)
+    run = places.run(piece.region, piece.low, piece.high)
     return run if run is not None and run.device == device else None
 
 
 def ranges(places: Places, parcels: Parcels, parcel: int) -> tuple[vm.Ranges, Ints] | None:
     """Where the bytes of a parcel lie in main memory, and at which of its bytes each range begins; or None."""
-    boxes, positions = parcels.columns(parcel)
-    addresses = places.addresses[boxes]
+    regions, positions = parcels.columns(parcel)
+    addresses = places.addresses[regions]
     if not addresses.all():
         return None
     if len(addresses) == 1:
         return vm.ranges(addresses + parcels.low[parcel], parcels.nbytes[parcel : parcel + 1]), positions
-    return vm.ranges(addresses, parcels.boxes.nbytes[boxes]), positions
+    return vm.ranges(addresses, parcels.regions.nbytes[regions]), positions
 
 
 def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> torch.Tensor:
@@ -157,9 +157,9 @@ def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) ->
         if piece.position > used:
             buffer[used : piece.position].zero_()
         used = piece.position + piece.high - piece.low
-        run = places.run(piece.box, piece.low, piece.high)
+        run = places.run(piece.region, piece.low, piece.high)
         if run is None:
-            _copy(places.places(piece.box)[0], piece, buffer, out=True)
+            _copy(places.places(piece.region)[0], piece, buffer, out=True)
         else:
             runs.append(run)
             slots.append(buffer[piece.position : used])
@@ -177,9 +177,9 @@ def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) 
             return
     runs, slots = [], []
     for piece in parcels.pieces(parcel):
-        run = places.run(piece.box, piece.low, piece.high)
+        run = places.run(piece.region, piece.low, piece.high)
         if run is None:
-            for place in places.places(piece.box):
+            for place in places.places(piece.region):
                 _copy(place, piece, buffer, out=False)
         else:
             runs.append(run)
@@ -226,7 +226,7 @@ def _hash(parcels: Parcels, places: Places, numbers: Sequence[int], digest: Call
     return cast("list[T]", result)
 
 
-def check_reach(places: Places, boxes: Ints, memory: vm.Ranges, *, write: bool) -> None:
+def check_reach(places: Places, regions: Ints, memory: vm.Ranges, *, write: bool) -> None:
     """Raise if the memory of one of these boxes cannot be read (with ``write``, written) any more.
 
     All of it could be when the transfer began.
@@ -234,7 +234,7 @@ def check_reach(places: Places, boxes: Ints, memory: vm.Ranges, *, write: bool) 
     start, nbytes = memory.astype(np.int64).T
     found = Mappings().faults(start, start + nbytes, write=write)
     if found:
-        paths = places.paths_of(boxes[list(found)].tolist())
+        paths = places.paths_of(regions[list(found)].tolist())
         some = ", ".join(paths[:10]) + (", …" if len(paths) > 10 else "")
         raise StateError(
             f"leaves {some}: their memory could no longer be {'written' if write else 'read'} in the middle of the "
@@ -253,8 +253,8 @@ def _gather(
     except OSError as error:
         if error.errno == errno.EFAULT:
             # What this process may not touch, no other way of copying may either.
-            boxes, _ = parcels.columns(parcel)
-            check_reach(places, np.arange(boxes.start, boxes.stop), mine if write else theirs, write=write)
+            regions, _ = parcels.columns(parcel)
+            check_reach(places, np.arange(regions.start, regions.stop), mine if write else theirs, write=write)
         return False  # Forbidden by a container, perhaps.
     return True
 

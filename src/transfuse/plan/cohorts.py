@@ -20,7 +20,7 @@ from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import Coordinate
 from transfuse.state.leaves.distributed import ShardedTensorCodec
 from transfuse.state.leaves.layout import Block
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.leaves.spec import Spec, is_sharded
 from transfuse.state.manifest import Leaf, Manifest
 
@@ -36,7 +36,7 @@ class Cohort:
         self.manifest = manifest
         self.members = dict(members)
         self.holdings = Holdings(manifest)
-        self._kinds = Kinds(Limits())
+        self._kinds = Registry(Limits())
         self._holds_none: dict[int, bool] = {}
         self._everybody: Who = frozenset(members)
         #: For a mesh and some of its dimensions: the sources in each place along these.

@@ -15,7 +15,7 @@ import torch
 
 from transfuse.state.leaves import dense
 from transfuse.state.leaves.layout import Block, intersect
-from transfuse.state.region import Box, canonical, crowds, runs
+from transfuse.state.region import Region, canonical, crowds, runs
 
 __all__ = ["Collision", "Written", "clash", "find_collision", "folds"]
 
@@ -163,8 +163,8 @@ def _compare_runs(rows: Sequence[Written]) -> Collision | None:
         form = canonical(row.block.sizes, row.tensor.stride())
         if len(found) + prod(form.sizes) // (form.sizes[-1] if form.strides[-1:] == (1,) else 1) > MAX_RUNS:
             return Collision(row, too_fine=True)
-        box = Box(row.start, row.tensor.element_size(), form.sizes, form.strides)
-        found += [(low, high, number) for low, high in runs(box)]
+        region = Region(row.start, row.tensor.element_size(), form.sizes, form.strides)
+        found += [(low, high, number) for low, high in runs(region)]
     found.sort()
     # The run that reaches furthest so far, and whose it is.
     furthest, owner = 0, -1

@@ -19,12 +19,12 @@ from transfuse.plan.collisions import Collision, Written, clash, folds
 from transfuse.state import columns, trees
 from transfuse.state.columns import PLAIN
 from transfuse.state.leaves import dense, values
-from transfuse.state.leaves.codec import CannotCarry, Room, Shared
+from transfuse.state.leaves.codec import BuildContext, CannotCarry, Shared
 from transfuse.state.leaves.layout import Block
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.state.mappings import Mappings
-from transfuse.state.region import Box, Budget, cover, crowds
+from transfuse.state.region import Budget, Region, cover, crowds
 from transfuse.state.tensors import Bools, Ints
 
 __all__ = ["FREED", "UNWRITABLE", "Match", "Prepared", "compare", "match", "nothing_matches", "prepare", "unpaired"]
@@ -96,27 +96,33 @@ def prepare(target: object | None, limits: Limits) -> Prepared:
 
 
 def match(
-    manifest: Manifest, target: object | Prepared | None, *, room: Room, kinds: Kinds, strict: bool, limits: Limits
+    manifest: Manifest,
+    target: object | Prepared | None,
+    *,
+    build_context: BuildContext,
+    kinds: Registry,
+    strict: bool,
+    limits: Limits,
 ) -> Match:
     """Compare every leaf; raise one error with all mismatches. Without a target everything arrives fresh."""
     prepared = target if isinstance(target, Prepared) else prepare(target, limits)
-    found = compare(manifest, prepared, room=room, kinds=kinds, strict=strict)
+    found = compare(manifest, prepared, build_context=build_context, kinds=kinds, strict=strict)
     if isinstance(found, Match):
         return found
     raise found
 
 
 def compare(
-    manifest: Manifest, prepared: Prepared, *, room: Room, kinds: Kinds, strict: bool
+    manifest: Manifest, prepared: Prepared, *, build_context: BuildContext, kinds: Registry, strict: bool
 ) -> Match | TargetMismatch | UnsupportedLeaf:
     """Lay a state over a target as it is; or say, as an error with all mismatches, why it cannot land as it is."""
     if prepared.target is None:
         merged = trees.Merged.all_of_source(manifest.root, len(manifest))
         empty = _Targets(manifest)
         result = Match(merged, [], [None] * len(manifest.parts), {}, [], [], empty.address, empty.as_lies)
-        return _promise_fresh(manifest, result, room, kinds) or result
+        return _promise_fresh(manifest, result, build_context, kinds) or result
     merged = trees.merge(manifest.root, prepared.root)
-    fitted = _fit(manifest, merged, prepared, room, kinds)
+    fitted = _fit(manifest, merged, prepared, build_context, kinds)
     others = columns.read_any([tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None])
     problems = merged.conflicts + fitted.problems + _unwritable(manifest, fitted, prepared.tensors, others)
     if not len(fitted.quick) and not fitted.others and not problems:
@@ -136,7 +142,7 @@ def compare(
     problems += _collisions(manifest, result, targets)
     if problems:
         return TargetMismatch(problems)
-    return _promise_fresh(manifest, result, room, kinds) or result
+    return _promise_fresh(manifest, result, build_context, kinds) or result
 
 
 class _Fitted(NamedTuple):
@@ -151,7 +157,9 @@ class _Fitted(NamedTuple):
     problems: list[str]
 
 
-def _fit(manifest: Manifest, merged: trees.Merged, prepared: Prepared, room: Room, kinds: Kinds) -> _Fitted:
+def _fit(
+    manifest: Manifest, merged: trees.Merged, prepared: Prepared, build_context: BuildContext, kinds: Registry
+) -> _Fitted:
     """Compare all pairs of plain tensors at once, and whatever else there is, or does not fit, leaf by leaf."""
     partner = np.array(merged.partner, dtype=np.int64)
     paired = np.flatnonzero(partner >= 0)
@@ -169,7 +177,7 @@ def _fit(manifest: Manifest, merged: trees.Merged, prepared: Prepared, room: Roo
     fitted = _Fitted(destinations, parts, row[plain], [], [])
     shared = Shared()
     for leaf in paired[~plain].tolist():
-        why = _fit_leaf(manifest, leaf, prepared.leaves[merged.partner[leaf]], fitted, room, kinds, shared)
+        why = _fit_leaf(manifest, leaf, prepared.leaves[merged.partner[leaf]], fitted, build_context, kinds, shared)
         fitted.problems.extend(f"{manifest.paths[leaf]}: {line}" for line in why)
     return fitted
 
@@ -190,7 +198,13 @@ def _alike(manifest: Manifest, parts: Ints, tensors: columns.Tensors, rows: Ints
 
 
 def _fit_leaf(
-    manifest: Manifest, leaf: int, target: Any, fitted: _Fitted, room: Room, kinds: Kinds, shared: Shared
+    manifest: Manifest,
+    leaf: int,
+    target: Any,
+    fitted: _Fitted,
+    build_context: BuildContext,
+    kinds: Registry,
+    shared: Shared,
 ) -> list[str]:
     """Note the targets of one leaf's parts, and say what is wrong with them."""
     if manifest.kinds[leaf] == Leaf.VALUE:
@@ -200,7 +214,7 @@ def _fit_leaf(
             f"kind: source is a value of type {type(values.decode(manifest.detail(leaf))).__name__}, target is a tensor"
         ]
     try:
-        found, why = kinds.fit(manifest.detail(leaf), target, room, shared)
+        found, why = kinds.fit(manifest.detail(leaf), target, build_context, shared)
     except CannotCarry as reason:
         return [f"the target cannot be filled: {reason}"]
     if why:
@@ -262,7 +276,7 @@ class _Targets:
         self.as_lies[parts] = tensors.contiguous[rows] & self._parts.contiguous[parts] & (signs == 0)
 
 
-def nothing_matches(manifest: Manifest, prepared: Prepared, kinds: Kinds) -> TargetMismatch | None:
+def nothing_matches(manifest: Manifest, prepared: Prepared, kinds: Registry) -> TargetMismatch | None:
     """An error with the likely reason, unless there is no tensor anywhere that could have matched."""
     if not _has_tensors(manifest, kinds) and not any(isinstance(leaf, torch.Tensor) for leaf in prepared.leaves):
         return None
@@ -282,7 +296,7 @@ def unpaired(manifest: Manifest, merged: trees.Merged, prepared: Prepared) -> li
     return problems + [f"{target_paths[leaf]}: only in the target" for leaf in merged.only_in_target]
 
 
-def _has_tensors(manifest: Manifest, kinds: Kinds) -> bool:
+def _has_tensors(manifest: Manifest, kinds: Registry) -> bool:
     composites = np.flatnonzero(manifest.codes == Leaf.COMPOSITE).tolist()
     return Leaf.TENSOR in manifest.kinds or any(not kinds.is_blob(manifest.detail(leaf)) for leaf in composites)
 
@@ -313,7 +327,9 @@ def _last_key(path: str) -> str:
     return path.rpartition("[")[2].strip("]'\"")
 
 
-def _promise_fresh(manifest: Manifest, found: Match, room: Room, kinds: Kinds) -> UnsupportedLeaf | None:
+def _promise_fresh(
+    manifest: Manifest, found: Match, build_context: BuildContext, kinds: Registry
+) -> UnsupportedLeaf | None:
     """Make sure, before a byte moves, that every leaf that will be built here can be built; why not, otherwise."""
     detailed = np.flatnonzero(manifest.codes != Leaf.TENSOR).tolist()
     for leaf, detail in zip(detailed, manifest.details, strict=True):
@@ -321,7 +337,7 @@ def _promise_fresh(manifest: Manifest, found: Match, room: Room, kinds: Kinds) -
             values.decode(detail)
         elif found.merged.partner[leaf] < 0 or _is_blob(manifest, found, leaf):
             try:
-                kinds.promise(detail, room)
+                kinds.promise(detail, build_context)
             except CannotCarry as reason:
                 refusal = UnsupportedLeaf(manifest.paths[leaf], str(reason))
                 refusal.__cause__ = reason
@@ -352,39 +368,42 @@ def _tie(manifest: Manifest, found: Match, placed: Bools) -> list[str]:
         by_storage.setdefault(int(parts.storage[part]), []).append(part)
     problems = []
     for storage, numbers in by_storage.items():
-        boxes = {part: parts.box(part) for part in numbers}
+        regions = {part: parts.region(part) for part in numbers}
         inside = [part for part in numbers if found.destinations[part] is not None]
         outside = [part for part in numbers if found.destinations[part] is None]
         for part in outside:
-            anchor = next((p for p in inside if boxes[p][0] == boxes[part][0]), None)
+            anchor = next((p for p in inside if regions[p][0] == regions[part][0]), None)
             if anchor is not None and _shift(manifest, anchor, found.destinations[anchor]) is not None:
                 found.tied[part] = anchor
-            elif any(boxes[p][0].start < boxes[part][0].end and boxes[part][0].start < boxes[p][0].end for p in inside):
+            elif any(
+                regions[p][0].start < regions[part][0].end and regions[part][0].start < regions[p][0].end
+                for p in inside
+            ):
                 paths = manifest.paths
                 problems.append(
                     f"{paths[manifest.leaf_of(part)]}: has no target, but shares memory with "
                     f"{paths[manifest.leaf_of(inside[0])]}, which has one; give it a target too"
                 )
-        tangled = any(not members for _, members in cover([(part, *boxes[part]) for part in numbers], Budget()))
+        tangled = any(not members for _, members in cover([(part, *regions[part]) for part in numbers], Budget()))
         if tangled or found.tied.keys() & set(outside):
             found.apart.append(storage)
-            found.wanted += _choose(manifest, found, inside, boxes)
+            found.wanted += _choose(manifest, found, inside, regions)
             found.wanted += [part for part in outside if part not in found.tied]
     found.wanted.sort()
     return problems
 
 
-def _choose(manifest: Manifest, found: Match, inside: list[int], boxes: dict[int, tuple[Box, bool]]) -> list[int]:
+def _choose(manifest: Manifest, found: Match, inside: list[int], regions: dict[int, tuple[Region, bool]]) -> list[int]:
     """Parts to ask for so that every target gets its bytes: an image inside a larger image comes with it."""
     chosen: list[int] = []
-    for part in sorted(inside, key=lambda p: -boxes[p][0].nbytes):
-        box, mine = boxes[part][0], found.destinations[part]
+    for part in sorted(inside, key=lambda p: -regions[p][0].nbytes):
+        region, mine = regions[part][0], found.destinations[part]
         for other in chosen:
-            larger, theirs = boxes[other][0], found.destinations[other]
+            larger, theirs = regions[other][0], found.destinations[other]
             if (
                 larger.contiguous
-                and larger.start <= box.start
-                and box.end <= larger.end
+                and larger.start <= region.start
+                and region.end <= larger.end
                 and _shift(manifest, part, mine) is not None
                 and _shift(manifest, part, mine) == _shift(manifest, other, theirs)
             ):
@@ -426,6 +445,12 @@ def _written(manifest: Manifest, found: Match, part: int) -> Written:
     parts, target = manifest.parts, found.destinations[part]
     assert target is not None
     form = parts.form(part)
-    source = (int(parts.storage[part]), *parts.box(part)[0], form.order, int(parts.flags[part]), dense.flags_of(target))
+    source = (
+        int(parts.storage[part]),
+        *parts.region(part)[0],
+        form.order,
+        int(parts.flags[part]),
+        dense.flags_of(target),
+    )
     whole = Block((0,) * target.ndim, tuple(target.shape))
     return Written(target, whole, part, source, _shift(manifest, part, target), form.repeated)

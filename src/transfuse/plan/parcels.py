@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from transfuse.plan.regions import Boxes
+from transfuse.plan.regions import Regions
 from transfuse.state.manifest import Ints
 
 __all__ = ["Most", "Parcels", "Piece", "bursts", "cut", "fingerprint"]
@@ -31,7 +31,7 @@ class Most(NamedTuple):
 class Piece(NamedTuple):
     """Bytes ``[low, high)`` of a box in its linear order, at byte ``position`` of the parcel."""
 
-    box: int
+    region: int
     low: int
     high: int
     position: int
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 class Parcels:
     """Columns of all parcels: boxes ``first … first + count``, or bytes from ``low`` of a single box."""
 
-    boxes: Boxes
+    regions: Regions
     first: Ints
     count: Ints
     low: Ints
@@ -59,14 +59,14 @@ class Parcels:
         """Which parcels are no single run of memory at the source."""
         if self.all_staged:
             return np.ones(len(self), dtype=bool)
-        strided = np.zeros(len(self.boxes), dtype=bool)
-        strided[list(self.boxes.strided)] = True
+        strided = np.zeros(len(self.regions), dtype=bool)
+        strided[list(self.regions.strided)] = True
         return (self.count > 1) | strided[self.first]
 
     @cached_property
     def payload(self) -> Ints:
         """For each parcel, how many of its bytes are data: between boxes of different items there may be gaps."""
-        before = np.concatenate([[0], np.cumsum(self.boxes.nbytes)])
+        before = np.concatenate([[0], np.cumsum(self.regions.nbytes)])
         return np.where(self.count > 1, before[self.first + self.count] - before[self.first], self.nbytes)
 
     @property
@@ -87,25 +87,25 @@ class Parcels:
             low = int(self.low[parcel])
             yield Piece(chosen.start, low, low + int(self.nbytes[parcel]), 0)
             return
-        sizes = self.boxes.nbytes[chosen].tolist()
-        for box, (size, position) in enumerate(zip(sizes, positions.tolist(), strict=True), chosen.start):
-            yield Piece(box, 0, size, position)
+        sizes = self.regions.nbytes[chosen].tolist()
+        for region, (size, position) in enumerate(zip(sizes, positions.tolist(), strict=True), chosen.start):
+            yield Piece(region, 0, size, position)
 
 
-def cut(boxes: Boxes, parcel_bytes: int, *, all_staged: bool = False) -> Parcels:
+def cut(regions: Regions, parcel_bytes: int, *, all_staged: bool = False) -> Parcels:
     """Cut boxes into parcels of at most ``parcel_bytes``. A box of an eighth of that or more is not packed.
 
     Which parcel a small box goes into depends only on how many bytes come before it, so that all are placed at once:
     a parcel takes the boxes that begin within its first seven eighths.
     """
-    n, alone = len(boxes), parcel_bytes // 8
-    large = boxes.nbytes >= alone
+    n, alone = len(regions), parcel_bytes // 8
+    large = regions.nbytes >= alone
     # Runs of small boxes of one space; each large box is a run by itself.
     begins = np.ones(n, dtype=bool)
-    begins[1:] = large[1:] | large[:-1] | (np.diff(boxes.space) != 0)
+    begins[1:] = large[1:] | large[:-1] | (np.diff(regions.space) != 0)
     run, heads = np.cumsum(begins) - 1, np.flatnonzero(begins)
-    step = np.maximum.reduceat(boxes.item, heads)[run] if n else boxes.item
-    space = np.where(large, 0, -(-boxes.nbytes // step) * step)
+    step = np.maximum.reduceat(regions.item, heads)[run] if n else regions.item
+    space = np.where(large, 0, -(-regions.nbytes // step) * step)
     before = np.cumsum(space) - space
     begins[1:] |= np.diff((before - before[heads][run]) // (parcel_bytes - alone)) != 0
     first = np.flatnonzero(begins)
@@ -113,12 +113,12 @@ def cut(boxes: Boxes, parcel_bytes: int, *, all_staged: bool = False) -> Parcels
 
     count = np.diff(first, append=n)
     last = first + count - 1
-    nbytes = position[last] + boxes.nbytes[last]
+    nbytes = position[last] + regions.nbytes[last]
     pieces = np.where(large[first], -(-nbytes // parcel_bytes), 1)
     which = np.repeat(np.arange(len(first)), pieces)
     low = (np.arange(len(which)) - (np.cumsum(pieces) - pieces)[which]) * parcel_bytes
     nbytes = np.minimum(nbytes[which] - low, parcel_bytes)
-    return Parcels(boxes, first[which], count[which], low, nbytes, position, all_staged)
+    return Parcels(regions, first[which], count[which], low, nbytes, position, all_staged)
 
 
 def bursts(parcels: Parcels, numbers: Sequence[int], most: Most) -> list[list[int]]:
@@ -143,14 +143,14 @@ def fingerprint(parcels: Parcels, picked: int | None = None) -> int:
     ``picked`` is the digest of the picks, if boxes come of these: then only the source knows where they lie.
     """
     digest = xxhash.xxh3_64()
-    boxes = parcels.boxes
-    for column in (boxes.nbytes, boxes.item, parcels.first, parcels.count, parcels.low):
+    regions = parcels.regions
+    for column in (regions.nbytes, regions.item, parcels.first, parcels.count, parcels.low):
         digest.update(column.astype("<i8").tobytes())
     if picked is not None:
         digest.update(picked.to_bytes(8, "little"))
         return digest.intdigest()
-    for column in (boxes.storage, boxes.start):
+    for column in (regions.storage, regions.start):
         digest.update(column.astype("<i8").tobytes())
-    for number in sorted(boxes.strided):
-        digest.update(repr((number, tuple(boxes.strided[number]))).encode())
+    for number in sorted(regions.strided):
+        digest.update(repr((number, tuple(regions.strided[number]))).encode())
     return digest.intdigest()

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from transfuse.state.manifest import Ints, Manifest
-from transfuse.state.region import Box, Budget, cover
+from transfuse.state.region import Budget, Region, cover
 
-__all__ = ["Boxes", "Cast", "lay_out"]
+__all__ = ["Cast", "Regions", "lay_out"]
 
 
 class Cast(NamedTuple):
@@ -21,11 +21,11 @@ class Cast(NamedTuple):
     memory: torch.dtype
     wire: torch.dtype
     #: The box in items of memory.
-    box: Box
+    region: Region
 
 
 @dataclass(eq=False)
-class Boxes:
+class Regions:
     """Columns of the boxes that travel. Most are one run of memory; the few others are in ``strided``."""
 
     storage: Ints
@@ -36,7 +36,7 @@ class Boxes:
     item: Ints
     #: A part that has this very box, in the same linear order, or -1 for a box made of several tangled parts.
     part: Ints
-    strided: dict[int, Box]
+    strided: dict[int, Region]
     #: Further parts with the same box as ``part`` (tied weights).
     also: dict[int, tuple[int, ...]]
     #: Boxes that are converted on their way out of memory; they are among the strided too.
@@ -45,11 +45,11 @@ class Boxes:
     def __len__(self) -> int:
         return len(self.storage)
 
-    def box(self, i: int) -> Box:
+    def region(self, i: int) -> Region:
         if i in self.strided:
             return self.strided[i]
         item = int(self.item[i])
-        return Box(int(self.start[i]), item, (int(self.nbytes[i]) // item,), (1,))
+        return Region(int(self.start[i]), item, (int(self.nbytes[i]) // item,), (1,))
 
     def members(self, i: int) -> tuple[int, ...]:
         """The parts that this box holds one to one; none for a tangle."""
@@ -57,7 +57,7 @@ class Boxes:
         return () if part < 0 else (part, *self.also.get(i, ()))
 
 
-def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int] = ()) -> Boxes:
+def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int] = ()) -> Regions:
     """The boxes of all storages, each element once; of those ``apart`` only the boxes of the ``wanted`` parts.
 
     They are in order of device, storage and first byte.
@@ -79,45 +79,45 @@ def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int]
 
     storage = column(parts.storage[fast], [s for s, _, _ in slow])
     device = manifest.storages.device[storage]
-    start = column(parts.start[fast], [box.start for _, box, _ in slow])
+    start = column(parts.start[fast], [region.start for _, region, _ in slow])
     order = np.lexsort((start, storage, device))
-    boxes = Boxes(
+    regions = Regions(
         storage=storage[order],
         space=device[order],
         start=start[order],
-        nbytes=column(parts.numel[fast] * parts.item[fast], [box.nbytes for _, box, _ in slow])[order],
-        item=column(parts.item[fast], [box.item for _, box, _ in slow])[order],
+        nbytes=column(parts.numel[fast] * parts.item[fast], [region.nbytes for _, region, _ in slow])[order],
+        item=column(parts.item[fast], [region.item for _, region, _ in slow])[order],
         part=column(fast, [members[0] if members else -1 for _, _, members in slow])[order],
         strided={},
         also={},
     )
     for place in np.flatnonzero(order >= len(fast)).tolist():
-        _, box, members = slow[order[place] - len(fast)]
-        if not box.contiguous:
-            boxes.strided[place] = box
+        _, region, members = slow[order[place] - len(fast)]
+        if not region.contiguous:
+            regions.strided[place] = region
         if len(members) > 1:
-            boxes.also[place] = members[1:]
-    return boxes
+            regions.also[place] = members[1:]
+    return regions
 
 
-def _slow(manifest: Manifest, numbers: list[int], apart: set[int]) -> list[tuple[int, Box, tuple[int, ...]]]:
+def _slow(manifest: Manifest, numbers: list[int], apart: set[int]) -> list[tuple[int, Region, tuple[int, ...]]]:
     """Storage, box and members for parts that share memory or are strided."""
     parts = manifest.parts
-    by_storage: dict[int, list[tuple[int, Box, bool]]] = {}
-    result: list[tuple[int, Box, tuple[int, ...]]] = []
+    by_storage: dict[int, list[tuple[int, Region, bool]]] = {}
+    result: list[tuple[int, Region, tuple[int, ...]]] = []
     for part in numbers:
-        storage, (box, overlapping) = int(parts.storage[part]), parts.box(part)
+        storage, (region, overlapping) = int(parts.storage[part]), parts.region(part)
         if parts.alone[part] and not overlapping:
-            result.append((storage, box, (part,)))
+            result.append((storage, region, (part,)))
         else:
-            by_storage.setdefault(storage, []).append((part, box, overlapping))
+            by_storage.setdefault(storage, []).append((part, region, overlapping))
     budget = Budget()
-    for storage, boxes in by_storage.items():
+    for storage, regions in by_storage.items():
         if storage in apart:
-            same: dict[Box, list[int]] = {}
-            for part, box, _ in boxes:
-                same.setdefault(box, []).append(part)
-            result += [(storage, box, tuple(members)) for box, members in same.items()]
+            same: dict[Region, list[int]] = {}
+            for part, region, _ in regions:
+                same.setdefault(region, []).append(part)
+            result += [(storage, region, tuple(members)) for region, members in same.items()]
         else:
-            result += [(storage, box, members) for box, members in cover(boxes, budget)]
+            result += [(storage, region, members) for region, members in cover(regions, budget)]
     return result

@@ -15,16 +15,16 @@ import torch
 import xxhash
 
 from transfuse.plan.holdings import Holdings
-from transfuse.plan.regions import Boxes, Cast
+from transfuse.plan.regions import Cast, Regions
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.layout import Block
 from transfuse.state.manifest import Ints, Manifest
-from transfuse.state.region import Box
+from transfuse.state.region import Region
 
-__all__ = ["Picks", "boxes_in", "merged"]
+__all__ = ["WantedBlocks", "merged", "regions_in"]
 
 
-class Picks(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class WantedBlocks(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Columns, as little-endian bytes: for each block its leaf, which of the leaf's tensors, and where it is in that.
 
     ``dtype`` numbers ``dtypes`` from 1 on: as what it is to travel; 0 is as it is. ``begins`` marks blocks that begin
@@ -51,7 +51,7 @@ class Picks(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
         wires: Sequence[torch.dtype | None],
         wire: Ints,
         begins: Ints,
-    ) -> Picks:
+    ) -> WantedBlocks:
         """From columns; ``wires[wire]`` is as what a block travels, None if as it is."""
         names = list(dict.fromkeys(dtype for dtype in wires if dtype is not None))
         codes = np.array([0 if dtype is None else names.index(dtype) + 1 for dtype in wires], dtype=np.int64)
@@ -90,28 +90,33 @@ def merged(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...
 MOST_TIMES = 64
 
 
-def boxes_in(holdings: Holdings, picks: Picks) -> Boxes:
+def regions_in(holdings: Holdings, wanted_blocks: WantedBlocks) -> Regions:
     """The boxes of a described rank's memory that hold these blocks; ``ValueError`` if it does not hold them.
 
     A box that is to be converted counts the bytes that travel.
     """
     leaf, tensor, ndim = (
-        _unpack(c, code) for c, code in ((picks.leaf, "<i4"), (picks.tensor, "<i4"), (picks.ndim, "<u1"))
+        _unpack(c, code)
+        for c, code in ((wanted_blocks.leaf, "<i4"), (wanted_blocks.tensor, "<i4"), (wanted_blocks.ndim, "<u1"))
     )
-    starts, sizes, dtype = _unpack(picks.starts, "<i8"), _unpack(picks.sizes, "<i8"), _unpack(picks.dtype, "<u1")
-    begins = _unpack(picks.begins, "<u1")
+    starts, sizes, dtype = (
+        _unpack(wanted_blocks.starts, "<i8"),
+        _unpack(wanted_blocks.sizes, "<i8"),
+        _unpack(wanted_blocks.dtype, "<u1"),
+    )
+    begins = _unpack(wanted_blocks.begins, "<u1")
     if not len(leaf) == len(tensor) == len(ndim) == len(dtype) == len(begins):
         raise ValueError("columns of different length")
     if len(starts) != ndim.sum() or len(sizes) != ndim.sum():
         raise ValueError("blocks of other dimensions than they say")
     if len(sizes) and (sizes.min() < 1 or starts.min() < 0):
         raise ValueError("blocks of impossible sizes")
-    if len(dtype) and dtype.max() > len(picks.dtypes):
+    if len(dtype) and dtype.max() > len(wanted_blocks.dtypes):
         raise ValueError("a dtype that was not named")
-    wires = [None, *(values.dtype_named(name) for name in picks.dtypes)]
+    wires = [None, *(values.dtype_named(name) for name in wanted_blocks.dtypes)]
     first = np.cumsum(ndim) - ndim
     manifest = holdings.manifest
-    found, parts = _Boxes(), manifest.parts
+    found, parts = _Regions(), manifest.parts
     most = MOST_TIMES * float((parts.numel * parts.item).sum())
     for row in zip(
         leaf.tolist(), tensor.tolist(), first.tolist(), (first + ndim).tolist(), dtype.tolist(), strict=True
@@ -129,12 +134,12 @@ def boxes_in(holdings: Holdings, picks: Picks) -> Boxes:
     return found.columns(np.cumsum(begins))
 
 
-class _Boxes:
+class _Regions:
     """Boxes, one after another."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int, int, int]] = []
-        self._strided: dict[int, Box] = {}
+        self._strided: dict[int, Region] = {}
         self._casts: dict[int, Cast] = {}
 
     def add(
@@ -143,24 +148,24 @@ class _Boxes:
         parts, number = manifest.parts, len(self._rows)
         item, strides = int(parts.item[part]), parts.stride(part)
         start = int(parts.start[part]) + item * sum(map(operator.mul, at, strides))
-        box = Box(start, item, *merged(sizes, strides))
-        nbytes = box.nbytes
+        region = Region(start, item, *merged(sizes, strides))
+        nbytes = region.nbytes
         if wire is not None:
             memory = manifest.dtype_of(part)
             if not (wire.is_floating_point and memory.is_floating_point and dense.converts(memory, wire)):
                 raise ValueError(f"{memory} is not sent as {wire}")
             if parts.flags[part] & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE):
                 raise ValueError("a tensor with its sign elsewhere is not converted")
-            self._casts[number] = Cast(memory, wire, box)
+            self._casts[number] = Cast(memory, wire, region)
             item, nbytes = wire.itemsize, nbytes // item * wire.itemsize
-        if wire is not None or not box.contiguous:
-            self._strided[number] = box
+        if wire is not None or not region.contiguous:
+            self._strided[number] = region
         self._rows.append((int(parts.storage[part]), start, nbytes, item, part))
 
-    def columns(self, space: Ints) -> Boxes:
+    def columns(self, space: Ints) -> Regions:
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, 5)
         storage, start, nbytes, item, part = (np.ascontiguousarray(rows[:, i]) for i in range(5))
-        return Boxes(storage, space, start, nbytes, item, part, self._strided, {}, self._casts)
+        return Regions(storage, space, start, nbytes, item, part, self._strided, {}, self._casts)
 
 
 def _unpack(data: bytes, code: str) -> Ints:

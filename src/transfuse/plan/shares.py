@@ -22,8 +22,8 @@ from transfuse.plan import parcels
 from transfuse.plan.cohorts import Cohort, Who
 from transfuse.plan.holdings import Holding, Holdings, Spread, Whole
 from transfuse.plan.parcels import Parcels
-from transfuse.plan.regions import Boxes
-from transfuse.plan.request import Picks, boxes_in
+from transfuse.plan.regions import Regions
+from transfuse.plan.request import WantedBlocks, regions_in
 from transfuse.plan.spots import Need
 from transfuse.state.leaves.layout import Block
 from transfuse.state.manifest import Manifest
@@ -57,7 +57,7 @@ class Share(Protocol):
         """A digest of the source's parcels. The source computes the same, of what it cuts itself."""
 
     @property
-    def picks(self) -> Picks | None:
+    def wanted_blocks(self) -> WantedBlocks | None:
         """The blocks that the source is asked for; None for the whole state as the source described it."""
 
     @property
@@ -98,7 +98,7 @@ class Everything:
     """Every source has the whole state as it lands here: one share, which is everything, serves for all."""
 
     is_everything = joinable = True
-    order = picks = None
+    order = wanted_blocks = None
 
     def __init__(self, manifest: Manifest, cut: Parcels, apart: list[int], parts: list[int]) -> None:
         self.apart, self.parts = apart, parts
@@ -146,11 +146,11 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.need)
 
-    def boxes(self, item: Ints) -> Boxes:
+    def regions(self, item: Ints) -> Regions:
         """As boxes of which only the size is known: where they lie is each end's own business."""
         nowhere = np.zeros(len(self), dtype=np.int64)
         item = item[self.need]
-        return Boxes(nowhere, self.group, nowhere, self.sizes.prod(axis=1) * item, item, nowhere - 1, {}, {})
+        return Regions(nowhere, self.group, nowhere, self.sizes.prod(axis=1) * item, item, nowhere - 1, {}, {})
 
 
 class _Pattern(NamedTuple):
@@ -252,9 +252,9 @@ class _ShareOfPieces:
     held: Bools
     #: The numbers of its parcels, in the order in which the source numbers them.
     order: Ints
-    picks: Picks
+    wanted_blocks: WantedBlocks
     #: Which of all boxes the picks are.
-    boxes: Ints
+    regions: Ints
     fingerprint: int
     cut: Parcels
     is_everything = False
@@ -276,18 +276,20 @@ class _ShareOfPieces:
         return found
 
     def seen_from_source(self, describe: Callable[[], Manifest]) -> tuple[Manifest, Parcels]:
-        manifest, cut, at = describe(), self.cut, self.boxes
-        some = boxes_in(Holdings(manifest), self.picks)
+        manifest, cut, at = describe(), self.cut, self.regions
+        some = regions_in(Holdings(manifest), self.wanted_blocks)
 
         def spread(column: Ints) -> Ints:
-            result = np.zeros(len(cut.boxes), dtype=np.int64)
+            result = np.zeros(len(cut.regions), dtype=np.int64)
             result[at] = column
             return result
 
-        strided = {int(at[i]): box for i, box in some.strided.items()}
+        strided = {int(at[i]): region for i, region in some.strided.items()}
         casts = {int(at[i]): cast for i, cast in some.casts.items()}
-        boxes = replace(cut.boxes, storage=spread(some.storage), start=spread(some.start), strided=strided, casts=casts)
-        return manifest, replace(cut, boxes=boxes)
+        regions = replace(
+            cut.regions, storage=spread(some.storage), start=spread(some.start), strided=strided, casts=casts
+        )
+        return manifest, replace(cut, regions=regions)
 
 
 class _Names(NamedTuple):
@@ -330,27 +332,29 @@ class SharesOfPieces:
         """What a source of this cohort holds that is in these sets of sources."""
         pieces, edges, cut = self._pieces, self._groups, self._cut
         nothing = [np.zeros(0, dtype=np.int64)]
-        boxes = np.concatenate([np.arange(edges[i], edges[i + 1]) for i in theirs] or nothing)
+        regions = np.concatenate([np.arange(edges[i], edges[i + 1]) for i in theirs] or nothing)
         # Parcels are in the order of their boxes, and of one set of sources each.
         firsts = np.searchsorted(cut.first, edges)
         order = np.concatenate([np.arange(firsts[i], firsts[i + 1]) for i in theirs] or nothing)
         held = np.zeros(len(cut), dtype=bool)
         held[order] = True
-        need, group = pieces.need[boxes], pieces.group[boxes]
+        need, group = pieces.need[regions], pieces.group[regions]
         names = self._names
         ndim = names.ndim[need]
         used = np.arange(pieces.start.shape[1]) < ndim[:, None]
-        picks = Picks.of(
+        wanted_blocks = WantedBlocks.of(
             leaf=names.leaf[number][need],
             tensor=names.tensor[need],
             ndim=ndim,
-            starts=pieces.start[boxes][used],
-            sizes=pieces.sizes[boxes][used],
+            starts=pieces.start[regions][used],
+            sizes=pieces.sizes[regions][used],
             wires=names.wires,
             wire=names.wire[need],
-            begins=np.concatenate([[1], np.diff(group) != 0])[: len(boxes)],
+            begins=np.concatenate([[1], np.diff(group) != 0])[: len(regions)],
         )
-        return _ShareOfPieces(held, order, picks, boxes, self._fingerprint(picks, boxes, order), cut)
+        return _ShareOfPieces(
+            held, order, wanted_blocks, regions, self._fingerprint(wanted_blocks, regions, order), cut
+        )
 
     @cached_property
     def _names(self) -> _Names:
@@ -368,10 +372,10 @@ class SharesOfPieces:
             np.array([wires.index(need.wire) for need in needs], dtype=np.int64),
         )
 
-    def _fingerprint(self, picks: Picks, boxes: Ints, order: Ints) -> int:
+    def _fingerprint(self, wanted_blocks: WantedBlocks, regions: Ints, order: Ints) -> int:
         """As the source will compute it, of the parcels that it cuts from its own boxes."""
         cut = self._cut
-        mine = replace(cut.boxes, nbytes=cut.boxes.nbytes[boxes], item=cut.boxes.item[boxes])
-        first = np.searchsorted(boxes, cut.first[order])
-        theirs = replace(cut, boxes=mine, first=first, count=cut.count[order], low=cut.low[order])
-        return parcels.fingerprint(theirs, picks.fingerprint())
+        mine = replace(cut.regions, nbytes=cut.regions.nbytes[regions], item=cut.regions.item[regions])
+        first = np.searchsorted(regions, cut.first[order])
+        theirs = replace(cut, regions=mine, first=first, count=cut.count[order], low=cut.low[order])
+        return parcels.fingerprint(theirs, wanted_blocks.fingerprint())

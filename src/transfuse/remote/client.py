@@ -20,8 +20,8 @@ from transfuse.errors import PeerTimeout, ProtocolError, ReceiveFailed, Transfus
 from transfuse.limits import Limits, Patience
 from transfuse.options import FetchKeywords, check_names
 from transfuse.remote import descriptors
-from transfuse.remote.handshake import WAIT_SECONDS, Door, Ready, key_of, knock, split_address
-from transfuse.remote.pair_group import READER, Private, Several
+from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, connect, key_of, split_address
+from transfuse.remote.pair_group import READER, PairGroup, PairGroups
 from transfuse.report import Report
 from transfuse.session import receiver, threads
 from transfuse.session.accepting import read_offer
@@ -29,7 +29,7 @@ from transfuse.session.partial import Partial
 from transfuse.state.manifest import Manifest
 from transfuse.transport import PGTransport, check_resume
 from transfuse.wire import messages
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG, Group
 from transfuse.wire.messages import Message
 
@@ -74,7 +74,11 @@ def fetch(
     check_resume(resume)
     with _Visit(addresses, key_of(token), timeout.total_seconds()) as visit:
         transport = PGTransport(
-            Several(visit.groups, len(addresses)), timeout, CPU, None if state_dict is None else lambda: tree, **options
+            PairGroups(visit.groups, len(addresses)),
+            timeout,
+            CPU,
+            None if state_dict is None else lambda: tree,
+            **options,
         )
         # Before any server holds still for it, and after all else that could be wrong with the call.
         tree = state_dict() if callable(state_dict) else state_dict
@@ -105,16 +109,16 @@ def peek(
     found: list[messages.Offer] = []
     with _Visit(_check([address]), key_of(token), seconds) as visit:
         visit.begin()
-        group = Group(Several(visit.groups, 1), CPU)
+        group = Group(PairGroups(visit.groups, 1), CPU)
 
         def talk() -> None:
-            with Line(group, 0, seconds, limits) as line:
-                line.phase = "waiting for the offer"
-                _, body = line.expect(Message.OFFER, tag=OFFER_TAG)
-                found.append(receiver.describe(line, read_offer(body, limits, 0)))
+            with Channel(group, 0, seconds, limits) as channel:
+                channel.phase = "waiting for the offer"
+                _, body = channel.expect(Message.OFFER, tag=OFFER_TAG)
+                found.append(receiver.describe(channel, read_offer(body, limits, 0)))
                 # Nothing is wanted, and so everything is here.
-                line.send(Message.VERDICT, messages.encode(messages.Verdict()))
-                line.settle()
+                channel.send(Message.VERDICT, messages.encode(messages.Verdict()))
+                channel.settle()
 
         failed = threads.run({0: talk}, threads.Caller(watching=False), lambda: None)
         if failed:
@@ -151,8 +155,8 @@ class _Visit:
         self._patience = Patience(seconds)
         # In all as long as signs of life in a conversation are believed.
         self._waits = self._patience.signs_of_life(Limits.from_environment().max_working_records, WAIT_SECONDS)
-        self._doors: dict[int, Door] = {}
-        self._met: dict[int, Private] = {}
+        self._controls: dict[int, ControlConnection] = {}
+        self._met: dict[int, PairGroup] = {}
         self._causes: dict[int, BaseException] = {}
         #: What gloo will open, for each server that has not been asked yet.
         self._kept: dict[int, descriptors.Kept] = {}
@@ -160,7 +164,7 @@ class _Visit:
         self._left: set[int] = set()
         self._lock = threading.Lock()
         #: With the servers that are there, by the numbers of their addresses.
-        self.groups: dict[int, Private] = {}
+        self.groups: dict[int, PairGroup] = {}
 
     def __enter__(self) -> _Visit:
         return self
@@ -176,14 +180,14 @@ class _Visit:
         # For all of them, before the first is asked: what is missing here is no fault of the last one's.
         count = len(self._addresses)
         purpose = "fetching from a server" if count == 1 else f"fetching from {count} servers at once"
-        self._kept.update(enumerate(descriptors.keep(descriptors.DOOR + descriptors.GROUP, purpose, count)))
+        self._kept.update(enumerate(descriptors.keep(descriptors.CONTROL + descriptors.GROUP, purpose, count)))
         # Who has been met waits for a word from here: the others may take a part of the time that it grants.
         met = self._all(self._meet, range(len(self._addresses)), "the others were there", self._patience.other_servers)
 
-        def get_ready(number: int) -> Private:
+        def get_ready(number: int) -> PairGroup:
             group = met[number]
-            group.door.send(Ready(), self._seconds)
-            group.door.expect(Ready, self._seconds, "waiting for the server's state to hold still", self._waits)
+            group.control.send(Ready(), self._seconds)
+            group.control.expect(Ready, self._seconds, "waiting for the server's state to hold still", self._waits)
             return group
 
         # Whoever is ready holds up its training.
@@ -208,15 +212,15 @@ class _Visit:
             for address, cause in self.absent.items():
                 error.add_note(f"{address} was not there: {cause}")
 
-    def _meet(self, number: int) -> Private:
+    def _meet(self, number: int) -> PairGroup:
         with self._kept.pop(number):
-            door = knock(self._addresses[number], self._key, self._seconds, number)
+            control = connect(self._addresses[number], self._key, self._seconds, number)
             with self._lock:
-                self._doors[number] = door
+                self._controls[number] = control
                 left = number in self._left
             if left:
-                door.close()
-            group = Private(door, READER, self._seconds, self._waits)
+                control.close()
+            group = PairGroup(control, READER, self._seconds, self._waits)
         with self._lock:
             self._met[number] = group
             left = number in self._left
@@ -227,20 +231,20 @@ class _Visit:
     def _leave(self, number: int) -> None:
         with self._lock:
             self._left.add(number)
-            door, group = self._doors.get(number), self._met.get(number)
-        if door is not None:
-            door.close()
+            control, group = self._controls.get(number), self._met.get(number)
+        if control is not None:
+            control.close()
         if group is not None:
             group.close()
 
     def _all(
-        self, task: Callable[[int], Private], numbers: Sequence[int], phase: str, patience: float
-    ) -> dict[int, Private]:
+        self, task: Callable[[int], PairGroup], numbers: Sequence[int], phase: str, patience: float
+    ) -> dict[int, PairGroup]:
         """Do this for all of them at once; what came of those that succeeded.
 
         Once one has, the others get ``patience`` seconds more.
         """
-        results: queue.SimpleQueue[tuple[int, Private | None, BaseException | None]] = queue.SimpleQueue()
+        results: queue.SimpleQueue[tuple[int, PairGroup | None, BaseException | None]] = queue.SimpleQueue()
 
         def work(number: int) -> None:
             try:
@@ -250,7 +254,7 @@ class _Visit:
 
         for number in numbers:
             threading.Thread(target=work, args=(number,), name=f"transfuse-visit-{number}", daemon=True).start()
-        done: dict[int, Private] = {}
+        done: dict[int, PairGroup] = {}
         waiting = set(numbers)
         until = float("inf")
         while waiting and time.monotonic() < until:

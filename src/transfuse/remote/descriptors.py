@@ -17,12 +17,12 @@ from typing import Self
 
 from transfuse.errors import LimitExceeded
 
-__all__ = ["DOOR", "GROUP", "LISTENER", "MARGIN", "Kept", "check", "free", "keep", "spare"]
+__all__ = ["CONTROL", "GROUP", "LISTENER", "MARGIN", "Kept", "check", "free", "keep", "spare"]
 
 #: A server's socket, on which readers arrive.
 LISTENER = 1
 #: A connection through a server's door.
-DOOR = 1
+CONTROL = 1
 #: A private group of two: gloo's pipe (2), epoll, listening socket and connection, and one more that its ``accept``
 #: asks for when nobody is left to be taken. tests/remote/test_descriptors.py finds out whether it is still so.
 GROUP = 6

@@ -32,14 +32,14 @@ from transfuse.errors import PeerLost, PeerRefused, PeerTimeout, ProtocolError
 __all__ = [
     "WAIT_SECONDS",
     "Call",
-    "Door",
+    "ControlConnection",
     "Frame",
     "Ready",
     "Refused",
     "Wait",
+    "connect",
     "join_address",
     "key_of",
-    "knock",
     "split_address",
 ]
 
@@ -84,7 +84,7 @@ _F = TypeVar("_F", Wait, Call, Ready)
 _T = TypeVar("_T")
 
 
-class Door:
+class ControlConnection:
     """One connection through a server's door. ``name`` is the other end's, for messages; ``rank`` for its errors."""
 
     def __init__(self, sock: socket.socket, name: str, rank: int) -> None:
@@ -277,7 +277,7 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def knock(address: str, key: bytes, seconds: float, rank: int) -> Door:
+def connect(address: str, key: bytes, seconds: float, rank: int) -> ControlConnection:
     """Go through the door of a server, as a reader."""
     started = time.monotonic()
     deadline = started + seconds
@@ -287,10 +287,10 @@ def knock(address: str, key: bytes, seconds: float, rank: int) -> Door:
         raise PeerTimeout(rank, f"connecting to {address}", time.monotonic() - started) from None
     except OSError as error:
         raise PeerLost(rank, f"{address} cannot be reached: {error}; is a server there, on this interface?") from error
-    door = Door(sock, address, rank)
+    control = ControlConnection(sock, address, rank)
     try:
-        door.enter(key, deadline)
+        control.enter(key, deadline)
     except BaseException:
-        door.close()
+        control.close()
         raise
-    return door
+    return control

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from transfuse.errors import PeerError, PeerLost, PeerTimeout, ProtocolError, TransfuseError
-from transfuse.remote.handshake import Call, Door
+from transfuse.remote.handshake import Call, ControlConnection
 from transfuse.wire.group import WorkLike
 
-__all__ = ["READER", "SERVER", "Private", "Several"]
+__all__ = ["READER", "SERVER", "PairGroup", "PairGroups"]
 
 SERVER, READER = 0, 1
 PROOF_TAG = 0x5446_0001
@@ -38,9 +38,9 @@ MAX_HOST_NAME = 255
 class _Exchange(Store):
     """A store of which each end holds what the other has set."""
 
-    def __init__(self, door: Door, seconds: float, most_waits: int) -> None:
+    def __init__(self, control: ControlConnection, seconds: float, most_waits: int) -> None:
         super().__init__()
-        self._door = door
+        self._control = control
         self._seconds = seconds
         self._most_waits = most_waits
         self._values: dict[str, bytes] = {}
@@ -51,7 +51,7 @@ class _Exchange(Store):
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._mine[key] = data
-        self._say(lambda: self._door.send(Call(key, data), self._seconds))
+        self._say(lambda: self._control.send(Call(key, data), self._seconds))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -63,12 +63,12 @@ class _Exchange(Store):
                 self._say(self._hear)
 
     def _hear(self) -> None:
-        call = self._door.expect(Call, self._seconds, "forming a group", self._most_waits)
+        call = self._control.expect(Call, self._seconds, "forming a group", self._most_waits)
         # gloo believes every length in it.
         if not any(_alike(call.value, mine) for mine in self._mine.values()):
-            raise ProtocolError(self._door.rank, f"{self._door.name} gives an address that is none of gloo's")
+            raise ProtocolError(self._control.rank, f"{self._control.name} gives an address that is none of gloo's")
         if call.key in self._mine or self._values:
-            raise ProtocolError(self._door.rank, f"{self._door.name} gives its address twice")
+            raise ProtocolError(self._control.rank, f"{self._control.name} gives its address twice")
         self._values[call.key] = call.value
 
     def _say(self, operation: Callable[[], None]) -> None:
@@ -98,24 +98,24 @@ def _alike(theirs: bytes, mine: bytes) -> bool:
     return len(one) == len(other) > _LENGTH.size and one[: _LENGTH.size] == other[: _LENGTH.size]
 
 
-class Private:
+class PairGroup:
     """A group of this end and the other, both of which have proved to be who came through the door."""
 
     #: A thread that is left in a wait keeps gloo by :meth:`_hold`, and no longer than that wait: nobody else has to.
     outlives_waits = True
 
-    def __init__(self, door: Door, rank: int, seconds: float, most_waits: int) -> None:
-        self.door = door
+    def __init__(self, control: ControlConnection, rank: int, seconds: float, most_waits: int) -> None:
+        self.control = control
         self.peer = READER if rank == SERVER else SERVER
-        store = _Exchange(door, seconds, most_waits)
+        store = _Exchange(control, seconds, most_waits)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         # On the interface of the door, and on no other.
         try:
-            options._devices = [gloo.create_device(hostname=door.local_host, lazy_init=False)]
+            options._devices = [gloo.create_device(hostname=control.local_host, lazy_init=False)]
         except RuntimeError as error:
             text = str(error).split("\n")[0]
-            raise TransfuseError(f"gloo cannot listen on {door.local_host} here: {text}") from error
+            raise TransfuseError(f"gloo cannot listen on {control.local_host} here: {text}") from error
         options._timeout = timedelta(seconds=seconds)
         started = time.monotonic()
         self._lock = threading.Lock()
@@ -130,9 +130,9 @@ class Private:
                 raise store.failure from None
             took = time.monotonic() - started
             if took >= 0.9 * seconds:
-                raise PeerTimeout(door.rank, f"connecting gloo with {door.name}", took) from error
+                raise PeerTimeout(control.rank, f"connecting gloo with {control.name}", took) from error
             text = str(error).split("\n")[0]
-            raise PeerLost(door.rank, f"{door.name}: gloo could not connect: {text}") from error
+            raise PeerLost(control.rank, f"{control.name}: gloo could not connect: {text}") from error
         try:
             self._prove(rank, timedelta(seconds=seconds))
         except BaseException:
@@ -206,7 +206,7 @@ class Private:
     def _prove(self, rank: int, timeout: timedelta) -> None:
         """Both ends once more, over the group itself: whoever else may have connected to gloo's port is not it."""
         names = {SERVER: "server in the group", READER: "reader in the group"}
-        mine = torch.frombuffer(bytearray(self.door.proof(names[rank])), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(self.control.proof(names[rank])), dtype=torch.uint8)
         theirs = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
         started = time.monotonic()
         try:
@@ -219,18 +219,20 @@ class Private:
         except RuntimeError as error:
             took = time.monotonic() - started
             if took >= 0.9 * timeout.total_seconds():
-                raise PeerTimeout(self.door.rank, f"proving to be there ({self.door.name})", took) from error
-            raise PeerLost(self.door.rank, f"{self.door.name}: connection lost before its proof") from error
+                raise PeerTimeout(self.control.rank, f"proving to be there ({self.control.name})", took) from error
+            raise PeerLost(self.control.rank, f"{self.control.name}: connection lost before its proof") from error
 
     def _check(self, proof: bytes, name: str) -> None:
-        if not hmac.compare_digest(proof, self.door.proof(name)):
-            raise ProtocolError(self.door.rank, f"somebody else than {self.door.name} has connected to gloo's port")
+        if not hmac.compare_digest(proof, self.control.proof(name)):
+            raise ProtocolError(
+                self.control.rank, f"somebody else than {self.control.name} has connected to gloo's port"
+            )
 
 
 class _Work:
     """A send or receive of a private group, which stays while somebody waits for it."""
 
-    def __init__(self, group: Private, work: WorkLike) -> None:
+    def __init__(self, group: PairGroup, work: WorkLike) -> None:
         self._group = group
         self._work = work
 
@@ -239,15 +241,15 @@ class _Work:
             return self._work.wait(timeout)
 
 
-class Several:
+class PairGroups:
     """Servers as ranks of one group, which a transport takes for a process group.
 
     Rank ``i`` of ``count`` is the server of ``groups[i]``, if there is a group with it; the reader is rank ``count``.
     """
 
-    outlives_waits = Private.outlives_waits
+    outlives_waits = PairGroup.outlives_waits
 
-    def __init__(self, groups: Mapping[int, Private], count: int) -> None:
+    def __init__(self, groups: Mapping[int, PairGroup], count: int) -> None:
         self._groups = groups
         self._count = count
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from transfuse.limits import Patience
 
-__all__ = ["Turns"]
+__all__ = ["RWLock"]
 
 
 class _Ticket:
@@ -22,7 +22,7 @@ class _Ticket:
         self.since = time.monotonic()
 
 
-class Turns:
+class RWLock:
     """A lock that many readers share and an owner has to itself. The owner's thread may take it again meanwhile."""
 
     def __init__(self) -> None:

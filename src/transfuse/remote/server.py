@@ -26,9 +26,9 @@ from transfuse.limits import Patience
 from transfuse.options import ServeKeywords, check_names
 from transfuse.progress import Progress
 from transfuse.remote import descriptors
-from transfuse.remote.handshake import WAIT_SECONDS, Door, Ready, Refused, Wait, join_address, key_of
-from transfuse.remote.pair_group import READER, SERVER, Private, Several
-from transfuse.remote.rwlock import Turns
+from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, Refused, Wait, join_address, key_of
+from transfuse.remote.pair_group import READER, SERVER, PairGroup, PairGroups
+from transfuse.remote.rwlock import RWLock
 from transfuse.report import Report
 from transfuse.transport import PGTransport
 
@@ -126,24 +126,24 @@ class Server:
         self._key = key_of(token)
         self._seconds = timeout.total_seconds()
         self._transport = partial(PGTransport, timeout=timeout, device=torch.device("cpu"), relay=False, **options)
-        self._transport(Several({}, 0))  # Options that make no sense are told here, and not to the first reader.
+        self._transport(PairGroups({}, 0))  # Options that make no sense are told here, and not to the first reader.
         self._on_report = on_report
-        self._turns = Turns()
+        self._rwlock = RWLock()
         #: The callables are the user's: one thread at a time.
         self._asking = threading.Lock()
         self._places = threading.Semaphore(max_readers if options.get("max_bytes_per_second") is None else 1)
         #: Once it closes, what readers are told that have to wait; and those who read now, if they are cut off.
         self._closing: str | None = None
         self._cut: str | None = None
-        self._readers: dict[threading.Thread, Door] = {}
-        self._groups: weakref.WeakSet[Private] = weakref.WeakSet()
+        self._readers: dict[threading.Thread, ControlConnection] = {}
+        self._groups: weakref.WeakSet[PairGroup] = weakref.WeakSet()
         #: Doors at which nobody has proved anything yet, in the order in which they were knocked at.
-        self._strangers: dict[Door, None] = {}
+        self._strangers: dict[ControlConnection, None] = {}
         self._lock = threading.Lock()
         self._complained_at = float("-inf")
         self._last_change = _Moment()
         # As above: nobody could be served.
-        descriptors.check(descriptors.LISTENER + descriptors.DOOR + descriptors.GROUP, "serving a state")
+        descriptors.check(descriptors.LISTENER + descriptors.CONTROL + descriptors.GROUP, "serving a state")
         if not 0 <= arguments.whole("port", port) <= MAX_PORT:
             raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
         # One's own socket: a store of torch's would listen on all interfaces, whatever host it is given.
@@ -169,7 +169,7 @@ class Server:
         How long it waits: until those who read now are done, a reader that stalls for at most the server's timeout.
         It may be nested.
         """
-        with self._turns.changing():
+        with self._rwlock.changing():
             try:
                 yield
             finally:
@@ -202,8 +202,8 @@ class Server:
         with self._lock:
             threads = list(self._readers)
             doors = list(self._readers.values() if cancel else self._strangers)
-        for door in doors:
-            door.hang_up()
+        for control in doors:
+            control.hang_up()
         return threads
 
     def _is_fork(self) -> bool:
@@ -246,17 +246,17 @@ class Server:
                 time.sleep(0.1)  # Out of file descriptors, perhaps: that may pass.
                 continue
             try:
-                self._let_in(Door(sock, join_address(where[0], where[1]), READER))
+                self._let_in(ControlConnection(sock, join_address(where[0], where[1]), READER))
             except (OSError, RuntimeError) as error:
                 # It has gone already, or there is no thread to be had: the next one may fare better.
                 sock.close()
                 self._complain("could not answer a connection", error)
 
-    def _let_in(self, door: Door) -> None:
-        thread = threading.Thread(target=self._answer, args=(door,), name="transfuse-reader", daemon=True)
+    def _let_in(self, control: ControlConnection) -> None:
+        thread = threading.Thread(target=self._answer, args=(control,), name="transfuse-reader", daemon=True)
         with self._lock:
-            self._readers[thread] = door
-            self._strangers[door] = None
+            self._readers[thread] = control
+            self._strangers[control] = None
             crowd = list(self._strangers)[:-MAX_STRANGERS]
         for stranger in crowd:
             stranger.hang_up()
@@ -264,66 +264,66 @@ class Server:
             thread.start()
         except RuntimeError:
             with self._lock:
-                del self._readers[thread], self._strangers[door]
+                del self._readers[thread], self._strangers[control]
             raise
 
-    def _answer(self, door: Door) -> None:
+    def _answer(self, control: ControlConnection) -> None:
         """One connection, from the first byte to the last."""
         try:
             try:
-                door.admit(self._key, time.monotonic() + Patience(self._seconds).handshake)
+                control.admit(self._key, time.monotonic() + Patience(self._seconds).handshake)
             except TransfuseError as error:
                 if self._closing is None:
                     self._complain("turned away", error)
                 return
             finally:
                 with self._lock:
-                    del self._strangers[door]
+                    del self._strangers[control]
             try:
-                self._receive(door)
+                self._receive(control)
             except Exception as error:
                 # What comes after a cut is its consequence.
                 if self._cut is not None:
-                    self._tell(door, TransfuseError(self._cut))
+                    self._tell(control, TransfuseError(self._cut))
                     raise TransfuseError(self._cut) from error
-                self._tell(door, error)
+                self._tell(control, error)
                 raise
         except SendFailed as error:
             # As text: a record that a handler keeps would keep all that the error's traceback holds.
-            logger.warning("reader %s: %s", door.name, as_utf8(str(error.causes[READER])))
+            logger.warning("reader %s: %s", control.name, as_utf8(str(error.causes[READER])))
         except TransfuseError as error:
-            logger.warning("reader %s: %s", door.name, as_utf8(str(error)))
+            logger.warning("reader %s: %s", control.name, as_utf8(str(error)))
         except Exception:
-            logger.error("reader %s: the server failed\n%s", door.name, as_utf8(traceback.format_exc()))
+            logger.error("reader %s: the server failed\n%s", control.name, as_utf8(traceback.format_exc()))
         finally:
-            door.close()
+            control.close()
             with self._lock:
                 del self._readers[threading.current_thread()]
 
-    def _tell(self, door: Door, error: Exception) -> None:
+    def _tell(self, control: ControlConnection, error: Exception) -> None:
         with suppress(TransfuseError):
-            door.send(Refused(type(error).__name__, as_utf8(str(error)[:2000])), self._seconds)
+            control.send(Refused(type(error).__name__, as_utf8(str(error)[:2000])), self._seconds)
 
-    def _receive(self, door: Door) -> None:
+    def _receive(self, control: ControlConnection) -> None:
         """A reader that has proved itself: a place, a group, and its turn with the state."""
-        meanwhile = _Meanwhile(door, self._seconds, lambda: self._closing)
-        with self._place(meanwhile), closing(self._form(door)) as group:
+        meanwhile = _Meanwhile(control, self._seconds, lambda: self._closing)
+        with self._place(meanwhile), closing(self._form(control)) as group:
             self._groups.add(group)
-            door.expect(Ready, self._seconds, "waiting for the reader to begin", most_waits=0)
+            control.expect(Ready, self._seconds, "waiting for the reader to begin", most_waits=0)
             meanwhile()  # It may have closed since.
-            with self._turns.reading(meanwhile):
+            with self._rwlock.reading(meanwhile):
                 # Before the callable, which may copy: work of this thread is not ordered after that of training's.
                 self._last_change.wait()
                 with self._asking:
                     state = self._state_dict() if callable(self._state_dict) else self._state_dict
                     step = check_step(self._step(), "what step() gives") if callable(self._step) else self._step
-                door.send(Ready(), self._seconds)
+                control.send(Ready(), self._seconds)
                 self._send(group, state, step)
 
-    def _form(self, door: Door) -> Private:
+    def _form(self, control: ControlConnection) -> PairGroup:
         (kept,) = descriptors.keep(descriptors.GROUP, "serving a reader")
         with kept:
-            return Private(door, SERVER, self._seconds, most_waits=0)
+            return PairGroup(control, SERVER, self._seconds, most_waits=0)
 
     @contextmanager
     def _place(self, meanwhile: _Meanwhile) -> Iterator[None]:
@@ -334,8 +334,8 @@ class Server:
         finally:
             self._places.release()
 
-    def _send(self, group: Private, state: object, step: int | None) -> None:
-        guard = _Guard(self._turns, self._seconds, lambda: self._cut)
+    def _send(self, group: PairGroup, state: object, step: int | None) -> None:
+        guard = _Guard(self._rwlock, self._seconds, lambda: self._cut)
         transport = self._transport(group, progress=guard)
         try:
             transport.send_checkpoint([READER], state, step=step)
@@ -357,8 +357,8 @@ class Server:
 class _Meanwhile:
     """While a reader waits: tell it so, and notice that it has left or that the server closes."""
 
-    def __init__(self, door: Door, seconds: float, closing: Callable[[], str | None]) -> None:
-        self._door = door
+    def __init__(self, control: ControlConnection, seconds: float, closing: Callable[[], str | None]) -> None:
+        self._control = control
         self._seconds = seconds
         self._closing = closing
         self._said_at = time.monotonic()
@@ -366,18 +366,18 @@ class _Meanwhile:
     def __call__(self) -> None:
         if (closing := self._closing()) is not None:
             raise TransfuseError(closing)
-        if self._door.gone():
-            raise PeerLost(READER, f"{self._door.name} has left while it waited for its turn")
+        if self._control.gone():
+            raise PeerLost(READER, f"{self._control.name} has left while it waited for its turn")
         if time.monotonic() - self._said_at >= WAIT_SECONDS:
-            self._door.send(Wait(), self._seconds)
+            self._control.send(Wait(), self._seconds)
             self._said_at = time.monotonic()
 
 
 class _Guard:
     """Looks at a transfer's progress: while training waits, signs of life alone buy a reader no time."""
 
-    def __init__(self, turns: Turns, seconds: float, cut: Callable[[], str | None]) -> None:
-        self._turns = turns
+    def __init__(self, rwlock: RWLock, seconds: float, cut: Callable[[], str | None]) -> None:
+        self._rwlock = rwlock
         self._seconds = seconds
         self._cut = cut
         self._bytes = 0
@@ -389,7 +389,7 @@ class _Guard:
         now, nbytes = time.monotonic(), sum(one.bytes for one in progress.values())
         if nbytes > self._bytes:
             self._bytes, self._since = nbytes, now
-        idle = min(now - self._since, self._turns.held_up())
+        idle = min(now - self._since, self._rwlock.held_up())
         if idle > self._seconds:
             raise PeerTimeout(READER, "the state could not be changed because it was being read", idle)
 

@@ -23,8 +23,8 @@ from transfuse.plan.match import Match, Prepared, compare, prepare
 from transfuse.plan.parcels import Parcels
 from transfuse.plan.shares import Shares
 from transfuse.session.context import Context, Request
-from transfuse.state.leaves.codec import Room
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.codec import BuildContext
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Manifest
 from transfuse.wire import messages
 
@@ -47,8 +47,8 @@ class Accepted:
     offer: messages.Offer
     parcel_bytes: int
     manifest: Manifest
-    room: Room
-    kinds: Kinds
+    build_context: BuildContext
+    kinds: Registry
     landing: Landing
 
     @property
@@ -137,26 +137,28 @@ def accept(
     """
     options, limits = request.options, context.limits
     peer, manifest = next(iter(cohorts[0].members)), cohorts[0].manifest
-    room = Room(manifest.shared, manifest.coordinates, options.mesh, options.weights_only_objects)
-    kinds = Kinds(limits)
+    build_context = BuildContext(manifest.shared, manifest.coordinates, options.mesh, options.weights_only_objects)
+    kinds = Registry(limits)
     supply = Supply(context.device, limits, None if request.resume is None else request.resume.memory)
     try:
         target = request.target if isinstance(request.target, Prepared) else prepare(request.target, limits)
         found: Match | TransfuseError | None = None
         if _all_have_the_same(cohorts, offers, request):
-            found = compare(manifest, target, room=room, kinds=kinds, strict=options.strict)
+            found = compare(manifest, target, build_context=build_context, kinds=kinds, strict=options.strict)
             if isinstance(found, TransfuseError) and not _may_be_assembled(manifest, target, options):
                 raise found
         plan: Plan
         if isinstance(found, Match):
             plan = AsIs(manifest, found, supply, parcel_bytes=parcel_bytes, atomic=options.atomic)
         else:
-            plan = assemble(cohorts, target, room, kinds, options, supply, parcel_bytes=parcel_bytes, late=request.late)
+            plan = assemble(
+                cohorts, target, build_context, kinds, options, supply, parcel_bytes=parcel_bytes, late=request.late
+            )
     except TransfuseError:
         raise
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
-    return Accepted(described, parcel_bytes, manifest, room, kinds, Landing(plan))
+    return Accepted(described, parcel_bytes, manifest, build_context, kinds, Landing(plan))
 
 
 def _all_have_the_same(cohorts: Sequence[Cohort], offers: Mapping[int, messages.Offer], request: Request) -> bool:

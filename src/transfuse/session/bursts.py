@@ -25,9 +25,9 @@ from transfuse.plan import parcels
 from transfuse.plan.parcels import Most, Parcels
 from transfuse.progress import Progress
 from transfuse.session.threads import Caller
-from transfuse.wire.channel import Line, Posted
+from transfuse.wire.channel import Channel, Posted
 from transfuse.wire.messages import Agreed, Answer, Intent, Message, Offer, Want
-from transfuse.wire.rate_limit import Pace
+from transfuse.wire.rate_limit import RateLimit
 
 __all__ = ["Incoming", "Outgoing", "Shape", "Supply"]
 
@@ -59,7 +59,7 @@ class Supply:
     ready: Callable[[Sequence[int]], BaseException | None] = lambda _: None
     #: Told what the receiver asks for while parcels are under way.
     count_more: Callable[[range], object] = lambda more: None
-    pace: Pace = field(default_factory=lambda: Pace(None))
+    rate_limit: RateLimit = field(default_factory=lambda: RateLimit(None))
 
 
 class _Sending(NamedTuple):
@@ -75,7 +75,7 @@ class Outgoing:
 
     def __init__(
         self,
-        line: Line,
+        channel: Channel,
         cut: Parcels,
         supply: Supply,
         shape: Shape,
@@ -84,11 +84,11 @@ class Outgoing:
         *,
         always_staged: bool = False,
     ) -> None:
-        self._line = line
+        self._channel = channel
         self._cut = cut
         self._supply = supply
         self._shape = shape
-        self._staging = Staging(shape.most.staged_bytes, line.group.device)
+        self._staging = Staging(shape.most.staged_bytes, channel.group.device)
         self._caller = caller
         self._progress = progress
         #: Whether the parcels' own memory stays out of the backend's hands, so that a silent peer can be left.
@@ -105,7 +105,7 @@ class Outgoing:
         """From another thread: the peer is silent. The memory is not looked at from here any more."""
         with self._memory_lock:
             self._left = True
-        self._line.abandon()
+        self._channel.abandon()
 
     def send(self, numbers: Sequence[int]) -> None:
         rounds = parcels.bursts(self._cut, numbers, self._shape.most)
@@ -123,14 +123,14 @@ class Outgoing:
             else:
                 rounds += parcels.bursts(self._cut, self._hear_answer(), self._shape.most)
         if cause is not None:
-            self._line.refuse(cause)
+            self._channel.refuse(cause)
             raise cause
 
     def _hear_answer(self) -> Sequence[int]:
         """The receiver's record about the oldest burst; the parcels that it asks for in addition."""
         answer = Answer(Intent.GO_ON)
         try:
-            header, _ = self._line.expect(Message.GOT)
+            header, _ = self._channel.expect(Message.GOT)
             answer = Answer.of(header.note)
         except ProtocolError as error:
             # The receiver has receives for parcels posted: no refusal may meet these. Cancel with the next record; if
@@ -144,8 +144,8 @@ class Outgoing:
         self._progress.bytes += burst.nbytes
         self._caller.tick()
         if answer.intent is Intent.CANCEL:
-            self._line.expect()
-            raise ProtocolError(self._line.peer, f"rank {self._line.peer} cancelled without saying why")
+            self._channel.expect()
+            raise ProtocolError(self._channel.peer, f"rank {self._channel.peer} cancelled without saying why")
         more = range(answer.first, answer.first + answer.number)
         try:
             self._supply.count_more(more)
@@ -159,7 +159,7 @@ class Outgoing:
         burst = _Sending([], [], int(self._cut.payload[np.asarray(numbers, dtype=np.int64)].sum()))
         self.failure = self.failure or self._supply.ready(numbers)
         if self.failure is None:
-            self._supply.pace.take(burst.nbytes, lambda: self._caller.cause is not None)
+            self._supply.rate_limit.take(burst.nbytes, lambda: self._caller.cause is not None)
         digests: list[int] = []
         for number in numbers:
             data, buffer = self._fetch(number)
@@ -168,10 +168,10 @@ class Outgoing:
             if self._shape.digests:
                 # First, so that the backend finds the bytes in the cache.
                 digests.append(self._supply.digest(number, data) if self.failure is None else 0)
-            burst.posted.append(self._line.post_send(data))
+            burst.posted.append(self._channel.post_send(data))
         # Decided now, not before: a parcel that could not be packed must not pass for one that could.
         cause = self._caller.cause or self.failure
-        burst.posted.append(self._line.post_sent(Intent.CANCEL if cause else Intent.GO_ON, digests))
+        burst.posted.append(self._channel.post_sent(Intent.CANCEL if cause else Intent.GO_ON, digests))
         self._flying.append(burst)
         self.nbytes += burst.nbytes
         self.parcels += len(numbers)
@@ -183,9 +183,11 @@ class Outgoing:
         try:
             with self._memory_lock:
                 if self._left:
-                    raise PeerLost(self._line.peer, f"rank {self._line.peer} was silent for too long and was left")
+                    raise PeerLost(
+                        self._channel.peer, f"rank {self._channel.peer} was silent for too long and was left"
+                    )
                 if self.failure is None:
-                    direct = packing.as_bytes(self._supply.memory, self._cut, number, self._line.group.device)
+                    direct = packing.as_bytes(self._supply.memory, self._cut, number, self._channel.group.device)
                     if direct is not None and not self._always_staged:
                         return direct, None
                     buffer = self._staging.take(size)
@@ -215,7 +217,7 @@ class Incoming:
 
     def __init__(
         self,
-        line: Line,
+        channel: Channel,
         cut: Parcels,
         landing: Land,
         shape: Shape,
@@ -225,11 +227,11 @@ class Incoming:
         landed: Callable[[Sequence[int], Sequence[int], Sequence[int]], object],
         always_staged: bool = False,
     ) -> None:
-        self._line = line
+        self._channel = channel
         self._cut = cut
         self._landing = landing
         self._shape = shape
-        self._staging = Staging(shape.most.staged_bytes, line.group.device)
+        self._staging = Staging(shape.most.staged_bytes, channel.group.device)
         self._caller = caller
         self._progress = progress
         #: Told about each burst that has landed: its parcels, the source's digests of them, and which are wrong.
@@ -245,7 +247,7 @@ class Incoming:
         """From another thread: the peer is silent, others bring the rest. Nothing lands from here any more."""
         with self._landing_lock:
             self._left = True
-        self._line.abandon()
+        self._channel.abandon()
 
     def take(self, numbers: Sequence[int], more: Callable[[], tuple[int, Sequence[int]]] = nothing_more) -> list[int]:
         """Receive the bursts of these parcels; the numbers of those with a wrong digest.
@@ -253,7 +255,7 @@ class Incoming:
         When all are under way, ``more`` says what to ask for in addition: the source's number of the first parcel,
         and the numbers here of all, which follow each other at the source.
         """
-        line = self._line
+        channel = self._channel
         rounds = deque(parcels.bursts(self._cut, numbers, self._shape.most))
         wrong = self.wrong = []
         flying: deque[_Receiving] = deque()
@@ -263,12 +265,12 @@ class Incoming:
         source_stops = False
         while flying:
             burst = flying.popleft()
-            intent, digests = line.read_sent(burst.record.wait())
+            intent, digests = channel.read_sent(burst.record.wait())
             stopped = cause is not None or source_stops or intent is Intent.CANCEL
             with self._landing_lock:
                 if self._left and self._failure is None:
                     # Others bring the rest: cancel here as for any other cause.
-                    self._failure = PeerLost(line.peer, f"rank {line.peer} was silent for too long and was left")
+                    self._failure = PeerLost(channel.peer, f"rank {channel.peer} was silent for too long and was left")
                 expected: Sequence[int | None] = digests or [None] * len(burst.parcels)
                 computed = [
                     self._land(*parcel, digest, keep=not stopped)
@@ -292,7 +294,7 @@ class Incoming:
             rounds += parcels.bursts(self._cut, further, self._shape.most)
             intent = Intent.CANCEL if cause else Intent.GO_ON
             try:
-                line.send(Message.GOT, note=Answer(intent, first, len(further)).note)
+                channel.send(Message.GOT, note=Answer(intent, first, len(further)).note)
             except PeerError:
                 # With nothing more to come, a source that is gone by now no longer matters.
                 if rounds or cause is not None:
@@ -301,10 +303,10 @@ class Incoming:
                 flying.append(self._post(rounds.popleft()))
             self._caller.tick()
         if source_stops:
-            line.expect()
-            raise ProtocolError(line.peer, f"rank {line.peer} cancelled without saying why")
+            channel.expect()
+            raise ProtocolError(channel.peer, f"rank {channel.peer} cancelled without saying why")
         if cause is not None:
-            line.refuse(cause)
+            channel.refuse(cause)
             raise cause
         return wrong
 
@@ -315,13 +317,13 @@ class Incoming:
             data, buffer = None, None
             if not self._always_staged:
                 self._touch(number)
-                data = packing.as_bytes(self._landing, self._cut, number, self._line.group.device)
+                data = packing.as_bytes(self._landing, self._cut, number, self._channel.group.device)
             if data is None:
                 size = int(self._cut.nbytes[number])
                 buffer = self._staging.take(size)
                 data = buffer[:size]
-            posted.append((number, self._line.post_recv(data), buffer))
-        return _Receiving(posted, self._line.post_recv_sent(len(numbers) if self._shape.digests else 0))
+            posted.append((number, self._channel.post_recv(data), buffer))
+        return _Receiving(posted, self._channel.post_recv_sent(len(numbers) if self._shape.digests else 0))
 
     def _converts(self, number: int) -> bool:
         first = int(self._cut.first[number])
@@ -361,7 +363,7 @@ class Incoming:
             return digest_of(data) if self._shape.digests else 0
         except Exception as error:
             if not isinstance(error, TransfuseError):
-                peer = self._line.peer
+                peer = self._channel.peer
                 error = ProtocolError(peer, f"rank {peer} sent data that cannot be put in its place: {error}")
             self._failure = self._failure or error
             return 0

@@ -33,7 +33,7 @@ from transfuse.session.partial import Partial
 from transfuse.session.roster import Roster
 from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.messages import Offer
 
 __all__ = ["Decide", "Describe", "Done", "Negotiation", "Negotiator", "Turn", "Wait"]
@@ -201,30 +201,30 @@ class Negotiator:
         #: Parcels that an earlier receive has left.
         self.resumed: Bools | bool = False
 
-    def prepare(self, line: Line) -> None:
+    def prepare(self, channel: Channel) -> None:
         """Take the target apart, once, while the sources describe their states."""
         with self._preparing:
             if self._prepared or self.request.failure is not None:
                 return
             self._prepared = True
-            with self._roster.phase(line, Phase.PREPARE):
+            with self._roster.phase(channel, Phase.PREPARE):
                 try:
                     self.request = replace(self.request, target=prepare(self.request.target, self._limits))
                 except Exception as error:
                     self.request = replace(self.request, failure=error)
 
-    def agree(self, line: Line, offer: Offer, describe: Callable[[], Offer]) -> None:
+    def agree(self, channel: Channel, offer: Offer, describe: Callable[[], Offer]) -> None:
         """Hand in an offer, and wait until it is known what the sources agree on. :meth:`check` says whether this does.
 
         If nobody has described this state yet, the source is asked to.
         """
-        rank, changed = line.peer, self._roster.changed
+        rank, changed = channel.peer, self._roster.changed
         with changed:
             self.negotiation.hand_in(rank, offer, time.monotonic())
             changed.notify_all()
-        while not isinstance(turn := self._next_turn(line), Done):
+        while not isinstance(turn := self._next_turn(channel), Done):
             if isinstance(turn, Describe):
-                self._describe(line, describe)
+                self._describe(channel, describe)
             else:
                 self._decide(turn)
         if turn.late:
@@ -256,10 +256,10 @@ class Negotiator:
 
     # -- turns
 
-    def _next_turn(self, line: Line) -> Describe | Decide | Done:
+    def _next_turn(self, channel: Channel) -> Describe | Decide | Done:
         """Wait until this conversation has to do something for all of them, or it has been decided."""
-        rank, roster = line.peer, self._roster
-        with line.resting(), roster.changed:
+        rank, roster = channel.peer, self._roster
+        with channel.resting(), roster.changed:
             roster.progress[rank].phase = Phase.PLAN.doing
             while True:
                 self.check(rank)
@@ -270,14 +270,14 @@ class Negotiator:
                 roster.progress[rank].phase = WAITING
                 roster.changed.wait(Patience.SLICE_SECONDS)
 
-    def _describe(self, line: Line, describe: Callable[[], Offer]) -> None:
+    def _describe(self, channel: Channel, describe: Callable[[], Offer]) -> None:
         """Ask this source what its state is like."""
         roster = self._roster
-        with roster.abandonable(line, line.abandon if roster.several else None):
+        with roster.abandonable(channel, channel.abandon if roster.several else None):
             whole = describe()
-        described = read_description(whole, self._limits, line.peer)
+        described = read_description(whole, self._limits, channel.peer)
         with roster.changed:
-            self.negotiation.hand_in_description(line.peer, described)
+            self.negotiation.hand_in_description(channel.peer, described)
             roster.changed.notify_all()
 
     def _compare_late(self, rank: int, offer: Offer) -> None:
@@ -402,7 +402,7 @@ class Negotiator:
         if resume is not None:
             resume.spent = True
             if resume.fingerprint == landing.fingerprint and len(resume.landed) == len(cut):
-                claimed |= resume.landed & _for_all_boxes(cut, landing.lie_once)
+                claimed |= resume.landed & _for_all_regions(cut, landing.lie_once)
                 self.resumed = claimed.copy()
                 for number in np.flatnonzero(claimed).tolist():
                     landing.touch(range(int(cut.first[number]), int(cut.first[number] + cut.count[number])))
@@ -411,13 +411,13 @@ class Negotiator:
         if self.request.options.delta:
             if self.resumed is False:  # Otherwise what has landed in copies of the targets would be lost.
                 landing.fill_copies()
-            claimed |= _for_all_boxes(cut, landing.held)
+            claimed |= _for_all_regions(cut, landing.held)
         if claimed.any():
             ledger.keep(np.flatnonzero(claimed))
         return ledger
 
 
-def _for_all_boxes(cut: Parcels, good: Bools) -> Bools:
+def _for_all_regions(cut: Parcels, good: Bools) -> Bools:
     """For each parcel, whether all its boxes are good."""
     bad = np.concatenate([[0], np.cumsum(~good)]).astype(np.int64)
     result: Bools = bad[cut.first + cut.count] == bad[cut.first]

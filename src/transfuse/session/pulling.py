@@ -17,9 +17,9 @@ from transfuse.session.receive import Receive
 from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools
 from transfuse.wire import routes
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.messages import Offer
-from transfuse.wire.rate_limit import Pace
+from transfuse.wire.rate_limit import RateLimit
 from transfuse.wire.route import Malformed, Pull, Puller, Route, SourceEnded, Unreadable
 
 __all__ = ["Pulling", "leaves_of", "some_of"]
@@ -33,8 +33,8 @@ class Pulling:
     ``describe`` gets from the source what its offer left out.
     """
 
-    def __init__(self, line: Line, shared: Receive, offer: Offer, describe: Callable[[Offer], Offer]) -> None:
-        self._line = line
+    def __init__(self, channel: Channel, shared: Receive, offer: Offer, describe: Callable[[Offer], Offer]) -> None:
+        self._channel = channel
         self._receive = shared
         self._offer = offer
         self._describe = describe
@@ -42,9 +42,9 @@ class Pulling:
         self._accepted = shared.accepted
         self._ledger = shared.ledger
         self._report = shared.roster.report
-        self._progress = shared.roster.progress[line.peer]
-        self._share = shared.share(line.peer)
-        self._pace = Pace(offer.max_bytes_per_second)
+        self._progress = shared.roster.progress[channel.peer]
+        self._share = shared.share(channel.peer)
+        self._rate_limit = RateLimit(offer.max_bytes_per_second)
         self._routes = routes.usable(offer.routes, same_host=shared.request.options.same_host)
         #: Which parcels each route can pull, once that is known.
         self._readable: dict[str, Bools] = {}
@@ -58,42 +58,45 @@ class Pulling:
 
     def pull(self) -> None:
         """Pull whatever can be pulled of what is wanted."""
-        line, shared = self._line, self._receive
+        channel, shared = self._channel, self._receive
         try:
             if not self._routes or not len(self._ledger):
                 return
-            if self._pace.rate is not None and self._pace.rate * line.timeout < line.limits.min_parcel_bytes:
+            if (
+                self._rate_limit.rate is not None
+                and self._rate_limit.rate * channel.timeout < channel.limits.min_parcel_bytes
+            ):
                 return  # Slower than the timeout allows: over the group such a source is noticed.
-            line.phase = self._progress.phase = Phase.READ.doing
+            channel.phase = self._progress.phase = Phase.READ.doing
             # Until it answers, the others wait for what could be pulled from it: it must not be silent for long.
-            with shared.roster.abandonable(line, line.abandon if shared.roster.several else None):
+            with shared.roster.abandonable(channel, channel.abandon if shared.roster.several else None):
                 self._offer = self._describe(self._offer)
             manifest, theirs = self._seen_from_there()
             # One reader uses all threads, unless it is limited.
-            turn = shared.reading if self._pace.rate is None else nullcontext()
-            with line.holding_turn(lambda: self._progress.bytes), turn, shared.roster.phase(line, Phase.READ):
+            turn = shared.reading if self._rate_limit.rate is None else nullcontext()
+            with channel.holding_turn(lambda: self._progress.bytes), turn, shared.roster.phase(channel, Phase.READ):
                 for route in self._routes:
                     if not self._ledger.complete:
                         self._pull_by(route, manifest, theirs)
         except Malformed as error:
-            raise ProtocolError(line.peer, f"rank {line.peer}: {error}") from error
+            raise ProtocolError(channel.peer, f"rank {channel.peer}: {error}") from error
         finally:
-            self._progress.bytes = self._ledger.bytes_from(line.peer)
-            shared.done_reading(line.peer)
+            self._progress.bytes = self._ledger.bytes_from(channel.peer)
+            shared.done_reading(channel.peer)
 
     def _seen_from_there(self) -> tuple[Manifest, Parcels]:
         """The source's own manifest, and all parcels with their boxes in its memory."""
         offer = self._offer
         try:
             return self._share.seen_from_source(
-                lambda: Manifest.decode(offer.described, self._line.limits, offer.coordinates)
+                lambda: Manifest.decode(offer.described, self._channel.limits, offer.coordinates)
             )
         except ValueError as error:
             raise Malformed(f"a malformed offer: {error}") from error
 
     def _pull_by(self, route: Route, manifest: Manifest, theirs: Parcels) -> None:
         """Pull by one route what it can bring; if it can bring nothing, or no more, the next one has its turn."""
-        line = self._line
+        channel = self._channel
         readable = self._readable.get(route.name)
         if readable is not None and not readable.any():
             return
@@ -109,50 +112,50 @@ class Pulling:
                 self._pull_shares(route.name, puller, readable)
         except Unreadable as reason:
             self._readable[route.name] = np.zeros(len(self._ledger), dtype=bool)
-            self._ledger.give_back(line.peer)
+            self._ledger.give_back(channel.peer)
             if isinstance(reason, SourceEnded) and self._progress.bytes:
-                raise PeerLost(line.peer, f"rank {line.peer} ended while its memory was being read") from reason
-            self._progress.bytes = self._ledger.bytes_from(line.peer)
-            logger.info("rank %d: %s; using the group route", line.peer, reason)
+                raise PeerLost(channel.peer, f"rank {channel.peer} ended while its memory was being read") from reason
+            self._progress.bytes = self._ledger.bytes_from(channel.peer)
+            logger.info("rank %d: %s; using the group route", channel.peer, reason)
 
     def _told(self, manifest: Manifest, theirs: Parcels) -> Pull:
         return Pull(
             manifest=manifest,
             cut=theirs,
             landing=self._accepted.landing,
-            staging_bytes=self._line.limits.staging_bytes,
-            pace=self._pace_or_stop,
+            staging_bytes=self._channel.limits.staging_bytes,
+            rate_limit=self._pace_or_stop,
             went_on=self._went_on,
-            at_once=self._pace.at_once,
+            at_once=self._rate_limit.at_once,
         )
 
     def _pull_shares(self, name: str, puller: Puller, readable: Bools) -> None:
         """Pull parcels as long as there are any; they have landed once the lease was found good after them."""
-        report, line, ledger = self._report, self._line, self._ledger
-        unreadable, share = 0, Sizes(line.limits, line.timeout).read(self._pace.rate)
-        while len(numbers := self._receive.read_share(line.peer, share, readable)):
+        report, channel, ledger = self._report, self._channel, self._ledger
+        unreadable, share = 0, Sizes(channel.limits, channel.timeout).read(self._rate_limit.rate)
+        while len(numbers := self._receive.read_share(channel.peer, share, readable)):
             failed = set(puller.pull(numbers))
             if self._receive.request.options.verify:
                 failed |= self._settle_differences(puller, [n for n in numbers if n not in failed])
             puller.recheck()
             done = [n for n in numbers if n not in failed]
-            ledger.land(line.peer, done)
-            ledger.give_back(line.peer)
+            ledger.land(channel.peer, done)
+            ledger.give_back(channel.peer)
             readable[list(failed)] = False
             unreadable += len(failed)
             nbytes = ledger.bytes_of(done)
             if done:
                 self.pulled[name] = self.pulled.get(name, 0) + nbytes
-                report.count(line.peer, nbytes, len(done), name)
+                report.count(channel.peer, nbytes, len(done), name)
             report.read_bytes += nbytes
             report.verified = bool(self._receive.request.options.verify)
         if unreadable:
-            logger.info("rank %d: %d parcels cannot be read, they come over the group", line.peer, unreadable)
+            logger.info("rank %d: %d parcels cannot be read, they come over the group", channel.peer, unreadable)
 
     def _settle_differences(self, puller: Puller, numbers: Sequence[int]) -> set[int]:
         """Pull again what differs from a second look at the source; the parcels that cannot be pulled any more."""
         gone: set[int] = set()
-        for _ in range(self._line.limits.max_repairs + 1):
+        for _ in range(self._channel.limits.max_repairs + 1):
             numbers = puller.differing(numbers)
             if not numbers:
                 return gone
@@ -162,10 +165,10 @@ class Pulling:
         puller.recheck()  # What a source that has left does with its tensors is its own business.
         leaves = leaves_of(self._accepted, numbers)
         raise SourceMutated(
-            self._line.peer,
+            self._channel.peer,
             leaves,
-            f"rank {self._line.peer} changed its tensors while it sent them: {some_of(leaves)}. Nothing may step the "
-            "optimizer or write to the state before send_checkpoint has returned",
+            f"rank {self._channel.peer} changed its tensors while it sent them: {some_of(leaves)}. Nothing may step "
+            "the optimizer or write to the state before send_checkpoint has returned",
         )
 
     def _went_on(self, nbytes: int) -> None:
@@ -174,15 +177,15 @@ class Pulling:
         self._pace_or_stop(nbytes)
 
     def _pace_or_stop(self, nbytes: int) -> None:
-        self._pace.take(nbytes, lambda: self._caller.cause is not None)
+        self._rate_limit.take(nbytes, lambda: self._caller.cause is not None)
         if self._caller.cause is not None:
             raise self._caller.cause
 
 
 def leaves_of(accepted: Accepted, numbers: Sequence[int]) -> list[str]:
     """Paths of the leaves that these parcels hold."""
-    boxes = [piece.box for number in numbers for piece in accepted.cut.pieces(number)]
-    return accepted.landing.paths_of(boxes)
+    regions = [piece.region for number in numbers for piece in accepted.cut.pieces(number)]
+    return accepted.landing.paths_of(regions)
 
 
 def some_of(leaves: Sequence[str]) -> str:

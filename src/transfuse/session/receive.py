@@ -27,7 +27,7 @@ from transfuse.session.roster import Roster
 from transfuse.session.silent_sources import SilentSources
 from transfuse.state.tensors import Bools
 from transfuse.wire import routes
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.messages import Offer
 
 __all__ = ["Compare", "Confirm", "Fetch", "Receive"]
@@ -99,15 +99,15 @@ class Receive:
         """The state, once it is there."""
         return self._result
 
-    def agree(self, line: Line, offer: Offer, describe: Callable[[], Offer]) -> None:
+    def agree(self, channel: Channel, offer: Offer, describe: Callable[[], Offer]) -> None:
         """Hand in an offer, and wait until it is known what the sources agree on. Raises unless this one does."""
-        self.negotiator.agree(line, offer, describe)
+        self.negotiator.agree(channel, offer, describe)
         with self.roster.changed:
-            self.negotiator.check(line.peer)
-            self.roster.present.add(line.peer)
+            self.negotiator.check(channel.peer)
+            self.roster.present.add(channel.peer)
             same_host = self.request.options.same_host
             if offer.max_bytes_per_second is None and routes.usable(offer.routes, same_host=same_host):
-                self._readers.add(line.peer)
+                self._readers.add(channel.peer)
             self._count()
             self.roster.changed.notify_all()
 
@@ -136,9 +136,9 @@ class Receive:
             self._readers.discard(rank)
             self.roster.changed.notify_all()
 
-    def next_task(self, line: Line, nbytes: float) -> Fetch | Compare | Confirm | None:
+    def next_task(self, channel: Channel, nbytes: float) -> Fetch | Compare | Confirm | None:
         """Wait until there is something for this source to do; None when the receive is over."""
-        rank, roster = line.peer, self.roster
+        rank, roster = channel.peer, self.roster
         while True:
             with roster.changed:
                 roster.check(rank)
@@ -263,7 +263,7 @@ class Receive:
     def _finish(self, rank: int) -> None:
         """Build the state. A source is named for what may be wrong with it."""
         try:
-            with self.roster.phase(self.roster.lines[rank], Phase.FINISH):
+            with self.roster.phase(self.roster.channels[rank], Phase.FINISH):
                 state = self._build(rank)
         except BaseException as error:
             self.roster.fail(error)
@@ -275,7 +275,7 @@ class Receive:
     def _build(self, rank: int) -> Any:
         """Build the state from what has landed, which may still be nonsense: indices of a sparse tensor are data."""
         try:
-            return self.accepted.landing.finish(self.accepted.room, self.accepted.kinds)
+            return self.accepted.landing.finish(self.accepted.build_context, self.accepted.kinds)
         except TransfuseError:
             raise
         except Exception as error:

@@ -20,83 +20,83 @@ from transfuse.session.pulling import Pulling, leaves_of, some_of
 from transfuse.session.receive import Compare, Confirm, Fetch, Receive
 from transfuse.session.relay import Relay, this_host
 from transfuse.wire import messages
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG, valid_link_tag
 from transfuse.wire.messages import Message, Offer
 
 __all__ = ["describe", "receive"]
 
 
-def receive(line: Line, shared: Receive) -> None:
+def receive(channel: Channel, shared: Receive) -> None:
     """Hear an offer, take from this source what it is to bring, and tell it how the receive has ended."""
-    shared.roster.join(line)
-    shared.negotiator.prepare(line)
+    shared.roster.join(channel)
+    shared.negotiator.prepare(channel)
     try:
-        _Conversation(line, shared, _hear(line, shared)).run()
+        _Conversation(channel, shared, _hear(channel, shared)).run()
     except BaseException as error:
-        left = shared.roster.why_abandoned(line.peer)
+        left = shared.roster.why_abandoned(channel.peer)
         if left is not None:
-            line.refuse(left)  # It has come back, too late.
-            shared.give_back(line.peer)
+            channel.refuse(left)  # It has come back, too late.
+            shared.give_back(channel.peer)
         else:
-            if not line.broken:
-                line.refuse(error)
-            shared.lost(line.peer, error)
+            if not channel.broken:
+                channel.refuse(error)
+            shared.lost(channel.peer, error)
         raise
 
 
-def _hear(line: Line, shared: Receive) -> Offer:
+def _hear(channel: Channel, shared: Receive) -> Offer:
     """Hear the source's offer, and that it is what the other sources offer too."""
-    with shared.roster.phase(line, Phase.WAIT_FOR_OFFER):
+    with shared.roster.phase(channel, Phase.WAIT_FOR_OFFER):
         try:
-            _, body = line.expect(Message.OFFER, tag=OFFER_TAG)
+            _, body = channel.expect(Message.OFFER, tag=OFFER_TAG)
         except ProtocolError as error:
-            if line.tag != OFFER_TAG:
-                line.refuse(error)  # The header was sound: the source can be told.
+            if channel.tag != OFFER_TAG:
+                channel.refuse(error)  # The header was sound: the source can be told.
             else:
-                line.broken = True
+                channel.broken = True
             raise
-    shared.roster.may_abandon(line, None)
-    with shared.roster.phase(line, Phase.PLAN):
+    shared.roster.may_abandon(channel, None)
+    with shared.roster.phase(channel, Phase.PLAN):
         if shared.request.failure is not None:
             shared.roster.fail(shared.request.failure)
             raise shared.request.failure
-        line.peer_timeout = messages.timeout_in(body) or line.timeout
-        with line.holding_turn():
-            offer = read_offer(body, line.limits, line.peer)
+        channel.peer_timeout = messages.timeout_in(body) or channel.timeout
+        with channel.holding_turn():
+            offer = read_offer(body, channel.limits, channel.peer)
             del body
-            shared.agree(line, offer, lambda: describe(line, offer))
-        shared.roster.caller.lend(line.peer)
+            shared.agree(channel, offer, lambda: describe(channel, offer))
+        shared.roster.caller.lend(channel.peer)
     return offer
 
 
-def describe(line: Line, offer: Offer) -> Offer:
+def describe(channel: Channel, offer: Offer) -> Offer:
     """Ask a source for what its offer left out."""
     if offer.manifest is not None:
         return offer
-    line.send(Message.DESCRIBE)
-    _, body = line.expect(Message.OFFER)
-    described = read_offer(body, line.limits, line.peer)
+    channel.send(Message.DESCRIBE)
+    _, body = channel.expect(Message.OFFER)
+    described = read_offer(body, channel.limits, channel.peer)
     if described.manifest is None or described.likeness != offer.likeness or described.digest != offer.digest:
-        raise ProtocolError(line.peer, f"rank {line.peer} describes another state than it has offered")
+        raise ProtocolError(channel.peer, f"rank {channel.peer} describes another state than it has offered")
     return described
 
 
 class _Conversation:
     """With one source, from its offer on."""
 
-    def __init__(self, line: Line, shared: Receive, offer: Offer) -> None:
-        self._line = line
+    def __init__(self, channel: Channel, shared: Receive, offer: Offer) -> None:
+        self._channel = channel
         self._receive = shared
         self._offer = offer
         self._caller = shared.roster.caller
         self._accepted = shared.accepted
         self._ledger: Ledger = shared.ledger
         self._report = shared.roster.report
-        self._progress = shared.roster.progress[line.peer]
-        self._pulling = Pulling(line, shared, offer, partial(describe, line))
+        self._progress = shared.roster.progress[channel.peer]
+        self._pulling = Pulling(channel, shared, offer, partial(describe, channel))
         #: What it can send.
-        self._share = shared.share(line.peer)
+        self._share = shared.share(channel.peer)
         self._want: messages.Want | None = None
         self._shape: Shape | None = None
         self._relay: Relay | None = None
@@ -104,23 +104,23 @@ class _Conversation:
         self._wrong: dict[int, int] = {}
 
     def run(self) -> None:
-        line, shared = self._line, self._receive
+        channel, shared = self._channel, self._receive
         cause: BaseException | None = None
         # Where nothing is needed from anybody, whoever comes first ends it.
         needed = bool(self._share.held.any()) or not len(self._ledger)
         if not needed:
-            shared.release(line.peer)
+            shared.release(channel.peer)
         try:
             if needed:
                 self._pulling.pull()
             while needed:
-                with line.holding_turn(lambda: self._progress.bytes):
-                    task = shared.next_task(line, self._task_bytes())
+                with channel.holding_turn(lambda: self._progress.bytes):
+                    task = shared.next_task(channel, self._task_bytes())
                 if task is None:
                     break
                 if isinstance(task, Fetch) and self._pulling.can_pull(task.numbers):
                     # Somebody else owed them.
-                    self._ledger.give_back(line.peer)
+                    self._ledger.give_back(channel.peer)
                     self._pulling.pull()
                 elif isinstance(task, Fetch):
                     self._fetch(task.numbers)
@@ -133,12 +133,12 @@ class _Conversation:
             raise
         finally:
             self._pass_on(cause)
-        with suppress(PeerError), shared.roster.phase(line, Phase.VERDICT):
+        with suppress(PeerError), shared.roster.phase(channel, Phase.VERDICT):
             # Everything is here and verified: whether the source still lives no longer matters.
-            line.send(Message.VERDICT, messages.encode(messages.Verdict(self._pulling.pulled)))
+            channel.send(Message.VERDICT, messages.encode(messages.Verdict(self._pulling.pulled)))
             if shared.roster.several:
-                shared.roster.may_abandon(line, line.abandon)  # A frozen one takes no verdict.
-            line.settle()
+                shared.roster.may_abandon(channel, channel.abandon)  # A frozen one takes no verdict.
+            channel.settle()
 
     def _task_bytes(self) -> float:
         """How much to ask this source for at a time: all, unless there are others."""
@@ -148,7 +148,7 @@ class _Conversation:
 
     def _burst_bytes(self) -> int:
         """With several sources bursts are small: all of them are staged, and the last ones should end together."""
-        return Sizes(self._line.limits, self._line.timeout).burst(
+        return Sizes(self._channel.limits, self._channel.timeout).burst(
             self._offer.burst_bytes,
             self._accepted.cut.total_bytes,
             self._accepted.parcel_bytes,
@@ -163,28 +163,28 @@ class _Conversation:
         agreed = self._ask(numbers)
         assert self._want is not None
         shape = self._shape = self._shape or Shape.of(self._offer, self._want, agreed)
-        report, shared, line = self._report, self._receive, self._line
+        report, shared, channel = self._report, self._receive, self._channel
         report.verified = shape.digests and (report.verified or not report.read_bytes)
         if agreed.downstream is not None or agreed.upstream is not None:
-            self._relay = Relay(line, self._accepted, self._ledger, shape, self._caller)
+            self._relay = Relay(channel, self._accepted, self._ledger, shape, self._caller)
             if agreed.downstream is not None:
                 self._relay.pass_on(agreed.downstream, numbers)
-        with shared.roster.phase(line, Phase.RECEIVE):
+        with shared.roster.phase(channel, Phase.RECEIVE):
             if agreed.upstream is not None:
                 self._take_relayed(agreed, numbers)
                 return
             incoming = Incoming(
-                line,
+                channel,
                 self._accepted.cut,
                 self._accepted.landing,
                 shape,
                 self._caller,
                 self._progress,
-                landed=partial(self._landed, line.peer),
-                always_staged=shared.roster.several or line.group.moves_tensors,
+                landed=partial(self._landed, channel.peer),
+                always_staged=shared.roster.several or channel.group.moves_tensors,
             )
             several = shared.roster.several
-            with shared.roster.abandonable(line, incoming.leave if several else None):
+            with shared.roster.abandonable(channel, incoming.leave if several else None):
                 try:
                     incoming.take(numbers, self._more if several else nothing_more)
                 except PeerLost:
@@ -194,13 +194,13 @@ class _Conversation:
 
     def _check_own_memory(self) -> None:
         """Raise if a connection broke because the backend could not write where it was told to."""
-        landing, boxes = self._accepted.landing, self._accepted.cut.boxes
+        landing, regions = self._accepted.landing, self._accepted.cut.regions
         here = np.flatnonzero(landing.addresses > 0)
-        packing.check_reach(landing, here, vm.ranges(landing.addresses[here], boxes.nbytes[here]), write=True)
+        packing.check_reach(landing, here, vm.ranges(landing.addresses[here], regions.nbytes[here]), write=True)
 
     def _more(self) -> tuple[int, Sequence[int]]:
         """What to ask for in addition: the number that the source has for the first, and the numbers here."""
-        run = self._receive.more(self._line.peer, self._burst_bytes())
+        run = self._receive.more(self._channel.peer, self._burst_bytes())
         return run.start, self._share.ours(run)
 
     def _pairs(self, numbers: Sequence[int]) -> list[int]:
@@ -211,35 +211,35 @@ class _Conversation:
         """A burst of the source or of the neighbour with this rank has landed; of its parcels, these are wrong."""
         self._ledger.land(rank, numbers, wrong, digests)
         nbytes = self._ledger.bytes_of(numbers)
-        self._report.count(self._line.peer, nbytes, len(numbers), "group")
-        if rank != self._line.peer:
+        self._report.count(self._channel.peer, nbytes, len(numbers), "group")
+        if rank != self._channel.peer:
             self._report.relayed_bytes += nbytes
 
     def _sort_out(self, wrong: Sequence[int]) -> None:
         """Let parcels that arrived wrong be wanted again, here or elsewhere; but not from here without end."""
-        line = self._line
+        channel = self._channel
         self._report.repaired += len(wrong)
         for number in wrong:
             self._wrong[number] = self._wrong.get(number, 0) + 1
-        lasting = [number for number in wrong if self._wrong[number] > line.limits.max_repairs]
+        lasting = [number for number in wrong if self._wrong[number] > channel.limits.max_repairs]
         if lasting:
             self._report.repaired -= len(lasting)
             leaves = leaves_of(self._accepted, lasting)
             raise CorruptData(
-                line.peer,
+                channel.peer,
                 leaves,
-                f"rank {line.peer}: {len(lasting)} parcels were still wrong after {line.limits.max_repairs} repairs; "
-                f"leaves: {some_of(leaves)}. The bytes are damaged on the way",
+                f"rank {channel.peer}: {len(lasting)} parcels were still wrong after "
+                f"{channel.limits.max_repairs} repairs; leaves: {some_of(leaves)}. The bytes are damaged on the way",
             )
-        self._ledger.give_back(line.peer)
-        self._progress.bytes = self._ledger.bytes_from(line.peer)
+        self._ledger.give_back(channel.peer)
+        self._progress.bytes = self._ledger.bytes_from(channel.peer)
 
     def _ask(self, numbers: Sequence[int]) -> messages.Agreed:
         """Ask for parcels; what the source agrees to."""
-        line, accepted = self._line, self._accepted
-        with self._receive.roster.phase(line, Phase.WANT):
+        channel, accepted = self._channel, self._accepted
+        with self._receive.roster.phase(channel, Phase.WANT):
             if self._want is not None:
-                line.send(Message.MORE, messages.encode(messages.More(self._pairs(numbers))))
+                channel.send(Message.MORE, messages.encode(messages.More(self._pairs(numbers))))
                 self._expect_agreed()
                 return messages.Agreed()
             share = self._share
@@ -249,41 +249,41 @@ class _Conversation:
                 fingerprint=share.fingerprint,
                 parcel_bytes=accepted.parcel_bytes,
                 burst_bytes=self._burst_bytes(),
-                digests=compares_digests(self._offer, self._receive.request, line.group.device),
+                digests=compares_digests(self._offer, self._receive.request, channel.group.device),
                 apart=share.apart,
                 parts=share.parts,
                 parcels=self._pairs(numbers),
-                relay=relay and line.group.relays and alone and len(numbers) == len(self._ledger),
+                relay=relay and channel.group.relays and alone and len(numbers) == len(self._ledger),
                 host=this_host(),
-                picks=share.picks,
+                wanted_blocks=share.wanted_blocks,
             )
-            line.send(Message.WANT, messages.encode(want))
-            agreed = line.decode(self._expect_agreed(), messages.Agreed)
+            channel.send(Message.WANT, messages.encode(want))
+            agreed = channel.decode(self._expect_agreed(), messages.Agreed)
         links = [link for link in (agreed.upstream, agreed.downstream) if link is not None]
         if links and not want.relay:
-            raise ProtocolError(line.peer, f"rank {line.peer} agreed to a chain that was not wanted")
-        if not all(valid_link_tag(link.tag) and line.group.has(link.rank) for link in links):
-            raise ProtocolError(line.peer, f"rank {line.peer} agreed to a chain with impossible links")
+            raise ProtocolError(channel.peer, f"rank {channel.peer} agreed to a chain that was not wanted")
+        if not all(valid_link_tag(link.tag) and channel.group.has(link.rank) for link in links):
+            raise ProtocolError(channel.peer, f"rank {channel.peer} agreed to a chain with impossible links")
         if not 0 <= agreed.patience < float("inf"):
-            raise ProtocolError(line.peer, f"rank {line.peer} agreed to a chain with an impossible patience")
+            raise ProtocolError(channel.peer, f"rank {channel.peer} agreed to a chain with an impossible patience")
         return agreed
 
     def _expect_agreed(self, *kinds: Message) -> bytearray:
         """Wait for an answer, during which nothing of ours is in flight."""
-        line = self._line
-        with self._receive.roster.abandonable(line, line.abandon):
-            _, body = line.expect(*(kinds or (Message.AGREED,)))
+        channel = self._channel
+        with self._receive.roster.abandonable(channel, channel.abandon):
+            _, body = channel.expect(*(kinds or (Message.AGREED,)))
         return body
 
     def _take_relayed(self, agreed: messages.Agreed, numbers: Sequence[int]) -> None:
         """Take parcels from the neighbour; what does not come from there is wanted from the source."""
         assert agreed.upstream is not None
         assert self._relay is not None
-        line = self._line
-        line.phase = self._progress.phase = RELAYING
-        with line.holding_turn(lambda: self._progress.bytes):
+        channel = self._channel
+        channel.phase = self._progress.phase = RELAYING
+        with channel.holding_turn(lambda: self._progress.bytes):
             # Whatever the source thinks: no silence is longer than the caller allows.
-            patience = min(agreed.patience, line.timeout)
+            patience = min(agreed.patience, channel.timeout)
             landed = partial(self._landed, agreed.upstream.rank)
             wrong = self._relay.take(agreed.upstream, numbers, self._progress, landed, patience)
         self._report.repaired += len(wrong)
@@ -296,31 +296,31 @@ class _Conversation:
         if cause is not None:
             relay.finish(cause)
             return
-        with self._receive.roster.phase(self._line, Phase.PASS_ON), self._line.holding_turn():
+        with self._receive.roster.phase(self._channel, Phase.PASS_ON), self._channel.holding_turn():
             relay.finish()
 
     # -- questions
 
     def _compare(self, numbers: Sequence[int]) -> None:
         """Find out which of these parcels, of which something is here already, are as the source has them."""
-        line = self._line
+        channel = self._channel
         if self._want is None:
             self._ask(())
-        with self._receive.roster.phase(line, Phase.COMPARE):
-            line.send(Message.COMPARE, messages.encode(messages.More(self._pairs(numbers))))
+        with self._receive.roster.phase(channel, Phase.COMPARE):
+            channel.send(Message.COMPARE, messages.encode(messages.More(self._pairs(numbers))))
             # Both ends hash at the same time.
             mine = packing.wide_digests_of(self._accepted.cut, self._accepted.landing, numbers)
-            theirs = line.decode(self._expect_agreed(Message.DIGESTS), messages.Digests).digests
+            theirs = channel.decode(self._expect_agreed(Message.DIGESTS), messages.Digests).digests
         if len(theirs) != WIDE_BYTES * len(numbers):
-            raise ProtocolError(line.peer, f"rank {line.peer} compared parcels that it was not asked about")
+            raise ProtocolError(channel.peer, f"rank {channel.peer} compared parcels that it was not asked about")
         ours = np.frombuffer(b"".join(mine), dtype="V16")
-        self._receive.compared(line.peer, numbers, ours == np.frombuffer(theirs, dtype="V16"))
+        self._receive.compared(channel.peer, numbers, ours == np.frombuffer(theirs, dtype="V16"))
 
     def _confirm(self) -> None:
         """Ask the source whether its tensors are still what they were when it described them."""
-        line = self._line
+        channel = self._channel
         self._pass_on()
-        with self._receive.roster.phase(line, Phase.CONFIRM):
-            line.send(Message.CHECK)
+        with self._receive.roster.phase(channel, Phase.CONFIRM):
+            channel.send(Message.CHECK)
             self._expect_agreed()
-        self._receive.confirmed(line.peer)
+        self._receive.confirmed(channel.peer)

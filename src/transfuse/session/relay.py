@@ -30,10 +30,10 @@ from transfuse.session.accepting import Accepted
 from transfuse.session.bursts import Incoming, Outgoing, Shape, Supply
 from transfuse.session.ledger import Ledger
 from transfuse.session.threads import Caller, SideConversation
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import new_link_tag
 from transfuse.wire.messages import Agreed, Link
-from transfuse.wire.rate_limit import Pace
+from transfuse.wire.rate_limit import RateLimit
 
 __all__ = ["Chains", "Relay", "this_host"]
 
@@ -59,7 +59,7 @@ class _Member:
     key: Hashable
     host: int
     agreed: Agreed | None = None
-    pace: Pace = field(default_factory=lambda: Pace(None))
+    rate_limit: RateLimit = field(default_factory=lambda: RateLimit(None))
 
 
 class Chains:
@@ -82,7 +82,7 @@ class Chains:
             self._expected.discard(rank)
             self._changed.notify_all()
 
-    def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, Pace]:
+    def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, RateLimit]:
         """Line up with those who want the same; what this receiver is told, and the pace of its whole chain."""
         me = _Member(rank, key, host)
         with self._changed:
@@ -98,7 +98,7 @@ class Chains:
                     self._changed.notify_all()
                 else:
                     self._changed.wait(left)
-            return me.agreed, me.pace
+            return me.agreed, me.rate_limit
 
     def _line_up(self) -> None:
         by_key: dict[Hashable, list[_Member]] = {}
@@ -106,13 +106,16 @@ class Chains:
             by_key.setdefault(member.key, []).append(member)
         self._waiting.clear()
         for members in by_key.values():
-            pace = Pace(None if self._share is None else self._share * len(members))
+            rate_limit = RateLimit(None if self._share is None else self._share * len(members))
             tags = [new_link_tag() for _ in members]
             ids = [secrets.randbits(63) for _ in members]
             for i, member in enumerate(members):
                 before = Link(members[i - 1].rank, tags[i], ids[i]) if i > 0 else None
                 after = Link(members[i + 1].rank, tags[i + 1], ids[i + 1]) if i + 1 < len(members) else None
-                member.agreed, member.pace = Agreed(before, after, self._patience.neighbour(i, len(members))), pace
+                member.agreed, member.rate_limit = (
+                    Agreed(before, after, self._patience.neighbour(i, len(members))),
+                    rate_limit,
+                )
 
 
 # ------------------------------------------------------------------------------------------------- between receivers
@@ -121,7 +124,7 @@ class Chains:
 class Relay:
     """Takes the parcels of one receive from the neighbour before, and passes them on to the one after."""
 
-    def __init__(self, source: Line, accepted: Accepted, ledger: Ledger, shape: Shape, caller: Caller) -> None:
+    def __init__(self, source: Channel, accepted: Accepted, ledger: Ledger, shape: Shape, caller: Caller) -> None:
         self._source = source
         self._accepted = accepted
         self._ledger = ledger
@@ -132,23 +135,23 @@ class Relay:
         self._after = -1
         self._passed_on = Progress()
 
-    def _line_to(self, link: Link, phase: str) -> Line:
-        line = Line(self._source.group, link.rank, self._source.timeout, self._source.limits)
-        line.tag, line.transfer, line.phase = link.tag, link.transfer, phase
-        return line
+    def _line_to(self, link: Link, phase: str) -> Channel:
+        channel = Channel(self._source.group, link.rank, self._source.timeout, self._source.limits)
+        channel.tag, channel.transfer, channel.phase = link.tag, link.transfer, phase
+        return channel
 
     def pass_on(self, downstream: Link, numbers: Sequence[int]) -> None:
         """Begin to pass these parcels on, each as soon as it has arrived."""
-        ledger, line = self._ledger, self._line_to(downstream, "passing parcels on")
+        ledger, channel = self._ledger, self._line_to(downstream, "passing parcels on")
         ledger.keep_digests()
 
         def ready(some: Sequence[int]) -> BaseException | None:
             # What holds this line up is another one's wait, which may be overdue.
-            with line.resting():
+            with channel.resting():
                 return ledger.wait_for(some)
 
         outgoing = Outgoing(
-            line,
+            channel,
             self._accepted.cut,
             Supply(self._accepted.landing, lambda number, _: ledger.digest(number), ready),
             self._shape,
@@ -157,7 +160,7 @@ class Relay:
             always_staged=True,
         )
         self._after = downstream.rank
-        self._passing = SideConversation(line, partial(outgoing.send, numbers), outgoing.leave)
+        self._passing = SideConversation(channel, partial(outgoing.send, numbers), outgoing.leave)
 
     def take(
         self,
@@ -172,9 +175,9 @@ class Relay:
         What it has not brought when it is done, has failed or is silent for longer than ``patience``, is wanted from
         the source again.
         """
-        line = self._line_to(upstream, RELAYING)
+        channel = self._line_to(upstream, RELAYING)
         incoming = Incoming(
-            line,
+            channel,
             self._accepted.cut,
             self._accepted.landing,
             self._shape,
@@ -185,7 +188,7 @@ class Relay:
         )
         self._ledger.hand_over(self._source.peer, upstream.rank, numbers)
         try:
-            error = SideConversation(line, partial(incoming.take, numbers), incoming.leave).wait(progress, patience)
+            error = SideConversation(channel, partial(incoming.take, numbers), incoming.leave).wait(progress, patience)
         finally:
             # Only now: its thread has ended, or will not land anything any more.
             self._ledger.give_back(upstream.rank)

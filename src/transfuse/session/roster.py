@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from transfuse.phases import Phase
 from transfuse.session.context import Context
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 
 __all__ = ["Roster"]
 
@@ -33,7 +33,7 @@ class Roster:
         self.progress = context.progress
         self.changed = threading.Condition()
         #: The sources whose conversation has begun.
-        self.lines: dict[int, Line] = {}
+        self.channels: dict[int, Channel] = {}
         #: The sources that are here, have been agreed on and are needed.
         self.present: set[int] = set()
         #: The sources that were silent for too long, and how that is said.
@@ -48,18 +48,18 @@ class Roster:
         return len(self.ranks) > 1
 
     @contextmanager
-    def phase(self, line: Line, phase: Phase) -> Iterator[None]:
+    def phase(self, channel: Channel, phase: Phase) -> Iterator[None]:
         """A conversation is in a phase."""
-        line.phase = self.progress[line.peer].phase = phase.doing
+        channel.phase = self.progress[channel.peer].phase = phase.doing
         with self.caller.phase(self.report, phase):
             yield
 
-    def join(self, line: Line) -> None:
+    def join(self, channel: Channel) -> None:
         """A conversation begins."""
         with self.changed:
-            self.lines[line.peer] = line
+            self.channels[channel.peer] = channel
             # In flight is only a receive for its first word.
-            self.may_abandon(line, line.abandon if self.several else None)
+            self.may_abandon(channel, channel.abandon if self.several else None)
 
     def fail(self, error: BaseException) -> None:
         """The receive ends for a reason that no other source would mend."""
@@ -81,24 +81,24 @@ class Roster:
 
     # -- how a source can be abandoned
 
-    def may_abandon(self, line: Line, how: Callable[[], object] | None) -> None:
+    def may_abandon(self, channel: Channel, how: Callable[[], object] | None) -> None:
         """Set how to abandon this source. Allowed only while it can write to nothing but staging. None: not now."""
         with self.changed:
             # Without tags what is left behind would be in the way of the next transfer.
-            if how is not None and line.group.tagged and not line.group.serial:
-                self.ways_out[line.peer] = how
+            if how is not None and channel.group.tagged and not channel.group.serial:
+                self.ways_out[channel.peer] = how
             else:
-                self.ways_out.pop(line.peer, None)
+                self.ways_out.pop(channel.peer, None)
 
     @contextmanager
-    def abandonable(self, line: Line, how: Callable[[], object] | None) -> Iterator[None]:
+    def abandonable(self, channel: Channel, how: Callable[[], object] | None) -> Iterator[None]:
         """While this source may be abandoned, and how. Raises afterwards if it was."""
-        self.may_abandon(line, how)
+        self.may_abandon(channel, how)
         try:
             yield
         finally:
-            self.may_abandon(line, None)
-        abandoned = self.why_abandoned(line.peer)
+            self.may_abandon(channel, None)
+        abandoned = self.why_abandoned(channel.peer)
         if abandoned is not None:
             raise abandoned
 
@@ -109,6 +109,6 @@ class Roster:
 
     def park(self, rank: int) -> None:
         """The caller stops while this conversation is still going on."""
-        line = self.lines.get(rank)
-        if line is not None:
-            line.park()
+        channel = self.channels.get(rank)
+        if channel is not None:
+            channel.park()

@@ -39,7 +39,7 @@ class SilentSources:
         roster, negotiation = self._roster, self._negotiator.negotiation
         now, abandoned = time.monotonic(), []
         for rank, leave in roster.ways_out.items():
-            line = roster.lines[rank]
+            line = roster.channels[rank]
             silent = 0.0 if line.waiting_since is None else now - max(line.waiting_since, line.heard_at)
             if (over and rank in negotiation.awaited) or silent > self._most(rank):
                 abandoned.append(Abandoned(rank, PeerTimeout(rank, line.phase, silent), leave))
@@ -56,7 +56,7 @@ class SilentSources:
         """How long this source may be silent."""
         ledger = self._negotiator.ledger
         needed = not (ledger is not None and ledger.complete) and not self._others_can(rank)
-        if needed and len(self._roster.lines) == 1:
+        if needed and len(self._roster.channels) == 1:
             return float("inf")  # There is nobody to go on with: its line's own timeout ends it.
         return self._patience.silent_source(needed=needed)
 

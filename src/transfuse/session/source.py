@@ -13,14 +13,14 @@ import torch
 from transfuse.errors import ProtocolError, SourceMutated
 from transfuse.memory import packing
 from transfuse.memory.digest import digest_of
-from transfuse.memory.mutation import Vigil
+from transfuse.memory.mutation import MutationWatch
 from transfuse.memory.packing import Place, digests_of, wide_digests_of
 from transfuse.phases import READS, Phase
-from transfuse.plan import parcels, regions
+from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.parcels import Parcels
-from transfuse.plan.regions import Boxes
-from transfuse.plan.request import boxes_in
+from transfuse.plan.regions import Regions, lay_out
+from transfuse.plan.request import regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report, routes_of
 from transfuse.session.bursts import Outgoing, Shape, Supply
@@ -30,10 +30,10 @@ from transfuse.state.leaves import dense
 from transfuse.state.manifest import Described, Ints
 from transfuse.state.tensors import Bools
 from transfuse.wire import messages
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG
 from transfuse.wire.messages import Message
-from transfuse.wire.rate_limit import Pace
+from transfuse.wire.rate_limit import RateLimit
 
 __all__ = ["Cargo", "refuse", "serve"]
 
@@ -48,7 +48,7 @@ class Cargo:
     body: torch.Tensor
     whole: torch.Tensor | None
     chains: Chains | None
-    vigil: Vigil
+    mutation_watch: MutationWatch
     #: Digests of parcels that were sent already, by fingerprint of the plan: each is hashed once for all receivers.
     digests: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -65,59 +65,67 @@ class Cargo:
 class _Memory:
     """The source's own memory, as places."""
 
-    def __init__(self, described: Described, boxes: Boxes) -> None:
+    def __init__(self, described: Described, regions: Regions) -> None:
         self._described = described
-        self._boxes = boxes
-        base = described.addresses[boxes.storage] if len(boxes) else boxes.start
-        self.addresses: Ints = np.where(base > 0, base + boxes.start, 0)
-        self.addresses[list(boxes.strided)] = 0
+        self._regions = regions
+        base = described.addresses[regions.storage] if len(regions) else regions.start
+        self.addresses: Ints = np.where(base > 0, base + regions.start, 0)
+        self.addresses[list(regions.strided)] = 0
 
-    def run(self, box: int, low: int, high: int) -> torch.Tensor | None:
-        if box in self._boxes.strided:
+    def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
+        if region in self._regions.strided:
             return None
-        storage = int(self._boxes.storage[box])
-        start = int(self._described.windows[storage]) + int(self._boxes.start[box])
+        storage = int(self._regions.storage[region])
+        start = int(self._described.windows[storage]) + int(self._regions.start[region])
         return dense.over(self._described.storages[storage], torch.uint8, start + low, (high - low,), (1,))
 
-    def places(self, box: int) -> Sequence[Place]:
-        storage = int(self._boxes.storage[box])
+    def places(self, region: int) -> Sequence[Place]:
+        storage = int(self._regions.storage[region])
         window = int(self._described.windows[storage])
-        return [packing.place_of_box(self._described.storages[storage], window, self._boxes, box)]
+        return [packing.place_of_region(self._described.storages[storage], window, self._regions, region)]
 
-    def paths_of(self, boxes: Sequence[int]) -> list[str]:
+    def paths_of(self, regions: Sequence[int]) -> list[str]:
         manifest = self._described.manifest
-        parts = np.flatnonzero(np.isin(manifest.parts.storage, self._boxes.storage[list(boxes)]))
+        parts = np.flatnonzero(np.isin(manifest.parts.storage, self._regions.storage[list(regions)]))
         return [manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(parts)).tolist()]
 
 
-def refuse(line: Line, transfer: int, tag: int, cause: BaseException) -> None:
+def refuse(channel: Channel, transfer: int, tag: int, cause: BaseException) -> None:
     """Instead of an offer: there will be none, and why."""
-    line.phase = "sending a refusal"
-    line.transfer, line.tag = transfer, tag
-    line.refuse(cause, tag=OFFER_TAG)
+    channel.phase = "sending a refusal"
+    channel.transfer, channel.tag = transfer, tag
+    channel.refuse(cause, tag=OFFER_TAG)
 
 
 def serve(
-    line: Line, transfer: int, tag: int, cargo: Cargo, *, caller: Caller, progress: Progress, report: Report
+    channel: Channel, transfer: int, tag: int, cargo: Cargo, *, caller: Caller, progress: Progress, report: Report
 ) -> None:
     """Offer, hear what is wanted, send it, and hear that it arrived."""
-    serving = _Serving(line, transfer, tag, cargo, caller=caller, progress=progress, report=report)
+    serving = _Serving(channel, transfer, tag, cargo, caller=caller, progress=progress, report=report)
     try:
         serving.serve()
     finally:
         serving.close()
         if cargo.chains is not None:
-            cargo.chains.leave(line.peer)
+            cargo.chains.leave(channel.peer)
 
 
 class _Serving:
     """The conversation with one receiver."""
 
     def __init__(
-        self, line: Line, transfer: int, tag: int, cargo: Cargo, *, caller: Caller, progress: Progress, report: Report
+        self,
+        channel: Channel,
+        transfer: int,
+        tag: int,
+        cargo: Cargo,
+        *,
+        caller: Caller,
+        progress: Progress,
+        report: Report,
     ) -> None:
-        self._line = line
-        line.transfer, line.tag = transfer, tag
+        self._channel = channel
+        channel.transfer, channel.tag = transfer, tag
         self._cargo = cargo
         self._caller = caller
         self._progress = progress
@@ -135,8 +143,8 @@ class _Serving:
         self._asked_bytes = 0
         self._numbers: Sequence[int] = ()
         progress.total_bytes = cargo.total_bytes
-        line.most_bytes = cargo.total_bytes
-        line.on_working = self._heard
+        channel.most_bytes = cargo.total_bytes
+        channel.on_working = self._heard
 
     def _heard(self, nbytes: int) -> None:
         """The receiver reads by itself, or gets its parcels from another."""
@@ -150,18 +158,18 @@ class _Serving:
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
-        self._line.phase = self._progress.phase = phase.doing
+        self._channel.phase = self._progress.phase = phase.doing
         with self._caller.phase(self._report, phase):
             yield
 
     def serve(self) -> None:
-        line = self._line
+        channel = self._channel
         with self._phase(Phase.OFFER):
-            line.send(Message.OFFER, self._cargo.body, note=line.tag, tag=OFFER_TAG)
+            channel.send(Message.OFFER, self._cargo.body, note=channel.tag, tag=OFFER_TAG)
         while True:
             try:
                 with self._phase(Phase.WAIT_FOR_WANT if self._cut is None else Phase.WAIT_FOR_VERDICT):
-                    header, body = line.expect(*self._due())
+                    header, body = channel.expect(*self._due())
                 if header.kind is Message.VERDICT:
                     self._hear_verdict(body)
                     return
@@ -170,8 +178,8 @@ class _Serving:
             except BaseException as error:
                 # What comes after a failure of this end is its consequence.
                 cause = (self._outgoing.failure if self._outgoing is not None else None) or error
-                if not line.broken:
-                    line.refuse(cause)
+                if not channel.broken:
+                    channel.refuse(cause)
                 try:
                     if cause is not error:
                         raise cause from error
@@ -192,43 +200,43 @@ class _Serving:
 
     def _answer(self, kind: Message, body: bytearray) -> None:
         """Answer a request; parcels that it asks for are to be sent then."""
-        line, self._numbers = self._line, ()
+        channel, self._numbers = self._channel, ()
         if self._caller.cause is not None:
             raise self._caller.cause
         # Parcels are counted one by one; of everything else there is no need for many.
         self._requests += kind not in (Message.MORE, Message.COMPARE)
         if kind not in (Message.WANT, Message.DESCRIBE) and self._cargo.chains is not None:
-            self._cargo.chains.leave(line.peer)
-        if self._requests > line.limits.max_working_records:
-            raise ProtocolError(line.peer, f"rank {line.peer} asks and asks, but never says that it is done")
+            self._cargo.chains.leave(channel.peer)
+        if self._requests > channel.limits.max_working_records:
+            raise ProtocolError(channel.peer, f"rank {channel.peer} asks and asks, but never says that it is done")
         if self._outgoing is not None and self._outgoing.failure is not None:
-            line.refuse(self._outgoing.failure)
+            channel.refuse(self._outgoing.failure)
             raise self._outgoing.failure
         if kind is Message.DESCRIBE:
-            line.send(Message.OFFER, self._cargo.body if self._cargo.whole is None else self._cargo.whole)
+            channel.send(Message.OFFER, self._cargo.body if self._cargo.whole is None else self._cargo.whole)
         elif kind is Message.CHECK:
             self._keep_vigil()
-            line.send(Message.AGREED, messages.encode(messages.Agreed()))
+            channel.send(Message.AGREED, messages.encode(messages.Agreed()))
         elif kind is Message.COMPARE:
-            self._compare(line.decode(body, messages.More))
+            self._compare(channel.decode(body, messages.More))
         elif kind is Message.MORE:
             numbers = self._read_more(body)
             self._look_again(numbers)
             self._lend()
-            line.send(Message.AGREED, messages.encode(messages.Agreed()))
+            channel.send(Message.AGREED, messages.encode(messages.Agreed()))
             self._numbers = numbers
         else:
-            self._accept(line.decode(body, messages.Want))
+            self._accept(channel.decode(body, messages.Want))
 
     def _accept(self, want: messages.Want) -> None:
-        line, cargo = self._line, self._cargo
+        channel, cargo = self._channel, self._cargo
         cut, numbers = self._plan(want)
         self._count_sent(cut, numbers)
-        alone = messages.Agreed(), Pace(cargo.offer.max_bytes_per_second)
-        agreed, pace = self._line_up(want) or alone
+        alone = messages.Agreed(), RateLimit(cargo.offer.max_bytes_per_second)
+        agreed, rate_limit = self._line_up(want) or alone
         self._lend()
         # Only now may the receiver post for parcels: a refusal must never meet a receive that was posted for data.
-        line.send(Message.AGREED, messages.encode(agreed))
+        channel.send(Message.AGREED, messages.encode(agreed))
         known = self._known = cargo.digests.setdefault(want.fingerprint, {})
 
         def digest(number: int, data: torch.Tensor) -> int:
@@ -237,25 +245,25 @@ class _Serving:
             return known[number]
 
         self._cut = cut
-        self._memory = _Memory(cargo.described, cut.boxes)
+        self._memory = _Memory(cargo.described, cut.regions)
         shape = Shape.of(cargo.offer, want, agreed)
         self._outgoing = Outgoing(
-            line,
+            channel,
             cut,
-            Supply(self._memory, digest, count_more=self._count_more, pace=pace),
+            Supply(self._memory, digest, count_more=self._count_more, rate_limit=rate_limit),
             shape,
             self._caller,
             self._progress,
-            always_staged=line.group.moves_tensors,
+            always_staged=channel.group.moves_tensors,
         )
         self._report.verified = want.digests
         self._numbers = () if agreed.upstream is not None else numbers
 
     def _lend(self) -> None:
         try:
-            self._caller.lend(self._line.peer)
+            self._caller.lend(self._channel.peer)
         except BaseException as cause:
-            self._line.refuse(cause)
+            self._channel.refuse(cause)
             raise
 
     def _send(self) -> None:
@@ -263,13 +271,13 @@ class _Serving:
         if not numbers:
             return
         assert self._outgoing is not None
-        line, report = self._line, self._report
+        channel, report = self._channel, self._report
         report.route = "group"
         nbytes, count = self._outgoing.nbytes, self._outgoing.parcels
         try:
             with self._phase(Phase.SEND):
                 self._outgoing.send(numbers)
-            self._caller.returned(line.peer)  # Nothing of it is under way any more.
+            self._caller.returned(channel.peer)  # Nothing of it is under way any more.
         finally:
             report.bytes += self._outgoing.nbytes - nbytes
             report.parcels += self._outgoing.parcels - count
@@ -277,9 +285,9 @@ class _Serving:
     def _read_more(self, body: bytearray) -> Sequence[int]:
         """Parcels that the receiver asks for in addition, or again."""
         assert self._cut is not None
-        peer = self._line.peer
+        peer = self._channel.peer
         try:
-            numbers = messages.numbers_in(self._line.decode(body, messages.More).parcels, len(self._cut))
+            numbers = messages.numbers_in(self._channel.decode(body, messages.More).parcels, len(self._cut))
         except ValueError as error:
             raise ProtocolError(peer, f"rank {peer} asks for parcels that do not exist") from error
         if not numbers:
@@ -291,7 +299,7 @@ class _Serving:
         """Parcels that the receiver asks for while others are under way."""
         assert self._cut is not None
         if more.stop > len(self._cut):
-            peer = self._line.peer
+            peer = self._channel.peer
             raise ProtocolError(peer, f"rank {peer} asks for parcels that do not exist")
         self._count_sent(self._cut, more)
         if more:
@@ -304,9 +312,9 @@ class _Serving:
         chosen = np.asarray(numbers, dtype=np.int64)
         self._expect_to_move(cut.payload[chosen], self._sent[chosen] > 0)
         self._sent[chosen] += 1
-        times = self._line.limits.max_repairs
+        times = self._channel.limits.max_repairs
         if (self._sent[chosen] > times + 1).any():
-            peer = self._line.peer
+            peer = self._channel.peer
             raise ProtocolError(peer, f"rank {peer} asked again for parcels more than {times} times")
         self._report.repaired += int((self._sent[chosen] > 1).sum())
 
@@ -325,25 +333,25 @@ class _Serving:
         """Parcels arrived wrong: are they still what they were when they were sent?"""
         assert self._cut is not None
         assert self._memory is not None
-        with self._line.holding_turn():
+        with self._channel.holding_turn():
             again = [n for n in numbers if n in self._known]
             now = digests_of(self._cut, self._memory, again)
             differ = [n for n, digest in zip(again, now, strict=True) if digest != self._known[n]]
         if differ:
-            boxes = {piece.box for number in differ for piece in self._cut.pieces(number)}
-            storages = np.unique(self._cut.boxes.storage[sorted(boxes)])
+            regions = {piece.region for number in differ for piece in self._cut.pieces(number)}
+            storages = np.unique(self._cut.regions.storage[sorted(regions)])
             manifest = self._cargo.described.manifest
             parts = np.flatnonzero(np.isin(manifest.parts.storage, storages))
             self._blame([manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(parts)).tolist()[:100]])
 
     def _keep_vigil(self) -> None:
-        with self._line.holding_turn():
-            changed = self._cargo.vigil.changed()
+        with self._channel.holding_turn():
+            changed = self._cargo.mutation_watch.changed()
         if changed:
             self._blame(changed)
 
     def _blame(self, leaves: list[str]) -> None:
-        own = self._line.group.rank()
+        own = self._channel.group.rank()
         shown = ", ".join(leaves[:10]) + (", …" if len(leaves) > 10 else "")
         error = SourceMutated(
             -1 if own is None else own,
@@ -351,33 +359,33 @@ class _Serving:
             f"the source's tensors were changed while it sent them: {shown}. Nothing may step the optimizer or write "
             "to the state before send_checkpoint has returned",
         )
-        self._line.refuse(error)
+        self._channel.refuse(error)
         raise error
 
     def _compare(self, compare: messages.More) -> None:
         """Send digests of parcels, for a receiver that may hold the same already."""
-        line, cut = self._line, self._cut
+        channel, cut = self._channel, self._cut
         assert cut is not None
         assert self._memory is not None
         try:
             numbers = messages.numbers_in(compare.parcels, len(cut))
         except ValueError as error:
-            raise ProtocolError(line.peer, f"rank {line.peer} compares parcels that do not exist") from error
+            raise ProtocolError(channel.peer, f"rank {channel.peer} compares parcels that do not exist") from error
         if self._asked is None:
             self._asked = np.zeros(len(cut), dtype=np.int64)
         chosen = np.asarray(numbers, dtype=np.int64)
         self._asked[chosen] += 1
-        if not len(chosen) or (self._asked[chosen] > line.limits.max_repairs).any():
-            raise ProtocolError(line.peer, f"rank {line.peer} compares the same again and again")
-        with line.holding_turn():
+        if not len(chosen) or (self._asked[chosen] > channel.limits.max_repairs).any():
+            raise ProtocolError(channel.peer, f"rank {channel.peer} compares the same again and again")
+        with channel.holding_turn():
             mine = wide_digests_of(cut, self._memory, numbers)
-        line.send(Message.DIGESTS, messages.encode(messages.Digests(b"".join(mine))))
+        channel.send(Message.DIGESTS, messages.encode(messages.Digests(b"".join(mine))))
 
-    def _line_up(self, want: messages.Want) -> tuple[messages.Agreed, Pace] | None:
+    def _line_up(self, want: messages.Want) -> tuple[messages.Agreed, RateLimit] | None:
         """Find this receiver's place among those that want the same; what it is told, and their pace. None: alone."""
-        chains, peer = self._cargo.chains, self._line.peer
+        chains, peer = self._cargo.chains, self._channel.peer
         # Within this host a chain would save no link, and cost every hop.
-        if chains is None or not want.relay or not want.parcels or want.picks or want.host == this_host():
+        if chains is None or not want.relay or not want.parcels or want.wanted_blocks or want.host == this_host():
             if chains is not None:
                 chains.leave(peer)
             return None
@@ -386,7 +394,7 @@ class _Serving:
 
     def _hear_verdict(self, body: bytearray) -> None:
         report = self._report
-        verdict = self._line.decode(body, messages.Verdict)
+        verdict = self._channel.decode(body, messages.Verdict)
         if self._outgoing is not None and self._outgoing.failure is not None:
             raise self._outgoing.failure
         pulled = {name: nbytes for name, nbytes in verdict.pulled.items() if name in self._cargo.offer.routes}
@@ -399,13 +407,13 @@ class _Serving:
         self._progress.total_bytes = self._progress.bytes = report.read_bytes + self._asked_bytes
 
     def _plan(self, want: messages.Want) -> tuple[Parcels, Sequence[int]]:
-        peer, manifest = self._line.peer, self._cargo.described.manifest
+        peer, manifest = self._channel.peer, self._cargo.described.manifest
         for numbers, count in ((want.apart, len(manifest.storages)), (want.parts, len(manifest.parts))):
             if numbers and (sorted(set(numbers)) != numbers or numbers[0] < 0 or numbers[-1] >= count):
                 raise ProtocolError(peer, f"rank {peer} wants tensors that were not offered")
         if want.digests and not self._cargo.offer.digests:
             raise ProtocolError(peer, f"rank {peer} wants digests that were not offered")
-        offer, least = self._cargo.offer, self._line.limits.min_parcel_bytes
+        offer, least = self._cargo.offer, self._channel.limits.min_parcel_bytes
         if not least <= want.parcel_bytes <= offer.parcel_bytes or want.parcel_bytes % 16:
             raise ProtocolError(peer, f"rank {peer} wants parcels of an impossible size")
         if not 0 < want.burst_bytes <= offer.burst_bytes:
@@ -422,12 +430,12 @@ class _Serving:
 
     def _cut_from(self, want: messages.Want) -> tuple[Parcels, int | None]:
         """What parcels are cut from: everything, or what the receiver has picked."""
-        peer, manifest = self._line.peer, self._cargo.described.manifest
-        if want.picks is None:
-            return parcels.cut(regions.lay_out(manifest, want.apart, want.parts), want.parcel_bytes), None
+        peer, manifest = self._channel.peer, self._cargo.described.manifest
+        if want.wanted_blocks is None:
+            return parcels.cut(lay_out(manifest, want.apart, want.parts), want.parcel_bytes), None
         try:
-            with self._line.holding_turn():
-                boxes = boxes_in(self._cargo.holdings, want.picks)
+            with self._channel.holding_turn():
+                regions = regions_in(self._cargo.holdings, want.wanted_blocks)
         except ValueError as error:
             raise ProtocolError(peer, f"rank {peer} wants blocks that were not offered: {error}") from error
-        return parcels.cut(boxes, want.parcel_bytes, all_staged=True), want.picks.fingerprint()
+        return parcels.cut(regions, want.parcel_bytes, all_staged=True), want.wanted_blocks.fingerprint()

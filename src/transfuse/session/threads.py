@@ -22,7 +22,7 @@ from transfuse.limits import Patience
 from transfuse.phases import Phase, trace_name
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.wire.channel import Line
+from transfuse.wire.channel import Channel
 
 __all__ = ["Caller", "SideConversation", "current_stream", "run"]
 
@@ -233,18 +233,18 @@ def _next(events: queue.SimpleQueue[_Event | _Mark | None]) -> _Event | _Mark | 
 class SideConversation:
     """A conversation in a thread of its own, beside the one that waits for it, or goes on without it."""
 
-    def __init__(self, line: Line, talk: Callable[[], object], leave: Callable[[], object]) -> None:
-        self._line = line
+    def __init__(self, channel: Channel, talk: Callable[[], object], leave: Callable[[], object]) -> None:
+        self._channel = channel
         self._leave = leave
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        name = f"transfuse-link-{line.peer}"
+        name = f"transfuse-link-{channel.peer}"
         self._thread = threading.Thread(target=self._run, args=(talk,), name=name, daemon=True)
         self._thread.start()
 
     def _run(self, talk: Callable[[], object]) -> None:
         error: BaseException | None = None
         try:
-            with torch.inference_mode(False), torch.no_grad(), self._line:
+            with torch.inference_mode(False), torch.no_grad(), self._channel:
                 talk()
         except BaseException as caught:
             error = caught
@@ -263,7 +263,7 @@ class SideConversation:
                     seen, since = progress.bytes, time.monotonic()
                 elif time.monotonic() - since >= patience:
                     self._leave()
-                    return PeerTimeout(self._line.peer, self._line.phase, patience)
+                    return PeerTimeout(self._channel.peer, self._channel.phase, patience)
 
 
 def current_stream() -> Callable[[], AbstractContextManager[object]]:

@@ -24,7 +24,7 @@ from transfuse.state.columns import PLAIN
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import CannotCarry, Coordinate, MeshDescription, Shared
 from transfuse.state.leaves.distributed import check_place, read_meshes
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.leaves.spec import is_dtensor, is_sharded
 from transfuse.state.mappings import Mappings
 from transfuse.state.tensors import Ints, Parts, Storages
@@ -111,7 +111,7 @@ class Manifest:
         first[1:] = self.codes == Leaf.TENSOR
         composite = np.flatnonzero(self.codes == Leaf.COMPOSITE).tolist()
         if composite:
-            counter = Kinds(Limits())
+            counter = Registry(Limits())
             first[1:][composite] = [counter.count(self.detail(leaf)) for leaf in composite]
         return np.cumsum(first, out=first)
 
@@ -303,7 +303,7 @@ class _Opened(NamedTuple):
 
 def _open(root: trees.Node | None, leaves: list[Any], odd: Sequence[int], limits: Limits) -> _Opened:
     """Open the ``odd`` leaves, and take all others for plain tensors."""
-    kinds, shared = Kinds(limits), Shared()
+    kinds, shared = Registry(limits), Shared()
     opened = _Opened(b"", [], shared, [])
     codes = bytearray([Leaf.TENSOR]) * len(leaves)
     done = 0
@@ -318,7 +318,7 @@ def _open(root: trees.Node | None, leaves: list[Any], odd: Sequence[int], limits
     return opened._replace(kinds=bytes(codes))
 
 
-def _open_leaf(leaf: Any, kinds: Kinds, shared: Shared, opened: _Opened) -> int:
+def _open_leaf(leaf: Any, kinds: Registry, shared: Shared, opened: _Opened) -> int:
     """Add a leaf's details and parts, and say what kind it is."""
     if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
         dense.check(leaf)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Box", "Budget", "Form", "Ints", "blocks", "canonical", "cover", "crowds", "runs"]
+__all__ = ["Budget", "Form", "Ints", "Region", "blocks", "canonical", "cover", "crowds", "runs"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 MAX_RUNS = 1 << 13
 
 
-class Box(NamedTuple):
+class Region(NamedTuple):
     """A region that starts at byte ``start`` of its storage; sizes and strides count items of ``item`` bytes."""
 
     start: int
@@ -142,63 +142,63 @@ class Budget:
         return True
 
 
-def cover(parts: Sequence[tuple[int, Box, bool]], budget: Budget) -> list[tuple[Box, tuple[int, ...]]]:
+def cover(parts: Sequence[tuple[int, Region, bool]], budget: Budget) -> list[tuple[Region, tuple[int, ...]]]:
     """Boxes that hold every element of the parts of one storage, each element once.
 
     ``parts`` are (number, box, overlapping itself). A box that stands for parts one to one comes with their
     numbers, linear order being the same; a box that was untangled from overlapping parts comes with none.
     """
-    members: dict[Box, list[int]] = {}
+    members: dict[Region, list[int]] = {}
     tangled_alone = set()
-    for number, box, overlapping in parts:
-        if box.nbytes:
-            members.setdefault(box, []).append(number)
+    for number, region, overlapping in parts:
+        if region.nbytes:
+            members.setdefault(region, []).append(number)
             if overlapping:
-                tangled_alone.add(box)
-    result: list[tuple[Box, tuple[int, ...]]] = []
-    group: list[Box] = []
+                tangled_alone.add(region)
+    result: list[tuple[Region, tuple[int, ...]]] = []
+    group: list[Region] = []
     reach = -1
-    for box in sorted(members):
-        if group and box.start >= reach:
+    for region in sorted(members):
+        if group and region.start >= reach:
             result += _settle(group, members, tangled_alone, budget)
             group = []
-        group.append(box)
-        reach = max(reach, box.end)
+        group.append(region)
+        reach = max(reach, region.end)
     if group:
         result += _settle(group, members, tangled_alone, budget)
     return result
 
 
 def _settle(
-    group: list[Box], members: dict[Box, list[int]], tangled_alone: set[Box], budget: Budget
-) -> list[tuple[Box, tuple[int, ...]]]:
+    group: list[Region], members: dict[Region, list[int]], tangled_alone: set[Region], budget: Budget
+) -> list[tuple[Region, tuple[int, ...]]]:
     """Cover one group of boxes whose reaches overlap."""
     if len(group) == 1 and group[0] not in tangled_alone:
         return [(group[0], tuple(members[group[0]]))]
-    ranges = _merge([(box.start, box.end) for box in group if box.contiguous])
+    ranges = _merge([(region.start, region.end) for region in group if region.contiguous])
     loose = [b for b in group if not b.contiguous and not any(lo <= b.start and b.end <= hi for lo, hi in ranges)]
-    count = sum(prod(box.sizes[:-1]) if box.strides[-1] == 1 else prod(box.sizes) for box in loose)
+    count = sum(prod(region.sizes[:-1]) if region.strides[-1] == 1 else prod(region.sizes) for region in loose)
     if not budget.take(count):
         # Too fine to untangle. Either way exact; take the one that moves less: every box by itself, some bytes more
         # than once, or everything from the first byte to the last.
-        hull = Box(group[0].start, 1, (max(box.end for box in group) - group[0].start,), (1,))
-        if sum(box.nbytes for box in group) <= hull.nbytes:
-            return [(box, tuple(members[box])) for box in group]
+        hull = Region(group[0].start, 1, (max(region.end for region in group) - group[0].start,), (1,))
+        if sum(region.nbytes for region in group) <= hull.nbytes:
+            return [(region, tuple(members[region])) for region in group]
         return [(hull, ())]
-    for box in loose:
-        ranges += runs(box)
-    return [(box, ()) for box in _regular(_merge(ranges))]
+    for region in loose:
+        ranges += runs(region)
+    return [(region, ()) for region in _regular(_merge(ranges))]
 
 
-def runs(box: Box) -> list[tuple[int, int]]:
+def runs(region: Region) -> list[tuple[int, int]]:
     """The byte ranges of a box, one for each run of memory."""
-    sizes, strides, run = list(box.sizes), list(box.strides), box.item
+    sizes, strides, run = list(region.sizes), list(region.strides), region.item
     if strides and strides[-1] == 1:
         run *= sizes.pop()
         strides.pop()
-    starts = np.array([box.start], dtype=np.int64)
+    starts = np.array([region.start], dtype=np.int64)
     for size, stride in zip(sizes, strides, strict=True):
-        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * (stride * box.item)).ravel()
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * (stride * region.item)).ravel()
     return [(int(start), int(start) + run) for start in starts]
 
 
@@ -212,10 +212,10 @@ def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _regular(ranges: list[tuple[int, int]]) -> list[Box]:
+def _regular(ranges: list[tuple[int, int]]) -> list[Region]:
     """Byte ranges as boxes; equal ranges at equal distances become one box."""
     if len(ranges) > 2:
         step, width = ranges[1][0] - ranges[0][0], ranges[0][1] - ranges[0][0]
         if all(lo == ranges[0][0] + i * step and hi - lo == width for i, (lo, hi) in enumerate(ranges)):
-            return [Box(ranges[0][0], 1, (len(ranges), width), (step, 1))]
-    return [Box(low, 1, (high - low,), (1,)) for low, high in ranges]
+            return [Region(ranges[0][0], 1, (len(ranges), width), (step, 1))]
+    return [Region(low, 1, (high - low,), (1,)) for low, high in ranges]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from transfuse.state.region import Box, Form, Ints, canonical, crowds
+from transfuse.state.region import Form, Ints, Region, canonical, crowds
 
 __all__ = ["Bools", "Ints", "Parts", "Shapes", "Storages", "contiguous", "on_cpu"]
 
@@ -152,10 +152,10 @@ class Parts(Shapes):
     offset: Ints  # in items, from the start of the storage's window
     item: Ints  # bytes of one item
 
-    def box(self, i: int) -> tuple[Box, bool]:
+    def region(self, i: int) -> tuple[Region, bool]:
         """The box of part i, and whether it overlaps itself."""
         form, item = self.form(i), int(self.item[i])
-        return Box(int(self.offset[i]) * item, item, form.sizes, form.strides), form.overlapping
+        return Region(int(self.offset[i]) * item, item, form.sizes, form.strides), form.overlapping
 
     @cached_property
     def start(self) -> Ints:

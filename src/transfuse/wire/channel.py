@@ -35,7 +35,7 @@ from transfuse.wire.group import OFFER_TAG, Group, WorkLike, new_link_tag, valid
 from transfuse.wire.hub import FirstWord
 from transfuse.wire.messages import HEADER_BYTES, Header, Intent, Message
 
-__all__ = ["Line", "Posted"]
+__all__ = ["Channel", "Posted"]
 
 #: As long as a wait may be: more milliseconds do not fit into an int32, which some groups want.
 FOREVER = timedelta(days=20)
@@ -58,30 +58,30 @@ Body = TypeVar(
 class Posted:
     """A send or receive under way. The tensor's memory belongs to the backend until :meth:`wait` has returned."""
 
-    def __init__(self, line: Line, work: WorkLike, tensor: torch.Tensor) -> None:
-        self._line = line
+    def __init__(self, channel: Channel, work: WorkLike, tensor: torch.Tensor) -> None:
+        self._channel = channel
         self.work = work
         self.tensor = tensor
 
     def wait(self) -> torch.Tensor:
-        line = self._line
-        started = line.waiting_since = time.monotonic()
+        channel = self._channel
+        started = channel.waiting_since = time.monotonic()
         try:
-            done = self.work.wait(FOREVER if line.group.shares_fate else timedelta(seconds=line.timeout))
+            done = self.work.wait(FOREVER if channel.group.shares_fate else timedelta(seconds=channel.timeout))
         except Exception as error:
-            line.broken = line.closed = True
-            raise line.translate(error, time.monotonic() - started) from error
+            channel.broken = channel.closed = True
+            raise channel.translate(error, time.monotonic() - started) from error
         finally:
-            line.waiting_since = None
+            channel.waiting_since = None
             with suppress(ValueError):
-                line.outstanding.remove(self)
+                channel.outstanding.remove(self)
         if done is False:
-            line.broken = True
-            raise PeerLost(line.peer, f"rank {line.peer}: the backend reported failure while {line.phase}")
+            channel.broken = True
+            raise PeerLost(channel.peer, f"rank {channel.peer}: the backend reported failure while {channel.phase}")
         return self.tensor
 
 
-class Line:
+class Channel:
     """One conversation with one peer: posts sends and receives, waits for them, and knows what failed when.
 
     Used by one thread at a time, within ``with line:``. ``phase`` says what the conversation is doing, for messages.
@@ -92,7 +92,7 @@ class Line:
         self.peer = peer
         #: Which end this is, for a rank that talks to itself.
         self.is_source = is_source
-        self._loop = group.hub.loop() if peer == group.rank() else None
+        self._loopback = group.hub.loop() if peer == group.rank() else None
         self.timeout = timeout
         self.limits = limits
         self.phase = "starting"
@@ -120,7 +120,7 @@ class Line:
         self._so_far: Callable[[], int] | None = None
         self._pulse_at = 0.0
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> Channel:
         self.group.hub.watch.add(self)
         return self
 
@@ -195,13 +195,13 @@ class Line:
     # ------------------------------------------------------------------------------------------------- raw tensors
 
     def post_send(self, tensor: torch.Tensor, tag: int | None = None) -> Posted:
-        if self._loop is not None:
-            return self._post(partial(self._loop.send, by_source=self.is_source), tensor, tag)
+        if self._loopback is not None:
+            return self._post(partial(self._loopback.send, by_source=self.is_source), tensor, tag)
         return self._post(lambda tensor, tag: self.group.pg.send([tensor], self.peer, tag), tensor, tag)
 
     def post_recv(self, tensor: torch.Tensor, tag: int | None = None) -> Posted:
-        if self._loop is not None:
-            return self._post(partial(self._loop.recv, by_source=self.is_source), tensor, tag)
+        if self._loopback is not None:
+            return self._post(partial(self._loopback.recv, by_source=self.is_source), tensor, tag)
         return self._post(lambda tensor, tag: self.group.pg.recv([tensor], self.peer, tag), tensor, tag)
 
     def _post(self, operation: Any, tensor: torch.Tensor, tag: int | None) -> Posted:

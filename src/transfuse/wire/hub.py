@@ -19,7 +19,7 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 
-from transfuse.wire.loopback import Loop
+from transfuse.wire.loopback import Loopback
 
 __all__ = ["FirstWord", "Hub", "Leftovers", "Watched", "hub_of", "leftovers"]
 
@@ -93,7 +93,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._lines: set[Watched] = set()
+        self._channels: set[Watched] = set()
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -101,22 +101,22 @@ class _Watch:
     def runs(self) -> bool:
         return self._thread is not None
 
-    def add(self, line: Watched) -> None:
+    def add(self, channel: Watched) -> None:
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="transfuse-watch", daemon=True)
                 thread.start()
                 self._thread = thread
-            self._lines.add(line)
+            self._channels.add(channel)
 
-    def remove(self, line: Watched) -> None:
+    def remove(self, channel: Watched) -> None:
         """Stop watching a conversation. Nothing happens if it is not watched any more."""
         with self._lock:
-            if line not in self._lines:
+            if channel not in self._channels:
                 return
-            self._lines.discard(line)
+            self._channels.discard(channel)
             ended = None
-            if not self._lines:
+            if not self._channels:
                 # From here on the thread finds that it is not the watch's any more, and ends.
                 ended, self._thread = self._thread, None
         self._changed.set()
@@ -130,20 +130,20 @@ class _Watch:
             with self._lock:
                 if self._thread is not me:
                     return
-                lines = list(self._lines)
-            for line in lines:
-                line.pulse()
+                channels = list(self._channels)
+            for channel in channels:
+                channel.pulse()
             if (
-                lines[0].shares_fate
-                and all(line.overdue() for line in lines)
-                and any(line.waiting_since is not None for line in lines)
+                channels[0].shares_fate
+                and all(channel.overdue() for channel in channels)
+                and any(channel.waiting_since is not None for channel in channels)
             ):
-                for line in lines:
-                    line.given_up = True
-                for line in lines:
-                    line.break_off()
-            pause = min(0.1, min(line.pulse_seconds / 2 for line in lines))
-            del line, lines
+                for channel in channels:
+                    channel.given_up = True
+                for channel in channels:
+                    channel.break_off()
+            pause = min(0.1, min(channel.pulse_seconds / 2 for channel in channels))
+            del channel, channels
             self._changed.wait(pause)
             self._changed.clear()
 
@@ -199,15 +199,15 @@ class Hub:
         self._lock = threading.Lock()
         self.lanes = _Lanes()
         self.watch = _Watch()
-        self._loop: ReferenceType[Loop] | None = None
+        self._loopback: ReferenceType[Loopback] | None = None
 
-    def loop(self) -> Loop:
+    def loop(self) -> Loopback:
         """The way from this rank to itself, as long as some conversation uses it: then what was not heard is gone."""
         with self._lock:
-            loop = None if self._loop is None else self._loop()
+            loop = None if self._loopback is None else self._loopback()
             if loop is None:
-                loop = Loop()
-                self._loop = ref(loop)
+                loop = Loopback()
+                self._loopback = ref(loop)
             return loop
 
     # ------------------------------------------------------------------------------------------- what is left behind
@@ -225,19 +225,19 @@ class Hub:
             _take_reference(ctypes.py_object(self.pg))
             self._keep()
 
-    def leave_behind(self, line: object) -> None:
+    def leave_behind(self, channel: object) -> None:
         """Keep a conversation, and with it its memory, until :meth:`forget`."""
         with self._lock:
-            self._left_behind.add(line)
+            self._left_behind.add(channel)
             self._keep()
 
-    def forget(self, line: object) -> None:
+    def forget(self, channel: object) -> None:
         with self._lock:
-            self._left_behind.discard(line)
+            self._left_behind.discard(channel)
             self._keep()
 
-    def is_left_behind(self, line: object) -> bool:
-        return line in self._left_behind
+    def is_left_behind(self, channel: object) -> bool:
+        return channel in self._left_behind
 
     def park(self, word: FirstWord) -> None:
         """The word's owner leaves: whoever comes next for this peer gets it."""

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 
-__all__ = ["Loop"]
+__all__ = ["Loopback"]
 
 #: A tag, and whether the source sends: both ends are one rank.
 Way = tuple[int, bool]
@@ -33,11 +33,11 @@ class _Sent:
 
 
 class _Receive:
-    def __init__(self, loop: Loop, mail: _Mail, into: torch.Tensor) -> None:
-        self._loop, self._mail, self._into = loop, mail, into
+    def __init__(self, loop: Loopback, mail: _Mail, into: torch.Tensor) -> None:
+        self._loopback, self._mail, self._into = loop, mail, into
 
     def wait(self, timeout: timedelta) -> bool:
-        self._loop.await_mail(self._mail, timeout.total_seconds())
+        self._loopback.await_mail(self._mail, timeout.total_seconds())
         assert self._mail.tensor is not None
         if self._mail.tensor.numel() != self._into.numel():
             raise RuntimeError(f"{self._mail.tensor.numel()} bytes came where {self._into.numel()} were expected")
@@ -45,7 +45,7 @@ class _Receive:
         return True
 
 
-class Loop:
+class Loopback:
     """The way from a rank of a group to itself. Like a connection, it breaks for all when a wait on it expires."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from transfuse.memory import packing, vm
 from transfuse.plan.parcels import Piece
 from transfuse.plan.regions import Cast
 from transfuse.state.manifest import Ints
-from transfuse.state.region import Box
+from transfuse.state.region import Region
 from transfuse.wire.route import Pull
 
 __all__ = ["RangeReader", "Reading"]
@@ -74,12 +74,12 @@ class Reading:
         self._cut = pull.cut
         self._landing = pull.landing
         self._staging_bytes = pull.staging_bytes
-        self._pace = pull.pace
+        self._rate_limit = pull.rate_limit
         self._went_on = pull.went_on
-        boxes = pull.cut.boxes
-        base = reader.storages[boxes.storage].astype(np.uint64)
+        regions = pull.cut.regions
+        base = reader.storages[regions.storage].astype(np.uint64)
         #: The address of each box at the source, or 0.
-        self._theirs = np.where(base > 0, base + boxes.start.astype(np.uint64), 0)
+        self._theirs = np.where(base > 0, base + regions.start.astype(np.uint64), 0)
 
     def recheck(self) -> None:
         self._reader.recheck()
@@ -89,9 +89,9 @@ class Reading:
 
     def readable(self) -> list[int]:
         """Numbers of the parcels of which all boxes lie in memory that the source has named."""
-        return np.flatnonzero(self._of_all_boxes(self._theirs > 0)).tolist()
+        return np.flatnonzero(self._of_all_regions(self._theirs > 0)).tolist()
 
-    def _of_all_boxes(self, good: Bools) -> Bools:
+    def _of_all_regions(self, good: Bools) -> Bools:
         """For each parcel, whether all its boxes are good."""
         bad: Ints = np.concatenate([[0], np.cumsum(~good)]).astype(np.int64)
         result: Bools = bad[self._cut.first + self._cut.count] == bad[self._cut.first]
@@ -100,7 +100,7 @@ class Reading:
     def pull(self, numbers: Sequence[int]) -> list[int]:
         """Read these parcels to their places; the numbers of those that could not be read."""
         chosen = np.array(numbers, dtype=np.int64)
-        straight = self._of_all_boxes(self._straight)[chosen]
+        straight = self._of_all_regions(self._straight)[chosen]
         failed = self._read_straight(chosen[straight])
         return sorted(failed + self._each(chosen[~straight].tolist(), self._read_aside))
 
@@ -108,7 +108,7 @@ class Reading:
     def _straight(self) -> Bools:
         """Boxes that are one run of memory at both ends."""
         result = (self._landing.addresses > 0) & (self._theirs > 0)
-        result[list(self._cut.boxes.strided)] = False
+        result[list(self._cut.regions.strided)] = False
         return result
 
     def _read_straight(self, chosen: npt.NDArray[np.int64]) -> list[int]:
@@ -118,21 +118,21 @@ class Reading:
         # Parcels of several boxes are made of whole boxes; those of one box may be a range of it.
         count = cut.count[chosen]
         parcel = np.repeat(chosen, count)
-        box = np.repeat(cut.first[chosen] - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
+        region = np.repeat(cut.first[chosen] - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
         alone = cut.count[parcel] == 1
         low = np.where(alone, cut.low[parcel], 0)
-        nbytes = np.where(alone, cut.nbytes[parcel], cut.boxes.nbytes[box])
-        theirs = vm.ranges(self._theirs[box] + low.astype(np.uint64), nbytes)
-        mine = vm.ranges(self._landing.addresses[box] + low, nbytes)
+        nbytes = np.where(alone, cut.nbytes[parcel], cut.regions.nbytes[region])
+        theirs = vm.ranges(self._theirs[region] + low.astype(np.uint64), nbytes)
+        mine = vm.ranges(self._landing.addresses[region] + low, nbytes)
         begun = [0]
         try:
             if not len(self._reader.read(*vm.join(theirs, mine), begins=begun.append, went_on=self._went_on)):
                 return []
         finally:
-            self._landing.touch(box[np.cumsum(nbytes) - nbytes < max(begun)])
+            self._landing.touch(region[np.cumsum(nbytes) - nbytes < max(begun)])
         # Rare: once more without joining neighbours, to know exactly which could not be read.
-        failed = self._reader.read(theirs, mine, went_on=self._pace)
-        packing.check_reach(self._landing, box[failed], mine[failed], write=True)
+        failed = self._reader.read(theirs, mine, went_on=self._rate_limit)
+        packing.check_reach(self._landing, region[failed], mine[failed], write=True)
         return sorted({int(parcel[row]) for row in failed})
 
     def _read_aside(self, number: int, buffer: torch.Tensor) -> bool:
@@ -150,13 +150,13 @@ class Reading:
 
         def same(number: int, buffer: torch.Tensor) -> bool:
             size = int(self._cut.nbytes[number])
-            self._pace(size)
+            self._rate_limit(size)
             landed = packing.as_bytes(self._landing, self._cut, number, buffer.device)
             if landed is None:
                 landed = packing.pack(self._landing, self._cut, number, torch.empty(size, dtype=torch.uint8))
             return self.fetch(number, buffer) and torch.equal(landed, buffer[:size])
 
-        unconverted = self._of_all_boxes(~self._landing.convert)
+        unconverted = self._of_all_regions(~self._landing.convert)
         numbers = [number for number in numbers if unconverted[number]]
 
         return sorted(self._each(numbers, same))
@@ -198,15 +198,15 @@ class Reading:
         theirs: list[vm.Ranges] = []
         mine: list[vm.Ranges] = []
         for piece in self._cut.pieces(number):
-            base = int(self._theirs[piece.box])
-            cast = self._cut.boxes.casts.get(piece.box)
+            base = int(self._theirs[piece.region])
+            cast = self._cut.regions.casts.get(piece.region)
             if cast is not None:
                 if not self._fetch_cast(base, cast, piece, buffer):
                     return False
                 continue
-            box = self._cut.boxes.strided.get(piece.box)
-            if box is not None:
-                if not self._fetch_strided(base, box, piece, data):
+            region = self._cut.regions.strided.get(piece.region)
+            if region is not None:
+                if not self._fetch_strided(base, region, piece, data):
                     return False
                 continue
             size = np.array([piece.high - piece.low])
@@ -216,25 +216,25 @@ class Reading:
 
     def _fetch_cast(self, base: int, cast: Cast, piece: Piece, buffer: torch.Tensor) -> bool:
         """Read a piece of a box whose items have another type in memory, and convert it."""
-        item, wire = cast.box.item, cast.wire.itemsize
+        item, wire = cast.region.item, cast.wire.itemsize
         low, high = piece.low // wire * item, piece.high // wire * item
         raw = torch.empty(high - low, dtype=torch.uint8)
-        if not self._fetch_strided(base, cast.box, Piece(piece.box, low, high, 0), raw.numpy()):
+        if not self._fetch_strided(base, cast.region, Piece(piece.region, low, high, 0), raw.numpy()):
             return False
         part = buffer[piece.position : piece.position + piece.high - piece.low].view(cast.wire)
         part.copy_(raw.view(cast.memory))
         return True
 
-    def _fetch_strided(self, base: int, box: Box, piece: Piece, data: npt.NDArray[np.uint8]) -> bool:
+    def _fetch_strided(self, base: int, region: Region, piece: Piece, data: npt.NDArray[np.uint8]) -> bool:
         """Read a piece of a box that is many runs of memory, some of them at a time."""
-        run = box.item * (box.sizes[-1] if box.sizes and box.strides[-1] == 1 else 1)
+        run = region.item * (region.sizes[-1] if region.sizes and region.strides[-1] == 1 else 1)
         step = max(run, MAX_RUNS * run)
         for low in range(piece.low // run * run, piece.high, step):
             first, last = max(low, piece.low), min(low + step, piece.high)
-            starts, sizes = _runs(box, first, last)
+            starts, sizes = _runs(region, first, last)
             into = data[piece.position + first - piece.low :][: last - first]
-            if _span_is_cheaper(box, starts, sizes):
-                done = self._fetch_span(base, box.item, starts, sizes, into)
+            if _span_is_cheaper(region, starts, sizes):
+                done = self._fetch_span(base, region.item, starts, sizes, into)
             else:
                 theirs = vm.ranges(starts + base, sizes)
                 mine = vm.ranges(np.cumsum(sizes) - sizes + into.ctypes.data, sizes)
@@ -264,16 +264,16 @@ class Reading:
         return True
 
 
-def _runs(box: Box, low: int, high: int) -> tuple[Ints, Ints]:
+def _runs(region: Region, low: int, high: int) -> tuple[Ints, Ints]:
     """Bytes ``[low, high)`` of a box's linear order as runs of memory: how far from its start, and how long each."""
-    outer, strides, run = box.sizes, box.strides, box.item
+    outer, strides, run = region.sizes, region.strides, region.item
     if strides and strides[-1] == 1:
         outer, strides, run = outer[:-1], strides[:-1], run * outer[-1]
     first, last = low // run, -(-high // run)
     index = np.unravel_index(np.arange(first, last), outer) if outer else ()
     starts = np.zeros(last - first, dtype=np.int64)
     for position, stride in zip(index, strides, strict=True):
-        starts += position * (stride * box.item)
+        starts += position * (stride * region.item)
     sizes = np.full(last - first, run, dtype=np.int64)
     starts[0] += low - first * run
     sizes[0] -= low - first * run
@@ -281,7 +281,7 @@ def _runs(box: Box, low: int, high: int) -> tuple[Ints, Ints]:
     return starts, sizes
 
 
-def _span_is_cheaper(box: Box, starts: Ints, sizes: Ints) -> bool:
+def _span_is_cheaper(region: Region, starts: Ints, sizes: Ints) -> bool:
     nbytes = int(sizes.sum())
     span = int((starts + sizes).max() - starts.min())
-    return span + nbytes // box.item * ITEM_COST < nbytes + len(starts) * RANGE_COST
+    return span + nbytes // region.item * ITEM_COST < nbytes + len(starts) * RANGE_COST

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from transfuse.plan.request import Picks
+from transfuse.plan.request import WantedBlocks
 from transfuse.state.manifest import Wire
 
 __all__ = [
@@ -168,7 +168,7 @@ class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     relay: bool
     host: int
     #: Instead of everything: parcels are cut from these blocks.
-    picks: Picks | None = None
+    wanted_blocks: WantedBlocks | None = None
 
 
 class Link(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -6,14 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Pace"]
+__all__ = ["RateLimit"]
 
 #: What may be made up for after a pause, in seconds of the rate. Longer would let a burst through at full speed.
 CREDIT_SECONDS = 0.05
 SLICE_SECONDS = 0.05
 
 
-class Pace:
+class RateLimit:
     """Lets bytes go at no more than ``rate`` a second, however many threads ask. None: at any rate."""
 
     def __init__(self, rate: float | None) -> None:

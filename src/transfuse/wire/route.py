@@ -63,7 +63,7 @@ class Pull:
     staging_bytes: int
     #: Told how many bytes were read, in all or in addition to those that ``went_on`` is told of: it waits as long as
     #: the source's rate demands.
-    pace: Callable[[int], object]
+    rate_limit: Callable[[int], object]
     #: Told how many bytes have newly landed; it waits, too. Both raise when the caller wants to stop.
     went_on: Callable[[int], object]
     #: How many bytes to move at a time so that they go evenly, given the most that are moved without a rate.

@@ -29,8 +29,8 @@ from transfuse.limits import KIB, Limits
 from transfuse.session import source
 from transfuse.state import manifest, trees
 from transfuse.state.leaves import dense, values
-from transfuse.state.leaves.codec import Room
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.codec import BuildContext
+from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.transport import PGTransport
 from transfuse.wire import messages
@@ -269,7 +269,7 @@ class Guarded:
 
 
 def _close(spec: Any, parts: Iterator[Any], m: Manifest) -> Any:
-    return Kinds(Limits()).close(spec, parts, Room(m.shared, m.coordinates, weights_only_objects=True))
+    return Registry(Limits()).close(spec, parts, BuildContext(m.shared, m.coordinates, weights_only_objects=True))
 
 
 # -------------------------------------------------------------------------------------------------------- the corpus

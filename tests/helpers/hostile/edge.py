@@ -21,8 +21,8 @@ from transfuse.errors import TransfuseError
 from transfuse.limits import Limits
 from transfuse.state import trees
 from transfuse.state.leaves import dense
-from transfuse.state.leaves.codec import Room
-from transfuse.state.leaves.registry import Kinds
+from transfuse.state.leaves.codec import BuildContext
+from transfuse.state.leaves.registry import Registry
 
 # ----------------------------------------------------------------------------------------------------------- results
 
@@ -105,7 +105,7 @@ def close_at_the_edge(seed: int, count: int) -> None:
     """Builds sparse and jagged tensors from forged indices that end at the edge, and uses those that can be built."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    edge, kinds, built = Edge(), Kinds(Limits()), 0
+    edge, kinds, built = Edge(), Registry(Limits()), 0
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")
         print(number, end="\r", file=sys.stderr, flush=True)
@@ -114,7 +114,7 @@ def close_at_the_edge(seed: int, count: int) -> None:
         name, meta, children = _index_leaf(rng)
         parts = [edge.put(child, not child.is_floating_point() and rng.random() < 0.1) for child in children]
         with contextlib.suppress(ValueError, TypeError, RuntimeError, TransfuseError):
-            leaf = kinds.close([name, 0, meta, [0] * len(parts)], iter(parts), Room())
+            leaf = kinds.close([name, 0, meta, [0] * len(parts)], iter(parts), BuildContext())
             built += 1
             touch([leaf])
     print(built)

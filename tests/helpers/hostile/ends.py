@@ -33,7 +33,7 @@ from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.parcels import Parcels, Piece
-from transfuse.plan.request import Picks, boxes_in
+from transfuse.plan.request import WantedBlocks, regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import accepting, negotiation, receiver, threads
@@ -45,11 +45,11 @@ from transfuse.session.relay import Chains
 from transfuse.session.threads import Caller
 from transfuse.state import mappings
 from transfuse.wire import messages
-from transfuse.wire.channel import Line, Posted
+from transfuse.wire.channel import Channel, Posted
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
 from transfuse.wire.memory import Entry
 from transfuse.wire.messages import Agreed, Header, Intent, Link, Message
-from transfuse.wire.rate_limit import Pace
+from transfuse.wire.rate_limit import RateLimit
 from transfuse.wire.route import Malformed
 
 
@@ -66,9 +66,9 @@ class Recorder(Nowhere):
 
 def spoken(kind: Message, body: bytes, transfer: int, note: int) -> bytes:
     """A message as it goes over the wire."""
-    line = Line(Group(group := Recorder(), CPU), PEER, 1.0, LIMITS)
-    line.transfer, line.tag = transfer, FIRST_TAG
-    line.send(kind, body, note=note)
+    channel = Channel(Group(group := Recorder(), CPU), PEER, 1.0, LIMITS)
+    channel.transfer, channel.tag = transfer, FIRST_TAG
+    channel.send(kind, body, note=note)
     return bytes(group.said)
 
 
@@ -96,8 +96,8 @@ class Lined(Chains):
         super().__init__([PEER], 0, 1.0)
         self._agreed = agreed
 
-    def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, Pace]:
-        return self._agreed, Pace(None)
+    def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, RateLimit]:
+        return self._agreed, RateLimit(None)
 
 
 #: What one receiver may be told of its neighbours.
@@ -111,7 +111,7 @@ AGREED = [
 Said = bytes | tuple[Message, bytes]
 
 
-class Wire(Line):
+class Wire(Channel):
     """A line to a peer that says ``answers`` in turn, sends made-up parcels, and tells the truth about them.
 
     Answers are bodies of the first kind that is due, or come with their kind. A number among them is a sign of life.
@@ -182,7 +182,11 @@ class Wire(Line):
             count = len(self.accepted.cut)
             if kind is Message.WANT:
                 want = messages.decode(body, messages.Want)
-                self._cut = self.accepted.cut if want.picks is None else self._picked(want.picks, want.parcel_bytes)
+                self._cut = (
+                    self.accepted.cut
+                    if want.wanted_blocks is None
+                    else self._picked(want.wanted_blocks, want.parcel_bytes)
+                )
                 self._due = deque(messages.numbers_in(want.parcels, count))
             elif kind is Message.MORE:
                 self._due += messages.numbers_in(messages.decode(body, messages.More).parcels, count)
@@ -209,9 +213,11 @@ class Wire(Line):
         record = messages.seal_record(self.transfer, intent, said)
         return super().post_recv(torch.frombuffer(bytearray(record), dtype=torch.uint8))
 
-    def _picked(self, picks: Picks, parcel_bytes: int) -> Parcels | None:
+    def _picked(self, wanted_blocks: WantedBlocks, parcel_bytes: int) -> Parcels | None:
         try:
-            return parcels.cut(boxes_in(Holdings(self._member.manifest), picks), parcel_bytes, all_staged=True)
+            return parcels.cut(
+                regions_in(Holdings(self._member.manifest), wanted_blocks), parcel_bytes, all_staged=True
+            )
         except ValueError:  # What was offered is not what the member has.
             return None
 
@@ -244,18 +250,18 @@ class Wire(Line):
         return (pattern * (size // len(pattern) + 1))[:size]
 
     def _honest(self, piece: Piece) -> bytes:
-        return self._box(piece)[piece.low : piece.high].ljust(piece.high - piece.low, b"\0")
+        return self._region(piece)[piece.low : piece.high].ljust(piece.high - piece.low, b"\0")
 
-    def _box(self, piece: Piece) -> bytes:
+    def _region(self, piece: Piece) -> bytes:
         """What the member's own storages hold where the box says, as far as there is such a thing."""
         assert self._cut is not None
-        boxes, windows = self._cut.boxes, self._member.windows
-        storage, box = int(boxes.storage[piece.box]), boxes.box(piece.box)
-        if storage >= len(windows) or box.end > len(windows[storage]):
+        regions, windows = self._cut.regions, self._member.windows
+        storage, region = int(regions.storage[piece.region]), regions.region(piece.region)
+        if storage >= len(windows) or region.end > len(windows[storage]):
             return b""
-        strides = (*(s * box.item for s in box.strides), 1)
-        window = np.frombuffer(windows[storage], np.uint8)[box.start :]
-        return np.lib.stride_tricks.as_strided(window, (*box.sizes, box.item), strides).tobytes()
+        strides = (*(s * region.item for s in region.strides), 1)
+        window = np.frombuffer(windows[storage], np.uint8)[region.start :]
+        return np.lib.stride_tricks.as_strided(window, (*region.sizes, region.item), strides).tobytes()
 
 
 def context(
@@ -278,10 +284,10 @@ def context(
 
 
 def gather(
-    lines: Sequence[Line], request: Request, caller: Caller | None = None, report: Report | None = None
+    lines: Sequence[Channel], request: Request, caller: Caller | None = None, report: Report | None = None
 ) -> list[Any]:
     """Receive over these lines, as a transport does; the state in a list."""
-    ranks = tuple(line.peer for line in lines)
+    ranks = tuple(channel.peer for channel in lines)
     caller = caller or Caller()
     receive = Receive(request, context(ranks, lines[0].limits, lines[0].timeout, caller, report))
     failed: dict[int, BaseException] = {}
@@ -292,7 +298,7 @@ def gather(
             except TransfuseError as error:
                 failed[ranks[0]] = error
         else:
-            talking = {line.peer: functools.partial(receiver.receive, line, receive) for line in lines}
+            talking = {channel.peer: functools.partial(receiver.receive, channel, receive) for channel in lines}
             failed = threads.run(talking, caller, lambda: None, receive.watch, receive.roster.park)
         if not receive.result:
             raise receive.failure or (failed[ranks[0]] if len(lines) == 1 else ReceiveFailed(failed))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from transfuse.state.leaves import pickles
-from transfuse.state.leaves.codec import CannotCarry, Opened, Room, Shared
+from transfuse.state.leaves.codec import BuildContext, CannotCarry, Opened, Shared
 
 __all__ = ["ArrayCodec", "ObjectCodec", "TextCodec"]
 
@@ -51,7 +51,7 @@ class _Blob:
 
     checks_data = False
 
-    def differences(self, source: Any, target: Any, room: Room, target_shared: Shared) -> list[str]:
+    def differences(self, source: Any, target: Any, build_context: BuildContext, target_shared: Shared) -> list[str]:
         return []
 
     def settle(self, meta: Any, target: Any) -> None:
@@ -111,12 +111,12 @@ class ArrayCodec(_Blob):
             raise ValueError("malformed numpy shape")
         return dtype
 
-    def promise(self, meta: Any, children: int, room: Room) -> None:
+    def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         self._dtype(msgspec.convert(meta, ArrayMeta))
         if children != 1:
             raise ValueError("a numpy array has one run of bytes")
 
-    def close(self, meta: Any, children: list[Any], room: Room) -> Any:
+    def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> Any:
         m = msgspec.convert(meta, ArrayMeta)
         dtype, data = self._dtype(m), _bytes_of(children[0])
         if math.prod(m.shape) * dtype.itemsize != data.nbytes:
@@ -169,11 +169,11 @@ class TextCodec(_Blob):
         data = leaf.encode("utf-8", "surrogatepass") if type(leaf) is str else leaf
         return Opened(type(leaf).__name__, [_over_bytes(data)])
 
-    def promise(self, meta: Any, children: int, room: Room) -> None:
+    def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         if meta not in ("bytes", "bytearray", "str") or children != 1:
             raise ValueError("malformed text")
 
-    def close(self, meta: Any, children: list[Any], room: Room) -> Any:
+    def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> Any:
         data = _bytes_of(children[0]).tobytes()
         if meta == "str":
             return data.decode("utf-8", "surrogatepass")
@@ -216,16 +216,16 @@ class ObjectCodec(_Blob):
             )
         return Opened(cls, [_over_bytes(buffer.getvalue())])
 
-    def promise(self, meta: Any, children: int, room: Room) -> None:
+    def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         if not isinstance(meta, str) or children != 1:
             raise ValueError("malformed object")
-        if not room.weights_only_objects:
+        if not build_context.weights_only_objects:
             raise CannotCarry(
                 f"Python object {meta[:200]} is refused; convert it to plain data, or opt in on the receiver with "
                 "weights_only_objects=True and torch.serialization.add_safe_globals"
             )
 
-    def close(self, meta: Any, children: list[Any], room: Room) -> Any:
+    def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> Any:
         data = _bytes_of(children[0]).tobytes()
         try:
             return torch.load(io.BytesIO(data), weights_only=True)

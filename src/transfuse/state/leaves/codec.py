@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CannotCarry", "Codec", "Coordinate", "MeshDescription", "Opened", "Room", "Shared"]
+__all__ = ["BuildContext", "CannotCarry", "Codec", "Coordinate", "MeshDescription", "Opened", "Shared"]
 
 
 class CannotCarry(Exception):
@@ -62,7 +62,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Room:
+class BuildContext:
     """What a receiver gives codecs to build leaves with."""
 
     shared: Sequence[Any] = ()
@@ -92,13 +92,13 @@ class Codec(Protocol):
     def open(self, leaf: Any, shared: Shared) -> Opened:
         """Take ``leaf`` apart; :class:`CannotCarry` if that would lose something."""
 
-    def promise(self, meta: Any, children: int, room: Room) -> None:
+    def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         """Called before a byte moves: :class:`CannotCarry` if :meth:`close` would not be able to build the leaf."""
 
-    def close(self, meta: Any, children: list[Any], room: Room) -> Any:
+    def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> Any:
         """Build the leaf from data that has arrived."""
 
-    def differences(self, source: Any, target: Any, room: Room, target_shared: Shared) -> list[str]:
+    def differences(self, source: Any, target: Any, build_context: BuildContext, target_shared: Shared) -> list[str]:
         """Why data opened as ``source`` must not be written into a leaf opened as ``target``."""
 
     def settle(self, meta: Any, target: Any) -> None:

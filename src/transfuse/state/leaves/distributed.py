@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from transfuse.state.leaves import values
-from transfuse.state.leaves.codec import CannotCarry, Coordinate, MeshDescription, Opened, Room, Shared
+from transfuse.state.leaves.codec import BuildContext, CannotCarry, Coordinate, MeshDescription, Opened, Shared
 from transfuse.state.leaves.layout import Block, Layout, Run, blocks_of
 from transfuse.state.leaves.spec import DTENSOR, SHARDED_TENSOR
 
@@ -166,19 +166,23 @@ class DTensorCodec:
                 )
         return Opened(DTensorMeta(tuple(leaf.shape), tuple(leaf.stride()), placements, number), [local])
 
-    def _read(self, meta: Any, room: Room) -> tuple[DTensorMeta, Layout, Coordinate]:
-        m, layout = msgspec.convert(meta, DTensorMeta), layout_of(meta, room.shared)
-        coordinate = room.coordinates[m.mesh] if m.mesh < len(room.coordinates) else None
+    def _read(self, meta: Any, build_context: BuildContext) -> tuple[DTensorMeta, Layout, Coordinate]:
+        m, layout = msgspec.convert(meta, DTensorMeta), layout_of(meta, build_context.shared)
+        coordinate = build_context.coordinates[m.mesh] if m.mesh < len(build_context.coordinates) else None
         return m, layout, place_in(layout, coordinate)
 
-    def mesh_for(self, meta: Any, room: Room) -> tuple[DeviceMesh, list[Placement]]:
+    def mesh_for(self, meta: Any, build_context: BuildContext) -> tuple[DeviceMesh, list[Placement]]:
         """The mesh on which a DTensor is built here."""
-        layout = layout_of(meta, room.shared)
+        layout = layout_of(meta, build_context.shared)
         description = layout.mesh
         placements = [_decode_placement(p, len(layout.shape)) for p in layout.placements]
-        if room.mesh is not None:
+        if build_context.mesh is not None:
             try:
-                mesh = room.mesh if isinstance(room.mesh, DeviceMesh) else room.mesh(description)
+                mesh = (
+                    build_context.mesh
+                    if isinstance(build_context.mesh, DeviceMesh)
+                    else build_context.mesh(description)
+                )
             except Exception as error:
                 raise CannotCarry(f"the mesh= callable failed for {description}: {error!r}") from error
             if not isinstance(mesh, DeviceMesh):
@@ -207,21 +211,21 @@ class DTensorCodec:
             placements,
         )
 
-    def layout_here(self, meta: Any, room: Room) -> tuple[Layout, Coordinate]:
+    def layout_here(self, meta: Any, build_context: BuildContext) -> tuple[Layout, Coordinate]:
         """How a DTensor that is built here is spread over its mesh, and this rank's place there."""
-        mesh, _ = self.mesh_for(meta, room)
-        theirs = layout_of(meta, room.shared)
+        mesh, _ = self.mesh_for(meta, build_context)
+        theirs = layout_of(meta, build_context.shared)
         shared = Shared()
         number = shared.number(mesh)
         return Layout(theirs.shape, shared.items[number], theirs.placements), shared.coordinates[number]
 
-    def promise(self, meta: Any, children: int, room: Room) -> None:
+    def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         if children != 1:
             raise ValueError("a DTensor has one local tensor")
-        m, theirs, place = self._read(meta, room)
-        here, coordinate = self.layout_here(meta, room)
+        m, theirs, place = self._read(meta, build_context)
+        here, coordinate = self.layout_here(meta, build_context)
         if _runs(theirs, place) != _runs(here, coordinate):
-            if room.mesh is not None:
+            if build_context.mesh is not None:
                 raise CannotCarry(
                     f"the source's shard is {_say(theirs, place)} of {m.shape}, this rank's on the mesh given "
                     f"is {_say(here, coordinate)}; receive from all the ranks that hold parts of it"
@@ -231,10 +235,10 @@ class DTensorCodec:
                 f"on a mesh of one rank; {REMEDY}, or receive from all the ranks that hold parts of it"
             )
 
-    def close(self, meta: Any, children: list[Any], room: Room) -> DTensor:
-        mesh, placements = self.mesh_for(meta, room)
+    def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> DTensor:
+        mesh, placements = self.mesh_for(meta, build_context)
         m, (local,) = msgspec.convert(meta, DTensorMeta), children
-        here, coordinate = self.layout_here(meta, room)
+        here, coordinate = self.layout_here(meta, build_context)
         if coordinate is not None and tuple(local.shape) != here.local_shape(coordinate):
             raise ValueError("a DTensor whose local tensor is not its shard")
         if coordinate is None:
@@ -244,8 +248,10 @@ class DTensorCodec:
             return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[no-untyped-call]
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(m.shape), stride=m.strides)
 
-    def differences(self, source: Any, target: DTensorMeta, room: Room, target_shared: Shared) -> list[str]:
-        m, theirs, place = self._read(source, room)
+    def differences(
+        self, source: Any, target: DTensorMeta, build_context: BuildContext, target_shared: Shared
+    ) -> list[str]:
+        m, theirs, place = self._read(source, build_context)
         if m.shape != target.shape:
             return [f"global shape: source {m.shape}, target {target.shape}"]
         mine, coordinate = layout_of(target, target_shared.items), target_shared.coordinates[target.mesh]
@@ -303,17 +309,17 @@ class ShardedTensorCodec:
 
     def open(self, leaf: ShardedTensor, shared: Shared) -> Opened:
         metadata = leaf.metadata()
-        boxes = [(tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in metadata.shards_metadata]
+        regions = [(tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in metadata.shards_metadata]
         shards = leaf.local_shards()
         local: list[int] = []
         for shard in shards:
-            box = (tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+            region = (tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
             # Empty ones may be in the same place.
-            local.append(next(i for i, other in enumerate(boxes) if other == box and i not in local))
+            local.append(next(i for i, other in enumerate(regions) if other == region and i not in local))
         meta = ShardedMeta(
             tuple(metadata.size),
             values.dtype_name(metadata.tensor_properties.dtype),
-            tuple((*box, str(s.placement)) for box, s in zip(boxes, metadata.shards_metadata, strict=True)),
+            tuple((*region, str(s.placement)) for region, s in zip(regions, metadata.shards_metadata, strict=True)),
             tuple(local),
             metadata.tensor_properties.requires_grad,
         )
@@ -331,7 +337,7 @@ class ShardedTensorCodec:
             raise ValueError("local shards that were not described")
         return m
 
-    def promise(self, meta: Any, children: int, room: Room) -> None:
+    def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         m = self.read(meta)
         if children != len(m.local):
             raise ValueError("a ShardedTensor with other shards than described")
@@ -347,7 +353,7 @@ class ShardedTensorCodec:
                 "that holds the same shard"
             )
 
-    def close(self, meta: Any, children: list[Any], room: Room) -> ShardedTensor:
+    def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> ShardedTensor:
         m = self.read(meta)
         rank = dist.get_rank()
         metadata = [
@@ -367,7 +373,9 @@ class ShardedTensorCodec:
             shards, ShardedTensorMetadata(metadata, torch.Size(m.sizes), properties)
         )
 
-    def differences(self, source: Any, target: ShardedMeta, room: Room, target_shared: Shared) -> list[str]:
+    def differences(
+        self, source: Any, target: ShardedMeta, build_context: BuildContext, target_shared: Shared
+    ) -> list[str]:
         m = self.read(source)
         if m.sizes != target.sizes:
             return [f"global shape: source {m.sizes}, target {target.sizes}"]

@@ -15,13 +15,13 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from transfuse.limits import Limits
 from transfuse.state.leaves import dense
 from transfuse.state.leaves.blobs import ArrayCodec, ObjectCodec, TextCodec
-from transfuse.state.leaves.codec import CannotCarry, Codec, Room, Shared, tensor_type
+from transfuse.state.leaves.codec import BuildContext, CannotCarry, Codec, Shared, tensor_type
 from transfuse.state.leaves.distributed import DTensorCodec, ShardedTensorCodec
 from transfuse.state.leaves.sparse import CompressedCodec, CooCodec, JaggedCodec
 from transfuse.state.leaves.spec import Spec
 from transfuse.state.leaves.subclass import WrapperCodec
 
-__all__ = ["Kinds"]
+__all__ = ["Registry"]
 
 #: Composites may hold composites (a DTensor of quantized tensors), but not endlessly.
 MAX_NESTING = 8
@@ -36,7 +36,7 @@ class _Read(NamedTuple):
     children: list[Any]
 
 
-class Kinds:
+class Registry:
     """All codecs, in the order in which they are asked."""
 
     def __init__(self, limits: Limits) -> None:
@@ -79,15 +79,15 @@ class Kinds:
             "torch.utils._pytree"
         )
 
-    def promise(self, spec: Any, room: Room, depth: int = 0) -> int:
+    def promise(self, spec: Any, build_context: BuildContext, depth: int = 0) -> int:
         """Check before a byte moves that a received spec can be closed; the number of its parts."""
         if type(spec) is int and spec == 0:
             return 1
         codec, flags, meta, children = self._read(spec)
         if depth >= MAX_NESTING or not 0 <= flags < dense.Flags.CONJUGATE:
             raise ValueError("malformed leaf")
-        codec.promise(meta, len(children), room)
-        return sum(self.promise(child, room, depth + 1) for child in children)
+        codec.promise(meta, len(children), build_context)
+        return sum(self.promise(child, build_context, depth + 1) for child in children)
 
     def count(self, spec: Any, depth: int = 0) -> int:
         """The number of parts of a spec."""
@@ -112,15 +112,17 @@ class Kinds:
         """Whether a leaf is bytes underneath, and so a value as far as targets are concerned."""
         return type(spec) is not int and isinstance(self._read(spec).codec, (ArrayCodec, TextCodec, ObjectCodec))
 
-    def close(self, spec: Any, parts: Iterator[Any], room: Room) -> Any:
+    def close(self, spec: Any, parts: Iterator[Any], build_context: BuildContext) -> Any:
         """Build a leaf from its parts, which have arrived."""
         if type(spec) is int:
             return next(parts)
         codec, flags, meta, children = self._read(spec)
-        leaf = codec.close(meta, [self.close(child, parts, room) for child in children], room)
+        leaf = codec.close(meta, [self.close(child, parts, build_context) for child in children], build_context)
         return dense.dress(leaf, flags) if isinstance(leaf, torch.Tensor) else leaf
 
-    def fit(self, spec: Any, target: Any, room: Room, shared: Shared) -> tuple[list[torch.Tensor | None], list[str]]:
+    def fit(
+        self, spec: Any, target: Any, build_context: BuildContext, shared: Shared
+    ) -> tuple[list[torch.Tensor | None], list[str]]:
         """Lay a received spec over a target leaf: the target's parts in the spec's order, or why it does not fit.
 
         A part is None where the source's bytes do not go into the target: blobs are values.
@@ -142,29 +144,29 @@ class Kinds:
         if owner is not codec:
             return [], [f"kind: source is a {codec.name}, target is {_name(target)}"]
         opened = codec.open(target, shared)
-        if found := codec.differences(meta, opened.meta, room, shared):
+        if found := codec.differences(meta, opened.meta, build_context, shared):
             return [], found
         if len(children) != len(opened.children):
             return [], [f"parts: source has {len(children)}, target {len(opened.children)}"]
         result: list[torch.Tensor | None] = []
         problems: list[str] = []
         for child, part in zip(children, opened.children, strict=True):
-            fitted, why = self.fit(child, part, room, shared)
+            fitted, why = self.fit(child, part, build_context, shared)
             result += fitted
             problems += why
         return result, problems
 
-    def examine(self, spec: Any, parts: Iterator[Any], room: Room) -> None:
+    def examine(self, spec: Any, parts: Iterator[Any], build_context: BuildContext) -> None:
         """Check data that has landed aside for a target: ``ValueError`` if :meth:`settle` would refuse it there."""
         if type(spec) is int:
             next(parts)
             return
         codec, _, meta, children = self._read(spec)
         if codec.checks_data:
-            codec.close(meta, [self.close(child, parts, room) for child in children], room)
+            codec.close(meta, [self.close(child, parts, build_context) for child in children], build_context)
             return
         for child in children:
-            self.examine(child, parts, room)
+            self.examine(child, parts, build_context)
 
     def settle(self, spec: Any, target: Any) -> None:
         """Finish a target into which all bytes have landed."""

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from transfuse.state.leaves.codec import CannotCarry, Opened, Room, Shared
+from transfuse.state.leaves.codec import BuildContext, CannotCarry, Opened, Shared
 
 __all__ = ["CompressedCodec", "CooCodec", "JaggedCodec"]
 
@@ -79,12 +79,12 @@ class CooCodec:
         leaf = leaf.detach()
         return Opened(CooMeta(tuple(leaf.shape), leaf.is_coalesced()), [leaf._indices(), leaf._values()])
 
-    def promise(self, meta: Any, children: int, room: Room) -> None:
+    def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         _check_sizes(msgspec.convert(meta, CooMeta).sizes)
         if children != 2:
             raise ValueError("a sparse tensor has indices and values")
 
-    def close(self, meta: Any, children: list[Any], room: Room) -> torch.Tensor:
+    def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> torch.Tensor:
         m = msgspec.convert(meta, CooMeta)
         _check_backed(children[0])
         try:
@@ -97,14 +97,16 @@ class CooCodec:
         except RuntimeError as error:
             raise ValueError(f"inconsistent sparse tensor: {error}") from error
 
-    def differences(self, source: Any, target: CooMeta, room: Room, target_shared: Shared) -> list[str]:
+    def differences(
+        self, source: Any, target: CooMeta, build_context: BuildContext, target_shared: Shared
+    ) -> list[str]:
         m = msgspec.convert(source, CooMeta)
         return [] if m.sizes == target.sizes else [f"shape: source {m.sizes}, target {target.sizes}"]
 
     def settle(self, meta: Any, target: torch.Tensor) -> None:
         bare = target.detach()
         with _harmless_if_wrong(bare._indices()):
-            self.close(meta, [bare._indices(), bare._values()], Room())
+            self.close(meta, [bare._indices(), bare._values()], BuildContext())
         target._coalesced_(msgspec.convert(meta, CooMeta).coalesced)
 
 
@@ -136,13 +138,13 @@ class CompressedCodec:
             indices = [leaf.ccol_indices(), leaf.row_indices()]
         return Opened(CompressedMeta(str(leaf.layout), tuple(leaf.shape)), [*indices, leaf.values()])
 
-    def promise(self, meta: Any, children: int, room: Room) -> None:
+    def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         m = msgspec.convert(meta, CompressedMeta)
         _check_sizes(m.sizes)
         if children != 3 or m.layout not in _LAYOUTS:
             raise ValueError("a compressed sparse tensor of unknown layout")
 
-    def close(self, meta: Any, children: list[Any], room: Room) -> torch.Tensor:
+    def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> torch.Tensor:
         m = msgspec.convert(meta, CompressedMeta)
         layout = _LAYOUTS[m.layout]
         compressed, plain, _ = children
@@ -164,13 +166,15 @@ class CompressedCodec:
             check_invariants=False,
         )
 
-    def differences(self, source: Any, target: CompressedMeta, room: Room, target_shared: Shared) -> list[str]:
+    def differences(
+        self, source: Any, target: CompressedMeta, build_context: BuildContext, target_shared: Shared
+    ) -> list[str]:
         return _differences(msgspec.convert(source, CompressedMeta), target)
 
     def settle(self, meta: Any, target: torch.Tensor) -> None:
         children = self.open(target, Shared()).children
         with _harmless_if_wrong(*children[:2]):
-            self.close(meta, children, Room())
+            self.close(meta, children, BuildContext())
 
 
 class JaggedCodec:
@@ -190,12 +194,12 @@ class JaggedCodec:
         children = [leaf._values.detach(), leaf._offsets]
         return Opened(meta, children if leaf._lengths is None else [*children, leaf._lengths])
 
-    def promise(self, meta: Any, children: int, room: Room) -> None:
+    def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         m = msgspec.convert(meta, JaggedMeta)
         if children != 2 + m.has_lengths:
             raise ValueError("a nested tensor has values, offsets and perhaps lengths")
 
-    def close(self, meta: Any, children: list[Any], room: Room) -> torch.Tensor:
+    def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> torch.Tensor:
         m = msgspec.convert(meta, JaggedMeta)
         values, offsets, lengths = [*children, None][:3]
         _check_jagged(m, values, offsets, lengths)
@@ -203,7 +207,9 @@ class JaggedCodec:
             values, offsets, lengths, jagged_dim=m.ragged_dim, min_seqlen=m.min_length, max_seqlen=m.max_length
         )
 
-    def differences(self, source: Any, target: JaggedMeta, room: Room, target_shared: Shared) -> list[str]:
+    def differences(
+        self, source: Any, target: JaggedMeta, build_context: BuildContext, target_shared: Shared
+    ) -> list[str]:
         m = msgspec.convert(source, JaggedMeta)
         # Shortest and longest length follow from the offsets, which are data.
         return _differences(

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from transfuse.state import class_names
 from transfuse.state.leaves import values
-from transfuse.state.leaves.codec import CannotCarry, Opened, Room, Shared
+from transfuse.state.leaves.codec import BuildContext, CannotCarry, Opened, Shared
 
 __all__ = ["WrapperCodec"]
 
@@ -83,12 +83,12 @@ class WrapperCodec:
             raise ValueError(f"{m.cls} has a codec of its own")
         return cls
 
-    def promise(self, meta: Any, children: int, room: Room) -> None:
+    def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         m = self._read(meta, children)
         self._class(m)
         values.decode(m.context)
 
-    def close(self, meta: Any, children: list[Any], room: Room) -> torch.Tensor:
+    def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> torch.Tensor:
         m = self._read(meta, len(children))
         inner = dict(zip(m.attributes, children, strict=True))
         try:
@@ -101,7 +101,9 @@ class WrapperCodec:
             raise ValueError(f"{m.cls} built {type(built)}, no tensor")
         return built
 
-    def differences(self, source: Any, target: WrapperMeta, room: Room, target_shared: Shared) -> list[str]:
+    def differences(
+        self, source: Any, target: WrapperMeta, build_context: BuildContext, target_shared: Shared
+    ) -> list[str]:
         m = msgspec.convert(source, WrapperMeta)
         found = []
         if m.cls != target.cls:
