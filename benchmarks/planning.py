@@ -44,15 +44,15 @@ import transfuse
 from transfuse.errors import TargetMismatch
 from transfuse.limits import MIB, Limits, Sizes
 from transfuse.memory.arena import Supply
-from transfuse.memory.assembly import assemble
+from transfuse.memory.assembled import assemble
 from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.match import Prepared, prepare
-from transfuse.plan.request import WantedBlocks, regions_in
+from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse.session import agreement
-from transfuse.session.accepting import read_description, read_offer
 from transfuse.session.context import Request
+from transfuse.session.planning import read_description, read_offer
 from transfuse.state.leaves.codec import BuildContext
 from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Described, describe

@@ -23,7 +23,7 @@ from transfuse.limits import Limits
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.regions import lay_out
-from transfuse.plan.request import WantedBlocks, regions_in
+from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse.state import manifest
 from transfuse.state.leaves.layout import Block, blocks_of
 from transfuse.wire import messages

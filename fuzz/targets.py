@@ -27,10 +27,10 @@ from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.match import prepare
-from transfuse.plan.request import WantedBlocks, regions_in
+from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.session import accepting, agreement, source
+from transfuse.session import agreement, planning, source
 from transfuse.session.context import Context, Request
 from transfuse.session.threads import Caller
 from transfuse.state import trees
@@ -185,16 +185,16 @@ def offer(data: bytes) -> None:
         target=prepared, options=Options(strict=mode == 2, atomic=mode == 3, weights_only_objects=first >= 128)
     )
     try:
-        read = accepting.read_offer(data[1:], LIMITS, PEER)
+        read = planning.read_offer(data[1:], LIMITS, PEER)
         if read.manifest is None:
             return
         read = resealed(read)
-        described = accepting.read_description(read, LIMITS, PEER)
+        described = planning.read_description(read, LIMITS, PEER)
         choice = agreement.choose([PEER], {PEER: read}, {read.likeness: described}, request)
         if not choice.cohorts:
             raise choice.dropped[PEER]
         size = min(read.parcel_bytes, PARCEL)
-        accepted = accepting.accept(choice.cohorts, choice.offers, read, request, CONTEXT, size)
+        accepted = planning.accept(choice.cohorts, choice.offers, read, request, CONTEXT, size)
     except TransfuseError as error:
         _within_memory(error)
         str(error)

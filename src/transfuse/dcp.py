@@ -33,7 +33,7 @@ from torch.futures import Future
 from transfuse.arguments import check_step, ranks_of
 from transfuse.errors import StateError, TransfuseError, UnsupportedLeaf
 from transfuse.limits import Limits
-from transfuse.memory.needs import Catalogue
+from transfuse.memory.needed_blocks import Catalogue
 from transfuse.plan.cohorts import Cohort
 from transfuse.plan.linking import Link
 from transfuse.session.threads import current_stream

@@ -21,7 +21,7 @@ from transfuse.arguments import check_step
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
 from transfuse.limits import Limits, Sizes
 from transfuse.memory.mutation import MutationWatch
-from transfuse.memory.needs import Late
+from transfuse.memory.needed_blocks import Late
 from transfuse.options import Options, slowest_rate
 from transfuse.phases import DONE, FAILED, Phase, trace_name
 from transfuse.progress import Progress, Show, showing
@@ -37,7 +37,7 @@ from transfuse.state.manifest import describe
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group, ProcessGroupLike
-from transfuse.wire.routes import Leases
+from transfuse.wire.route_table import Leases
 
 __all__ = ["PGTransport", "check_resume", "check_step"]
 

@@ -35,7 +35,7 @@ from transfuse.plan import parcels
 from transfuse.plan.regions import lay_out
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.session import accepting, agreement, source
+from transfuse.session import agreement, planning, source
 from transfuse.session.context import Request
 from transfuse.session.threads import Caller
 from transfuse.state.leaves.codec import MeshDescription
@@ -45,7 +45,7 @@ from transfuse.wire.channel import Channel
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
 from transfuse.wire.memory import Entry
 from transfuse.wire.messages import Agreed, Intent, Message
-from transfuse.wire.routes import Leases
+from transfuse.wire.route_table import Leases
 
 SEED = int(os.environ.get("TRANSFUSE_HOSTILE_SEED", "20260801"))
 
@@ -614,11 +614,11 @@ BOMBS: dict[str, Callable[[], Any]] = {
 }
 
 
-def accept_alone(offer: messages.Offer) -> accepting.Accepted:
-    described = accepting.read_description(offer, LIMITS, PEER)
+def accept_alone(offer: messages.Offer) -> planning.Accepted:
+    described = planning.read_description(offer, LIMITS, PEER)
     choice = agreement.choose([PEER], {PEER: offer}, {offer.likeness: described}, Request())
     context = hostile.context((PEER,), LIMITS)
-    return accepting.accept(choice.cohorts, choice.offers, offer, Request(), context, offer.parcel_bytes)
+    return planning.accept(choice.cohorts, choice.offers, offer, Request(), context, offer.parcel_bytes)
 
 
 # ------------------------------------------------------------------------------- memory, links, rates and ranges

@@ -42,7 +42,7 @@ from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
 from transfuse.wire.messages import Agreed, Intent, Link, Message
-from transfuse.wire.routes import Leases
+from transfuse.wire.route_table import Leases
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),

@@ -41,7 +41,7 @@ from transfuse.errors import CorruptData, TransfuseError
 from transfuse.limits import MIB
 from transfuse.options import Options
 from transfuse.report import Report
-from transfuse.session import accepting
+from transfuse.session import planning
 from transfuse.session.context import Request
 from transfuse.state.leaves import values
 from transfuse.state.leaves.blobs import ArrayCodec
@@ -253,7 +253,7 @@ def test_names_of_classes_ask_them_nothing(corpus: list[Member]) -> None:
         ]
         for plain in offers:
             sprung.clear()
-            offer = accepting.read_offer(hostile.resealed(msgspec.msgpack.encode(plain)), LIMITS, PEER)
+            offer = planning.read_offer(hostile.resealed(msgspec.msgpack.encode(plain)), LIMITS, PEER)
             with pytest.raises(TransfuseError):
                 accept_alone(offer)
             assert not sprung, f"{plain[hostile.MANIFEST][:3]} asked for {sprung}"

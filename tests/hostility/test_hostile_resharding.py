@@ -41,7 +41,7 @@ from transfuse.limits import MIB
 from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
-from transfuse.plan.request import MOST_TIMES, WantedBlocks, regions_in
+from transfuse.plan.wanted_blocks import MOST_TIMES, WantedBlocks, regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import source
@@ -53,7 +53,7 @@ from transfuse.testing.ranks import Ranks
 from transfuse.wire import messages
 from transfuse.wire.group import FIRST_TAG
 from transfuse.wire.messages import Agreed, Message
-from transfuse.wire.routes import Leases
+from transfuse.wire.route_table import Leases
 
 
 def shard(full: torch.Tensor, ranks: int, rank: int, placement: Placement | None = None) -> DTensor:

@@ -21,7 +21,7 @@ from midway import SHORT, DamagedAnswer, big_state, cancel_at, die_after_the_las
 from moves import CPU, TIMEOUT, Pair, pair
 from transfuse.limits import Limits
 from transfuse.memory import packing as places
-from transfuse.session import accepting, negotiation, source
+from transfuse.session import negotiation, planning, source
 from transfuse.session.receive import Receive
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Ranks
@@ -81,7 +81,7 @@ def test_a_receiver_that_dies_does_not_disturb_the_others() -> None:
 
 def test_a_receiver_that_plans_for_longer_than_the_timeout_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """The source's timeout is 1 s; the receiver thinks for 3."""
-    accept = accepting.accept
+    accept = planning.accept
 
     def slowly(*args: Any) -> Any:
         time.sleep(3)
@@ -95,7 +95,7 @@ def test_a_receiver_that_plans_for_longer_than_the_timeout_shows_signs_of_life(m
 
 def test_signs_of_life_keep_to_the_shorter_of_two_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The source waits for 1 s, the receiver would for 20; it thinks for 3."""
-    accept = accepting.accept
+    accept = planning.accept
 
     def slowly(*args: Any) -> Any:
         time.sleep(3)
@@ -153,7 +153,7 @@ def test_a_receiver_that_builds_for_long_shows_signs_of_life(
 
 def test_a_call_that_was_interrupted_touches_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller gives up while the receiver plans: no byte may land after the call has raised."""
-    accept = accepting.accept
+    accept = planning.accept
 
     def slowly(*args: Any) -> Any:
         time.sleep(2.5)

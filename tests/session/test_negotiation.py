@@ -21,10 +21,10 @@ from transfuse.limits import Limits, Sizes
 from transfuse.options import Options
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.session import accepting, negotiation
-from transfuse.session.accepting import Described
+from transfuse.session import negotiation, planning
 from transfuse.session.context import Context, Request
 from transfuse.session.negotiation import Decide, Describe, Done, Negotiation, Wait
+from transfuse.session.planning import Described
 from transfuse.session.receive import Receive
 from transfuse.session.threads import Caller
 from transfuse.state.manifest import describe
@@ -352,7 +352,7 @@ def test_a_source_that_is_lost_while_it_is_planned_what_it_brings_ends_the_recei
     """Nobody else holds its stage: the others would wait for it without end."""
     states, target = all_stages(2)
     offers = [offer_of(state) for state in states]
-    accept = accepting.accept
+    accept = planning.accept
 
     def scenario(director: Director) -> Judge:
         scheduled = Scheduled(director, states, target)

@@ -31,7 +31,7 @@ from transfuse.memory.vm import Ranges
 from transfuse.state.manifest import Described
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import ProcessPool
-from transfuse.wire import routes
+from transfuse.wire import route_table
 from transfuse.wire.memory_read import Reading
 from transfuse.wire.route import Malformed, Pull, Puller, Route, Unreadable
 
@@ -216,12 +216,12 @@ class ElsewhereRoute(FileRoute):
 @contextmanager
 def registered(*table: Route) -> Iterator[None]:
     """In this process, these are all the routes that there are."""
-    before = list(routes.ROUTES)
-    routes.ROUTES[:] = table
+    before = list(route_table.ROUTES)
+    route_table.ROUTES[:] = table
     try:
         yield
     finally:
-        routes.ROUTES[:] = before
+        route_table.ROUTES[:] = before
 
 
 def move(rank: int, table: Sequence[Sequence[Route]], options: dict[str, Any], settings: dict[str, Any]) -> Any:
@@ -331,4 +331,4 @@ def test_what_one_route_cannot_bring_is_brought_by_the_next(run: Any, tmp_path: 
 
 
 def test_the_table_of_the_library() -> None:
-    assert [route.name for route in routes.ROUTES] == ["memory"]
+    assert [route.name for route in route_table.ROUTES] == ["memory"]

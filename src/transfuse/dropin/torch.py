@@ -64,7 +64,7 @@ from transfuse.errors import (
     TransfuseError,
     UnsupportedLeaf,
 )
-from transfuse.state import columns
+from transfuse.state import live_tensors
 from transfuse.state.mappings import Mappings
 
 __all__ = [
@@ -195,7 +195,7 @@ def _prepare(state_dict: object) -> tuple[_StateDictMeta, list[tuple[str, torch.
             described.append(prepare(leaf, name))
         else:
             described.append(leaf)
-    gone = columns.read_any([data for _, data in named]).faults(np.arange(len(named)), Mappings(), write=False)
+    gone = live_tensors.read_any([data for _, data in named]).faults(np.arange(len(named)), Mappings(), write=False)
     for row, why in gone.items():
         raise UnsupportedLeaf(named[row][0], f"its memory cannot be read: {why}")
     return _StateDictMeta(treespec, [path for path, _ in leaves], described), named
@@ -554,7 +554,7 @@ class _Plan:
     def _check_writable(self) -> None:
         """To write into memory that is mapped read-only, or not at all, would end the process."""
         placed = [(piece.name, piece.target) for piece in self.pieces if piece.target is not None]
-        found = columns.read_any([target for _, target in placed])
+        found = live_tensors.read_any([target for _, target in placed])
         for row, why in found.faults(np.arange(len(placed)), Mappings(), write=True).items():
             self._mismatches.append(f"{placed[row][0]}: expected a target with memory to write to, but {why}")
 

@@ -16,12 +16,12 @@ import torch
 from transfuse.errors import TargetMismatch, UnsupportedLeaf
 from transfuse.limits import Limits
 from transfuse.plan.collisions import Collision, Written, clash, folds
-from transfuse.state import columns, trees
-from transfuse.state.columns import PLAIN
+from transfuse.state import live_tensors, trees
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import BuildContext, CannotCarry, Shared
 from transfuse.state.leaves.layout import Block
 from transfuse.state.leaves.registry import Registry
+from transfuse.state.live_tensors import PLAIN
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.state.mappings import Mappings
 from transfuse.state.region import Budget, Region, cover, crowds
@@ -67,14 +67,14 @@ class Prepared:
     root: trees.Node | None
     leaves: list[Any]
     #: The ordinary tensors among the leaves as columns, and for each leaf its row there, or -1.
-    tensors: columns.Tensors
+    tensors: live_tensors.LiveTensors
     row: Ints
 
 
 def prepare(target: object | None, limits: Limits) -> Prepared:
     """Take a target apart. This needs no offer, and so can be done while the source describes its state."""
     if target is None:
-        return Prepared(None, None, [], columns.read([]), np.zeros(0, dtype=np.int64))
+        return Prepared(None, None, [], live_tensors.read([]), np.zeros(0, dtype=np.int64))
     try:
         root, leaves = trees.flatten(target, max_depth=limits.max_depth)
     except UnsupportedLeaf as error:
@@ -85,11 +85,11 @@ def prepare(target: object | None, limits: Limits) -> Prepared:
         chosen = np.flatnonzero([type(leaf) in PLAIN for leaf in leaves])
         plain = [leaves[i] for i in chosen.tolist()]
     try:
-        tensors = columns.read(plain, roles=False)
-    except columns.Unusual:
+        tensors = live_tensors.read(plain, roles=False)
+    except live_tensors.Unusual:
         ordinary = np.array([dense.is_ordinary(tensor) for tensor in plain], dtype=bool)
         chosen = chosen[ordinary]
-        tensors = columns.read_any([leaves[i] for i in chosen.tolist()])
+        tensors = live_tensors.read_any([leaves[i] for i in chosen.tolist()])
     row = np.full(len(leaves), -1, dtype=np.int64)
     row[chosen] = np.arange(len(chosen))
     return Prepared(target, root, leaves, tensors, row)
@@ -123,7 +123,9 @@ def compare(
         return _promise_fresh(manifest, result, build_context, kinds) or result
     merged = trees.merge(manifest.root, prepared.root)
     fitted = _fit(manifest, merged, prepared, build_context, kinds)
-    others = columns.read_any([tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None])
+    others = live_tensors.read_any(
+        [tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None]
+    )
     problems = merged.conflicts + fitted.problems + _unwritable(manifest, fitted, prepared.tensors, others)
     if not len(fitted.quick) and not fitted.others and not problems:
         nothing = nothing_matches(manifest, prepared, kinds)
@@ -182,7 +184,7 @@ def _fit(
     return fitted
 
 
-def _alike(manifest: Manifest, parts: Ints, tensors: columns.Tensors, rows: Ints) -> Bools:
+def _alike(manifest: Manifest, parts: Ints, tensors: live_tensors.LiveTensors, rows: Ints) -> Bools:
     """Which of these parts may be written into the tensor in the given row: same dtype, same shape, memory enough."""
     ours = manifest.parts
     numbers = {dtype: i for i, dtype in enumerate(tensors.dtypes)}
@@ -239,7 +241,9 @@ def _compare(manifest: Manifest, part: int, target: torch.Tensor) -> list[str]:
     return found
 
 
-def _unwritable(manifest: Manifest, fitted: _Fitted, quick: columns.Tensors, others: columns.Tensors) -> list[str]:
+def _unwritable(
+    manifest: Manifest, fitted: _Fitted, quick: live_tensors.LiveTensors, others: live_tensors.LiveTensors
+) -> list[str]:
     """Targets whose memory is mapped read-only, or not at all: to write there would end the process."""
     memory = Mappings()
     found = {int(fitted.quick[i]): why for i, why in quick.faults(fitted.rows, memory, write=True).items()}
@@ -264,7 +268,7 @@ class _Targets:
         self.address = np.zeros(n, dtype=np.int64)
         self.as_lies = np.zeros(n, dtype=bool)
 
-    def add(self, parts: Ints, tensors: columns.Tensors, rows: Ints) -> None:
+    def add(self, parts: Ints, tensors: live_tensors.LiveTensors, rows: Ints) -> None:
         """These parts go into the tensors in these rows."""
         self.placed[parts] = True
         self.device[parts] = tensors.device[rows] + len(self.devices)

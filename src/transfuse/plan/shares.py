@@ -20,11 +20,11 @@ import torch
 from transfuse.errors import NotCovered, TargetMismatch
 from transfuse.plan import parcels
 from transfuse.plan.cohorts import Cohort, Who
+from transfuse.plan.destinations import Need
 from transfuse.plan.holdings import Holding, Holdings, Spread, Whole
 from transfuse.plan.parcels import Parcels
 from transfuse.plan.regions import Regions
-from transfuse.plan.request import WantedBlocks, regions_in
-from transfuse.plan.spots import Need
+from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse.state.leaves.layout import Block
 from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools, Ints

@@ -24,8 +24,8 @@ from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, c
 from transfuse.remote.pair_group import READER, PairGroup, PairGroups
 from transfuse.report import Report
 from transfuse.session import receiver, threads
-from transfuse.session.accepting import read_offer
 from transfuse.session.partial import Partial
+from transfuse.session.planning import read_offer
 from transfuse.state.manifest import Manifest
 from transfuse.transport import PGTransport, check_resume
 from transfuse.wire import messages

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from transfuse.errors import SourcesDiffer, TransfuseError
-from transfuse.memory.needs import Catalogue, global_shape
+from transfuse.memory.needed_blocks import Catalogue, global_shape
 from transfuse.plan.cohorts import Cohort, difference
 from transfuse.plan.linking import link
 from transfuse.plan.match import Prepared
-from transfuse.session.accepting import Accepted, Described, check
 from transfuse.session.context import Request
+from transfuse.session.planning import Accepted, Described, check
 from transfuse.state import trees
 from transfuse.state.manifest import Manifest
 from transfuse.wire.messages import Offer

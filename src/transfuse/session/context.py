@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from transfuse.limits import Limits
-from transfuse.memory.needs import Late
+from transfuse.memory.needed_blocks import Late
 from transfuse.options import Options
 from transfuse.progress import Progress
 from transfuse.report import Report

@@ -26,10 +26,10 @@ from transfuse.phases import WAITING, Phase
 from transfuse.plan.match import prepare
 from transfuse.plan.parcels import Parcels
 from transfuse.session import agreement
-from transfuse.session.accepting import Accepted, Described, accept, read_description
 from transfuse.session.context import Context, Request
 from transfuse.session.ledger import Ledger
 from transfuse.session.partial import Partial
+from transfuse.session.planning import Accepted, Described, accept, read_description
 from transfuse.session.roster import Roster
 from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools

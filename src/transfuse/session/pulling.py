@@ -12,11 +12,11 @@ from transfuse.errors import PeerLost, ProtocolError, SourceMutated
 from transfuse.limits import Sizes
 from transfuse.phases import Phase
 from transfuse.plan.parcels import Parcels
-from transfuse.session.accepting import Accepted
+from transfuse.session.planning import Accepted
 from transfuse.session.receive import Receive
 from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools
-from transfuse.wire import routes
+from transfuse.wire import route_table
 from transfuse.wire.channel import Channel
 from transfuse.wire.messages import Offer
 from transfuse.wire.rate_limit import RateLimit
@@ -45,7 +45,7 @@ class Pulling:
         self._progress = shared.roster.progress[channel.peer]
         self._share = shared.share(channel.peer)
         self._rate_limit = RateLimit(offer.max_bytes_per_second)
-        self._routes = routes.usable(offer.routes, same_host=shared.request.options.same_host)
+        self._routes = route_table.usable(offer.routes, same_host=shared.request.options.same_host)
         #: Which parcels each route can pull, once that is known.
         self._readable: dict[str, Bools] = {}
         #: How many bytes each route has brought.

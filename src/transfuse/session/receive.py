@@ -18,15 +18,15 @@ from transfuse.errors import PeerError, ProtocolError, SourceMutated, TransfuseE
 from transfuse.limits import Patience, Sizes
 from transfuse.phases import WAITING, Phase
 from transfuse.plan.shares import Share
-from transfuse.session.accepting import Accepted
 from transfuse.session.context import Context, Request
 from transfuse.session.ledger import Ledger
 from transfuse.session.negotiation import Negotiator
 from transfuse.session.partial import Partial
+from transfuse.session.planning import Accepted
 from transfuse.session.roster import Roster
 from transfuse.session.silent_sources import SilentSources
 from transfuse.state.tensors import Bools
-from transfuse.wire import routes
+from transfuse.wire import route_table
 from transfuse.wire.channel import Channel
 from transfuse.wire.messages import Offer
 
@@ -106,7 +106,7 @@ class Receive:
             self.negotiator.check(channel.peer)
             self.roster.present.add(channel.peer)
             same_host = self.request.options.same_host
-            if offer.max_bytes_per_second is None and routes.usable(offer.routes, same_host=same_host):
+            if offer.max_bytes_per_second is None and route_table.usable(offer.routes, same_host=same_host):
                 self._readers.add(channel.peer)
             self._count()
             self.roster.changed.notify_all()

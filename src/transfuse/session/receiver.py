@@ -13,9 +13,9 @@ from transfuse.limits import Sizes
 from transfuse.memory import packing, vm
 from transfuse.memory.digest import WIDE_BYTES
 from transfuse.phases import RELAYING, Phase
-from transfuse.session.accepting import compares_digests, read_offer
 from transfuse.session.bursts import Incoming, Shape, nothing_more
 from transfuse.session.ledger import Ledger
+from transfuse.session.planning import compares_digests, read_offer
 from transfuse.session.pulling import Pulling, leaves_of, some_of
 from transfuse.session.receive import Compare, Confirm, Fetch, Receive
 from transfuse.session.relay import Relay, this_host

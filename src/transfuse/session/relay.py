@@ -26,9 +26,9 @@ from transfuse.errors import PeerError
 from transfuse.limits import Patience
 from transfuse.phases import RELAYING
 from transfuse.progress import Progress
-from transfuse.session.accepting import Accepted
 from transfuse.session.bursts import Incoming, Outgoing, Shape, Supply
 from transfuse.session.ledger import Ledger
+from transfuse.session.planning import Accepted
 from transfuse.session.threads import Caller, SideConversation
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import new_link_tag

@@ -20,7 +20,7 @@ from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.parcels import Parcels
 from transfuse.plan.regions import Regions, lay_out
-from transfuse.plan.request import regions_in
+from transfuse.plan.wanted_blocks import regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report, routes_of
 from transfuse.session.bursts import Outgoing, Shape, Supply

@@ -19,13 +19,13 @@ import xxhash
 
 from transfuse.errors import UnsupportedLeaf
 from transfuse.limits import Limits
-from transfuse.state import columns, trees
-from transfuse.state.columns import PLAIN
+from transfuse.state import live_tensors, trees
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import CannotCarry, Coordinate, MeshDescription, Shared
 from transfuse.state.leaves.distributed import check_place, read_meshes
 from transfuse.state.leaves.registry import Registry
 from transfuse.state.leaves.spec import is_dtensor, is_sharded
+from transfuse.state.live_tensors import PLAIN
 from transfuse.state.mappings import Mappings
 from transfuse.state.tensors import Ints, Parts, Storages
 
@@ -285,11 +285,11 @@ def describe(state: object, limits: Limits) -> Described:
     odd = [i for i, leaf in enumerate(leaves) if type(leaf) not in PLAIN] if set(map(type, leaves)) - PLAIN else []
     try:
         opened = _open(root, leaves, odd, limits)
-        return _lay_down(root, opened, columns.read(opened.parts))
-    except (columns.Unusual, UnsupportedLeaf):
+        return _lay_down(root, opened, live_tensors.read(opened.parts))
+    except (live_tensors.Unusual, UnsupportedLeaf):
         # Some leaf is not what its type says, or cannot be carried. Leaf by leaf, so that the first is named.
         opened = _open(root, leaves, range(len(leaves)), limits)
-    return _lay_down(root, opened, columns.read_any(opened.parts))
+    return _lay_down(root, opened, live_tensors.read_any(opened.parts))
 
 
 class _Opened(NamedTuple):
@@ -338,7 +338,7 @@ def _open_leaf(leaf: Any, kinds: Registry, shared: Shared, opened: _Opened) -> i
     return Leaf.COMPOSITE
 
 
-def _lay_down(root: trees.Node | None, opened: _Opened, found: columns.Tensors) -> Described:
+def _lay_down(root: trees.Node | None, opened: _Opened, found: live_tensors.Tensors) -> Described:
     """Number the storages, find the window of each, and say where in it each part lies."""
     number, owners = _number(found.device, found.storage_key, found.storage_nbytes)
     start, end = found.offset * found.item, (found.offset + found.reach) * found.item
@@ -393,7 +393,7 @@ def _number(device: Ints, key: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
     return number, owners
 
 
-def _windows(number: Ints, count: int, start: Ints, end: Ints, found: columns.Tensors) -> tuple[Ints, Ints]:
+def _windows(number: Ints, count: int, start: Ints, end: Ints, found: live_tensors.Tensors) -> tuple[Ints, Ints]:
     """For each storage, the first byte that a part shows (aligned to its largest item), and one past the last."""
     nowhere = np.iinfo(np.int64).max
     low, high = np.full(count, nowhere, dtype=np.int64), np.zeros(count, dtype=np.int64)

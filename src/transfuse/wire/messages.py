@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from transfuse.plan.request import WantedBlocks
+from transfuse.plan.wanted_blocks import WantedBlocks
 from transfuse.state.manifest import Wire
 
 __all__ = [

@@ -35,7 +35,7 @@ from transfuse.state.manifest import Leaf, Manifest
 from transfuse.transport import PGTransport
 from transfuse.wire import messages
 from transfuse.wire.memory import MemoryLease
-from transfuse.wire.routes import Leases
+from transfuse.wire.route_table import Leases
 
 # ------------------------------------------------------------------------------------------------- what is carried
 

@@ -33,13 +33,13 @@ from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
 from transfuse.plan.parcels import Parcels, Piece
-from transfuse.plan.request import WantedBlocks, regions_in
+from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.session import accepting, negotiation, receiver, threads
-from transfuse.session.accepting import Accepted
+from transfuse.session import negotiation, planning, receiver, threads
 from transfuse.session.context import Context, Request
 from transfuse.session.partial import Partial
+from transfuse.session.planning import Accepted
 from transfuse.session.receive import Receive
 from transfuse.session.relay import Chains
 from transfuse.session.threads import Caller
@@ -315,7 +315,7 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
     """Tell the wires what was accepted. No case allocates more than it may, or looks at other processes."""
 
     def read_offer(*args: Any) -> messages.Offer:
-        offer = accepting.read_offer(*args)
+        offer = planning.read_offer(*args)
         with contextlib.suppress(Malformed):
             entry = Entry.decode(offer.routes.get("memory", b""))
             if 0 < entry.pid < 1 << 31 and entry.pid != os.getpid():
@@ -325,7 +325,7 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
         return offer
 
     def accept_offer(*args: Any) -> Accepted:
-        accepted = accepting.accept(*args)
+        accepted = planning.accept(*args)
         memory = accepted.landing.fresh
         fresh = sum(map(len, memory.arena.blocks))
         fresh += sum(storage.nbytes() for storage in memory.arena._storages.values())

@@ -21,12 +21,12 @@ from transfuse.memory.arena import FreshMemory, Supply, allocate
 from transfuse.options import Options
 from transfuse.plan.cohorts import Cohort
 from transfuse.plan.collisions import Written, find_collision
+from transfuse.plan.destinations import Global, Need, Spot
 from transfuse.plan.holdings import Spread
 from transfuse.plan.linking import Link, Linked, link
 from transfuse.plan.match import FREED, UNWRITABLE, Prepared, nothing_matches, unpaired
-from transfuse.plan.spots import Global, Need, Spot
 from transfuse.rules import MapPath
-from transfuse.state import columns, trees
+from transfuse.state import live_tensors, trees
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import BuildContext, CannotCarry, Coordinate, Shared, tensor_type
 from transfuse.state.leaves.distributed import DTensorCodec, layout_in, partial_remedy
@@ -199,7 +199,9 @@ class Needs:
     def _check_writable(self) -> None:
         """Refuse targets whose memory is mapped read-only, or not at all: to write there would end the process."""
         spots = [spot for spot in self.spots if not spot.fresh]
-        found = columns.read_any([spot.own for spot in spots]).faults(np.arange(len(spots)), Mappings(), write=True)
+        found = live_tensors.read_any([spot.own for spot in spots]).faults(
+            np.arange(len(spots)), Mappings(), write=True
+        )
         for target, why in {spots[i].leaf: why for i, why in found.items()}.items():
             self._problem(target, UNWRITABLE.format(why))
 

@@ -22,7 +22,7 @@ from transfuse.state.leaves import dense
 from transfuse.state.mappings import Mappings
 from transfuse.state.tensors import Bools, Ints, Shapes, on_cpu
 
-__all__ = ["PLAIN", "Tensors", "Unusual", "read", "read_any", "read_carefully"]
+__all__ = ["PLAIN", "LiveTensors", "Unusual", "read", "read_any", "read_carefully"]
 
 #: Classes of tensors that have no more to them than their columns say, if their layout is strided.
 PLAIN: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
@@ -46,7 +46,7 @@ class Unusual(Exception):
 
 
 @dataclass(eq=False, kw_only=True)
-class Tensors(Shapes):
+class LiveTensors(Shapes):
     """Columns of plain tensors."""
 
     #: The address of each tensor's first item; 0 if it has none.
@@ -93,7 +93,7 @@ class Tensors(Shapes):
         return {int(here[i]): why for i, why in found.items()}
 
 
-def read(tensors: Sequence[torch.Tensor], *, roles: bool = True) -> Tensors:
+def read(tensors: Sequence[torch.Tensor], *, roles: bool = True) -> LiveTensors:
     """The columns of these tensors, each a ``torch.Tensor`` or ``nn.Parameter`` and of no subclass.
 
     :class:`Unusual` if one of them is not strided, quantized, nested, inside a ``torch.func`` transform, or has items
@@ -110,7 +110,7 @@ def read(tensors: Sequence[torch.Tensor], *, roles: bool = True) -> Tensors:
         raise Unusual from error
     if any(map(dense.is_quantized, dtypes)):
         raise Unusual
-    result = Tensors(
+    result = LiveTensors(
         **{name: np.concatenate([columns[name] for columns in some]) for name in some[0]},
         dtypes=list(dtypes),
         devices=list(map(str, devices)),
@@ -144,7 +144,7 @@ def _read_some(
     }
 
 
-def read_any(tensors: Sequence[torch.Tensor]) -> Tensors:
+def read_any(tensors: Sequence[torch.Tensor]) -> LiveTensors:
     """The columns of plain tensors, be they unusual or not."""
     try:
         return read(tensors)
@@ -152,12 +152,12 @@ def read_any(tensors: Sequence[torch.Tensor]) -> Tensors:
         return read_carefully(tensors)
 
 
-def read_carefully(tensors: Sequence[torch.Tensor]) -> Tensors:
+def read_carefully(tensors: Sequence[torch.Tensor]) -> LiveTensors:
     """The same columns of plain tensors of which some may be unusual, one tensor after the other."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     dtypes: dict[torch.dtype, int] = {}
     devices: dict[str, int] = {}
-    return Tensors(
+    return LiveTensors(
         ndim=_ints(tensor.ndim for tensor in tensors),
         sizes=_ints(size for tensor in tensors for size in tensor.shape),
         strides=_ints(stride for tensor in tensors for stride in tensor.stride()),

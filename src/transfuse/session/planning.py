@@ -14,7 +14,7 @@ from transfuse.errors import ProtocolError, StateError, StepMismatch, TransfuseE
 from transfuse.limits import Limits
 from transfuse.memory.arena import Supply
 from transfuse.memory.as_is import AsIs
-from transfuse.memory.assembly import assemble
+from transfuse.memory.assembled import assemble
 from transfuse.memory.digest import WIDE_BYTES
 from transfuse.memory.landing import Landing, Plan
 from transfuse.options import Options

@@ -18,17 +18,17 @@ import xxhash
 from transfuse.memory import landing
 from transfuse.memory.arena import Supply
 from transfuse.memory.landing import Built, Copy
-from transfuse.memory.needs import Catalogue, Late, Needs
+from transfuse.memory.needed_blocks import Catalogue, Late, Needs
 from transfuse.memory.packing import Place
 from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.cohorts import Cohort
+from transfuse.plan.destinations import Spot
 from transfuse.plan.linking import Link
 from transfuse.plan.match import Prepared, prepare
 from transfuse.plan.parcels import Parcels
-from transfuse.plan.request import merged
 from transfuse.plan.shares import Pieces, SharesOfPieces, split
-from transfuse.plan.spots import Spot
+from transfuse.plan.wanted_blocks import merged
 from transfuse.state import trees
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import BuildContext

@@ -23,7 +23,7 @@ from transfuse.limits import Limits
 from transfuse.plan import parcels
 from transfuse.plan.match import Match, Prepared, match, prepare
 from transfuse.plan.regions import Regions, lay_out
-from transfuse.state import columns, trees
+from transfuse.state import live_tensors, trees
 from transfuse.state.leaves import dense
 from transfuse.state.leaves.codec import BuildContext
 from transfuse.state.leaves.registry import Registry
@@ -113,11 +113,11 @@ def unusual() -> dict[str, Tensor]:
 def carefully() -> Iterator[None]:
     """Whoever reads columns is told that there is something unusual, and looks at every tensor by itself."""
 
-    def refuse(tensors: object, *, roles: bool = True) -> columns.Tensors:
-        raise columns.Unusual
+    def refuse(tensors: object, *, roles: bool = True) -> live_tensors.LiveTensors:
+        raise live_tensors.Unusual
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "read", refuse)
+        patch.setattr(live_tensors, "read", refuse)
         yield
 
 
@@ -143,19 +143,21 @@ def assert_same_description(one: Described, other: Described) -> None:
 def test_odd_tensors_read_together_and_one_by_one_are_the_same() -> None:
     tensors = describe(odd_state(), LIMITS).parts
     assert len(tensors) == 30
-    assert_same(columns.read(tensors), columns.read_carefully(tensors))
+    assert_same(live_tensors.read(tensors), live_tensors.read_carefully(tensors))
     signs = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
-    assert np.array_equal(columns.read(tensors, roles=False).flags, columns.read_carefully(tensors).flags & signs)
+    assert np.array_equal(
+        live_tensors.read(tensors, roles=False).flags, live_tensors.read_carefully(tensors).flags & signs
+    )
 
 
 def test_more_tensors_than_are_read_together() -> None:
-    tensors = [t for _ in range(2 * columns.TOGETHER // 30 + 1) for t in describe(odd_state(), LIMITS).parts]
-    assert len(tensors) > 2 * columns.TOGETHER
-    assert_same(columns.read(tensors), columns.read_carefully(tensors))
+    tensors = [t for _ in range(2 * live_tensors.TOGETHER // 30 + 1) for t in describe(odd_state(), LIMITS).parts]
+    assert len(tensors) > 2 * live_tensors.TOGETHER
+    assert_same(live_tensors.read(tensors), live_tensors.read_carefully(tensors))
 
 
 def test_no_tensors() -> None:
-    assert_same(columns.read([]), columns.read_carefully([]))
+    assert_same(live_tensors.read([]), live_tensors.read_carefully([]))
     described = describe({}, LIMITS)
     assert (len(described.manifest), len(described.storages), len(described.addresses)) == (0, 0, 0)
 
@@ -182,7 +184,7 @@ def test_any_state_is_described_alike(state: Any) -> None:
 @given(state=states(["dense", "alias"]))
 def test_what_shapes_derive(state: Any) -> None:
     tensors = describe(state, LIMITS).parts
-    found = columns.read(tensors)
+    found = live_tensors.read(tensors)
     forms = [canonical(t.shape, t.stride()) for t in tensors]
     assert found.numel.tolist() == [t.numel() for t in tensors]
     assert found.contiguous.tolist() == [contiguous(t) for t in tensors]
@@ -226,8 +228,8 @@ def test_crowds(spans: list[tuple[int, int, int]]) -> None:
 
 @pytest.mark.parametrize("name", unusual())
 def test_what_is_unusual_shows(name: str) -> None:
-    with pytest.raises(columns.Unusual):
-        columns.read([torch.ones(2), unusual()[name], torch.ones(2)])
+    with pytest.raises(live_tensors.Unusual):
+        live_tensors.read([torch.ones(2), unusual()[name], torch.ones(2)])
 
 
 @pytest.mark.parametrize(
