@@ -338,7 +338,7 @@ def _open_leaf(leaf: Any, kinds: Registry, shared: Shared, opened: _Opened) -> i
     return Leaf.COMPOSITE
 
 
-def _lay_down(root: trees.Node | None, opened: _Opened, found: live_tensors.Tensors) -> Described:
+def _lay_down(root: trees.Node | None, opened: _Opened, found: live_tensors.LiveTensors) -> Described:
     """Number the storages, find the window of each, and say where in it each part lies."""
     number, owners = _number(found.device, found.storage_key, found.storage_nbytes)
     start, end = found.offset * found.item, (found.offset + found.reach) * found.item
@@ -393,7 +393,7 @@ def _number(device: Ints, key: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
     return number, owners
 
 
-def _windows(number: Ints, count: int, start: Ints, end: Ints, found: live_tensors.Tensors) -> tuple[Ints, Ints]:
+def _windows(number: Ints, count: int, start: Ints, end: Ints, found: live_tensors.LiveTensors) -> tuple[Ints, Ints]:
     """For each storage, the first byte that a part shows (aligned to its largest item), and one past the last."""
     nowhere = np.iinfo(np.int64).max
     low, high = np.full(count, nowhere, dtype=np.int64), np.zeros(count, dtype=np.int64)
