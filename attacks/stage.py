@@ -58,7 +58,7 @@ class Expected:
     #: The route that its report names.
     route: str | None = None
     #: How long it may take.
-    seconds: float = 4.0
+    seconds: float = 12.0
     #: How much memory it may take.
     cap: int = CAP
 

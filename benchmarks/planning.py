@@ -42,7 +42,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import transfuse
 from transfuse.errors import TargetMismatch
-from transfuse.limits import MIB, Limits, Sizes
+from transfuse.limits import MIB, Limits
 from transfuse.memory.arena import Supply
 from transfuse.memory.assembled import assemble
 from transfuse.options import Options
@@ -53,11 +53,12 @@ from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse.session import agreement
 from transfuse.session.context import Request
 from transfuse.session.planning import read_description, read_offer
+from transfuse.sizes import Sizes
 from transfuse.state.leaves.codec import BuildContext
 from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Described, describe
 from transfuse.wire import messages
-from transfuse.wire.memory import Entry
+from transfuse.wire.memory_route import Entry
 
 T = TypeVar("T")
 

@@ -70,6 +70,7 @@ class Trainer:
 def train(parent: "Connection[str, str]") -> None:
     trainer = Trainer()
     with trainer.serve() as server:
+        trainer.train(server, 1)  # Who joins now joins in the middle, however slow this machine is.
         parent.send(server.address)
         while not trainer.reports:
             trainer.train(server, 1)
@@ -85,6 +86,7 @@ def join(parent: "Connection[str, str]", address: str) -> None:
     trainer.join(address)
     print(f"joined in the middle: {trainer.step > 0}", flush=True)
     with trainer.serve() as server:
+        trainer.train(server, 1)  # Who joins now joins in the middle, however slow this machine is.
         parent.send(server.address)
         last = int(parent.recv())  # Where the other trainer has stopped.
         trainer.train(server, last - trainer.step)

@@ -27,7 +27,7 @@ from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse.state import manifest
 from transfuse.state.leaves.layout import Block, blocks_of
 from transfuse.wire import messages
-from transfuse.wire.memory import MemoryLease
+from transfuse.wire.memory_route import MemoryLease
 from transfuse.wire.messages import Message
 
 __all__ = ["OFFERS", "STATES", "Point", "offer_of", "seeds_for"]

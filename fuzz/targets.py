@@ -38,7 +38,7 @@ from transfuse.state.leaves import values
 from transfuse.state.leaves.distributed import layout_of, place_in, read_meshes
 from transfuse.state.manifest import Manifest
 from transfuse.wire import messages
-from transfuse.wire.memory import Entry, Reader
+from transfuse.wire.memory_route import Entry, Reader
 from transfuse.wire.route import Malformed, Unreadable
 
 __all__ = ["TARGETS", "mutate"]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from transfuse.limits import Patience
 from transfuse.testing.ranks import ProcessPool, preload
+from transfuse.timeouts import Patience
 
 # All that tests need in forks: there is one fork server for all of a run of pytest.
 preload(

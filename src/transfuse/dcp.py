@@ -34,8 +34,8 @@ from transfuse.arguments import check_step, ranks_of
 from transfuse.errors import StateError, TransfuseError, UnsupportedLeaf
 from transfuse.limits import Limits
 from transfuse.memory.needed_blocks import Catalogue
+from transfuse.plan.apply_rules import Link
 from transfuse.plan.cohorts import Cohort
-from transfuse.plan.linking import Link
 from transfuse.session.threads import current_stream
 from transfuse.state import trees
 from transfuse.state.leaves import values

@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
-from transfuse.limits import Limits, Sizes
+from transfuse.limits import Limits
 from transfuse.memory.mutation import MutationWatch
 from transfuse.memory.needed_blocks import Late
 from transfuse.options import Options, slowest_rate
@@ -27,11 +27,12 @@ from transfuse.phases import DONE, FAILED, Phase, trace_name
 from transfuse.progress import Progress, Show, showing
 from transfuse.report import Report, failed_with, routes_of, said
 from transfuse.rules import MapPath
-from transfuse.session import receiver, source, threads
+from transfuse.session import receive_from_one, source, threads
 from transfuse.session.context import Context, Request
 from transfuse.session.partial import Partial
-from transfuse.session.receive import Receive
+from transfuse.session.receive_from_all import Receive
 from transfuse.session.relay import Chains
+from transfuse.sizes import Sizes
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.state.manifest import describe
 from transfuse.wire import messages
@@ -297,7 +298,7 @@ class PGTransport:
         def talk(rank: int) -> None:
             channel = Channel(self._group, rank, self._seconds, self._limits)
             with _noting(context.progress[rank]), self._group.turn(rank, rank), channel:
-                receiver.receive(channel, receive)
+                receive_from_one.receive(channel, receive)
 
         try:
             failed = threads.run(

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import transfuse
 from tampering import Tampering
-from transfuse.limits import Patience
-from transfuse.session import receiver
+from transfuse.session import receive_from_one
+from transfuse.timeouts import Patience
 
 try:
     from torchft.checkpointing import HTTPTransport
@@ -327,7 +327,7 @@ def _transfuse_outside(state: Any) -> Any:
 @contextlib.contextmanager
 def _other_hosts() -> Iterator[None]:
     with (
-        mock.patch.object(receiver, "this_host", return_value=1),
+        mock.patch.object(receive_from_one, "this_host", return_value=1),
         mock.patch.object(Patience, "MIN_CHAIN_SECONDS", 5.0),
         mock.patch.object(Patience, "MAX_CHAIN_SECONDS", 5.0),
     ):

@@ -43,7 +43,7 @@ from transfuse.state.manifest import Leaf
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
-from transfuse.wire.memory import Entry
+from transfuse.wire.memory_route import Entry
 from transfuse.wire.messages import Agreed, Intent, Message
 from transfuse.wire.route_table import Leases
 

@@ -34,7 +34,7 @@ from transfuse.errors import PeerError, PeerRefused, PeerTimeout, ProtocolError,
 from transfuse.limits import Limits
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.session import receiver, relay, source
+from transfuse.session import receive_from_one, relay, source
 from transfuse.session.context import Request
 from transfuse.session.threads import Caller
 from transfuse.testing.ranks import Fleet, Ranks
@@ -174,7 +174,7 @@ LINK_LIES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_hostile_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever one receiver does to its neighbour: the neighbour has everything in the end, from the source."""
     monkeypatch.setenv("TRANSFUSE_MIN_RELAY_BYTES", "1")
-    monkeypatch.setattr(receiver, "this_host", lambda: 1)  # The receivers are on another host than the source.
+    monkeypatch.setattr(receive_from_one, "this_host", lambda: 1)  # The receivers are on another host than the source.
     liar, how = LINK_LIES[name]
     state = {"w": torch.arange(100_000.0)}
     lied: list[int] = []

@@ -26,7 +26,7 @@ from transfuse.session.relay import Chains
 from transfuse.session.threads import Caller
 from transfuse.wire import messages
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG
-from transfuse.wire.memory import MemoryLease, Reader
+from transfuse.wire.memory_route import MemoryLease, Reader
 from transfuse.wire.messages import Agreed, Message
 from transfuse.wire.route import Unreadable
 

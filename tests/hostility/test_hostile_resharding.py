@@ -118,7 +118,7 @@ def picked(member: Member, plain: dict[str, Any], **changes: Any) -> bytes:
 
 def serve(member: Member, body: bytes) -> Report:
     """What becomes of a want at an honest source."""
-    wire = Wire(random.Random(0), member, [body, (Message.VERDICT, msgspec.msgpack.encode([0]))])
+    wire = Wire(random.Random(0), member, [body, (Message.VERDICT, msgspec.msgpack.encode([{}]))])
     report = Report("send", (PEER,))
     source.serve(wire, 1, FIRST_TAG, member.cargo, caller=Caller(), progress=Progress(), report=report)
     return report

@@ -610,7 +610,7 @@ def test_what_proves_our_own_column_is_there() -> None:
     proofs = items("What proves transfuse's column")
     assert list(proofs) == list(ROWS)
     for row, text in proofs.items():
-        named = re.findall(r"`(test_\w+\.py)::(\w+)`", text)
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
         assert named, row
         for file, name in named:
             assert name in functions(file), f"{file}::{name}"

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import transfuse
-from transfuse.plan.linking import link
+from transfuse.plan.apply_rules import link
 from transfuse.rules import Rule
 from transfuse.testing.ranks import Ranks
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfuse import rules
-from transfuse.plan.linking import Link, Linked, link
+from transfuse.plan.apply_rules import Link, Linked, link
 from transfuse.rules import Concat, MapPath, Rename, Rule, Slice, Split, check
 
 Shape = tuple[int, ...]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transfuse
 from descriptor_limits import leaving
 from moves import CPU
-from transfuse.remote import descriptors
+from transfuse.remote import file_descriptors
 from transfuse.remote.handshake import connect, key_of, split_address
 from transfuse.remote.pair_group import READER, PairGroup
 from transfuse.testing.ranks import Fleet, ProcessPool
@@ -25,8 +25,8 @@ LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 FREE = range(25)
 STATE = {"w": torch.arange(100_000.0), "step": 7}
 
-FETCH = descriptors.CONTROL + descriptors.GROUP + descriptors.MARGIN
-SERVE = FETCH + descriptors.LISTENER
+FETCH = file_descriptors.CONTROL + file_descriptors.GROUP + file_descriptors.MARGIN
+SERVE = FETCH + file_descriptors.LISTENER
 
 
 def attempt(address: str | list[str], timeout: timedelta = LONG, *, same_host: bool = True) -> str:
@@ -48,7 +48,7 @@ def read(rank: int, addresses: list[str]) -> list[str]:
     ended = []
     for free in FREE:
         with leaving(free):
-            assert descriptors.free(100) == free
+            assert file_descriptors.free(100) == free
             ended.append(attempt(addresses[0] if len(addresses) == 1 else addresses))
     return ended
 
@@ -56,7 +56,7 @@ def read(rank: int, addresses: list[str]) -> list[str]:
 @pytest.mark.usefixtures("either_route")
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_reader_that_has_too_few_says_so(servers: int) -> None:
-    needed = servers * (descriptors.CONTROL + descriptors.GROUP) + descriptors.MARGIN
+    needed = servers * (file_descriptors.CONTROL + file_descriptors.GROUP) + file_descriptors.MARGIN
     purpose = "fetching from a server" if servers == 1 else "fetching from 2 servers at once"
     with contextlib.ExitStack() as stack, Fleet(1) as fleet:
         addresses = [stack.enter_context(transfuse.serve(STATE, step=7)).address for _ in range(servers)]
@@ -107,7 +107,7 @@ def test_a_server_that_has_too_few_tells_the_reader_and_goes_on(same_host: bool)
         fleet.start(serve_and_read, same_host)
         _, ended = (outcome.get() for outcome in fleet.outcomes())
     assert ended[0].startswith("PeerTimeout: ")
-    needed = descriptors.GROUP + descriptors.MARGIN
+    needed = file_descriptors.GROUP + file_descriptors.MARGIN
     for free in FREE[1:]:
         if free < FETCH:
             # The door takes one.
@@ -174,12 +174,14 @@ def test_strangers_do_not_take_what_gloo_needs() -> None:
 
 def exactly(rank: int, same_host: bool) -> list[str]:
     """Rank 0 serves and rank 1 reads, each with what it is said to take and nothing to spare."""
-    setattr(descriptors, "MARGIN", 0)  # noqa: B010 - it is a constant
+    setattr(file_descriptors, "MARGIN", 0)  # noqa: B010 - it is a constant
     server = transfuse.serve(STATE, timeout=LONG) if rank == 0 else None
     address = share(rank, server.address if server else None)
     ended = []
     for limited in (0, 1) * 4:
-        with leaving(descriptors.CONTROL + descriptors.GROUP) if rank == limited else contextlib.nullcontext():
+        with (
+            leaving(file_descriptors.CONTROL + file_descriptors.GROUP) if rank == limited else contextlib.nullcontext()
+        ):
             dist.barrier()
             if server is None:
                 ended.append(attempt(address, same_host=same_host))
@@ -203,22 +205,22 @@ def test_a_group_takes_no_more_than_is_said(same_host: bool) -> None:
 def keep_and_fork(rank: int) -> list[bool]:
     seen = []
     with leaving(12):
-        (kept,) = descriptors.keep(4, "a test")
-        seen.append(descriptors.spare())
+        (kept,) = file_descriptors.keep(4, "a test")
+        seen.append(file_descriptors.spare())
         with pytest.raises(transfuse.LimitExceeded, match="12 are free, of which 4 are kept"):
-            descriptors.keep(1, "another")
+            file_descriptors.keep(1, "another")
         with contextlib.ExitStack() as stack:
             for _ in range(8):
                 stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
-            seen.append(descriptors.spare())
+            seen.append(file_descriptors.spare())
             child = os.fork()
             if not child:
-                os._exit(descriptors.spare())
+                os._exit(file_descriptors.spare())
             seen.append(bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
             kept.give_back()
             kept.give_back()
-            seen.append(descriptors.spare())
-        descriptors.check(4, "a test")
+            seen.append(file_descriptors.spare())
+        file_descriptors.check(4, "a test")
     return seen
 
 

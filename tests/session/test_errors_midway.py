@@ -22,7 +22,7 @@ from moves import CPU, TIMEOUT, Pair, pair
 from transfuse.limits import Limits
 from transfuse.memory import packing as places
 from transfuse.session import negotiation, planning, source
-from transfuse.session.receive import Receive
+from transfuse.session.receive_from_all import Receive
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Ranks
 from transfuse.wire import messages

@@ -17,7 +17,7 @@ import transfuse
 from moves import CPU
 from schedules import Director, Judge, explore
 from transfuse.errors import NotCovered, PeerLost, ReceiveFailed, StepMismatch
-from transfuse.limits import Limits, Sizes
+from transfuse.limits import Limits
 from transfuse.options import Options
 from transfuse.progress import Progress
 from transfuse.report import Report
@@ -25,8 +25,9 @@ from transfuse.session import negotiation, planning
 from transfuse.session.context import Context, Request
 from transfuse.session.negotiation import Decide, Describe, Done, Negotiation, Wait
 from transfuse.session.planning import Described
-from transfuse.session.receive import Receive
+from transfuse.session.receive_from_all import Receive
 from transfuse.session.threads import Caller
+from transfuse.sizes import Sizes
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks

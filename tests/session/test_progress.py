@@ -26,7 +26,7 @@ import transfuse
 from tampering import Tampering
 from transfuse.phases import Phase, trace_name
 from transfuse.progress import Bar, Progress
-from transfuse.session import receiver
+from transfuse.session import receive_from_one
 from transfuse.testing.ranks import Outcome, Ranks, run_program
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -153,7 +153,7 @@ def test_it_is_called_as_long_as_nothing_happens() -> None:
 
 @pytest.mark.usefixtures("group_route", "patient_chains")
 def test_receivers_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "this_host", lambda: 1)
+    monkeypatch.setattr(receive_from_one, "this_host", lambda: 1)
     monkeypatch.setenv("TRANSFUSE_MIN_RELAY_BYTES", "1")
     move = Move(receivers=3)
     move.run()

@@ -14,14 +14,16 @@ import torch.distributed as dist
 import transfuse
 from moves import CPU
 from tampering import Tampering
-from transfuse.limits import KIB, MIB, Limits, Patience, Sizes
+from transfuse.limits import KIB, MIB, Limits
 from transfuse.plan import parcels
 from transfuse.plan.regions import lay_out
-from transfuse.session import receiver, relay
+from transfuse.session import receive_from_one, relay
 from transfuse.session.relay import Chains
+from transfuse.sizes import Sizes
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Outcome, Ranks, announce
+from transfuse.timeouts import Patience
 from transfuse.wire.messages import Agreed
 
 TIMEOUT = timedelta(seconds=10)
@@ -56,7 +58,7 @@ def fan_out(receivers: int, **options: Any) -> list[Outcome[Any]]:
 @pytest.fixture(autouse=True)
 def another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receivers, threads of this host, are on another one."""
-    monkeypatch.setattr(receiver, "this_host", lambda: 1)
+    monkeypatch.setattr(receive_from_one, "this_host", lambda: 1)
 
 
 @pytest.mark.usefixtures("patient_chains")
@@ -186,7 +188,7 @@ def test_a_source_that_stops_midway_stops_all_with_its_cause() -> None:
 
 def join_patiently(rank: int) -> None:
     """In a process of its own: as on a host of its own, and in a chain however late another comes."""
-    setattr(receiver, "this_host", lambda: rank)  # noqa: B010 - hidden from mypy
+    setattr(receive_from_one, "this_host", lambda: rank)  # noqa: B010 - hidden from mypy
     setattr(Patience, "MIN_CHAIN_SECONDS", 5.0)  # noqa: B010
     setattr(Patience, "MAX_CHAIN_SECONDS", 5.0)  # noqa: B010
 
@@ -331,7 +333,7 @@ def test_a_chain_does_not_wait_long_for_the_absent() -> None:
 
 
 def test_receivers_on_the_sources_host_are_not_chained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "this_host", relay.this_host)
+    monkeypatch.setattr(receive_from_one, "this_host", relay.this_host)
     sent, *received = (outcome.get() for outcome in fan_out(3))
     assert sent.bytes == 3 * received[0].bytes
     assert not any(report.relayed_bytes for report in received)

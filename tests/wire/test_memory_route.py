@@ -26,8 +26,8 @@ from moves import CPU, Pair, pair
 from transfuse.memory import vm
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, ProcessPool, Ranks, announce
-from transfuse.wire import memory
-from transfuse.wire.memory import MemoryLease, Reader
+from transfuse.wire import memory_route
+from transfuse.wire.memory_route import MemoryLease, Reader
 from transfuse.wire.route import Unreadable
 
 TIMEOUT = timedelta(seconds=10)
@@ -223,8 +223,8 @@ def test_a_reader_notices_that_the_lease_has_ended() -> None:
 def test_permission_under_yama_is_asked_for_while_any_lease_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     """This kernel may be without Yama: what is asked of it is recorded."""
     asked: list[int] = []
-    monkeypatch.setattr(memory, "_permission", memory._Permission())
-    monkeypatch.setattr(memory._Permission, "_set", staticmethod(lambda who: asked.append(who.value)))
+    monkeypatch.setattr(memory_route, "_permission", memory_route._Permission())
+    monkeypatch.setattr(memory_route._Permission, "_set", staticmethod(lambda who: asked.append(who.value)))
     with MemoryLease():
         with MemoryLease():
             assert asked == [2**64 - 1]

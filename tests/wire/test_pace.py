@@ -12,7 +12,8 @@ import torch
 
 import transfuse
 from moves import CPU, pair
-from transfuse.limits import Limits, Sizes
+from transfuse.limits import Limits
+from transfuse.sizes import Sizes
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
 from transfuse.wire.rate_limit import RateLimit

@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 import transfuse
-from transfuse.limits import Sizes
 from transfuse.memory import packing
 from transfuse.memory.vm import Ranges
+from transfuse.sizes import Sizes
 from transfuse.state.manifest import Described
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import ProcessPool
 from transfuse.wire import route_table
-from transfuse.wire.memory_read import Reading
+from transfuse.wire.memory_route_read import Reading
 from transfuse.wire.route import Malformed, Pull, Puller, Route, Unreadable
 
 TIMEOUT = timedelta(seconds=20)

@@ -65,7 +65,7 @@ from transfuse.errors import (
     UnsupportedLeaf,
 )
 from transfuse.state import live_tensors
-from transfuse.state.mappings import Mappings
+from transfuse.state.memory_maps import Mappings
 
 __all__ = [
     "PGTransport",

@@ -22,9 +22,9 @@ from transfuse.memory.needed_blocks import Catalogue, Late, Needs
 from transfuse.memory.packing import Place
 from transfuse.options import Options
 from transfuse.plan import parcels
+from transfuse.plan.apply_rules import Link
 from transfuse.plan.cohorts import Cohort
 from transfuse.plan.destinations import Spot
-from transfuse.plan.linking import Link
 from transfuse.plan.match import Prepared, prepare
 from transfuse.plan.parcels import Parcels
 from transfuse.plan.shares import Pieces, SharesOfPieces, split

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from transfuse.errors import TargetMismatch, UnsupportedLeaf
 from transfuse.memory.arena import FreshMemory, Supply, allocate
 from transfuse.options import Options
+from transfuse.plan.apply_rules import Link, Linked, link
 from transfuse.plan.cohorts import Cohort
 from transfuse.plan.collisions import Written, find_collision
 from transfuse.plan.destinations import Global, Need, Spot
 from transfuse.plan.holdings import Spread
-from transfuse.plan.linking import Link, Linked, link
 from transfuse.plan.match import FREED, UNWRITABLE, Prepared, nothing_matches, unpaired
 from transfuse.rules import MapPath
 from transfuse.state import live_tensors, trees
@@ -34,7 +34,7 @@ from transfuse.state.leaves.layout import Block, Layout, blocks_of, intersect
 from transfuse.state.leaves.registry import Registry
 from transfuse.state.leaves.spec import Spec, is_dtensor, is_sharded, is_sharded_tensor, of_plain_tensors
 from transfuse.state.manifest import Leaf
-from transfuse.state.mappings import Mappings
+from transfuse.state.memory_maps import Mappings
 
 __all__ = ["Catalogue", "Late", "Needs", "global_shape"]
 

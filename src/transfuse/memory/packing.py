@@ -22,7 +22,7 @@ from transfuse.plan.parcels import Parcels, Piece
 from transfuse.plan.regions import Regions
 from transfuse.state.leaves import dense
 from transfuse.state.manifest import Ints
-from transfuse.state.mappings import Mappings
+from transfuse.state.memory_maps import Mappings
 from transfuse.state.region import Form, Region, blocks
 from transfuse.state.tensors import Bools
 

@@ -23,7 +23,7 @@ from transfuse.state.leaves.layout import Block
 from transfuse.state.leaves.registry import Registry
 from transfuse.state.live_tensors import PLAIN
 from transfuse.state.manifest import Leaf, Manifest
-from transfuse.state.mappings import Mappings
+from transfuse.state.memory_maps import Mappings
 from transfuse.state.region import Budget, Region, cover, crowds
 from transfuse.state.tensors import Bools, Ints
 

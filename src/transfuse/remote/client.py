@@ -17,16 +17,17 @@ import torch
 from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import PeerTimeout, ProtocolError, ReceiveFailed, TransfuseError
-from transfuse.limits import Limits, Patience
+from transfuse.limits import Limits
 from transfuse.options import FetchKeywords, check_names
-from transfuse.remote import descriptors
+from transfuse.remote import file_descriptors
 from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, connect, key_of, split_address
 from transfuse.remote.pair_group import READER, PairGroup, PairGroups
 from transfuse.report import Report
-from transfuse.session import receiver, threads
+from transfuse.session import receive_from_one, threads
 from transfuse.session.partial import Partial
 from transfuse.session.planning import read_offer
 from transfuse.state.manifest import Manifest
+from transfuse.timeouts import Patience
 from transfuse.transport import PGTransport, check_resume
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
@@ -115,7 +116,7 @@ def peek(
             with Channel(group, 0, seconds, limits) as channel:
                 channel.phase = "waiting for the offer"
                 _, body = channel.expect(Message.OFFER, tag=OFFER_TAG)
-                found.append(receiver.describe(channel, read_offer(body, limits, 0)))
+                found.append(receive_from_one.describe(channel, read_offer(body, limits, 0)))
                 # Nothing is wanted, and so everything is here.
                 channel.send(Message.VERDICT, messages.encode(messages.Verdict()))
                 channel.settle()
@@ -159,7 +160,7 @@ class _Visit:
         self._met: dict[int, PairGroup] = {}
         self._causes: dict[int, BaseException] = {}
         #: What gloo will open, for each server that has not been asked yet.
-        self._kept: dict[int, descriptors.Kept] = {}
+        self._kept: dict[int, file_descriptors.Kept] = {}
         #: Servers that are not waited for any more.
         self._left: set[int] = set()
         self._lock = threading.Lock()
@@ -180,7 +181,9 @@ class _Visit:
         # For all of them, before the first is asked: what is missing here is no fault of the last one's.
         count = len(self._addresses)
         purpose = "fetching from a server" if count == 1 else f"fetching from {count} servers at once"
-        self._kept.update(enumerate(descriptors.keep(descriptors.CONTROL + descriptors.GROUP, purpose, count)))
+        self._kept.update(
+            enumerate(file_descriptors.keep(file_descriptors.CONTROL + file_descriptors.GROUP, purpose, count))
+        )
         # Who has been met waits for a word from here: the others may take a part of the time that it grants.
         met = self._all(self._meet, range(len(self._addresses)), "the others were there", self._patience.other_servers)
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from transfuse.limits import Patience
+from transfuse.timeouts import Patience
 
 __all__ = ["RWLock"]
 

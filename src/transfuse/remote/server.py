@@ -22,14 +22,14 @@ import torch
 from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import PeerLost, PeerTimeout, SendFailed, TransfuseError, as_utf8
-from transfuse.limits import Patience
 from transfuse.options import ServeKeywords, check_names
 from transfuse.progress import Progress
-from transfuse.remote import descriptors
+from transfuse.remote import file_descriptors
 from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, Refused, Wait, join_address, key_of
 from transfuse.remote.pair_group import READER, SERVER, PairGroup, PairGroups
 from transfuse.remote.rwlock import RWLock
 from transfuse.report import Report
+from transfuse.timeouts import Patience
 from transfuse.transport import PGTransport
 
 __all__ = ["Server", "serve"]
@@ -143,7 +143,9 @@ class Server:
         self._complained_at = float("-inf")
         self._last_change = _Moment()
         # As above: nobody could be served.
-        descriptors.check(descriptors.LISTENER + descriptors.CONTROL + descriptors.GROUP, "serving a state")
+        file_descriptors.check(
+            file_descriptors.LISTENER + file_descriptors.CONTROL + file_descriptors.GROUP, "serving a state"
+        )
         if not 0 <= arguments.whole("port", port) <= MAX_PORT:
             raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
         # One's own socket: a store of torch's would listen on all interfaces, whatever host it is given.
@@ -231,7 +233,7 @@ class Server:
 
     def _listen(self) -> None:
         while self._closing is None:
-            if not descriptors.spare():
+            if not file_descriptors.spare():
                 # Or strangers would take what gloo needs for a reader. They can wait.
                 time.sleep(ROOM_SECONDS)
                 continue
@@ -321,7 +323,7 @@ class Server:
                 self._send(group, state, step)
 
     def _form(self, control: ControlConnection) -> PairGroup:
-        (kept,) = descriptors.keep(descriptors.GROUP, "serving a reader")
+        (kept,) = file_descriptors.keep(file_descriptors.GROUP, "serving a reader")
         with kept:
             return PairGroup(control, SERVER, self._seconds, most_waits=0)
 

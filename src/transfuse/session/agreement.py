@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from transfuse.errors import SourcesDiffer, TransfuseError
 from transfuse.memory.needed_blocks import Catalogue, global_shape
+from transfuse.plan.apply_rules import link
 from transfuse.plan.cohorts import Cohort, difference
-from transfuse.plan.linking import link
 from transfuse.plan.match import Prepared
 from transfuse.session.context import Request
 from transfuse.session.planning import Accepted, Described, check

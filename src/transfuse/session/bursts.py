@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from transfuse.errors import PeerError, PeerLost, ProtocolError, TransfuseError
-from transfuse.limits import Sizes
 from transfuse.memory import packing
 from transfuse.memory.digest import digest_of
 from transfuse.memory.packing import Land, Places, Staging
@@ -25,6 +24,7 @@ from transfuse.plan import parcels
 from transfuse.plan.parcels import Most, Parcels
 from transfuse.progress import Progress
 from transfuse.session.threads import Caller
+from transfuse.sizes import Sizes
 from transfuse.wire.channel import Channel, Posted
 from transfuse.wire.messages import Agreed, Answer, Intent, Message, Offer, Want
 from transfuse.wire.rate_limit import RateLimit

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from transfuse.errors import NotCovered, ReceiveFailed, TransfuseError
-from transfuse.limits import Patience, Sizes
 from transfuse.phases import WAITING, Phase
 from transfuse.plan.match import prepare
 from transfuse.plan.parcels import Parcels
@@ -31,8 +30,10 @@ from transfuse.session.ledger import Ledger
 from transfuse.session.partial import Partial
 from transfuse.session.planning import Accepted, Described, accept, read_description
 from transfuse.session.roster import Roster
+from transfuse.sizes import Sizes
 from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools
+from transfuse.timeouts import Patience
 from transfuse.wire.channel import Channel
 from transfuse.wire.messages import Offer
 

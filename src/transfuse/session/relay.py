@@ -23,13 +23,13 @@ from functools import cache, partial
 import xxhash
 
 from transfuse.errors import PeerError
-from transfuse.limits import Patience
 from transfuse.phases import RELAYING
 from transfuse.progress import Progress
 from transfuse.session.bursts import Incoming, Outgoing, Shape, Supply
 from transfuse.session.ledger import Ledger
 from transfuse.session.planning import Accepted
 from transfuse.session.threads import Caller, SideConversation
+from transfuse.timeouts import Patience
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import new_link_tag
 from transfuse.wire.messages import Agreed, Link

@@ -18,8 +18,8 @@ class Roster:
 
     ``changed`` is their only lock. It guards everything that they share: the attributes below it here, those of
     :class:`~transfuse.session.negotiation.Negotiation` and of its ``Negotiator``, of
-    :class:`~transfuse.session.ledger.Ledger` and of :class:`~transfuse.session.receive.Receive`. It is reentrant, and
-    notified whenever any of them changes.
+    :class:`~transfuse.session.ledger.Ledger` and of :class:`~transfuse.session.receive_from_all.Receive`. It is
+    reentrant, and notified whenever any of them changes.
 
     A decision is acted on in the critical section in which it is taken. Where the act takes long (planning, building,
     leaving a source), that section writes the decision down instead, so that nobody decides otherwise meanwhile: the

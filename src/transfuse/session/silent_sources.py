@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from transfuse.errors import PeerTimeout
-from transfuse.limits import Patience
 from transfuse.session.negotiation import Negotiator
 from transfuse.session.roster import Roster
+from transfuse.timeouts import Patience
 
 __all__ = ["Abandoned", "SilentSources"]
 

@@ -18,10 +18,10 @@ from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from transfuse.errors import PeerTimeout
-from transfuse.limits import Patience
 from transfuse.phases import Phase, trace_name
 from transfuse.progress import Progress
 from transfuse.report import Report
+from transfuse.timeouts import Patience
 from transfuse.wire.channel import Channel
 
 __all__ = ["Caller", "SideConversation", "current_stream", "run"]

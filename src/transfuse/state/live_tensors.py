@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from transfuse.state.leaves import dense
-from transfuse.state.mappings import Mappings
+from transfuse.state.memory_maps import Mappings
 from transfuse.state.tensors import Bools, Ints, Shapes, on_cpu
 
 __all__ = ["PLAIN", "LiveTensors", "Unusual", "read", "read_any", "read_carefully"]

@@ -26,7 +26,7 @@ from transfuse.state.leaves.distributed import check_place, read_meshes
 from transfuse.state.leaves.registry import Registry
 from transfuse.state.leaves.spec import is_dtensor, is_sharded
 from transfuse.state.live_tensors import PLAIN
-from transfuse.state.mappings import Mappings
+from transfuse.state.memory_maps import Mappings
 from transfuse.state.tensors import Ints, Parts, Storages
 
 __all__ = ["Described", "Ints", "Leaf", "Manifest", "Parts", "Storages", "describe"]

@@ -29,7 +29,8 @@ from transfuse.errors import (
     TransfuseError,
     as_utf8,
 )
-from transfuse.limits import Limits, Patience
+from transfuse.limits import Limits
+from transfuse.timeouts import Patience
 from transfuse.wire import messages
 from transfuse.wire.group import OFFER_TAG, Group, WorkLike, new_link_tag, valid_tag
 from transfuse.wire.hub import FirstWord

@@ -6,7 +6,7 @@ from collections.abc import Container
 from contextlib import ExitStack
 
 from transfuse.state.manifest import Described
-from transfuse.wire.memory import MemoryRoute
+from transfuse.wire.memory_route import MemoryRoute
 from transfuse.wire.route import Lease, Route
 
 __all__ = ["ROUTES", "Leases", "usable"]

@@ -34,7 +34,7 @@ from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.transport import PGTransport
 from transfuse.wire import messages
-from transfuse.wire.memory import MemoryLease
+from transfuse.wire.memory_route import MemoryLease
 from transfuse.wire.route_table import Leases
 
 # ------------------------------------------------------------------------------------------------- what is carried

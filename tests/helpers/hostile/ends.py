@@ -36,18 +36,18 @@ from transfuse.plan.parcels import Parcels, Piece
 from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report
-from transfuse.session import negotiation, planning, receiver, threads
+from transfuse.session import negotiation, planning, receive_from_one, threads
 from transfuse.session.context import Context, Request
 from transfuse.session.partial import Partial
 from transfuse.session.planning import Accepted
-from transfuse.session.receive import Receive
+from transfuse.session.receive_from_all import Receive
 from transfuse.session.relay import Chains
 from transfuse.session.threads import Caller
-from transfuse.state import mappings
+from transfuse.state import memory_maps
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel, Posted
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
-from transfuse.wire.memory import Entry
+from transfuse.wire.memory_route import Entry
 from transfuse.wire.messages import Agreed, Header, Intent, Link, Message
 from transfuse.wire.rate_limit import RateLimit
 from transfuse.wire.route import Malformed
@@ -294,11 +294,11 @@ def gather(
     try:
         if len(lines) == 1:
             try:
-                receiver.receive(lines[0], receive)
+                receive_from_one.receive(lines[0], receive)
             except TransfuseError as error:
                 failed[ranks[0]] = error
         else:
-            talking = {channel.peer: functools.partial(receiver.receive, channel, receive) for channel in lines}
+            talking = {channel.peer: functools.partial(receive_from_one.receive, channel, receive) for channel in lines}
             failed = threads.run(talking, caller, lambda: None, receive.watch, receive.roster.park)
         if not receive.result:
             raise receive.failure or (failed[ranks[0]] if len(lines) == 1 else ReceiveFailed(failed))
@@ -338,7 +338,7 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
         return accepted
 
     with (
-        mock.patch.object(receiver, "read_offer", read_offer),
+        mock.patch.object(receive_from_one, "read_offer", read_offer),
         mock.patch.object(negotiation, "accept", accept_offer),
     ):
         yield
@@ -395,7 +395,7 @@ class Audit:
         # A known time zone is a file of the time zone database; torch quotes source lines where it reports errors.
         quoting = args[0].endswith(".py") and sys._getframe(2).f_code is tokenize.open.__code__
         # Which memory of this process can be written, no peer has a say in.
-        return quoting or args[0] == mappings.MAPS or args[0].startswith(self._zones)
+        return quoting or args[0] == memory_maps.MAPS or args[0].startswith(self._zones)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

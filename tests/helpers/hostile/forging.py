@@ -24,7 +24,7 @@ from transfuse.state.leaves import values
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.wire import messages
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG
-from transfuse.wire.memory import TOKEN_BYTES
+from transfuse.wire.memory_route import TOKEN_BYTES
 from transfuse.wire.messages import Message
 
 # --------------------------------------------------------------------------------------------------------- mutations

@@ -18,7 +18,7 @@ import transfuse
 from transfuse.cli.doctor import network
 from transfuse.testing.ranks import Late, RanksFailed, listening, say
 from transfuse.wire.group import Group
-from transfuse.wire.memory import Entry, MemoryLease, Reader
+from transfuse.wire.memory_route import Entry, MemoryLease, Reader
 from transfuse.wire.route import Unreadable
 
 __all__ = ["Outcome", "Tried", "try_routes"]

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from transfuse.memory import vm
 from transfuse.memory.vm import Ranges
 from transfuse.state.manifest import Described
-from transfuse.wire.memory_read import Reading
+from transfuse.wire.memory_route_read import Reading
 from transfuse.wire.route import Malformed, Pull, SourceEnded, Unreadable
 
 __all__ = ["TOKEN_BYTES", "Entry", "MemoryLease", "MemoryRoute", "Reader"]

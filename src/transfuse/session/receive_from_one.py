@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 
 from transfuse.errors import CorruptData, PeerError, PeerLost, ProtocolError
-from transfuse.limits import Sizes
 from transfuse.memory import packing, vm
 from transfuse.memory.digest import WIDE_BYTES
 from transfuse.phases import RELAYING, Phase
@@ -17,8 +16,9 @@ from transfuse.session.bursts import Incoming, Shape, nothing_more
 from transfuse.session.ledger import Ledger
 from transfuse.session.planning import compares_digests, read_offer
 from transfuse.session.pulling import Pulling, leaves_of, some_of
-from transfuse.session.receive import Compare, Confirm, Fetch, Receive
+from transfuse.session.receive_from_all import Compare, Confirm, Fetch, Receive
 from transfuse.session.relay import Relay, this_host
+from transfuse.sizes import Sizes
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG, valid_link_tag

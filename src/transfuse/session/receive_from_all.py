@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from transfuse.errors import PeerError, ProtocolError, SourceMutated, TransfuseError
-from transfuse.limits import Patience, Sizes
 from transfuse.phases import WAITING, Phase
 from transfuse.plan.shares import Share
 from transfuse.session.context import Context, Request
@@ -25,7 +24,9 @@ from transfuse.session.partial import Partial
 from transfuse.session.planning import Accepted
 from transfuse.session.roster import Roster
 from transfuse.session.silent_sources import SilentSources
+from transfuse.sizes import Sizes
 from transfuse.state.tensors import Bools
+from transfuse.timeouts import Patience
 from transfuse.wire import route_table
 from transfuse.wire.channel import Channel
 from transfuse.wire.messages import Offer

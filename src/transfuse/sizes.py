@@ -1,0 +1,109 @@
+"""Sizes: every rule for the size of a parcel, a burst or a read, in one table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transfuse.limits import MIB, Limits
+
+__all__ = ["Offered", "Sizes"]
+
+
+class Offered(NamedTuple):
+    """The sizes that a source offers. A receiver may ask for smaller parcels and bursts."""
+
+    parcel_bytes: int
+    burst_bytes: int
+    #: Of a burst, what may pass through staging.
+    staged_bytes: int
+    #: Bursts under way at a time.
+    bursts_ahead: int
+
+
+class Sizes:
+    """Every rule for a size, under these limits and this timeout.
+
+    ==================  ====================================  ==========================================================
+    what                size                                  why
+    ==================  ====================================  ==========================================================
+    offered parcel      ``parcel_bytes``; in a chain of n     passed on parcel by parcel: filling the chain costs little
+                        state / 16n
+    offered burst       ``burst_bytes``; at most 0.05 s of    under a rate bytes go out evenly; a burst arrives within
+                        the rate, timeout x slowest link      the timeout over the slowest link
+    offered staging     ``staging_bytes`` / 2 / receivers     staging for all receivers stays within half of its bound
+                        / ``bursts_ahead``
+    parcel of several   state / 32n, staging / n, timeout     all sources end together; a source that needs half the
+    sources             / 4 x slowest link                    timeout for one parcel would be taken for a silent one
+    burst of several    state / 16n, staging / n, timeout     the same
+    sources             / 4 x slowest link
+    parcel of a delta   ``block_bytes`` at most               kept or fetched as one
+    request             one source: everything; several:      the last requests end together
+                        ``bursts_ahead`` bursts
+    burst in a chain    one parcel, 4 MiB or 12 under way,    what has arrived goes on at once
+                        3 at least
+    comparison          256 MiB                               several sources share the work
+    read from memory    512 MiB, timeout / 8 x rate           after each the lease is checked, and the bytes count
+    ==================  ====================================  ==========================================================
+    """
+
+    #: So much is compared at a time.
+    COMPARE_BYTES = 256 * MIB
+    #: So much is read from memory between two looks at the lease.
+    READ_BYTES = 512 * MIB
+    #: What is under way at most between two receivers of a chain.
+    CHAIN_BYTES, CHAIN_PARCELS = 4 * MIB, 12
+    #: Under a rate a burst holds the bytes of so many seconds.
+    RATED_BURST_SECONDS = 0.05
+
+    def __init__(self, limits: Limits, timeout: float = float("inf")) -> None:
+        self._limits = limits
+        self._timeout = timeout
+
+    def offered(self, receivers: int, *, chained_bytes: int | None = None, rate: float | None = None) -> Offered:
+        """What a source offers to this many receivers; ``chained_bytes`` is the state's size if a chain is possible."""
+        limits = self._limits
+        parcel, burst = limits.parcel_bytes, limits.burst_bytes
+        staged = limits.staging_bytes // (2 * max(receivers, 1) * limits.bursts_ahead)
+        if chained_bytes is not None:
+            parcel = min(parcel, max(limits.min_chained_bytes, chained_bytes // (16 * receivers)))
+        if rate is not None:
+            burst = min(burst, int(rate * self.RATED_BURST_SECONDS))
+        burst = min(burst, limits.staging_bytes // limits.bursts_ahead)
+        burst = max(int(min(burst, self._timeout * limits.slowest_bytes_per_second)), limits.min_parcel_bytes)
+        staged = max(min(staged, burst), limits.min_parcel_bytes)
+        parcel = max(min(parcel, staged) // 16 * 16, limits.min_parcel_bytes)
+        return Offered(parcel, burst, staged, limits.bursts_ahead)
+
+    def parcel(self, offered: int, total_bytes: int, *, sources: int, ahead: int, delta: bool = False) -> int:
+        """The parcels that a receiver asks for, of those that its sources ``offered``."""
+        limits = self._limits
+        if delta:
+            offered = max(min(offered, limits.block_bytes), limits.min_parcel_bytes)
+        if sources == 1:
+            return offered
+        fair = max(total_bytes // (32 * sources), limits.min_chained_bytes)
+        finest = min(offered, self._staged(sources, ahead), fair, self._timely())
+        return max(finest // 16 * 16, limits.min_parcel_bytes)
+
+    def burst(self, offered: int, total_bytes: int, parcel_bytes: int, *, sources: int, ahead: int) -> int:
+        """The bursts that a receiver asks for. With several sources all of them are staged."""
+        if sources == 1:
+            return offered
+        staged, fair = self._staged(sources, ahead), total_bytes // (16 * sources)
+        return max(min(offered, staged, fair, self._timely()), min(parcel_bytes, staged), 1)
+
+    def _staged(self, sources: int, ahead: int) -> int:
+        return self._limits.staging_bytes // (sources * ahead)
+
+    def _timely(self) -> int:
+        """What arrives over the slowest link well before its source is taken for a silent one."""
+        return int(self._timeout / 4 * self._limits.slowest_bytes_per_second)
+
+    @classmethod
+    def chain_ahead(cls, parcel_bytes: int) -> int:
+        """How many bursts of one parcel each are under way between two receivers of a chain."""
+        return max(3, min(cls.CHAIN_BYTES // parcel_bytes, cls.CHAIN_PARCELS))
+
+    def read(self, rate: float | None) -> int:
+        """How much of a source's memory is read before the lease is looked at."""
+        return self.READ_BYTES if rate is None else min(self.READ_BYTES, int(rate * self._timeout / 8))
