@@ -97,7 +97,7 @@ class Needs:
         self.problems: list[str] = []
         #: The tree of the result, and for each of its leaves whether the first cohort or the target provides it.
         self.result = trees.Merged.all_of_source(None, 0)
-        #: For leaves of the first cohort: the target's number; and the fresh tensors of blobs and of leaves without target.
+        #: For leaves of the first cohort: the number of their target, and the fresh tensors of all that land fresh.
         self.partner: dict[int, int] = {}
         self.fresh: dict[int, list[Spot]] = {}
         #: For targets that a source's value replaces: the numbers of the cohort and of its leaf that has the value.

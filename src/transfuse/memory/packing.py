@@ -252,7 +252,7 @@ def _gather(
         vm.copy(theirs, mine)
     except OSError as error:
         if error.errno == errno.EFAULT:
-            # Memory that this process may not touch cannot be copied in any other way: torch's copy would end the process.
+            # If this process may not touch the memory, torch's copy would end the process.
             regions, _ = parcels.columns(parcel)
             check_reach(places, np.arange(regions.start, regions.stop), mine if write else theirs, write=write)
         return False  # A container may forbid process_vm_readv.
