@@ -217,7 +217,7 @@ def a_refusal_in_a_book(peer: Peer) -> None:
     peer.flush()
 
 
-TIRED = "says that it is working, but never that it is done"
+TIRED = "signs of life without a message"
 COMPARES = "compares the same again and again"
 ASKS = "asks and asks, but never says that it is done"
 

@@ -1,1 +1,1 @@
-"""This process's bytes: allocated, packed, hashed, landed."""
+"""This process's bytes: allocate, pack, hash and land them."""

@@ -1,12 +1,13 @@
-"""Memory for fresh storages: few large pieces instead of many small ones, on huge pages where the system gives them.
+"""Memory for fresh storages: few large allocations instead of many small ones, on huge pages where the system has them.
 
-What costs in fresh memory is not asking for it but touching it first: a fault for every 4 KiB. So large storages are
-allocated as torch does, and asked to lie on huge pages. Small ones are cut out of blocks, each as a storage of its
-own over its piece of the block; the block goes when the last tensor that looks into it goes.
+The cost of fresh memory is not the allocation but the first write: one page fault for every 4 KiB. So torch allocates
+the large storages, and the arena asks the kernel to put them on huge pages. Small storages are cut out of large
+mappings (``blocks``). Each is a storage of its own over its slice of the mapping. A mapping is released with the last
+tensor that uses it.
 
-Such a small storage cannot be resized (``untyped_storage().resize_()``), like those that ``torch.from_numpy`` and
-``torch.load(mmap=True)`` make. Otherwise it is like any other: it is saved, copied, pickled and shared with its own
-bytes only.
+Such a small storage cannot be resized (``untyped_storage().resize_()``). Storages made by ``torch.from_numpy`` and
+``torch.load(mmap=True)`` cannot be resized either. In all other ways a small storage is an ordinary one: saving,
+copying, pickling and sharing take its own bytes only.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from transfuse.state.tensors import Bools, Ints
 
 __all__ = ["ALIGNMENT", "BLOCK_BYTES", "LARGE_BYTES", "Arena", "FreshMemory", "Supply", "allocate"]
 
-#: Storages of this size or more are allocations of their own.
+#: A storage of this size or more gets its own allocation.
 LARGE_BYTES = 1 * MIB
-#: The largest block: what a small tensor that outlives all others keeps from being released.
+#: The largest mapping. One small tensor that outlives all others keeps at most this much memory from being released.
 BLOCK_BYTES = 16 * MIB
-#: Every storage begins at a multiple of this, as torch's own allocations do.
+#: Every storage begins at a multiple of this many bytes, as torch's own allocations do.
 ALIGNMENT = 64
 
-#: Types of elements that numpy has too.
+#: The dtypes that numpy has too.
 _NUMPY_TYPES = {torch.from_numpy(np.empty(0, code)).dtype: np.dtype(code) for code in "?bBhHiIlLefdFD"}
 
 _HUGE = 2 * MIB
@@ -44,13 +45,13 @@ _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class Arena:
-    """Fresh storages, by the numbers they have in a manifest."""
+    """Fresh storages, numbered as in the manifest."""
 
     def __init__(self, nbytes: Ints, needed: Bools, homes: Sequence[torch.device], home: Ints) -> None:
-        """Allocate those that are ``needed``, each in ``homes[home]``. ``RuntimeError`` if there is no memory."""
-        #: For each storage, the address of its first byte, if it is here, in main memory, and not empty; otherwise 0.
+        """Allocate every storage that is ``needed``, each on ``homes[home]``. ``RuntimeError`` if memory runs out."""
+        #: For each storage, the address of its first byte; 0 if it is empty, not allocated, or not in main memory.
         self.address: Ints = np.zeros(len(nbytes), dtype=np.int64)
-        #: For each storage, the block that it is a piece of, or -1, and at which byte of it.
+        #: For each storage, the number of the mapping that it is cut from (-1: none), and its first byte there.
         self.block: Ints = np.full(len(nbytes), -1, dtype=np.int64)
         self.offset: Ints = np.zeros(len(nbytes), dtype=np.int64)
         self.blocks: list[mmap.mmap] = []
@@ -70,7 +71,7 @@ class Arena:
         _ask_for_huge_pages(self.address[large], nbytes[large])
 
     def _cut(self, numbers: Ints) -> None:
-        """Lay these storages one after another into as few blocks as hold them."""
+        """Lay these storages one after another into as few mappings as hold them."""
         sizes = -(-self._nbytes[numbers] // ALIGNMENT) * ALIGNMENT
         ends = np.cumsum(sizes)
         first, begin = 0, 0
@@ -85,7 +86,7 @@ class Arena:
         return number in self._storages or bool(self.block[number] >= 0)
 
     def bytes_of(self, number: int) -> torch.Tensor:
-        """The memory of a storage, to write into. What is built to stay is built over :meth:`storage`."""
+        """The memory of a storage, to write into. Build tensors for the result over :meth:`storage` instead."""
         known = self._bytes.get(number)
         if known is not None:
             return known
@@ -97,7 +98,7 @@ class Arena:
         return self._bytes.setdefault(number, result)
 
     def storage(self, number: int) -> torch.UntypedStorage:
-        """The storage itself, the same one at every call."""
+        """The storage itself: the same object at every call."""
         known = self._storages.get(number)
         if known is not None:
             return known
@@ -106,9 +107,12 @@ class Arena:
         return self._storages.setdefault(number, piece.untyped_storage())
 
     def tensor(self, block: int, offset: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-        """A contiguous tensor over a piece of a block, and its storage, in one go. For storages not yet asked for."""
+        """Make a contiguous tensor over a slice of a mapping, and its storage, in one step.
+
+        Only for storages that :meth:`storage` has not returned yet.
+        """
         known = _NUMPY_TYPES.get(dtype)
-        if known is not None:  # At half the cost.
+        if known is not None:  # Half the cost of torch.frombuffer.
             return torch.from_numpy(np.ndarray(shape, known, self.blocks[block], offset))
         result = torch.frombuffer(self.blocks[block], dtype=dtype, count=prod(shape), offset=offset)
         if len(shape) == 1:
@@ -117,26 +121,27 @@ class Arena:
 
 
 class FreshMemory(NamedTuple):
-    """All memory that a receive has allocated. A later receive of the same state may go on with it."""
+    """All memory that one receive has allocated. A later receive of the same state may use it again."""
 
-    #: Which parts of the manifest are built over the arena.
+    #: For each tensor of the manifest, whether it is built over the arena.
     parts: Bools
     arena: Arena
     #: For each leaf that is a fresh DTensor, its local tensor.
     local_tensors: Mapping[int, torch.Tensor]
-    #: With ``atomic``, the copies of targets that are written first, if they are not in the arena.
+    #: With ``atomic``, the copies that are written before the targets, unless the arena has them.
     copies: Sequence[torch.Tensor]
 
     def fits(self, parts: Bools, local_shapes: Mapping[int, tuple[int, ...]]) -> bool:
-        """Whether this is the memory for these parts and local tensors of the same manifest. (Copies are looked at one
-        by one.)
+        """Whether this memory serves these tensors and local tensors of the same manifest.
+
+        The copies are not compared here: the planner checks each one before it uses it.
         """
         mine = {leaf: tuple(tensor.shape) for leaf, tensor in self.local_tensors.items()}
         return bool(np.array_equal(self.parts, parts)) and mine == dict(local_shapes)
 
 
 class Supply(NamedTuple):
-    """Where fresh memory comes from: a device, within limits, or what an earlier receive has left."""
+    """Where fresh memory comes from: a device, within limits, or the memory that an earlier receive has left."""
 
     device: torch.device
     limits: Limits
@@ -144,12 +149,12 @@ class Supply(NamedTuple):
 
 
 def allocate(manifest: Manifest, fresh: Bools, supply: Supply, extra_bytes: int = 0) -> Arena:
-    """One fresh storage for each storage that has a fresh part. ``extra_bytes`` are allocated elsewhere."""
+    """Allocate each storage that has a fresh tensor. The caller allocates ``extra_bytes`` more, which count too."""
     parts, storages = manifest.parts, manifest.storages
     device, limits, _ = supply
     needed = np.zeros(len(storages), dtype=bool)
     needed[parts.storage[fresh]] = True
-    # A fresh part that is empty needs a storage to look into, but none of its bytes.
+    # An empty fresh tensor needs a storage, but no bytes in it.
     filled = np.zeros(len(storages), dtype=bool)
     filled[parts.storage[fresh & (parts.numel > 0)]] = True
     total = int(storages.nbytes[filled].astype(float).sum()) + extra_bytes
@@ -167,14 +172,14 @@ def allocate(manifest: Manifest, fresh: Bools, supply: Supply, extra_bytes: int 
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """An allocation of its own, as torch makes them. In main memory it is not even filled in deterministic mode."""
+    """Allocate through torch. In main memory the bytes stay unfilled even in deterministic mode."""
     if device.type == "cpu":
         return torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
     return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    """A mapping of its own, which is returned to the system as soon as nobody uses it. malloc might keep it."""
+    """Map fresh memory. A mapping returns to the system with its last user; malloc might keep it."""
     try:
         block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -186,19 +191,19 @@ def _map(nbytes: int) -> mmap.mmap:
 
 
 def _ask_for_huge_pages(addresses: Ints, nbytes: Ints) -> None:
-    """Ask for huge pages under these allocations. Neighbours are taken together: a huge page may lie under several."""
+    """Ask for huge pages under these allocations. Neighbours are joined first: one huge page may hold several."""
     if _madvise is None or not len(addresses):
         return
     order = np.argsort(addresses)
     starts = addresses[order]
     ends = starts + nbytes[order]
-    # Between two mappings next to each other lies the allocator's header, at most a page.
+    # The allocator's header lies between two neighbouring mappings. It takes a page at most.
     cuts = np.flatnonzero(starts[1:] - ends[:-1] > 2 * mmap.PAGESIZE) + 1
     firsts, lasts = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(starts)]]) - 1
     for start, end in zip(starts[firsts].tolist(), ends[lasts].tolist(), strict=True):
         low, high = start + -start % mmap.PAGESIZE, end - end % mmap.PAGESIZE
         if high - low >= _HUGE:
-            _madvise(low, high - low, _MADV_HUGEPAGE)  # Refused or not: the memory is the same.
+            _madvise(low, high - low, _MADV_HUGEPAGE)  # A refusal does no harm: the memory works all the same.
 
 
 def _find_madvise() -> ctypes._FuncPointer | None:

@@ -1,6 +1,7 @@
-"""The plan of a state that lands as it is: every part of the manifest in its own target, or in fresh memory.
+"""The plan of a state that lands as it is: every tensor of the manifest in its own target, or in fresh memory.
 
-All of it is columns: most leaves never become Python objects before the result is built.
+A *part* is one tensor of the manifest. The plan is made of columns: most leaves become Python objects only when the
+result is built.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["AsIs"]
 
 
 class AsIs:
-    """The places of all boxes at the receiver. Its tensors are the manifest's parts."""
+    """Where every region lands at the receiver. The plan's tensors are the manifest's parts."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class AsIs:
         self.manifest = manifest
         self.atomic = atomic
         self._found = found
-        #: With ``atomic`` every part lands in memory of its own.
+        #: With ``atomic`` every storage lands whole in fresh memory, so no storage is apart.
         self._apart, self._wanted = ([], []) if atomic else (found.apart, found.wanted)
         self._regions = regions = lay_out(manifest, self._apart, self._wanted)
         self._destinations = [None] * len(manifest.parts) if atomic else found.destinations
@@ -62,7 +63,7 @@ class AsIs:
         self._arena = memory.arena
         #: With ``atomic``, all parts, once they are built.
         self._built: list[torch.Tensor] | None = None
-        #: Only now: what can be allocated bounds how many parcels there are.
+        #: Cut only after the allocation: the memory that could be allocated bounds the number of parcels.
         self.cut = parcels.cut(regions, parcel_bytes)
         self.shares = Everything(manifest, self.cut, self._apart, self._wanted)
 
@@ -75,7 +76,7 @@ class AsIs:
     @cached_property
     def addresses(self) -> Ints:
         regions, found = self._regions, self._found
-        # A tangle has no part, and is fresh.
+        # A union of overlapping parts has no part of its own (-1), and lands in fresh memory.
         part = np.maximum(regions.part, 0)
         placed = (regions.part >= 0) & self._in_target[part] if len(self._in_target) else regions.part >= 0
         fresh = self._arena.address[regions.storage]
@@ -86,12 +87,12 @@ class AsIs:
         return result
 
     def _is_one_place(self, region: int) -> bool:
-        """Whether the parts of a box that has several are one memory here too, and lie in it as at the source."""
+        """Whether all parts of a region share one memory here too, with the source's layout."""
         members = list(self._regions.members(region))
         if not self._in_target[members].any():
             return bool(self._fresh[members].all())
         addresses, as_lies = self._found.address[members], self._found.as_lies[members]
-        # Without an address, outside main memory, nothing is known to be the same.
+        # Memory of other devices has no address here, so its parts do not count as the same.
         same = addresses[0] > 0 and bool((addresses == addresses[0]).all())
         return bool(same and self._in_target[members].all() and as_lies.all())
 
@@ -109,7 +110,7 @@ class AsIs:
 
     @cached_property
     def held(self) -> Bools:
-        # Of the copies, only some begin with what their targets hold.
+        # A copy can begin with its target's bytes only if the two have the same layout.
         has_target = self.placed & self._found.as_lies if self.atomic else self.placed
         part = self._regions.part
         return self.lie_once & (part >= 0) & (has_target[np.maximum(part, 0)] if len(has_target) else part >= 0)
@@ -156,7 +157,7 @@ class AsIs:
         if tangled.any():
             result |= np.isin(parts.storage, regions.storage[chosen][tangled])
         if self._apart:
-            # Parts that were not asked for see the same storage through a part that was.
+            # Parts that were not wanted look into the storage through a part that was.
             apart = np.intersect1d(parts.storage[result & self._in_target], np.array(self._apart, dtype=np.int64))
             unasked = np.isin(parts.storage, apart)
             unasked[self._wanted] = False
@@ -203,7 +204,7 @@ class AsIs:
         built = self._built = self._build(np.arange(len(manifest.parts), dtype=np.int64)) if self.atomic else None
         numbers = manifest.first_parts[:-1][alone]
         tensors = self._build(numbers) if built is None else [built[part] for part in numbers.tolist()]
-        # A leaf without a partner (-1) gets the None at the end first.
+        # A leaf without a partner (-1) gets the None at the end of the list for now.
         leaves: list[Any] = list(map([*found.target_leaves, None].__getitem__, found.merged.partner))
         for leaf, tensor in zip(np.flatnonzero(alone).tolist(), tensors, strict=True):
             leaves[leaf] = tensor
@@ -225,7 +226,7 @@ class AsIs:
         return Built(trees.unflatten(found.merged.root, ordered), settling)
 
     def _build(self, parts: Ints) -> list[torch.Tensor]:
-        """Fresh parts, each with its flags. Those that are the whole of a piece of a block come from there."""
+        """Build these fresh parts, each with its flags. The arena builds parts that fill their slice of a mapping."""
         p, arena = self.manifest.parts, self._arena
         storage = p.storage[parts]
         blocks = np.where(self._whole[parts], arena.block[storage], -1)
@@ -249,7 +250,7 @@ class AsIs:
 
     @cached_property
     def _whole(self) -> Bools:
-        """Fresh parts that have a piece of a block to themselves and fill it in row-major order, strides included."""
+        """Whether a fresh part alone fills its slice of a mapping, in row-major order and with row-major strides."""
         p = self.manifest.parts
         regular = np.ones(len(p.strides), dtype=bool)
         regular[:-1] = p.strides[:-1] == p.strides[1:] * p.sizes[1:]
@@ -262,7 +263,7 @@ class AsIs:
         return result
 
     def _part(self, part: int) -> torch.Tensor:
-        """A part that has arrived fresh, with its flags."""
+        """Build one fresh part, with its flags."""
         p = self.manifest.parts
         known = self._inner.get(part)
         if known is not None:
@@ -280,9 +281,9 @@ class AsIs:
 
     @cached_property
     def _inner(self) -> dict[int, torch.Tensor]:
-        """Parts that several composites have in common, each as one object.
+        """Parts that several composite leaves share, each built as one object.
 
-        Jagged tensors are of the same ragged size only if they hold the very same offsets object.
+        Two jagged tensors have the same ragged size only if they hold the same offsets object.
         """
         p = self.manifest.parts
         same: dict[tuple[Any, ...], list[int]] = {}
@@ -292,7 +293,7 @@ class AsIs:
                     key = (p.storage[i], p.dtype[i], p.flags[i], p.offset[i], p.shape(i), p.stride(i))
                     same.setdefault(key, []).append(i)
         result: dict[int, torch.Tensor] = {}
-        self.__dict__["_inner"] = result  # While these are built, none is known.
+        self.__dict__["_inner"] = result  # _part() reads this dict while it is filled.
         for numbers in same.values():
             if len(numbers) > 1:
                 result.update(dict.fromkeys(numbers, self._part(numbers[0])))

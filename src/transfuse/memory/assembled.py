@@ -1,8 +1,8 @@
-"""The plan of a state that is put together from sources that hold it in other pieces, under other names, or as other
-types.
+"""The plan of a state that the receiver assembles from blocks: its sources have other shards, names or dtypes.
 
-:func:`assemble` finds out what is needed here and which sources hold it, and cuts it into parcels that every source
-which holds them sends alike.
+:func:`assemble` finds the needed blocks, cuts each one into pieces by the sources that hold it, and packs the pieces
+into parcels. A parcel has the same bytes from every source that holds it. A *spot* is a destination: a tensor here in
+which blocks land.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from transfuse.state.tensors import Bools, Ints, contiguous
 
 __all__ = ["Assembly", "assemble"]
 
-#: So many paths are made in one go through the tree rather than one by one.
+#: For more leaves than this, walk the tree once for all paths instead of once for each path.
 MANY = 16
 
 
@@ -54,9 +54,9 @@ def assemble(
     parcel_bytes: int,
     late: Late | None = None,
 ) -> Assembly:
-    """Plan a receive from these cohorts, of which the first one's description is the state's.
+    """Plan a receive from these cohorts. The first cohort's manifest describes the result.
 
-    Raises :class:`TargetMismatch` with all mismatches, or :class:`NotCovered` if nobody holds what is needed.
+    Raises :class:`TargetMismatch` with all mismatches, or :class:`NotCovered` if no source holds a needed block.
     """
     links: Sequence[Link] | None = None
     if late is not None:
@@ -79,7 +79,7 @@ def assemble(
 
 
 class Assembly:
-    """The places of all pieces at the receiver. Its tensors are the spots; its leaves are those that have one."""
+    """Where every piece lands at the receiver. The plan's tensors are the spots, its leaves those that have a spot."""
 
     def __init__(self, cohorts: Sequence[Cohort], needs: Needs, pieces: Pieces, cut: Parcels) -> None:
         self.manifest = needs.manifest
@@ -105,7 +105,7 @@ class Assembly:
     # -- a row for each region: a piece
 
     def _locate(self) -> None:
-        """Where each piece lies, if it has one place only."""
+        """Compute where each piece lies, for pieces that have one place only."""
         pieces, needs = self._pieces, self._needs.needs
         dims = pieces.start.shape[1]
         strides, begin = np.zeros((len(needs), dims), dtype=np.int64), np.zeros(len(needs), dtype=np.int64)
@@ -115,7 +115,7 @@ class Assembly:
             spot, at = need.spots[0]
             n = len(at)
             strides[i, :n], item[i], base[i] = spot.strides, spot.item, spot.address
-            # From the beginning of the global tensor, had it the same strides.
+            # The offset that the global tensor's first element would have with the strides of this spot.
             begin[i] = spot.offset + sum(
                 (a - b) * s for a, b, s in zip(at, need.block.start, spot.strides, strict=True)
             )
@@ -126,11 +126,11 @@ class Assembly:
         number = pieces.need
         #: For each piece, the byte of its storage at which it begins.
         self._starts: Ints = (begin[number] + (pieces.start * strides[number]).sum(axis=1)) * item[number]
-        #: Which are one run of memory, in their own order.
+        #: For each piece, whether it is one run of memory in its own order.
         self._is_run: Bools = straight[number] & contiguous(pieces.sizes, strides[number])
         self.addresses: Ints = np.where(self._is_run & (base[number] > 0), base[number] + self._starts, 0)
-        #: Which have one place only, and arrive as they lie there; which are converted as they land; and which lie in
-        #: a target, that may hold the right bytes already.
+        #: For each piece: whether it has one place only and lies there as it travels; whether the receiver converts it
+        #: as it lands; whether it lies in a target, which may hold the right bytes already.
         self.lie_once: Bools = once[number]
         self.convert: Bools = converts[number]
         self.held: Bools = self.lie_once & targeted[number]
@@ -166,7 +166,7 @@ class Assembly:
 
     @cached_property
     def _spots_of_needs(self) -> tuple[Ints, Ints]:
-        """Columns of all pairs of a need and a spot that gets it."""
+        """All pairs of a needed block and a spot that gets it, as two columns."""
         numbers = {id(spot): i for i, spot in enumerate(self._needs.spots)}
         pairs = [
             (number, numbers[id(spot)])
@@ -194,7 +194,7 @@ class Assembly:
 
     @cached_property
     def paths(self) -> Sequence[str]:
-        """Paths of the leaves: the targets' own, and the source's of leaves that have no target."""
+        """The path of each leaf: the target's path, or the source's path if the leaf has no target."""
         targets: Sequence[str] = trees.paths(self._needs.prepared.root)
         fresh: Sequence[str] = self.manifest.paths
         if len(self._leaves) > MANY:
@@ -208,7 +208,7 @@ class Assembly:
     def copies(self) -> Iterator[Copy]:
         for spot in self._needs.spots:
             if spot.final is not None and spot.tensor.numel():
-                # Signs are flipped on the way into the copy.
+                # The copy has the target's signs already: they were flipped as the bytes landed in the copy.
                 yield Copy(spot.final, spot.tensor, None, True)
 
     # -- the result
@@ -241,7 +241,7 @@ class Assembly:
         return self.manifest.kinds[leaf] == Leaf.COMPOSITE and not is_sharded(self.manifest.detail(leaf))
 
     def _examine(self, build_context: BuildContext, kinds: Registry) -> None:
-        """Before a target is written: whether what has landed aside for it makes sense."""
+        """Check the copies of composite leaves for consistency, before any target is written."""
         aside: dict[int, list[torch.Tensor]] = {}
         for spot in self._needs.spots:
             if spot.final is not None:

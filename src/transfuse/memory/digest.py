@@ -1,7 +1,7 @@
-"""Digests: XXH3. They find what networks and memory do to bytes; they do not stop a forger.
+"""Digests: XXH3. They find damage by networks and memory, not forgery.
 
-64 bits say that a parcel has arrived as it was sent. 128 bits say that two parcels, which may never have met, are the
-same.
+A digest of 64 bits tells whether a parcel has arrived as it was sent. A digest of 128 bits tells whether two parcels
+are the same although neither is a copy of the other.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ WIDE_BYTES = 16
 
 
 def digest_of(data: torch.Tensor) -> int:
-    """The digest of a contiguous uint8 tensor's bytes, wherever it lives."""
+    """The 64-bit digest of the bytes of a contiguous uint8 tensor, on any device."""
     return xxhash.xxh3_64_intdigest(_memory(data.cpu()))
 
 
 def wide_digest_of(data: torch.Tensor) -> bytes:
-    """The same in 128 bits."""
+    """The 128-bit digest of the bytes of a contiguous uint8 tensor, on any device."""
     return xxhash.xxh3_128_digest(_memory(data.cpu()))
 
 
 def _memory(data: torch.Tensor) -> Any:
-    # By address: numpy() would make the storage one that can never be resized again, as FSDP does with its own.
+    # By address: after numpy() a storage can never be resized again, and FSDP resizes its storages.
     return (ctypes.c_char * data.numel()).from_address(data.data_ptr())

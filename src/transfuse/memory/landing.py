@@ -1,8 +1,8 @@
 """Where bytes land: the receiver's own tensors, or fresh memory.
 
 A planner finds out where every region lands: :mod:`as_is` for a state that lands as it is, in columns, and
-:mod:`assembly` for everything else, tensor by tensor. :class:`Landing` does the rest, for both: it knows what has been
-written, what has arrived, and what lies aside until all of it has arrived.
+:mod:`assembly` for everything else, tensor by tensor. :class:`Landing` does the rest for both planners: it records
+which regions have been written and which leaves have arrived, and with ``atomic`` it applies the copies at the end.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["Built", "Copy", "Landing", "Paths", "Plan", "close", "examine"]
 
 
 class Copy(NamedTuple):
-    """With ``atomic``: memory that is written in place of a target, and copied into it in the end."""
+    """With ``atomic``: memory that is written instead of a target, and copied into the target at the end."""
 
     target: torch.Tensor
     tensor: torch.Tensor
-    #: What to flip on the way into the target.
+    #: The sign bits to flip while the copy is written into the target.
     signs: dense.Signs | None
-    #: Whether the copy has the target's own bytes, item by item, and so may begin with them.
+    #: Whether copy and target have the same bytes for each item, so that the copy may begin with the target's bytes.
     alike: bool
 
 
 class Built(NamedTuple):
-    """A state that has been built, and the leaves (by their numbers in the manifest) whose targets must be settled."""
+    """A built state, and the leaves (numbers in the manifest) whose targets must still be settled, with the targets."""
 
     state: Any
     settling: Sequence[tuple[int, Any]]
@@ -50,7 +50,7 @@ class Built(NamedTuple):
 class Plan(Protocol):
     """Where every region lands. Regions are numbered as in ``cut.regions``.
 
-    A plan numbers the tensors that regions land in, and the leaves of these, as it likes.
+    A plan chooses its own numbers for the tensors that regions land in, and for their leaves.
     """
 
     @property
@@ -61,61 +61,64 @@ class Plan(Protocol):
 
     @property
     def shares(self) -> Shares:
-        """What each source can send of the parcels."""
+        """Which of the parcels each source can send."""
 
     @property
     def memory(self) -> FreshMemory: ...
 
     @property
     def atomic(self) -> bool:
-        """Whether targets are written only in the end, from copies."""
+        """Whether targets are written only at the end, from copies."""
 
     @property
     def fingerprint(self) -> int:
-        """A digest of what lands where. A receive that goes on from an earlier one must have the same."""
+        """A digest of what lands where. A receive that resumes an earlier one must have the same."""
 
     # -- a row for each region
 
     @property
     def addresses(self) -> Ints:
-        """The address of its first byte if its only place is one run of main memory; otherwise 0."""
+        """The address of the region's first byte if its only place is one run of main memory; otherwise 0."""
 
     @property
     def lie_once(self) -> Bools:
-        """Whether it has one place only, and lies there once: looking at it says all there is to say."""
+        """Whether the region has one place only and is not repeated there: these bytes are the whole truth about it."""
 
     @property
     def convert(self) -> Bools:
-        """Whether it is converted as it lands."""
+        """Whether the receiver converts the region's items as they land."""
 
     @property
     def held(self) -> Bools:
-        """Whether it lies in a target (or in a copy that may begin as one), which may hold the right bytes already."""
+        """Whether the region lies in a target, or in a copy that may begin with a target's bytes.
+
+        Such memory may hold the right bytes already.
+        """
 
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
-        """Bytes ``[low, high)`` of a region as they lie in memory, if it has one place and that is one run."""
+        """Bytes ``[low, high)`` of a region as they lie in memory; None unless its only place is one run."""
 
     def places(self, region: int) -> list[Place]:
         """All places of a region, whatever their layout."""
 
     def tensors_of(self, regions: Bools) -> Bools:
-        """Which tensors get some of their bytes from these regions."""
+        """Which tensors get bytes from these regions."""
 
     # -- a row for each tensor
 
     @property
     def placed(self) -> Bools:
-        """Whether it is a target's."""
+        """Whether the tensor belongs to a target."""
 
     @property
     def leaf(self) -> Ints:
-        """The leaf that it belongs to, a number in ``paths``."""
+        """The leaf that the tensor belongs to, as an index into ``paths``."""
 
     @property
     def paths(self) -> Sequence[str]: ...
 
     def targets(self, tensors: Ints) -> tuple[list[torch.Tensor], list[Any]]:
-        """The targets of these placed tensors, and for each the leaf of the target's tree that it is (part of)."""
+        """The targets of these placed tensors, and for each the leaf of the target's tree that contains it."""
 
     def copies(self) -> Iterable[Copy]:
         """With ``atomic``, all copies of targets; otherwise none."""
@@ -123,15 +126,15 @@ class Plan(Protocol):
     # -- the result
 
     def build(self, build_context: BuildContext, kinds: Registry) -> Built:
-        """Build the state from what has landed. With ``atomic`` no target is written yet."""
+        """Build the state from the landed bytes. With ``atomic`` no target is written yet."""
 
 
 class Landing:
-    """Where parcels land, what has landed, and what comes of it. There is one for each receive."""
+    """Where parcels land and what has been written so far; builds the result. One for each receive."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        #: For each region, whether memory of it may have been written.
+        #: For each region, whether some of its memory may have been written.
         self._touched: Bools = np.zeros(len(plan.cut.regions), dtype=bool)
         self._applied = False
 
@@ -145,7 +148,7 @@ class Landing:
 
     @property
     def fresh(self) -> FreshMemory:
-        """What a later receive of the same state may go on with."""
+        """The memory that a later receive of the same state may use again."""
         return self._plan.memory
 
     @property
@@ -179,7 +182,7 @@ class Landing:
     # -- what has been written
 
     def touch(self, regions: Sequence[int] | Ints | slice) -> None:
-        """Note that memory of these boxes is about to be written."""
+        """Record that memory of these regions is about to be written."""
         if isinstance(regions, range) and regions.step == 1:
             regions = slice(regions.start, regions.stop)
         self._touched[regions if isinstance(regions, slice) else np.asarray(regions, dtype=np.int64)] = True
@@ -189,7 +192,7 @@ class Landing:
         return tuple(self._paths_of(self._written()))
 
     def bump_versions(self) -> None:
-        """Tell autograd which targets have changed: the tensors themselves, and the composites around them."""
+        """Tell autograd which targets have changed: the tensors themselves, and the composite leaves around them."""
         written = np.flatnonzero(self._written())
         if not len(written):
             return
@@ -197,7 +200,7 @@ class Landing:
         torch.autograd.graph.increment_version(targets + list(compress(leaves, map(is_not, leaves, targets))))
 
     def _written(self) -> Bools:
-        """Which targets have been written to."""
+        """For each tensor, whether it is a target's and has been written to."""
         if self._applied:
             return self._plan.placed
         if self._plan.atomic:
@@ -207,9 +210,9 @@ class Landing:
     # -- what has arrived
 
     def account(self, landed: Bools) -> tuple[Sequence[str], Sequence[str]]:
-        """Paths of the leaves of which everything has landed, and of all others. ``landed`` has a row a parcel."""
+        """Paths of the leaves that have landed whole, and of all others. ``landed`` has one row for each parcel."""
         cut, late = self._plan.cut, ~landed
-        # Regions of parcels that have not landed: each parcel is a run of regions.
+        # Find the regions of the parcels that have not landed. Each parcel is a run of regions.
         edges = np.zeros(len(cut.regions) + 1, dtype=np.int64)
         np.add.at(edges, cut.first[late], 1)
         np.add.at(edges, (cut.first + cut.count)[late], -1)
@@ -220,7 +223,7 @@ class Landing:
         return Paths(paths, ~missing), Paths(paths, missing)
 
     def paths_of(self, regions: Sequence[int]) -> list[str]:
-        """Paths of the leaves that these boxes hold."""
+        """Paths of the leaves that have bytes in these regions."""
         chosen = np.zeros(len(self._touched), dtype=bool)
         chosen[list(regions)] = True
         return self._paths_of(self._plan.tensors_of(chosen))
@@ -231,13 +234,13 @@ class Landing:
     # -- copies
 
     def fill_copies(self) -> None:
-        """Let the copies that are written with ``atomic`` begin with what their targets hold."""
+        """With ``atomic``: copy the targets' bytes into their copies, where the two have the same layout."""
         for target, tensor, _, alike in self._plan.copies():
             if alike:
                 dense.raw(tensor).copy_(dense.raw(target))
 
     def _apply_copies(self) -> None:
-        """Write the targets: all has arrived, and whatever could fail has been done."""
+        """Write the targets. Called when everything has arrived and every step that can fail is done."""
         self._applied = self._plan.atomic
         for target, tensor, signs, _ in self._plan.copies():
             mine, theirs = dense.raw(target), dense.raw(tensor)
@@ -245,14 +248,14 @@ class Landing:
                 theirs = theirs.clone(memory_format=torch.contiguous_format)
                 signs.flip(theirs.view(-1))
             for d in range(target.ndim):
-                if target.stride(d) == 0:  # Repeated in the source too: one of its elements is all of them.
+                if target.stride(d) == 0:  # The source repeats this dimension too: one element stands for all.
                     mine, theirs = mine.narrow(d, 0, 1), theirs.narrow(d, 0, 1)
             mine.copy_(theirs)
 
     # -- the result
 
     def finish(self, build_context: BuildContext, kinds: Registry) -> Any:
-        """Build the state from what has landed."""
+        """Build the state from the landed bytes; with ``atomic``, write the targets now."""
         built = self._plan.build(build_context, kinds)
         self._apply_copies()
         manifest = self._plan.manifest
@@ -267,7 +270,7 @@ class Landing:
 def examine(
     manifest: Manifest, leaf: int, parts: Iterator[torch.Tensor], build_context: BuildContext, kinds: Registry
 ) -> None:
-    """Before the target of a composite leaf is written: whether what has landed for it makes sense."""
+    """Check the tensors that have landed for a composite leaf, before its target is written."""
     try:
         kinds.examine(manifest.detail(leaf), parts, build_context)
     except ValueError as error:
@@ -277,7 +280,7 @@ def examine(
 def close(
     manifest: Manifest, leaf: int, parts: Iterator[torch.Tensor], build_context: BuildContext, kinds: Registry
 ) -> Any:
-    """Build a composite leaf from its fresh parts."""
+    """Build a composite leaf from its fresh tensors."""
     try:
         return kinds.close(manifest.detail(leaf), parts, build_context)
     except CannotCarry as reason:
@@ -287,7 +290,7 @@ def close(
 
 
 class Paths(Sequence[str]):
-    """Paths of some leaves, each made when somebody reads it."""
+    """Paths of some leaves. Each path is made only when it is read."""
 
     def __init__(self, paths: Sequence[str], chosen: Bools) -> None:
         self._paths = paths

@@ -1,7 +1,7 @@
-"""A vigil: notices whether a source's tensors change while they are served.
+"""A mutation watch: finds out whether a source's tensors have changed while they were served.
 
-Most writes raise a tensor's version counter; a fused optimizer's and other processes' do not. So a few bytes of each
-storage are remembered as well.
+Most writes raise a tensor's version counter. Writes by a fused optimizer or by another process do not. So the watch
+also remembers a few bytes of each tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transfuse.state.manifest import Described, Ints
 
 __all__ = ["MutationWatch"]
 
-#: A sample of a storage is so many words of eight bytes, or bytes where it is shorter or lies askew.
+#: A sample has this many words of eight bytes. Short or unaligned memory is sampled byte by byte.
 WORDS = 8
 _WORD, _BYTE = np.dtype(np.uint64), np.dtype(np.uint8)
 
@@ -29,7 +29,7 @@ _version, _pointer = attrgetter("_version"), torch.Tensor.data_ptr
 
 
 class MutationWatch:
-    """Remembers a described state, and finds out later what of it has changed."""
+    """Remembers samples of a described state, and later finds the leaves that have changed."""
 
     def __init__(self, described: Described) -> None:
         self._described = described
@@ -38,14 +38,14 @@ class MutationWatch:
         here = starts > 0
         skip = -starts % 8
         words = (runs - skip) // 8
-        # Anywhere, since not every step writes everywhere.
+        # At random positions, because not every step writes everywhere.
         lots = np.frombuffer(random.randbytes(4 * len(rows)), dtype=np.uint32).astype(np.int64)
         wide, narrow = here & (words >= WORDS), here & (words < WORDS)
-        #: The part that each sample is of: of those in words, in bytes, and not in main memory.
+        #: The tensor that each sample belongs to: samples in words, samples in bytes, samples outside main memory.
         self._parts: list[Ints] = [rows[wide], rows[narrow], rows[~here]]
         first = starts[wide] + skip[wide] + 8 * (lots[wide] % (words[wide] - WORDS + 1))
         self._words: Ints = first[:, None] + 8 * np.arange(WORDS)
-        # Of the small ones all, and of the askew as many bytes.
+        # Short memory is sampled whole, unaligned memory with as many bytes as the other samples have.
         length = np.minimum(runs, 8 * WORDS)[narrow]
         self._ends: Ints = np.cumsum(length)
         self._bytes: Ints = np.repeat(starts[narrow] - self._ends + length, length) + np.arange(length.sum())
@@ -58,9 +58,9 @@ class MutationWatch:
         self._samples = self._sample()
 
     def _places(self) -> tuple[Ints, Ints, Ints]:
-        """Where samples may be taken: a part, the address of a run of its memory (0: elsewhere), and how long it is.
+        """Where samples may be taken, as columns: a tensor's number, the address of a run of its memory, its length.
 
-        A part that is no single run has several: some of its items, at random.
+        The address is 0 outside main memory. A tensor that is not one run has several rows: random items of it.
         """
         parts = self._described.manifest.parts
         whole = np.flatnonzero((parts.numel > 0) & parts.contiguous)
@@ -78,10 +78,10 @@ class MutationWatch:
         return row, np.where(base > 0, base + parts.start[row] + np.concatenate(offsets), 0), np.concatenate(runs)
 
     def changed(self) -> list[str]:
-        """Paths of leaves that have been written to, or whose memory is elsewhere now."""
+        """Paths of leaves that have been written to, or whose tensors have moved to other memory."""
         pointers = list(map(_pointer, self._described.parts))
         if pointers != self._pointers:
-            # What was theirs may be anybody's now: it is not even looked at.
+            # The old memory may belong to something else by now, so no sample of it is read.
             return self._paths(np.flatnonzero(np.array(pointers) != np.array(self._pointers)))
         versions, samples = self._read_versions(), self._sample()
         if versions == self._versions and all(
@@ -105,14 +105,14 @@ class MutationWatch:
         parts = self._described.parts
         try:
             return list(map(_version, parts))
-        except RuntimeError:  # Those made in inference mode have none.
+        except RuntimeError:  # Tensors made in inference mode have no version counter.
             return [-1 if part.is_inference() else part._version for part in parts]
 
     def _sample(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
         return vm.peek(self._words, _WORD), vm.peek(self._bytes, _BYTE), self._sample_elsewhere()
 
     def _sample_elsewhere(self) -> npt.NDArray[np.uint8]:
-        """Samples of storages that are not in main memory, one transfer for each device."""
+        """Samples from outside main memory, with one transfer for each device."""
         result = np.zeros((len(self._elsewhere), 8 * WORDS), dtype=np.uint8)
         pieces = [self._piece(*where) for where in self._elsewhere]
         for device in {piece.device for piece in pieces}:

@@ -1,7 +1,7 @@
-"""Needs: what a receiver needs of the sources' state, leaf by leaf, and where it lands.
+"""Needed blocks: which blocks of the sources' state a receiver needs, leaf by leaf, and where they land.
 
-Every leaf is laid over its target: shards over shards, under its own name or another, as it is or converted. All that
-does not fit is listed in one error.
+Every leaf is matched with its target: shard by shard, under its own name or another, converted or not. One error lists
+everything that does not fit. A *spot* is a destination: a tensor here, of a target or fresh, in which blocks land.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Catalogue", "Late", "Needs", "global_shape"]
 
 
 class Catalogue:
-    """All leaves that the sources have, by their dotted paths."""
+    """All leaves of all sources, by dotted path."""
 
     def __init__(self, cohorts: Sequence[Cohort]) -> None:
         self.cohorts = cohorts
@@ -50,14 +50,14 @@ class Catalogue:
         for number, cohort in enumerate(cohorts):
             for leaf, path in enumerate(trees.dotted(cohort.manifest.root)):
                 if number and path in found:
-                    continue  # The other cohorts' is the same.
+                    continue  # An earlier cohort has this leaf too, and the two agree.
                 found[path] = number, leaf
                 self.names.append(path)
                 self.rows.append((number, leaf))
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...] | None]:
-        """The global shape of each leaf that is a tensor."""
+        """The global shape of each leaf; None for a leaf that is no tensor."""
         return [self.cohorts[number].shape(leaf) for number, leaf in self.rows]
 
     def dtype(self, leaf: int) -> torch.dtype:
@@ -65,10 +65,10 @@ class Catalogue:
         return self.cohorts[number].dtype(own, 0)
 
     def value(self, leaf: int) -> Any:
-        """Of a leaf that is no tensor. ``ValueError`` for bytes that travel as data."""
+        """The value of a leaf that is no tensor. ``ValueError`` for tensors, and for values that travel as parcels."""
         number, own = self.rows[leaf]
         if not self.cohorts[number].is_value(own):
-            raise ValueError(f"{self.names[leaf]} is no plain value")
+            raise ValueError(f"leaf {self.names[leaf]} is no plain value: its bytes come only with the parcels")
         return values.decode(self.cohorts[number].manifest.detail(own))
 
 
@@ -76,7 +76,7 @@ Late = Callable[[Catalogue], tuple[object, list[Link]]]
 
 
 class Needs:
-    """What is needed here, leaf by leaf."""
+    """The blocks that are needed here, and the spots in which they land."""
 
     def __init__(
         self,
@@ -95,28 +95,28 @@ class Needs:
         self.needs: list[Need] = []
         self.spots: list[Spot] = []
         self.problems: list[str] = []
-        #: The tree of the result, and which of its leaves are the first cohort's, and which the target's.
+        #: The tree of the result, and for each of its leaves whether the first cohort or the target provides it.
         self.result = trees.Merged.all_of_source(None, 0)
-        #: For leaves of the first cohort: their target, and the fresh tensors of those (or of blobs) that have none.
+        #: For leaves of the first cohort: the number of their target, and the fresh tensors of all that land fresh.
         self.partner: dict[int, int] = {}
         self.fresh: dict[int, list[Spot]] = {}
-        #: For targets: a leaf, in the cohort of this number, whose value replaces it.
+        #: For targets that a source's value replaces: the numbers of the cohort and of its leaf that has the value.
         self.replaced: dict[int, tuple[int, int]] = {}
         self.atomic = options.atomic
         self._cast = options.cast
         self._supply = supply
         self._shared = Shared()
-        #: For each layout, the blocks of it that are here.
+        #: For each layout, the blocks that this rank holds.
         self._blocks: dict[int, list[tuple[Block, tuple[int, ...]]]] = {}
         self._known: dict[tuple[Any, ...], Need] = {}
-        #: With ``atomic``, the copy of each target that is written first.
+        #: With ``atomic``, the copy of each target.
         self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
         self._matched = 0
         self._memory: FreshMemory | None = None
 
     @property
     def memory(self) -> FreshMemory:
-        """What has been allocated, once it is known which leaf goes where."""
+        """The allocated memory. It exists once the leaves have been matched with their targets."""
         assert self._memory is not None
         return self._memory
 
@@ -128,7 +128,7 @@ class Needs:
         self._make_fresh(range(len(manifest)))
 
     def merged(self, strict: bool) -> None:
-        """Leaves go where they are in the target's tree; what only the source has arrives fresh."""
+        """Match leaves with targets by their place in the tree. Leaves that only the source has arrive fresh."""
         found = trees.merge(self.manifest.root, self.prepared.root)
         self.problems += found.conflicts
         alone = []
@@ -141,7 +141,7 @@ class Needs:
         paired = set(found.partner)
         only_there: list[str] = []
         for number, cohort in enumerate(self.cohorts[1:], 1):
-            # What the first cohort has not.
+            # Leaves that the first cohort lacks.
             other = trees.merge(cohort.manifest.root, self.prepared.root)
             for leaf, partner in enumerate(other.partner):
                 if partner < 0:
@@ -157,7 +157,7 @@ class Needs:
         self._make_fresh([*alone, *blobs])
 
     def _unpaired(self, found: trees.Merged, paired: set[int], only_there: list[str]) -> list[str]:
-        """Leaves that only one side has, whichever cohort completes the first."""
+        """One line for each leaf that only the sources have, all cohorts together, or only the target."""
         lines = unpaired(self.manifest, found, self.prepared)
         if len(self.cohorts) == 1:
             return lines
@@ -167,7 +167,7 @@ class Needs:
         return [line for line in dict.fromkeys(lines) if line not in completed]
 
     def linked(self, map_path: MapPath | None, strict: bool, links: Sequence[Link] | None = None) -> None:
-        """Leaves go where rules say. The result is the target's tree; what else the sources have stays with them."""
+        """Match leaves with targets by rules. The result is the target's tree; unmatched leaves are not received."""
         targets, sources = self.prepared, Catalogue(self.cohorts)
         if links is not None:
             linked = Linked(list(links), [], [], [])
@@ -197,7 +197,7 @@ class Needs:
             raise nothing
 
     def _check_writable(self) -> None:
-        """Refuse targets whose memory is mapped read-only, or not at all: to write there would end the process."""
+        """Refuse targets in read-only or unmapped memory: a write there would end the process."""
         spots = [spot for spot in self.spots if not spot.fresh]
         found = live_tensors.read_any([spot.own for spot in spots]).faults(
             np.arange(len(spots)), Mappings(), write=True
@@ -251,7 +251,7 @@ class Needs:
     def _partial_place(
         self, cohort: Cohort, leaf: int, partner: int, theirs: Layout | None, mine: tuple[Layout, Coordinate] | None
     ) -> Coordinate:
-        """For a Partial DTensor, which place in the mesh has the right values."""
+        """For a Partial DTensor, the mesh coordinate of the source that has the right values."""
         if not (theirs is not None and theirs.partial) and not (mine is not None and mine[0].partial):
             return None
         if theirs is None or mine is None:
@@ -266,7 +266,7 @@ class Needs:
         return mine[1]
 
     def _pair_composite(self, number: int, leaf: int, partner: int, target: Any, link: Link | None) -> None:
-        """Leaves of several tensors, or of kinds that have no shards: all of each, as it is."""
+        """Match a leaf of several tensors, or of a kind that has no shards: each tensor travels whole."""
         cohort = self.cohorts[number]
         if number or link is not None:
             whole = link is None or not any((*link.source_start, *link.target_start))
@@ -294,7 +294,7 @@ class Needs:
     def _open(
         self, cohort: Cohort, leaf: int, target: Any
     ) -> tuple[tuple[int, ...], list[tuple[torch.Tensor, list[tuple[Block, tuple[int, ...]]]]], Any] | None:
-        """A target's global shape, its tensors with the blocks that they hold, and its layout; None for a composite."""
+        """The target's global shape, its tensors with the blocks of each, and its layout; None for a composite."""
         spec = cohort.manifest.detail(leaf)
         plain = type(spec) is int
         sharded = is_sharded(spec)
@@ -317,7 +317,7 @@ class Needs:
             if not dense.is_plain(local):
                 raise CannotCarry(f"a DTensor of {tensor_type(local)}, which gets only its own shard")
             dense.check(local)
-            DTensorCodec().open(target, self._shared)  # Refuses what is not its shard.
+            DTensorCodec().open(target, self._shared)  # Raises if the local tensor is not this rank's shard.
             layout, mesh = layout_in(target, self._shared)
             place = self._shared.coordinates[mesh]
             blocks = self._blocks.get(id(layout))
@@ -355,7 +355,7 @@ class Needs:
         tensors: Sequence[tuple[torch.Tensor, Sequence[tuple[Block, tuple[int, ...]]]]],
         place: Coordinate,
     ) -> None:
-        """Note what is needed for the tensors of one target."""
+        """Add the blocks that the tensors of one target need."""
         cohort = self.cohorts[number]
         theirs = cohort.dtype(leaf, tensor)
         window = Block(link.target_start, link.sizes)
@@ -381,7 +381,7 @@ class Needs:
                 )
 
     def _wire(self, theirs: torch.dtype, mine: torch.dtype) -> tuple[torch.dtype | None, str]:
-        """As what items travel, if source and target have different types, or why they do not fit."""
+        """The dtype in which items travel if source and target have different dtypes, or why the two do not fit."""
         if theirs == mine:
             return None, ""
         if not self._cast:
@@ -391,7 +391,7 @@ class Needs:
             return None, f"dtype: source {theirs}, target {mine}; only floating types are converted"
         if not dense.converts(theirs, mine):
             return None, f"dtype: source {theirs}, target {mine}; torch does not convert these"
-        # Where fewer bytes travel.
+        # The smaller of the two travels.
         return (mine if mine.itemsize < theirs.itemsize else theirs), ""
 
     def _spot(
@@ -402,7 +402,7 @@ class Needs:
         flags = int(manifest.parts.flags[first + tensor]) if first + tensor < end else 0
         signs = dense.signs_between(mine, flags)
         if wire is not None and (signs is not None or flags & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)):
-            self._problem(partner, "dtype: a tensor with its sign elsewhere is not converted; resolve_neg() it first")
+            self._problem(partner, "dtype: a tensor with the neg bit is not converted; call resolve_neg() first")
         converted = wire if wire is not None and wire != mine.dtype else None
         final = None
         if self.atomic:
@@ -412,10 +412,10 @@ class Needs:
         return spot
 
     def _copy_of(self, target: torch.Tensor) -> torch.Tensor:
-        """The copy that is written first: one for each memory, of the same raw items.
+        """The copy of a target: one for each memory, with the same raw items but no conj or neg bit.
 
-        Bits that say where the sign is stay with the target. An earlier receive of the same state and target needed the
-        same copies in the same order.
+        An earlier receive of the same state into the same target made the same copies in the same order, so a copy that
+        is kept from there is found by its number.
         """
         key = (
             target.untyped_storage().data_ptr(),
@@ -435,7 +435,7 @@ class Needs:
         return known
 
     def _tensor(self, number: int, leaf: int, tensor: int) -> Global:
-        """The tensor, or the first one of which it is an alias (tied weights), wherever it is there."""
+        """The tensor, with its leaf in every cohort that has it. A tied weight is the first leaf that it is tied to."""
         mine = self.cohorts[number]
         if len(self.cohorts) == 1:
             return Global(((0, mine.aliases.get(leaf, leaf)),), tensor)
@@ -449,7 +449,10 @@ class Needs:
         return Global(tuple((i, own) for i, own in tied if own is not None) if alike else tuple(rows), tensor)
 
     def _first_name(self, rows: Sequence[tuple[int, int]], name: str) -> str:
-        """The path of the leaf that a leaf is tied to, or its own, as those say who hold some of it."""
+        """The path of the leaf that a leaf is tied to, or its own path.
+
+        Only a cohort that holds some of the leaf knows whether it is tied.
+        """
         for number, leaf in rows:
             cohort = self.cohorts[number]
             if not cohort.holds_none(leaf):
@@ -519,7 +522,7 @@ class Needs:
             if leaf in locals_:
                 layout, place, _ = locals_[leaf]
                 blocks = [] if place is None else list(blocks_of(layout.runs(place)))
-                first = self._tensor(0, leaf, 0).leaves[0][1]  # Tied here as there.
+                first = self._tensor(0, leaf, 0).leaves[0][1]  # Leaves that are tied at the source are tied here too.
                 local = memory.local_tensors.get(first, memory.local_tensors[leaf])
                 self._fill(leaf, 0, local, blocks, place if layout.partial else None)
                 continue
@@ -529,7 +532,7 @@ class Needs:
                 storage = memory.arena.storage(int(manifest.parts.storage[part]))
                 strides = manifest.parts.stride(part)
                 built = dense.over(storage, manifest.dtype_of(part), offset, shape, strides)
-                # Of what is repeated one is enough.
+                # A dimension of stride 0 needs only one element.
                 sizes = tuple(min(n, 1) if s == 0 else n for n, s in zip(shape, strides, strict=True))
                 whole = Block((0,) * len(shape), sizes)
                 self._fill(leaf, tensor, built, [(whole, whole.start)] if whole.numel else [], None)
@@ -566,10 +569,10 @@ class Needs:
     # -- targets that share memory
 
     def check_collisions(self) -> None:
-        """Refuse targets of which one element would get two different source elements."""
+        """Refuse targets in which one element would get two different source elements."""
         found = find_collision(self._written(self.needs))
         if found is not None:
-            # What nobody here holds is no mismatch: whoever holds it may say that it is tied.
+            # Leaves that no cohort holds are no mismatch: a source that holds them may say that they are tied.
             held = [need for need in self.needs if not self._is_held_by_none(need.tensor)]
             found = find_collision(self._written(held))
         if found is not None:
@@ -578,7 +581,7 @@ class Needs:
 
     @staticmethod
     def _written(needs: Sequence[Need]) -> list[Written]:
-        """The blocks of targets that get what is needed."""
+        """The blocks of targets that the needed blocks are written to."""
         return [
             Written(spot.own, Block(at, need.block.sizes), spot.leaf, (number, spot.signs, spot.wire))
             for number, need in enumerate(needs)
@@ -595,14 +598,14 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _may_be_tied(cohort: Cohort, leaf: int, first: int) -> bool:
-    """Whether a cohort's leaf is the same memory as another, or none of its sources holds anything of the two."""
+    """Whether two leaves of a cohort are tied, or its sources hold nothing of either, so that they may be."""
     if cohort.aliases.get(leaf, leaf) == first:
         return True
     return cohort.holds_none(leaf) and cohort.holds_none(first)
 
 
 def global_shape(leaf: Any) -> tuple[int, ...] | None:
-    """The shape of a target that is one tensor, plain or sharded, as rules see it; None for everything else."""
+    """The global shape of a target that is one tensor, plain or sharded; None for every other target."""
     if isinstance(leaf, ShardedTensor):
         return tuple(leaf.metadata().size)
     return tuple(leaf.shape) if isinstance(leaf, DTensor) or dense.is_plain(leaf) else None

@@ -1,7 +1,7 @@
-"""Places: the memory that boxes are read from and written to, and how parcels are packed from it and unpacked into it.
+"""Packing: copy the regions of a parcel from memory into a buffer, and from a buffer to memory.
 
-A place is a view of memory whose row-major order is its box's linear order. A source has one place for each box; a
-receiver has one or more (tied weights that are not tied in its target).
+A place is a view of memory whose row-major order is its region's linear order. A source has one place for each region.
+A receiver has several if weights that are tied at the source are not tied in the target.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: Parcels that a thread hashes before it looks for more.
+#: How many parcels a thread takes at a time to hash.
 HASHED_TOGETHER = 16
 
 
 @dataclass(frozen=True)
 class Place:
-    """``view`` has ``lead`` dimensions over which the box is repeated, then the box's own."""
+    """Memory of one region. ``view`` has ``lead`` dimensions that repeat the region, then the region's own."""
 
     view: torch.Tensor
     lead: int = 0
     signs: dense.Signs | None = None
-    #: As what its items travel, if that is another type than they have here.
+    #: The dtype in which the items travel, if it is not the dtype that they have here.
     wire: torch.dtype | None = None
 
     @property
@@ -66,20 +66,20 @@ class Place:
 
 
 class Places(Protocol):
-    """Where boxes are."""
+    """Where regions lie in memory."""
 
     @property
     def addresses(self) -> Ints:
-        """For each box, the address of its first byte if its only place is one run of main memory; otherwise 0."""
+        """For each region, the address of its first byte if its only place is one run of main memory; otherwise 0."""
 
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
-        """Bytes ``[low, high)`` of a box as they lie in memory, if the box has one place and that is one run."""
+        """Bytes ``[low, high)`` of a region as they lie in memory; None unless its only place is one run."""
 
     def places(self, region: int) -> Sequence[Place]:
-        """All places of a box, whatever their layout."""
+        """All places of a region, whatever their layout."""
 
     def paths_of(self, regions: Sequence[int]) -> list[str]:
-        """Paths of the leaves that these boxes hold."""
+        """Paths of the leaves that have bytes in these regions."""
 
 
 class Land(Places, Protocol):
@@ -89,17 +89,17 @@ class Land(Places, Protocol):
 
     @property
     def convert(self) -> Bools:
-        """Which boxes are converted as they land: what lies there is not what has arrived."""
+        """Which regions are converted as they land: the bytes that lie there are not the bytes that arrived."""
 
 
 def place_in_storage(storage: torch.UntypedStorage, window: int, region: Region) -> Place:
-    """The place of a box in a storage whose window begins at byte ``window``."""
+    """The place of a region in a storage whose window begins at byte ``window``."""
     offset = (window + region.start) // region.item
     return Place(dense.over(storage, dense.ITEM_TYPES[region.item], offset, region.sizes, region.strides))
 
 
 def place_of_region(storage: torch.UntypedStorage, window: int, regions: Regions, region: int) -> Place:
-    """The same for one of many boxes, which may be converted on its way."""
+    """The place of one of ``regions`` in such a storage. Its items may be converted before they are sent."""
     cast = regions.casts.get(region)
     if cast is None:
         return place_in_storage(storage, window, regions.region(region))
@@ -108,13 +108,13 @@ def place_of_region(storage: torch.UntypedStorage, window: int, regions: Regions
 
 
 def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> Place:
-    """The place in ``target`` of a box that was taken from a tensor of this form: other strides, same order."""
+    """The place in ``target`` of a region that comes from a tensor of this form: the same order, other strides."""
     order = (*form.repeated, *form.order)
     view = dense.over(
         target.untyped_storage(),
         dense.ITEM_TYPES[target.element_size()],
         dense.offset_of(target),
-        # A target that repeats its own elements too has one place for all of them.
+        # A target that repeats its elements too is written once for all repetitions.
         [1 if d in form.repeated and target.stride(d) == 0 else target.size(d) for d in order],
         [target.stride(d) for d in order],
     )
@@ -122,7 +122,7 @@ def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> Plac
 
 
 def as_bytes(places: Places, parcels: Parcels, parcel: int, device: torch.device) -> torch.Tensor | None:
-    """A parcel's bytes where they lie, if they are one run of memory on ``device``: no staging needed."""
+    """A parcel's bytes where they lie, if they are one run of memory on ``device`` (no staging needed); else None."""
     if int(parcels.count[parcel]) != 1:
         return None
     (piece,) = parcels.pieces(parcel)
@@ -131,7 +131,7 @@ def as_bytes(places: Places, parcels: Parcels, parcel: int, device: torch.device
 
 
 def ranges(places: Places, parcels: Parcels, parcel: int) -> tuple[vm.Ranges, Ints] | None:
-    """Where the bytes of a parcel lie in main memory, and at which of its bytes each range begins; or None."""
+    """The ranges of main memory that hold a parcel, and the byte of the parcel at which each begins; or None."""
     regions, positions = parcels.columns(parcel)
     addresses = places.addresses[regions]
     if not addresses.all():
@@ -142,7 +142,7 @@ def ranges(places: Places, parcels: Parcels, parcel: int) -> tuple[vm.Ranges, In
 
 
 def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> torch.Tensor:
-    """Copy a parcel's bytes from their places into ``buffer``; returns the filled part of it."""
+    """Copy a parcel's bytes from their places into ``buffer``; return the slice of it that is filled."""
     filled = buffer[: int(parcels.nbytes[parcel])]
     memory = ranges(places, parcels, parcel) if filled.is_cpu else None
     if memory is not None:
@@ -189,17 +189,17 @@ def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) 
 
 
 def digests_of(parcels: Parcels, places: Places, numbers: Sequence[int]) -> list[int]:
-    """Digests of parcels as they lie in memory."""
+    """64-bit digests of parcels as they lie in memory."""
     return _hash(parcels, places, numbers, digest_of)
 
 
 def wide_digests_of(parcels: Parcels, places: Places, numbers: Sequence[int]) -> list[bytes]:
-    """The same in 128 bits."""
+    """128-bit digests of parcels as they lie in memory."""
     return _hash(parcels, places, numbers, wide_digest_of)
 
 
 def _hash(parcels: Parcels, places: Places, numbers: Sequence[int], digest: Callable[[torch.Tensor], T]) -> list[T]:
-    """Hash in all threads."""
+    """Hash these parcels in several threads."""
     cpu = torch.device("cpu")
     result: list[T | None] = [None] * len(numbers)
     errors: list[BaseException] = []
@@ -227,9 +227,9 @@ def _hash(parcels: Parcels, places: Places, numbers: Sequence[int], digest: Call
 
 
 def check_reach(places: Places, regions: Ints, memory: vm.Ranges, *, write: bool) -> None:
-    """Raise if the memory of one of these boxes cannot be read (with ``write``, written) any more.
+    """Raise if memory of one of these regions can no longer be read (with ``write``: written).
 
-    All of it could be when the transfer began.
+    It was checked when the transfer began. So somebody has unmapped or protected the memory since then.
     """
     start, nbytes = memory.astype(np.int64).T
     found = Mappings().faults(start, start + nbytes, write=write)
@@ -245,17 +245,17 @@ def check_reach(places: Places, regions: Ints, memory: vm.Ranges, *, write: bool
 def _gather(
     theirs: vm.Ranges, mine: vm.Ranges, places: Places, parcels: Parcels, parcel: int, *, write: bool = False
 ) -> bool:
-    """Copy by address within this process, many ranges a call: no tensor object for each. False: not possible here."""
+    """Copy by address within this process, many ranges in one call and no tensor objects. False: not possible here."""
     if not vm.AVAILABLE:
         return False
     try:
         vm.copy(theirs, mine)
     except OSError as error:
         if error.errno == errno.EFAULT:
-            # What this process may not touch, no other way of copying may either.
+            # If this process may not touch the memory, torch's copy would end the process.
             regions, _ = parcels.columns(parcel)
             check_reach(places, np.arange(regions.start, regions.stop), mine if write else theirs, write=write)
-        return False  # Forbidden by a container, perhaps.
+        return False  # A container may forbid process_vm_readv.
     return True
 
 
@@ -285,7 +285,7 @@ def _copy(place: Place, piece: Piece, buffer: torch.Tensor, *, out: bool) -> Non
 
 
 class Staging:
-    """The buffers of one conversation. What is lent out is what is under way; few are kept for the next parcel."""
+    """The buffers of one conversation. A parcel under way has a buffer; a few free buffers are kept for the next."""
 
     def __init__(self, keep_bytes: int, device: torch.device) -> None:
         self._keep_bytes = keep_bytes
@@ -293,7 +293,7 @@ class Staging:
         self._free: list[torch.Tensor] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A buffer of at least this size, and of at most twice of it."""
+        """A buffer of at least ``nbytes`` and at most twice as many."""
         for i, buffer in enumerate(self._free):
             if nbytes <= buffer.numel() <= 2 * nbytes:
                 return self._free.pop(i)

@@ -1,7 +1,8 @@
-"""Memory by address: reading another process's, and gathering and scattering one's own.
+"""Memory by address: read another process's memory, gather and scatter this process's own.
 
-Nearly all of it is ``process_vm_readv``, which takes many ranges in one call, copies without a second process's help,
-and fails instead of faulting where an address is wrong. ctypes drops the GIL around it: several threads read at once.
+Nearly everything here is ``process_vm_readv``. One call copies many ranges, the other process does nothing for it, and
+a wrong address makes the call fail instead of ending the process. ctypes releases the GIL during the call, so several
+threads read at once.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ import numpy.typing as npt
 
 __all__ = ["AVAILABLE", "Ranges", "ReadFailed", "copy", "join", "peek", "ranges", "read", "run_in", "threads"]
 
-#: Rows of (address, bytes): what the kernel calls an iovec.
+#: Rows of (address, length in bytes), laid out as the kernel's ``struct iovec``.
 Ranges = npt.NDArray[np.uint64]
 
-#: Ranges that one call takes, and bytes that one call of ours asks for: short enough to stop and to share out.
+#: The most ranges in one call of the kernel, and the most bytes that one call asks for: few enough that a read stops
+#: soon when it should, and that threads share the calls evenly.
 MAX_RANGES = 1024
 CALL_BYTES = 8 << 20
-#: More threads than this only queue for the memory.
+#: More threads than this only wait for memory bandwidth.
 MAX_THREADS = 8
-#: So few ranges are copied one by one.
+#: Up to this many ranges are copied one by one.
 FEW = 8
-#: Below this a second thread costs more than it brings.
+#: For fewer bytes a second thread costs more time than it saves.
 THREAD_BYTES = 4 << 20
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
@@ -47,11 +49,11 @@ if AVAILABLE:
 
 
 class ReadFailed(OSError):
-    """A process cannot be read at all."""
+    """The process cannot be read at all."""
 
 
 def threads() -> int:
-    """Threads worth using: the CPUs this process may run on. (OMP_NUM_THREADS says something else under torchrun.)"""
+    """How many threads to use: the CPUs that this process may run on. (torchrun sets OMP_NUM_THREADS to 1.)"""
     return min(len(os.sched_getaffinity(0)), MAX_THREADS)
 
 
@@ -60,7 +62,7 @@ def ranges(addresses: npt.NDArray[Any], nbytes: npt.NDArray[Any]) -> Ranges:
 
 
 def join(theirs: Ranges, mine: Ranges) -> tuple[Ranges, Ranges]:
-    """Pairs of ranges with neighbours on both sides made one, and without empty ones."""
+    """Join pairs of ranges that follow each other on both sides, and drop empty pairs."""
     keep = theirs[:, 1] > 0
     if not keep.all():
         theirs, mine = theirs[keep], mine[keep]
@@ -75,7 +77,7 @@ def join(theirs: Ranges, mine: Ranges) -> tuple[Ranges, Ranges]:
 
 
 def _split(theirs: Ranges, mine: Ranges, call_bytes: int) -> tuple[Ranges, Ranges, npt.NDArray[np.int64]]:
-    """The same pairs with none longer than a call, and where each call begins (and the last one ends)."""
+    """Split pairs longer than a call. Return all pairs, and the row at which each call begins (and the last ends)."""
     sizes = theirs[:, 1].astype(np.int64)
     pieces = -(-sizes // call_bytes)
     if len(sizes) and pieces.max() > 1:
@@ -103,12 +105,12 @@ def read(
     begins: Callable[[int], object] = lambda upto: None,
     went_on: Callable[[int], object] = lambda nbytes: None,
 ) -> npt.NDArray[np.int64]:
-    """Copy ``theirs`` of process ``pid`` into ``mine``, range by range; the rows of the ranges that could not be read.
+    """Copy ``theirs`` of process ``pid`` into ``mine``, range by range. Return the rows that could not be read.
 
-    A call asks for ``call_bytes`` at most. Calls are made in the order of the ranges, in any of the threads.
-    ``begins`` is told before each how far, in bytes of all ranges, ``mine`` may be written now; ``went_on`` after each
-    how many bytes it read. What they raise ends the read. :class:`ReadFailed` says that the process cannot be read at
-    all.
+    One call of the kernel asks for ``call_bytes`` at most. The threads make the calls in the order of the ranges.
+    Before each call ``begins(upto)`` is called: from now on the first ``upto`` bytes of ``mine``, counted over all
+    ranges, may be written. After each call ``went_on(nbytes)`` is called with the bytes that the call asked for. An
+    exception from either ends the read. :class:`ReadFailed` means that the process cannot be read at all.
     """
     split_theirs, split_mine, starts = _split(theirs, mine, call_bytes or CALL_BYTES)
     upto = np.concatenate([[0], np.cumsum(split_theirs[:, 1].astype(np.int64))])[starts]
@@ -135,21 +137,21 @@ def read(
         raise errors[0]
     if not failed:
         return np.empty(0, dtype=np.int64)
-    # Back from pieces to rows: a piece lies inside the row it was split from.
+    # Find the rows of the failed pieces: each piece lies inside the row that it was split from.
     ends = np.cumsum(theirs[:, 1].astype(np.int64))
     before = np.concatenate([[0], np.cumsum(split_theirs[:, 1].astype(np.int64))])
     return np.unique(np.searchsorted(ends, before[np.array(failed, dtype=np.int64)], side="right"))
 
 
 def run_in(helpers: list[threading.Thread], work: Callable[[], None]) -> None:
-    """Do work here and in helpers, as many as can be started; all are done when this returns."""
+    """Run ``work`` here and in as many of these threads as can be started. Return when all are done."""
     started: list[threading.Thread] = []
     try:
         for helper in helpers:
             helper.start()
             started.append(helper)
     except RuntimeError:
-        pass  # No more threads to be had: fewer do it too.
+        pass  # The system allows no more threads. Fewer threads do the work too.
     finally:
         work()
         for helper in started:
@@ -157,7 +159,7 @@ def run_in(helpers: list[threading.Thread], work: Callable[[], None]) -> None:
 
 
 def _read(pid: int, theirs: Ranges, mine: Ranges, low: int, high: int) -> list[int]:
-    """One call for rows ``low`` to ``high``, repeated where the kernel stops early; the rows it cannot read."""
+    """Read rows ``low`` to ``high``: one call, repeated if the kernel stops early. Return the rows it cannot read."""
     failed: list[int] = []
     while low < high:
         done = _libc.process_vm_readv(pid, mine[low:].ctypes.data, high - low, theirs[low:].ctypes.data, high - low, 0)
@@ -169,7 +171,8 @@ def _read(pid: int, theirs: Ranges, mine: Ranges, low: int, high: int) -> list[i
         ends = np.cumsum(theirs[low:high, 1].astype(np.int64))
         if done == ends[-1]:
             return failed
-        # The row that stopped it: once more by itself if it was not the first, otherwise it is bad.
+        # The kernel stopped at this row. If the row was the first of the call, it cannot be read. If not, try it again
+        # as the first of another call.
         stopped = int(np.searchsorted(ends, done, side="right"))
         if stopped == 0:
             failed.append(low)
@@ -179,29 +182,29 @@ def _read(pid: int, theirs: Ranges, mine: Ranges, low: int, high: int) -> list[i
 
 
 def copy(theirs: Ranges, mine: Ranges) -> None:
-    """Copy within this process, range by range. ``OSError`` where that is not possible."""
+    """Copy within this process, range by range. ``OSError`` if that is not possible."""
     if len(theirs) <= FEW:
         for (source, nbytes), (target, _) in zip(theirs.tolist(), mine.tolist(), strict=True):
             ctypes.memmove(target, source, nbytes)
         return
     theirs, mine = join(theirs, mine)
     if len(read(os.getpid(), theirs, mine)):
-        raise OSError(errno.EFAULT, "memory that cannot be read")
+        raise OSError(errno.EFAULT, "some of the memory cannot be read or written")
 
 
 class _Span:
-    """Memory of this process from an address on, as numpy wants to be told of it."""
+    """A span of this process's memory, described by numpy's array interface."""
 
     def __init__(self, address: int, count: int, dtype: np.dtype[Any]) -> None:
         self.__array_interface__ = {"data": (address, True), "shape": (count,), "typestr": dtype.str, "version": 3}
 
 
 def peek(addresses: npt.NDArray[np.int64], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """What lies at these addresses, one item each. They are this process's own, and aligned: nothing is checked."""
+    """Read one item at each address. Nothing is checked: the addresses must be this process's own, and aligned."""
     if not addresses.size:
         return np.empty(addresses.shape, dtype=dtype)
     base, item = int(addresses.min()), dtype.itemsize
-    # A view of everything in between, of which only these items are looked at.
+    # One view from the lowest address to the highest. Only the items at these addresses are read.
     span = np.asarray(_Span(base, (int(addresses.max()) - base) // item + 1, dtype))
     result: npt.NDArray[Any] = span[(addresses - base) // item]
     return result

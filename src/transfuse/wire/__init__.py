@@ -1,1 +1,1 @@
-"""What two ends say to each other, and the routes that bytes take."""
+"""The messages between source and receiver, and the routes that bytes take."""

@@ -1,7 +1,7 @@
 """A channel: one conversation with one peer over a process group.
 
-Messages and parcels go by ``send`` and ``recv`` of the group. What backends do and do not do, and how a conversation
-has to be built because of it, is at the head of :mod:`.group`.
+Messages and parcels travel by ``send`` and ``recv`` of the group. The head of :mod:`.group` lists what backends do and
+do not do, and how a conversation is built because of that.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from transfuse.wire.messages import HEADER_BYTES, Header, Intent, Message
 
 __all__ = ["Channel", "Posted"]
 
-#: As long as a wait may be: more milliseconds do not fit into an int32, which some groups want.
+#: The longest wait. Some groups take milliseconds as an int32, and more would not fit.
 FOREVER = timedelta(days=20)
 
-#: What follows a chunk of a message.
+#: The byte that follows each chunk of a message.
 MARK = b"\x01"
 
 Body = TypeVar(
@@ -57,7 +57,7 @@ Body = TypeVar(
 
 
 class Posted:
-    """A send or receive under way. The tensor's memory belongs to the backend until :meth:`wait` has returned."""
+    """A send or receive under way. The backend owns the tensor's memory until :meth:`wait` has returned."""
 
     def __init__(self, channel: Channel, work: WorkLike, tensor: torch.Tensor) -> None:
         self._channel = channel
@@ -83,15 +83,16 @@ class Posted:
 
 
 class Channel:
-    """One conversation with one peer: posts sends and receives, waits for them, and knows what failed when.
+    """One conversation with one peer: posts sends and receives, waits for them, and turns failures into our errors.
 
-    Used by one thread at a time, within ``with line:``. ``phase`` says what the conversation is doing, for messages.
+    One thread at a time uses a channel, inside ``with channel:``. ``phase`` says what the conversation is doing; errors
+    quote it.
     """
 
     def __init__(self, group: Group, peer: int, timeout: float, limits: Limits, *, is_source: bool = False) -> None:
         self.group = group
         self.peer = peer
-        #: Which end this is, for a rank that talks to itself.
+        #: Whether this end is the source. Needed when a rank talks to itself.
         self.is_source = is_source
         self._loopback = group.hub.loop() if peer == group.rank() else None
         self.timeout = timeout
@@ -103,15 +104,15 @@ class Channel:
         self.waiting_since: float | None = None
         self.given_up = False
         self.broken = False
-        #: Whether the backend has said that the connection is gone: then nobody writes any more, on whatever was left.
+        #: Whether the backend has reported the connection as gone. Then it writes no more to tensors that were posted.
         self.closed = False
-        #: How long the peer waits for a sign of life, if it has said so.
+        #: How long the peer waits for a sign of life: this end's own timeout until the peer has said.
         self.peer_timeout = timeout
-        #: How many bytes a working peer can have at most.
+        #: The most bytes of progress that a working peer can have.
         self.most_bytes = 0
-        #: Called with what a working peer says it has so far.
+        #: Called with the bytes that a working peer says it has so far.
         self.on_working: Callable[[int], object] | None = None
-        #: When the peer last said anything.
+        #: When the last message from the peer arrived.
         self.heard_at = time.monotonic()
         self._refused = False
         self._first_word: FirstWord | None = None
@@ -126,14 +127,15 @@ class Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave only when no memory is in the backend's hands any more, whatever becomes of it."""
+        """Leave only when the backend no longer owns any memory, whether or not the operations succeed."""
         try:
-            # Once the connection is closed nobody writes, and not every wait on it would end.
+            # On a closed connection nobody writes any more, and some waits would never end.
             while self.outstanding and not self.broken:
                 with suppress(TransfuseError):
                     self.outstanding[0].wait()
         finally:
-            # These refer to this line, or to who refers to it: gone at once, not when garbage is collected.
+            # Break the reference cycles through this channel now, so that its memory does not wait for the garbage
+            # collector.
             hub = self.group.hub
             if self.closed or not hub.is_left_behind(self):
                 self.outstanding.clear()
@@ -144,9 +146,9 @@ class Channel:
             hub.watch.remove(self)
 
     def abandon(self) -> None:
-        """From another thread: leave a silent peer. Only for lines of which all memory in flight is staging.
+        """Abandon a silent peer, from another thread. Only allowed if all memory in flight on this channel is staging.
 
-        The thread in the wait stays there until the peer goes on or is gone.
+        The thread that waits for the peer stays in its wait until the peer goes on or is gone.
         """
         self.park()
         self.broken = True
@@ -154,9 +156,9 @@ class Channel:
         self.group.hub.watch.remove(self)
 
     def park(self) -> None:
-        """From another thread: the caller goes on, and the thread that waits here stays behind.
+        """Leave the waiting thread behind, from another thread, so that the caller can go on.
 
-        If it waits for the peer's first word, whoever comes next gets that.
+        If that thread waits for the peer's next offer, the next conversation with the peer gets the offer.
         """
         hub = self.group.hub
         hub.pin()
@@ -169,7 +171,7 @@ class Channel:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """While this line has to wait for another one: then it does not keep that one's wait from being ended."""
+        """Mark this channel as waiting for another one. Then the watch may end the other one's wait all the same."""
         self._rests = True
         try:
             yield
@@ -177,21 +179,21 @@ class Channel:
             self._rests = False
 
     def overdue(self) -> bool:
-        """Whether the conversation has waited for longer than its timeout, or for another one that may have."""
+        """Whether this conversation has waited longer than its timeout, or only waits for another one (resting)."""
         since = self.waiting_since
         return self._rests or (since is not None and time.monotonic() - since > self.timeout)
 
     def break_off(self) -> None:
-        """Close the connection under waits that would not end. Called by the watch.
+        """Close the connection, to end waits that would not end by themselves. The watch calls this.
 
-        By a receive of its own, for what nobody sends: a second wait for the same receive would take the news from the
-        first if it came just now, and that one would never end.
+        The wait that expires is for a receive of its own, on a tag that nobody sends to. A second wait for a receive
+        that is already awaited might see it complete just now, and then the first wait would never end.
         """
         if self.outstanding:
             with suppress(Exception):
                 nothing = self.post_recv(self._empty(1), new_link_tag())
                 self.outstanding.remove(nothing)
-                nothing.work.wait(timedelta(milliseconds=2))  # Below 1 ms gloo takes its own default.
+                nothing.work.wait(timedelta(milliseconds=2))  # For less than 1 ms gloo uses its own default.
 
     # ------------------------------------------------------------------------------------------------- raw tensors
 
@@ -216,20 +218,20 @@ class Channel:
         return posted
 
     def translate(self, error: Exception, elapsed: float) -> PeerError:
-        """A backend's exception as one of ours."""
-        # gloo's texts begin with a path of its build machine and end with advice.
+        """Turn a backend's exception into one of ours."""
+        # gloo's messages begin with a source path of its build machine and end with advice.
         text = re.sub(r"^\[\S+\] ", "", str(error).split("\n")[0]).split(". This is typically")[0]
         if self.given_up or elapsed >= 0.9 * self.timeout or "timed out" in text.lower():
             late = PeerTimeout(self.peer, self.phase, elapsed)
             if self.peer == self.group.rank():
-                late.add_note("That is this rank itself: it sends in one thread and receives in another, on one group.")
+                late.add_note("This rank is its own peer: send in one thread, receive in another, on the same group.")
             return late
         return PeerLost(self.peer, f"rank {self.peer}: connection lost while {self.phase}: {text}")
 
     # --------------------------------------------------------------------------------------------------- messages
 
     def send(self, kind: Message, body: bytes | torch.Tensor = b"", *, note: int = 0, tag: int | None = None) -> None:
-        """Send a message; the peer's answer will prove that it arrived. ``tag`` is the header's, for offers."""
+        """Send a message. The peer's answer will prove that it has arrived. ``tag`` is for the header of an offer."""
         data = self.wire(body) if isinstance(body, bytes) else body
         head = messages.seal(kind, self.transfer, note, data.cpu().numpy().data)
         self._unanswered.append(self.post_send(self.wire(head), tag))
@@ -238,28 +240,32 @@ class Channel:
             self._unanswered.append(self.post_send(self.wire(MARK)))
 
     def settle(self) -> None:
-        """Wait until everything that was sent is gone: after an answer at once, otherwise when the peer takes it."""
+        """Wait until all messages have been sent: at once after an answer, otherwise when the peer receives them."""
         for posted in self._unanswered:
             posted.wait()
         self._unanswered.clear()
 
     def expect(self, *kinds: Message, tag: int | None = None) -> tuple[Header, bytearray]:
-        """Receive the next message, which is one of ``kinds``, or raise what the peer's refusal says."""
+        """Receive the next message, which must be one of ``kinds``. Raise if the peer refuses."""
         signs = 0
         while True:
             data = self._recv_bytes(HEADER_BYTES) if tag is None else self._hear_first_word(tag)
             header = self._open(data)
             if header.kind is not Message.WORKING:
                 break
-            # Only bytes are progress, and there are only so many: no peer is waited for without end.
+            # Signs of life are counted, and only bytes earn more of them, so no peer is waited for without end.
             signs += 1
             arrived = min(header.note, self.most_bytes)
             if signs >= self.limits.max_working_records + arrived // self.limits.min_parcel_bytes:
-                raise ProtocolError(self.peer, f"rank {self.peer} says that it is working, but never that it is done")
+                raise ProtocolError(
+                    self.peer,
+                    f"rank {self.peer} sent {signs} signs of life without a message while {self.phase}, with only "
+                    f"{arrived} bytes of progress",
+                )
             if self.on_working is not None:
                 self.on_working(header.note)
         if tag is not None:
-            # The first message of a transfer brings its name and its own tag.
+            # The first message of a transfer brings the transfer's id and tag.
             if not valid_tag(header.note):
                 raise ProtocolError(self.peer, f"rank {self.peer} sent an offer with an impossible tag {header.note}")
             self.transfer, self.tag = header.transfer, header.note
@@ -274,13 +280,13 @@ class Channel:
             )
         body = bytearray()
         while len(body) < header.length:
-            # A chunk at a time: an announced length alone allocates nothing.
+            # Receive chunk by chunk: an announced length alone must not allocate memory.
             chunk = self.post_recv(self._empty(min(self.limits.chunk_bytes, header.length - len(body))))
             self._recv_bytes(len(MARK))
             body += chunk.wait().cpu().numpy().data
         self._verify(header, body)
         if header.kind is Message.REFUSAL:
-            self._refused = True  # Nobody is there any more to be told.
+            self._refused = True  # The peer has left, so there is nobody to refuse to.
             raise self.refused(self.decode(body, messages.Refusal))
         self.settle()
         return header, body
@@ -314,14 +320,14 @@ class Channel:
     # ----------------------------------------------------------------------------------------------------- records
 
     def post_sent(self, intent: Intent, digests: list[int]) -> Posted:
-        """Post the source's record after a burst: its length follows from the plan, so the peer can post ahead."""
+        """Post the source's record of a burst. Its length follows from the plan, so the receiver can post ahead."""
         return self.post_send(self.wire(messages.seal_record(self.transfer, intent, digests)))
 
     def post_recv_sent(self, digests: int) -> Posted:
         return self.post_recv(self._empty(messages.record_bytes(digests)))
 
     def read_sent(self, tensor: torch.Tensor) -> tuple[Intent, Sequence[int] | None]:
-        """What the record says comes next, and its digests, unless these have arrived damaged."""
+        """The record's intent and digests. None instead of the digests if they have arrived damaged."""
         data = bytes(tensor.cpu().numpy())
         header = self._open(data[:HEADER_BYTES])
         if header.kind is not Message.SENT or header.length or header.note not in (0, 1):
@@ -332,7 +338,7 @@ class Channel:
 
     @contextmanager
     def holding_turn(self, so_far: Callable[[], int] = lambda: 0) -> Iterator[None]:
-        """While this end works and the peer waits for its next message: show signs of life, and how many bytes."""
+        """While this end works and the peer waits: send signs of life, each with the bytes that this end has so far."""
         with self._turn:
             self._so_far, self._pulse_at = so_far, time.monotonic() + self.pulse_seconds
         try:
@@ -343,11 +349,11 @@ class Channel:
 
     @property
     def pulse_seconds(self) -> float:
-        """How often: not more often than this, whatever the peer says that it needs."""
+        """Seconds between two signs of life. The peer's timeout can shorten them only within limits."""
         return Patience(self.timeout).pulse(self.peer_timeout)
 
     def pulse(self) -> None:
-        """Show a sign of life if one is due. Called by the watch."""
+        """Send a sign of life if one is due. The watch calls this."""
         with self._turn:
             if self._so_far is not None and time.monotonic() >= self._pulse_at:
                 self._pulse_at = time.monotonic() + self.pulse_seconds
@@ -357,7 +363,7 @@ class Channel:
     # ----------------------------------------------------------------------------------------------------- helpers
 
     def wire(self, data: bytes) -> torch.Tensor:
-        """Bytes as the backend takes them: writable memory on its device."""
+        """Bytes as a tensor that the backend can send: writable memory on its device."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.group.device) if data else self._empty(0)
 
     def _empty(self, count: int) -> torch.Tensor:
@@ -367,7 +373,7 @@ class Channel:
         return bytes(self.post_recv(self._empty(count)).wait().cpu().numpy())
 
     def _hear_first_word(self, tag: int) -> bytes:
-        """The header of the next offer. If an earlier call has left its receive behind, what arrives there."""
+        """The header of the next offer. If an earlier call has left a receive behind, the header arrives there."""
         hub = self.group.hub
         word = hub.adopt(self.peer, self)
         if word is None:
@@ -377,19 +383,19 @@ class Channel:
         else:
             self._take_over(word)
         if not hub.release(word, self):
-            self.broken = self._refused = True  # There is nobody here to talk to.
-            raise PeerLost(self.peer, f"rank {self.peer} was left before its first word")
+            self.broken = self._refused = True  # This conversation was abandoned: it must not send anything.
+            raise PeerLost(self.peer, f"rank {self.peer} was abandoned before its offer arrived")
         if word.error is not None:
             self.broken = True
             raise word.error
         return word.data
 
     def _take_over(self, word: FirstWord) -> None:
-        """Wait for a receive that another conversation has posted."""
+        """Wait for a receive that another conversation has posted and left behind."""
         posted = word.posted
         assert isinstance(posted, Posted)
         self._first_word = word
-        self.outstanding.append(posted)  # For the watch: it ends this wait as any other.
+        self.outstanding.append(posted)  # So that the watch can end this wait too.
         self.waiting_since = time.monotonic()
         try:
             word.wait_for(self)

@@ -2,16 +2,18 @@
 
 Facts about backends that this module, :mod:`.hub` and :mod:`.channel` are built around:
 
-- gloo: a work handle completes only in ``wait()`` and cannot be cancelled, and a wait that expires closes *all* of
-  this rank's connections in the group: hence waits do not expire by themselves, and the watch of the group's
-  :class:`Hub` ends them only when no conversation of the group has any hope left.
-- gloo: when a connection breaks, operations that have begun to move bytes are forgotten and their waits never end;
-  only those that have not begun learn of it: hence nothing bulky is ever waited for. A short *mark* follows it, and
-  receiving the mark proves that it is there; a peer's answer proves that what was sent before it has arrived.
-- gloo: a message longer than the receive posted for it ends the process, a shorter one completes silently: hence
-  lengths are always derived or announced first, never guessed.
-- NCCL: tags are ignored and operations between two ranks run in the order in which they were posted, on both
-  sides: hence conversations take strict turns, and without tags only one runs between two ranks at a time.
+- gloo: a work handle completes only in ``wait()`` and cannot be cancelled. A wait that expires closes *all* of this
+  rank's connections in the group. So waits do not expire by themselves: the watch of the group's :class:`Hub` ends
+  them, and only when every conversation of the group is overdue.
+- gloo: when a connection breaks, operations that have begun to move bytes are forgotten, and their waits never end.
+  Only operations that have not begun learn of it. So a bulky operation is never waited for. A short *mark* follows
+  it, and receiving the mark proves that the bulk has arrived. A peer's answer proves that all that was sent before it
+  has arrived.
+- gloo: a message longer than the receive posted for it ends the process; a shorter one completes silently. So lengths
+  are always derived or announced first, never guessed.
+- NCCL: tags are ignored, and operations between two ranks run in the order in which they were posted, on both sides.
+  So the two ends of a conversation take strict turns, and without tags only one conversation runs between two ranks
+  at a time.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ __all__ = [
     "valid_tag",
 ]
 
-#: All offers travel on this tag, matched in call order; everything after on a tag of the transfer's own.
+#: The headers of all offers travel on this tag, matched in call order. Everything else uses the transfer's own tag.
 OFFER_TAG = 0x5446_0000
 FIRST_TAG = 0x5500_0000
 TAGS = 1 << 22
-#: Links between two receivers of a chain have tags that the source draws by lot from this range.
+#: A link between two receivers of a chain has a random tag from this range, chosen by the source.
 FIRST_LINK_TAG = 0x6000_0000
 LINK_TAGS = 1 << 28
 
-# Random, so that two ranks that do not know theirs hardly ever give out the same tags at the same time.
+# Starts at random: two processes that do not know their ranks will hardly ever use the same tags at the same time.
 _transfers = itertools.count(secrets.randbelow(TAGS))
 
 
@@ -54,7 +56,7 @@ class WorkLike(Protocol):
 
 
 class ProcessGroupLike(Protocol):
-    """What is asked of a process group. Ranks are ranks within the group."""
+    """The methods of a process group that are used here. Ranks are ranks within the group."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike: ...
 
@@ -62,29 +64,29 @@ class ProcessGroupLike(Protocol):
 
 
 class Group:
-    """A process group, and what is known about it."""
+    """A process group, and the facts about it that a conversation depends on."""
 
     def __init__(self, pg: ProcessGroupLike, device: torch.device) -> None:
         self.pg = pg
         self.device = device
-        #: What all conversations over this group share, in whichever transport.
+        #: The state that all conversations over this group share, whichever transport they belong to.
         self.hub = hub_of(pg)
         backend = _backend_name(pg, device)
         self.tagged = "gloo" in backend or "mpi" in backend
-        #: torchft's groups in a child process: one pipe, one operation at a time, whichever the peer.
+        #: torchft's groups in a child process: one pipe, so one operation at a time over all peers.
         self.serial = "baby" in backend
-        #: These also move the memory of what they are given to where the child can see it: that must not be the
-        #: caller's, of which addresses are known, and which others may be reading.
+        #: Such groups also move a tensor's memory to where the child process can see it. So they must never get the
+        #: caller's own tensors: their addresses are known, and other processes may be reading there.
         self.moves_tensors = self.serial
-        #: Whether a wait that expires breaks the connections to all ranks, not only to one.
+        #: Whether a wait that expires breaks the connections to all ranks, not only to one peer.
         self.shares_fate = "gloo" in backend and not self.serial
 
     def rank(self) -> int | None:
-        """This process's rank, if the group knows it."""
+        """This process's rank in the group; None if the group does not know it."""
         group = self.pg
         while (inner := getattr(group, "parent", None)) is not None:
             group = inner
-        # torchft's groups answer 0 on every rank; where they wrap one of torch's, that one knows.
+        # torchft's groups answer 0 on every rank. If they wrap a group of torch, that group knows the rank.
         return None if type(group).__module__.startswith("torchft") else _call(group, "rank")
 
     def size(self) -> int | None:
@@ -92,7 +94,7 @@ class Group:
 
     @contextmanager
     def turn(self, peer: int, source: int) -> Iterator[None]:
-        """Hold the way to ``peer``. With tags transfers do not disturb each other and nobody waits."""
+        """Reserve the group for a transfer with ``peer``. With tags, transfers do not disturb each other: no wait."""
         if (self.tagged and not self.serial) or peer == self.rank():
             yield
         else:
@@ -101,16 +103,16 @@ class Group:
 
     @property
     def relays(self) -> bool:
-        """Whether receivers may pass parcels on: without tags their links would get mixed up with other transfers."""
+        """Whether receivers may relay: without tags their messages could meet another transfer's."""
         return self.tagged and not self.serial and self.size() is not None
 
     def has(self, rank: int) -> bool:
-        """Whether there is another such rank. gloo ends the process over one that does not exist."""
+        """Whether ``rank`` is another rank of the group. gloo ends the process if it does not exist."""
         size = self.size()
         return rank >= 0 and (size is None or rank < size) and rank != self.rank()
 
     def new_tag(self, peer: int) -> int:
-        """A tag for a transfer to ``peer``: unique in this process, and apart from those that ``peer`` gives out."""
+        """A tag for a transfer to ``peer``: unique in this process, and never one that ``peer`` itself chooses."""
         upward = (self.rank() or 0) < peer
         return FIRST_TAG + 2 * (next(_transfers) % TAGS) + upward
 
@@ -136,7 +138,7 @@ def _call(pg: object, name: str) -> int | None:
 
 
 def _backend_name(pg: Any, device: torch.device) -> str:
-    """What the group calls its backend. Every kind of group says it in its own way, and some not at all."""
+    """The name of the group's backend. Each kind of group has its own method for it, and some have none."""
     with suppress(Exception):
         return str(pg._get_backend(device).name()).lower()
     with suppress(Exception):

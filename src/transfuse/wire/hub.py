@@ -1,9 +1,9 @@
-"""What all conversations over one process group share in this process: one :class:`Hub` for each group.
+"""The state that all conversations over one process group share in this process: one :class:`Hub` for each group.
 
-A hub is found by its group (:func:`hub_of`) and passed around by ``Group``. It refers to the group, so as long as
-there is a hub, no other group has that group's id. A hub lives as long as a transport or a conversation uses it, and
-longer in three cases: a receive was left behind that the next call takes over, memory was left behind that a peer may
-still write to, or a thread was left behind in a wait on the group.
+:func:`hub_of` finds a group's hub by the group's id, and ``Group`` passes the hub on. The hub refers to the group, so
+while the hub exists no other group can have that id. A hub lives as long as a transport or a conversation uses it. It
+lives longer in three cases: a receive was left behind for the next call to take over, memory was left behind to which
+a peer may still write, or a thread was left behind in a wait on the group.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _take_reference = ctypes.pythonapi.Py_IncRef
 
 
 class Watched(Protocol):
-    """A conversation, as the watch sees it."""
+    """A conversation, as far as the watch knows it."""
 
-    #: Since when it has been in a wait; None outside of waits.
+    #: When the present wait began; None if the conversation is not in a wait.
     waiting_since: float | None
     #: Set by the watch when it ends the waits of all conversations.
     given_up: bool
@@ -54,9 +54,9 @@ class _Waits(Protocol):
 
 
 class _Lanes:
-    """Without tags: one transfer at a time on each lane, the lower source rank first among those waiting.
+    """Without tags: one transfer at a time on each lane. Of the waiting transfers the lowest source rank goes first.
 
-    Those before are bounded each by their own timeout: they are waited for as long as it takes.
+    There is no timeout here: each transfer that is ahead is bounded by its own.
     """
 
     def __init__(self) -> None:
@@ -85,10 +85,11 @@ class _Lanes:
 
 
 class _Watch:
-    """One thread that looks after all conversations of a group while there are any.
+    """One thread that watches all conversations of a group. It runs while there are any.
 
-    It shows signs of life for those that hold the turn. And where connections share their fate, it ends waits, once
-    every conversation is overdue: until then a peer that is late costs the others nothing, and may still catch up.
+    It sends signs of life for conversations whose own end is working. On groups where one expired wait breaks all
+    connections, it ends the waits once every conversation is overdue. Until then a late peer costs the others nothing
+    and may still catch up.
     """
 
     def __init__(self) -> None:
@@ -110,18 +111,19 @@ class _Watch:
             self._channels.add(channel)
 
     def remove(self, channel: Watched) -> None:
-        """Stop watching a conversation. Nothing happens if it is not watched any more."""
+        """Stop watching a conversation. Does nothing if it is not watched."""
         with self._lock:
             if channel not in self._channels:
                 return
             self._channels.discard(channel)
             ended = None
             if not self._channels:
-                # From here on the thread finds that it is not the watch's any more, and ends.
+                # The thread will see that it is no longer the watch's thread, and end.
                 ended, self._thread = self._thread, None
         self._changed.set()
         if ended is not None:
-            # A thread that outlived the call could be the last to hold the group while the interpreter ends.
+            # Wait for it: a thread that outlives the call could hold the last reference to the group while the
+            # interpreter ends.
             ended.join()
 
     def _run(self) -> None:
@@ -149,23 +151,23 @@ class _Watch:
 
 
 class FirstWord:
-    """A receive for the header of a peer's next offer. It cannot be taken back: a caller that leaves hands it on."""
+    """A receive for the header of a peer's next offer. It cannot be cancelled: a caller that leaves hands it on."""
 
     _numbers = itertools.count()
 
     def __init__(self, posted: _Waits, peer: int, owner: object) -> None:
         self.posted = posted
         self.peer = peer
-        #: What comes, comes in the order in which the receives were posted.
+        #: The order in which receives were posted. Offers arrive in the same order.
         self.number = next(self._numbers)
         self.done = threading.Event()
         self.data = b""
         self.error: Exception | None = None
-        #: The conversation whose caller waits for it; None while nobody does.
+        #: The conversation whose caller waits for this receive; None while nobody waits.
         self.owner: object | None = owner
 
     def wait(self) -> None:
-        """In the thread that has posted it, whoever gets what comes."""
+        """Wait for the header, in the thread that posted the receive, whichever conversation will get the header."""
         try:
             self.data = bytes(self.posted.wait().cpu().numpy())
         except Exception as error:
@@ -173,36 +175,36 @@ class FirstWord:
         self.done.set()
 
     def wait_for(self, owner: object) -> None:
-        """In the thread of a conversation that has taken it over: until it is there, or that one has been left."""
+        """Wait, in the new owner's thread, until the header has arrived or the new owner has been abandoned."""
         while self.owner is owner and not self.done.wait(0.1):
             pass
 
 
 class Hub:
-    """What the conversations over one process group share. Made by :func:`hub_of` only."""
+    """The state that the conversations over one process group share. Only :func:`hub_of` makes one."""
 
     def __init__(self, pg: object) -> None:
-        #: As long as this is here, its id is not another group's.
+        #: While the hub refers to the group, no other group can have its id.
         self.pg = pg
         self._pinned = False
-        #: Receives for a first word that nobody waits for.
+        #: Receives for offers that nobody waits for, in the order in which they were posted.
         self._parked: list[FirstWord] = []
-        #: Conversations with peers that fell silent, and so the memory that is still under way on them: it must stay
-        #: until it has come.
+        #: Abandoned conversations with silent peers. They keep the memory of their pending receives alive, because the
+        #: peers may still write to it.
         self._left_behind: set[object] = set()
-        #: Receives that this process was forked with.
+        #: After a fork: the parent's pending receives, kept so that their memory stays.
         self._parents: list[FirstWord] = []
         self._start()
 
     def _start(self) -> None:
-        """Everything that threads take part in."""
+        """Make everything that threads share."""
         self._lock = threading.Lock()
         self.lanes = _Lanes()
         self.watch = _Watch()
         self._loopback: ReferenceType[Loopback] | None = None
 
     def loop(self) -> Loopback:
-        """The way from this rank to itself, as long as some conversation uses it: then what was not heard is gone."""
+        """The loopback of this rank. It lives while a conversation uses it; unread messages are lost with it."""
         with self._lock:
             loop = None if self._loopback is None else self._loopback()
             if loop is None:
@@ -213,20 +215,20 @@ class Hub:
     # ------------------------------------------------------------------------------------------- what is left behind
 
     def pin(self) -> None:
-        """A thread may be left in a wait on this group: never destroy it. Under a waiting thread that ends the process.
+        """Never destroy this group: a thread may be left in a wait on it, and destroying it then ends the process.
 
-        But for groups that see to it themselves that they outlive every wait, and say so by ``outlives_waits``.
+        Groups with a true ``outlives_waits`` take care of this themselves, and are not pinned.
         """
         with self._lock:
             if self._pinned or getattr(self.pg, "outlives_waits", False):
                 return
             self._pinned = True
-            # Not even when the interpreter ends, and with it everything that a module holds.
+            # An extra reference keeps the group even when the interpreter ends and clears all modules.
             _take_reference(ctypes.py_object(self.pg))
             self._keep()
 
     def leave_behind(self, channel: object) -> None:
-        """Keep a conversation, and with it its memory, until :meth:`forget`."""
+        """Keep a conversation and its memory alive until :meth:`forget`."""
         with self._lock:
             self._left_behind.add(channel)
             self._keep()
@@ -240,7 +242,7 @@ class Hub:
         return channel in self._left_behind
 
     def park(self, word: FirstWord) -> None:
-        """The word's owner leaves: whoever comes next for this peer gets it."""
+        """The owner leaves: the next conversation with this peer takes the receive over."""
         with self._lock:
             if word.owner is not None:
                 word.owner = None
@@ -249,7 +251,7 @@ class Hub:
                 self._keep()
 
     def adopt(self, peer: int, owner: object) -> FirstWord | None:
-        """A receive that an earlier call has left behind, if there is one that can still bring something."""
+        """Take over a receive that an earlier call has left behind; None if there is none that can still succeed."""
         with self._lock:
             found = None
             for word in [*self._parked]:
@@ -262,7 +264,7 @@ class Hub:
             return found
 
     def release(self, word: FirstWord, owner: object) -> bool:
-        """What has come is taken by its owner, or was it left? Then a failure that nobody will hear of is dropped."""
+        """Whether ``owner`` still owns the receive and takes its result. If not, a failed receive is dropped."""
         with self._lock:
             if word.owner is owner:
                 word.owner = None
@@ -273,7 +275,7 @@ class Hub:
             return False
 
     def _keep(self) -> None:
-        """Stay, although no transport uses this group, while something of it is still needed."""
+        """Keep this hub alive while something left behind needs it, even if no transport uses the group."""
         if self._pinned or self._left_behind or self._parked:
             _kept.add(self)
         else:
@@ -283,9 +285,9 @@ class Hub:
         return len(self._left_behind)
 
     def start_again(self) -> None:
-        """In a child of a fork: of all threads only one has come along, and nobody else holds a lock or a lane.
+        """Start afresh in the child of a fork: it has only one thread, so nobody holds a lock or a lane.
 
-        What the parent waits for is kept, and never handed on: its news will not come here.
+        The parent's receives are kept but never handed on: what they receive arrives in the parent.
         """
         self._start()
         self._parents, self._parked = self._parked, []
@@ -293,7 +295,7 @@ class Hub:
 
 #: Hubs by the ids of their groups.
 _hubs: WeakValueDictionary[int, Hub] = WeakValueDictionary()
-#: Those that stay though nobody uses them.
+#: Hubs that must stay although nobody uses them.
 _kept: set[Hub] = set()
 _finding = threading.Lock()
 
@@ -308,7 +310,7 @@ def hub_of(pg: object) -> Hub:
 
 
 class Leftovers(NamedTuple):
-    """What is under way in this process, or was left behind: groups that are watched, and conversations."""
+    """How many groups of this process are watched now, and how many conversations were left behind."""
 
     watches: int
     left_behind: int

@@ -1,7 +1,7 @@
-"""What a rank sends to itself: a rank that is source and receiver at once also holds what it needs.
+"""Messages from a rank to itself. A rank that is source and receiver at once may hold some of what it needs.
 
-Backends do not send to their own rank. This looks like one that does: two conversations of one process, each in a
-thread of its own, meet here if they use the same group.
+Backends do not send to their own rank. This class looks like a backend that does. The two conversations run in two
+threads of one process, and meet here because they use the same group.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 
 __all__ = ["Loopback"]
 
-#: A tag, and whether the source sends: both ends are one rank.
+#: A tag, and whether the source is the sender. Both ends have the same rank, so the rank does not tell.
 Way = tuple[int, bool]
 
 
 class _Mail:
-    """A message of one tag: what was sent, and whether it is here."""
+    """One message: its tensor, once it has been sent, and whether the connection was closed before."""
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
@@ -26,7 +26,7 @@ class _Mail:
 
 
 class _Sent:
-    """A send that is done: what was sent has been copied."""
+    """A finished send: the tensor has been copied."""
 
     def wait(self, timeout: timedelta) -> bool:
         return True
@@ -40,13 +40,13 @@ class _Receive:
         self._loopback.await_mail(self._mail, timeout.total_seconds())
         assert self._mail.tensor is not None
         if self._mail.tensor.numel() != self._into.numel():
-            raise RuntimeError(f"{self._mail.tensor.numel()} bytes came where {self._into.numel()} were expected")
+            raise RuntimeError(f"expected {self._into.numel()} bytes, got {self._mail.tensor.numel()}")
         self._into.copy_(self._mail.tensor)
         return True
 
 
 class Loopback:
-    """The way from a rank of a group to itself. Like a connection, it breaks for all when a wait on it expires."""
+    """A connection from a rank of a group to itself. Like gloo's, it breaks for all when one wait expires."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -61,11 +61,11 @@ class Loopback:
         return _Sent()
 
     def recv(self, tensor: torch.Tensor, tag: int, *, by_source: bool) -> _Receive:
-        """Receive what the other of the two ends sends."""
+        """Receive the message that the other end sends."""
         return _Receive(self, self._meet((tag, not by_source), self._sent, self._awaited), tensor)
 
     def _meet(self, way: Way, theirs: dict[Way, list[_Mail]], ours: dict[Way, list[_Mail]]) -> _Mail:
-        """The first message that the other side has posted, or a new one that it will find: in order, as on a wire."""
+        """The oldest message that the other end has posted, or a new one for the other end to find."""
         with self._changed:
             if theirs.get(way):
                 mail = theirs[way].pop(0)

@@ -1,9 +1,9 @@
 """The memory route: a receiver on the source's host reads straight from the source's address space.
 
-A source gives a :class:`MemoryLease`, a receiver opens its :class:`Entry` by a :class:`Reader`. Names of hosts prove
-nothing, and process ids are reused: what proves that a receiver reads the right memory is a random token that it finds
-at the address which the offer names. The token is wiped before the source's call returns, and read again after the last
-byte: as long as it is there, so are the tensors.
+The source gives a :class:`MemoryLease`. The receiver opens the source's :class:`Entry` with a :class:`Reader`. Host
+names prove nothing, and process ids are reused. The proof that a receiver reads the right memory is a random token at
+the address that the offer names. The source wipes the token before its call returns, and the receiver reads the token
+again after the last byte: while the token is there, so are the tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transfuse.wire.route import Malformed, Pull, SourceEnded, Unreadable
 __all__ = ["TOKEN_BYTES", "Entry", "MemoryLease", "MemoryRoute", "Reader"]
 
 TOKEN_BYTES = 32
-#: No user space reaches this far, and offsets within a storage can be added to what is below.
+#: Above all user-space addresses, and low enough that adding an offset within a storage does not overflow.
 HIGHEST_ADDRESS = 1 << 62
 
 _PR_SET_PTRACER = 0x59616D61
@@ -43,10 +43,10 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     """Where a source's bytes lie, for receivers that can read them there."""
 
     pid: int
-    #: Who finds ``token`` at this address of that process reads the right memory, until it is wiped.
+    #: A receiver that finds ``token`` at this address of that process reads the right memory.
     token_address: int
     token: bytes
-    #: For each storage, the address of its window's first byte, or 0 (u64 each).
+    #: For each storage, the address of its window's first byte (u64 each); 0: not readable.
     storages: bytes
 
     def encode(self) -> bytes:
@@ -60,12 +60,12 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
             raise Malformed(f"a malformed description of memory: {error}") from error
 
 
-# Made here, once: two threads that make msgspec look into a type at the same time end the process.
+# Made once, at import: if two threads make msgspec inspect a type at the same time, the process ends.
 _decoder = msgspec.msgpack.Decoder(Entry)
 
 
 class _Permission:
-    """Under Yama only a parent may read a process's memory, unless that process permits others to: while it serves."""
+    """Permits other processes to read this process's memory while it serves. Yama allows only ancestors otherwise."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -85,7 +85,7 @@ class _Permission:
 
     @staticmethod
     def _set(who: ctypes.c_ulong) -> None:
-        # Without Yama this fails, and nothing has to be permitted.
+        # Without Yama this call fails, and no permission is needed.
         libc: Any = ctypes.CDLL(None)
         libc.prctl(_PR_SET_PTRACER, who, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
 
@@ -94,7 +94,7 @@ _permission = _Permission()
 
 
 class MemoryLease:
-    """A source's permission to read its memory, from ``with`` until its end. Nothing is readable by it afterwards."""
+    """A source's permission to read its memory. It begins with ``with`` and ends with :meth:`end` or the block."""
 
     def __init__(self) -> None:
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -110,19 +110,19 @@ class MemoryLease:
         _permission.give_back()
 
     def end(self) -> None:
-        """Wipe the token: whoever reads on, knows."""
+        """Wipe the token, so that a receiver that still reads will notice."""
         ctypes.memset(self._page, 0, TOKEN_BYTES)
 
     def export(self, described: Described) -> bytes | None:
         return self.describe(described.addresses).encode() if described.addresses.any() else None
 
     def describe(self, storages: npt.NDArray[np.int64]) -> Entry:
-        """What an offer says about this memory, given the address of each storage."""
+        """The entry for an offer, given the address of each storage."""
         return Entry(os.getpid(), ctypes.addressof(self._page), self._token, storages.astype("<u8").tobytes())
 
 
 class Reader:
-    """A receiver's view of a source's memory, proven by the token. :class:`Unreadable` if it cannot be had."""
+    """Reads a source's memory, proven by the token. Raises :class:`Unreadable` if that is impossible here."""
 
     def __init__(self, memory: Entry, storages: int, call_bytes: int = 0) -> None:
         if not vm.AVAILABLE:
@@ -131,14 +131,20 @@ class Reader:
         self._call_bytes = call_bytes
         #: The address of each storage's window, or 0.
         if len(memory.storages) % 8:
-            raise Malformed("a malformed description of memory")
+            raise Malformed("a malformed description of memory: its addresses are not 8 bytes each")
         self.storages = np.frombuffer(memory.storages, dtype="<u8")
         highest = max(memory.token_address, int(self.storages.max(initial=0)))
         if len(self.storages) != storages or len(memory.token) != TOKEN_BYTES or not 0 < memory.pid < 1 << 31:
-            raise Malformed("a malformed description of memory")
+            raise Malformed(
+                f"a malformed description of memory: {len(self.storages)} addresses for {storages} storages, "
+                f"a token of {len(memory.token)} bytes (expected {TOKEN_BYTES}), process {memory.pid}"
+            )
         if memory.token_address < 0 or highest >= HIGHEST_ADDRESS:
-            raise Malformed("an impossible address")
-        #: Becomes readable when the source's process ends, whoever has its number by then.
+            raise Malformed(
+                f"a malformed description of memory: an impossible address (the token at {memory.token_address:#x}, "
+                f"the highest at {highest:#x})"
+            )
+        #: A pidfd: becomes readable when the source's process ends, even if the process id is in use again.
         self._process: int | None = None
         if memory.pid != os.getpid():
             with suppress(OSError, AttributeError):
@@ -161,7 +167,7 @@ class Reader:
             self._process = None
 
     def recheck(self) -> None:
-        """Make sure that the lease is still good, and so that everything read until now was read under it."""
+        """Raise unless the lease is still good. If it is, everything read until now was read under the lease."""
         self._check_alive()
         found = np.zeros(TOKEN_BYTES, dtype=np.uint8)
         at = np.array([self._memory.token_address], dtype=np.uint64)
@@ -169,7 +175,7 @@ class Reader:
         failed = self.read(vm.ranges(at, size), vm.ranges(np.array([found.ctypes.data]), size))
         if len(failed) or not hmac.compare_digest(found.tobytes(), self._memory.token):
             raise Unreadable(f"process {self._memory.pid} of this host does not hold the token")
-        # Alive still: so nobody else had its number in between.
+        # The process is still alive, so no other process had its id in between.
         self._check_alive()
 
     def _check_alive(self) -> None:
@@ -178,10 +184,10 @@ class Reader:
         poll = select.poll()
         poll.register(self._process, select.POLLIN)
         if poll.poll(0):
-            raise SourceEnded(f"process {self._memory.pid} has ended")
+            raise SourceEnded(f"the source's process {self._memory.pid} has ended")
 
     def read(self, theirs: Ranges, mine: Ranges, **watchers: Callable[[int], object]) -> npt.NDArray[np.int64]:
-        """Read ranges of the source's memory into ranges of our own, as :func:`vm.read` does; the rows that failed."""
+        """Read ranges of the source's memory into our own, as :func:`vm.read` does. Return the rows that failed."""
         try:
             pid, calls = self._memory.pid, self._call_bytes
             return vm.read(pid, theirs, mine, workers=vm.threads(), call_bytes=calls, **watchers)
@@ -194,7 +200,7 @@ class Reader:
                     f"reading the memory of process {pid} is not permitted (another user, Yama's ptrace_scope, or a "
                     "container without CAP_SYS_PTRACE)"
                 ) from error
-            raise Unreadable(f"process_vm_readv of process {pid}: {error.strerror}") from error
+            raise Unreadable(f"process_vm_readv of process {pid} failed: {error.strerror}") from error
 
 
 class MemoryRoute:

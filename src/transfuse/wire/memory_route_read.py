@@ -1,10 +1,10 @@
-"""Reading parcels out of a source's memory, straight to their places.
+"""Read parcels out of a source's memory, straight to their places.
 
-This serves every route that can read ranges of that memory by address, whatever brings the bytes: such a route only has
-to implement :class:`RangeReader`.
+This module serves every route that can read ranges of the source's memory by address. Such a route only has to
+implement :class:`RangeReader`.
 
-Where source and target are both one run of memory, bytes are read where they belong, many ranges a call, in all
-threads. Everything else is read into a small buffer in linear order and unpacked from there.
+If a region is one run of memory at both ends, its bytes are read straight to where they belong, many ranges in one
+call, in several threads. All other regions are read into a small buffer in linear order and unpacked from there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from transfuse.wire.route import Pull
 
 __all__ = ["RangeReader", "Reading"]
 
-#: What one more range costs, and one more item picked out of a span that was read whole, in bytes read meanwhile.
-#: As benchmarks/ranges.py measures them: 3,400 to 4,500 and 13 to 18 (2026-11-16, one core of an AMD EPYC, 8 GB/s).
+#: The cost of one more range, and of one more item copied out of a span that was read whole. The unit is bytes: how
+#: many could be read in the same time. benchmarks/ranges.py measures 3,400 to 4,500 and 13 to 18 (2026-11-16, one core
+#: of an AMD EPYC, 8 GB/s).
 RANGE_COST = 3500
 ITEM_COST = 16
-#: So many runs, and so much of a span, are handled at a time: what is known about each takes memory too.
+#: The most runs, and the most bytes of a span, that are handled at a time. The columns that describe them take memory
+#: too.
 MAX_RUNS = 1 << 15
 SPAN_BYTES = 1 << 20
 
@@ -44,7 +46,7 @@ class RangeReader(Protocol):
 
     @property
     def storages(self) -> npt.NDArray[Any]:
-        """The address of each storage's window, in whatever space the source has said; 0 where it has none."""
+        """The address of each storage's window, in the address space that the source's entry names; 0: no address."""
 
     def read(
         self,
@@ -54,20 +56,20 @@ class RangeReader(Protocol):
         begins: Callable[[int], object] = ...,
         went_on: Callable[[int], object] = ...,
     ) -> npt.NDArray[np.int64]:
-        """Read ranges of the source's memory into ranges of our own; the rows that failed.
+        """Read ranges of the source's memory into ranges of our own. Return the rows that failed.
 
-        ``begins`` is told before ``mine`` is written how far, in bytes of all ranges, it may be; ``went_on`` how many
-        bytes were read.
+        ``begins(upto)`` is called before ``mine`` is written: from then on its first ``upto`` bytes, counted over all
+        ranges, may be written. ``went_on(nbytes)`` is called after ``nbytes`` were read.
         """
 
     def recheck(self) -> None:
-        """As :meth:`.route.Puller.recheck`."""
+        """See :meth:`.route.Puller.recheck`."""
 
     def close(self) -> None: ...
 
 
 class Reading:
-    """One receiver's reading of parcels from one source: the :class:`.route.Puller` of routes that read by address."""
+    """Reads parcels from one source: the :class:`.route.Puller` of routes that read by address."""
 
     def __init__(self, reader: RangeReader, pull: Pull) -> None:
         self._reader = reader
@@ -78,7 +80,7 @@ class Reading:
         self._went_on = pull.went_on
         regions = pull.cut.regions
         base = reader.storages[regions.storage].astype(np.uint64)
-        #: The address of each box at the source, or 0.
+        #: The address of each region at the source, or 0.
         self._theirs = np.where(base > 0, base + regions.start.astype(np.uint64), 0)
 
     def recheck(self) -> None:
@@ -88,17 +90,17 @@ class Reading:
         self._reader.close()
 
     def readable(self) -> list[int]:
-        """Numbers of the parcels of which all boxes lie in memory that the source has named."""
+        """Numbers of the parcels whose regions all have an address at the source."""
         return np.flatnonzero(self._of_all_regions(self._theirs > 0)).tolist()
 
     def _of_all_regions(self, good: Bools) -> Bools:
-        """For each parcel, whether all its boxes are good."""
+        """For each parcel, whether all its regions are good."""
         bad: Ints = np.concatenate([[0], np.cumsum(~good)]).astype(np.int64)
         result: Bools = bad[self._cut.first + self._cut.count] == bad[self._cut.first]
         return result
 
     def pull(self, numbers: Sequence[int]) -> list[int]:
-        """Read these parcels to their places; the numbers of those that could not be read."""
+        """Read these parcels to their places. Return the numbers of the parcels that could not be read."""
         chosen = np.array(numbers, dtype=np.int64)
         straight = self._of_all_regions(self._straight)[chosen]
         failed = self._read_straight(chosen[straight])
@@ -106,7 +108,7 @@ class Reading:
 
     @property
     def _straight(self) -> Bools:
-        """Boxes that are one run of memory at both ends."""
+        """For each region, whether it is one run of memory at both ends."""
         result = (self._landing.addresses > 0) & (self._theirs > 0)
         result[list(self._cut.regions.strided)] = False
         return result
@@ -115,7 +117,7 @@ class Reading:
         cut = self._cut
         if not len(chosen):
             return []
-        # Parcels of several boxes are made of whole boxes; those of one box may be a range of it.
+        # A parcel of several regions has them whole. A parcel of one region may be a range of it.
         count = cut.count[chosen]
         parcel = np.repeat(chosen, count)
         region = np.repeat(cut.first[chosen] - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
@@ -130,13 +132,13 @@ class Reading:
                 return []
         finally:
             self._landing.touch(region[np.cumsum(nbytes) - nbytes < max(begun)])
-        # Rare: once more without joining neighbours, to know exactly which could not be read.
+        # Rare. Read again without joining neighbours, to find out exactly which ranges cannot be read.
         failed = self._reader.read(theirs, mine, went_on=self._rate_limit)
         packing.check_reach(self._landing, region[failed], mine[failed], write=True)
         return sorted({int(parcel[row]) for row in failed})
 
     def _read_aside(self, number: int, buffer: torch.Tensor) -> bool:
-        """Read one parcel by way of a buffer; whether that was possible."""
+        """Read one parcel by way of a buffer. Return whether that was possible."""
         if not self.fetch(number, buffer):
             return False
         first = int(self._cut.first[number])
@@ -146,7 +148,7 @@ class Reading:
         return True
 
     def differing(self, numbers: Sequence[int]) -> list[int]:
-        """Read these parcels a second time and compare them with what has landed; the numbers of those that differ."""
+        """Read these parcels a second time and compare with what has landed. Return the numbers that differ."""
 
         def same(number: int, buffer: torch.Tensor) -> bool:
             size = int(self._cut.nbytes[number])
@@ -162,7 +164,7 @@ class Reading:
         return sorted(self._each(numbers, same))
 
     def _each(self, numbers: Sequence[int], task: Callable[[int, torch.Tensor], bool]) -> list[int]:
-        """Run a task for each parcel, in all threads, each with a buffer of its own; those for which it was False."""
+        """Run a task for each parcel, in several threads with a buffer each. Return the parcels that got False."""
         supply = iter(list(numbers))
         failed: list[int] = []
         errors: list[BaseException] = []
@@ -178,7 +180,7 @@ class Reading:
             except BaseException as error:
                 errors.append(error)
 
-        # A thread may hold two buffers, and what it knows about runs.
+        # A thread may hold two buffers, and columns that describe runs.
         most = self._staging_bytes // (4 * max(largest, 1))
         helpers = [
             threading.Thread(target=work, name="transfuse-reader", daemon=True)
@@ -192,7 +194,7 @@ class Reading:
     # -- one parcel in linear order
 
     def fetch(self, number: int, buffer: torch.Tensor) -> bool:
-        """Read a parcel into a buffer, as it would have arrived over the wire; whether that was possible."""
+        """Read a parcel into a buffer, as it would arrive over the group. Return whether that was possible."""
         data = buffer.numpy()[: int(self._cut.nbytes[number])]
         data[:] = 0
         theirs: list[vm.Ranges] = []
@@ -215,7 +217,7 @@ class Reading:
         return not theirs or not len(self._reader.read(*vm.join(np.concatenate(theirs), np.concatenate(mine))))
 
     def _fetch_cast(self, base: int, cast: Cast, piece: Piece, buffer: torch.Tensor) -> bool:
-        """Read a piece of a box whose items have another type in memory, and convert it."""
+        """Read a piece of a region whose items have another dtype in the source's memory, and convert it."""
         item, wire = cast.region.item, cast.wire.itemsize
         low, high = piece.low // wire * item, piece.high // wire * item
         raw = torch.empty(high - low, dtype=torch.uint8)
@@ -226,7 +228,7 @@ class Reading:
         return True
 
     def _fetch_strided(self, base: int, region: Region, piece: Piece, data: npt.NDArray[np.uint8]) -> bool:
-        """Read a piece of a box that is many runs of memory, some of them at a time."""
+        """Read a piece of a region that is many runs of memory, up to ``MAX_RUNS`` of them at a time."""
         run = region.item * (region.sizes[-1] if region.sizes and region.strides[-1] == 1 else 1)
         step = max(run, MAX_RUNS * run)
         for low in range(piece.low // run * run, piece.high, step):
@@ -244,7 +246,7 @@ class Reading:
         return True
 
     def _fetch_span(self, base: int, item: int, starts: Ints, sizes: Ints, into: npt.NDArray[np.uint8]) -> bool:
-        """Read everything from the first run to the last, some at a time, and pick out the runs."""
+        """Read all memory from the first run to the last, about ``SPAN_BYTES`` at a time, and copy out the runs."""
         dtype = _ITEMS[item]
         spacing = max(1, int(starts.max() + sizes.max() - starts.min()) // len(starts))
         step, at = max(1, SPAN_BYTES // spacing), 0
@@ -265,7 +267,7 @@ class Reading:
 
 
 def _runs(region: Region, low: int, high: int) -> tuple[Ints, Ints]:
-    """Bytes ``[low, high)`` of a box's linear order as runs of memory: how far from its start, and how long each."""
+    """Bytes ``[low, high)`` of a region's linear order as runs of memory: the offset and the length of each run."""
     outer, strides, run = region.sizes, region.strides, region.item
     if strides and strides[-1] == 1:
         outer, strides, run = outer[:-1], strides[:-1], run * outer[-1]

@@ -1,7 +1,7 @@
 """Control messages: a fixed header, then a body of exactly the announced length.
 
-The header has a digest of itself, without which its length would not be believed, and one of the body. Bodies are
-typed msgpack; what does not fit its type is refused.
+The header carries a digest of itself, because a receiver relies on its length, and a digest of the body. Bodies are
+typed msgpack. A body that does not fit its type is refused.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ __all__ = [
 
 MAGIC = b"TFUS"
 WIRE_VERSION = 5
-#: More routes than these no end offers.
+#: The most routes that an offer or a verdict may name.
 MOST_ROUTES = 16
 RouteName = Annotated[str, msgspec.Meta(max_length=64)]
 
-# magic, version, kind, transfer, note, body length, digest of the body, digest of all that
+# magic, version, kind, transfer, note, body length, digest of the body, digest of the fields before
 _HEADER = struct.Struct("<4sHHQQQQQ")
 HEADER_BYTES = _HEADER.size
 _DIGEST_BYTES = 8
@@ -63,8 +63,8 @@ _DIGEST_BYTES = 8
 class Message(enum.IntEnum):
     """Kinds of message.
 
-    ``note`` in the header is the transfer's tag (offer, refusal of an offer), an Intent (sent), an Answer (got), or how
-    many bytes have arrived so far (working).
+    ``note`` in the header is the transfer's tag (first offer, or a refusal in its place), an Intent (sent), an Answer
+    (got), or how many bytes have arrived so far (working).
     """
 
     OFFER = 1
@@ -86,17 +86,17 @@ _KINDS = {message.value: message for message in Message}
 
 
 class Intent(enum.IntEnum):
-    """What a record after a burst says: more bursts than those already under way will come, or will not."""
+    """Whether more bursts will follow those that are already under way."""
 
     GO_ON = 0
     CANCEL = 1
 
 
 class Answer(NamedTuple):
-    """What a receiver says about a burst that has arrived (got), in the note: 1 bit, 32 bits and 31 bits."""
+    """A receiver's answer to a burst (got), packed into the note: 1 bit, 32 bits and 31 bits."""
 
     intent: Intent
-    #: Parcels that it wants in addition: from this one on, so many.
+    #: Parcels that the receiver wants in addition: ``number`` of them, from ``first`` on.
     first: int = 0
     number: int = 0
 
@@ -118,10 +118,10 @@ class Header(NamedTuple):
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Source to receiver: what there is.
+    """Source to receiver: the state that the source has.
 
-    A long description comes only if the receiver asks for it (describe): of many sources it needs few. Until then
-    there is no manifest, and the routes have names only.
+    A long offer is first sent brief: without the manifest, and with only the names of the routes. The receiver asks for
+    the rest (describe) only if it needs the rest: of many sources it needs few manifests.
     """
 
     step: int | None
@@ -131,20 +131,20 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     bursts_ahead: int
     timeout: float
     digests: bool
-    #: Routes by which receivers may pull, and what each has to know; only the route itself can read that.
+    #: Routes by which receivers may pull, each with an entry that only the route itself can read.
     routes: Annotated[dict[RouteName, bytes], msgspec.Meta(max_length=MOST_ROUTES)]
-    #: This receiver's share of what the source may give away, if it is limited.
+    #: The rate that the source allows this receiver; None: no limit.
     max_bytes_per_second: float | None
     manifest: Wire | None
-    #: A digest of the manifest, and one of what all ranks have in common that hold shards of this state.
+    #: A digest of the manifest, and a digest of what the manifests of all ranks that shard this state have in common.
     digest: bytes
     likeness: bytes
-    #: The source's place in each mesh that the manifest describes; None outside of it.
+    #: The source's coordinate in each mesh of the manifest; None if the source is not in the mesh.
     coordinates: list[tuple[int, ...] | None]
 
     @property
     def described(self) -> Wire:
-        """The manifest, which is known to be there."""
+        """The manifest of an offer that is not brief."""
         assert self.manifest is not None
         return self.manifest
 
@@ -152,11 +152,11 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Receiver to source: which parcels to send.
 
-    They are cut from everything, except that of the storages ``apart`` only the boxes of ``parts`` count.
+    Parcels are cut from all regions of the state. Of the storages in ``apart``, only the regions of ``parts`` count.
     """
 
     fingerprint: int
-    #: At most what was offered: with several sources all parcels are cut alike.
+    #: At most the offered sizes. With several sources, all parcels are cut with the same size.
     parcel_bytes: int
     burst_bytes: int
     digests: bool
@@ -164,15 +164,15 @@ class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     parts: list[int]
     #: Numbers of parcels as pairs: from, to, from, to, …
     parcels: list[int]
-    #: Whether the receiver may be part of a chain, and which host it is on: neighbours in a chain should share one.
+    #: Whether the receiver may be in a chain, and a number for its host: neighbours in a chain should share a host.
     relay: bool
     host: int
-    #: Instead of everything: parcels are cut from these blocks.
+    #: If given, parcels are cut from these blocks instead.
     wanted_blocks: WantedBlocks | None = None
 
 
 class Link(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One hop of a chain of receivers: the neighbour, and the tag and transfer id that the two use."""
+    """One hop of a chain of receivers: the neighbour's rank, and the tag and transfer id that the two use."""
 
     rank: int
     tag: int
@@ -180,42 +180,42 @@ class Link(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class Agreed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Source to receiver: the parcels come now, from the source or from ``upstream``; ``downstream`` gets them too."""
+    """Source to receiver: the parcels come now, from ``upstream`` or else from the source; pass them ``downstream``."""
 
     upstream: Link | None = None
     downstream: Link | None = None
-    #: How long a silent upstream is waited for, before the rest is asked for here.
+    #: How many seconds to wait for a silent upstream before asking the source for the rest.
     patience: float = 0.0
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Either way, instead of any other message: this transfer ends, for this cause."""
+    """Either direction, instead of any other message: this transfer ends, with this cause."""
 
     kind: str
     cause: str
 
 
 class More(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Receiver to source: parcels, as in a want. MORE: send these too, or again. COMPARE: send a digest of each."""
+    """Receiver to source: parcels, as in a want. MORE: send them too, or again. COMPARE: send their digests."""
 
     parcels: list[int]
 
 
 class Digests(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Source to receiver: digests of the parcels that are to be compared, 16 bytes each."""
+    """Source to receiver: digests of the parcels to compare, 16 bytes each."""
 
     digests: bytes
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Receiver to source: all is here and verified."""
+    """Receiver to source: everything has arrived and is verified."""
 
     #: How many bytes the receiver has pulled, by route.
     pulled: Annotated[dict[RouteName, int], msgspec.Meta(max_length=MOST_ROUTES)] = msgspec.field(default_factory=dict)
 
 
 class _Preface(msgspec.Struct, array_like=True, frozen=True):
-    """The first fields of an offer: what can be known before its manifest is read."""
+    """The first fields of an offer, which can be read without its manifest."""
 
     step: int | None
     parcel_bytes: int
@@ -227,8 +227,8 @@ class _Preface(msgspec.Struct, array_like=True, frozen=True):
 
 Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed, More, Digests)
 
-# msgspec looks into a type when it is first used, and two threads that do so at the same time end the process: hence
-# here, once, and not when several conversations hear their first message.
+# msgspec inspects a type when it is first used, and two threads that do so at the same time end the process. So the
+# decoders are made once, at import, and not when several conversations receive their first message.
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
     cls: msgspec.msgpack.Decoder(cls) for cls in (Offer, Want, Refusal, Verdict, Agreed, More, Digests, _Preface)
 }
@@ -239,12 +239,12 @@ def encode(body: Offer | Want | Refusal | Verdict | Agreed | More | Digests) -> 
 
 
 def brief(offer: Offer) -> Offer:
-    """The same offer without its description."""
+    """The same offer without its manifest and the entries of its routes."""
     return msgspec.structs.replace(offer, manifest=None, routes=dict.fromkeys(offer.routes, b""))
 
 
 def decode(data: bytes | bytearray, cls: type[Body]) -> Body:
-    """Typed decoding; ``ValueError`` for anything else."""
+    """Decode a body of this type. ``ValueError`` if the bytes are anything else."""
     try:
         body: Body = _DECODERS[cls].decode(data)
         return body
@@ -253,7 +253,7 @@ def decode(data: bytes | bytearray, cls: type[Body]) -> Body:
 
 
 def pairs_of(numbers: Iterable[int]) -> list[int]:
-    """Rising numbers as pairs: from, to, from, to, …"""
+    """Rising numbers as ranges: from, to, from, to, … (``to`` excluded)."""
     result: list[int] = []
     for number in numbers:
         if result and result[-1] == number:
@@ -264,17 +264,17 @@ def pairs_of(numbers: Iterable[int]) -> list[int]:
 
 
 def numbers_in(pairs: list[int], count: int) -> Sequence[int]:
-    """The inverse of :func:`pairs_of`; ``ValueError`` unless all are rising and below ``count``."""
+    """The inverse of :func:`pairs_of`. ``ValueError`` unless the numbers rise and are below ``count``."""
     rising = all(low < high for low, high in pairwise(pairs))
     if len(pairs) % 2 or not rising or (pairs and (pairs[0] < 0 or pairs[-1] > count)):
-        raise ValueError("ranges that do not rise, or go beyond the end")
+        raise ValueError(f"expected rising ranges of parcel numbers below {count}, got {str(pairs[:8])[:200]}")
     if len(pairs) == 2:
         return range(*pairs)
     return [n for low, high in zip(pairs[::2], pairs[1::2], strict=True) for n in range(low, high)]
 
 
 def timeout_in(offer: bytes | bytearray) -> float | None:
-    """How long the source of an offer waits for a sign of life, if the offer says so in a sound way."""
+    """How many seconds the source of an offer waits for a sign of life; None if the offer has no valid number."""
     try:
         timeout: float = _DECODERS[_Preface].decode(offer).timeout
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -283,12 +283,12 @@ def timeout_in(offer: bytes | bytearray) -> float | None:
 
 
 def record_bytes(digests: int) -> int:
-    """How long a record about a burst with so many digests is."""
+    """The length of a record with this many digests."""
     return HEADER_BYTES + (8 * digests + _DIGEST_BYTES if digests else 0)
 
 
 def seal_record(transfer: int, intent: Intent, digests: Sequence[int]) -> bytes:
-    """A record: a header, and digests that are sealed by themselves. So damage to these costs only their parcels."""
+    """A record: a header, and digests with a digest of their own. So damage to the digests costs only the parcels."""
     head = seal(Message.SENT, transfer, intent, b"")
     if not digests:
         return head
@@ -314,7 +314,7 @@ def seal(kind: Message, transfer: int, note: int, body: bytes | bytearray | memo
 
 
 def open_header(data: bytes) -> Header:
-    """Read a header. ``ValueError`` says what is foreign about it."""
+    """Read a header. ``ValueError`` says what is wrong with it."""
     magic, version, kind, transfer, note, length, digest, own = _HEADER.unpack(data)
     if magic != MAGIC:
         raise ValueError(f"not a transfuse message (starts with {magic!r})")

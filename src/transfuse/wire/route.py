@@ -1,12 +1,12 @@
-"""A route: how a receiver pulls bytes out of a source's memory by itself, without the source's doing anything.
+"""A route: a way for a receiver to pull bytes out of a source's memory while the source does nothing.
 
-The group, which pushes, is what remains when no route can pull. A new route is one file that implements :class:`Route`,
-one line in the table of :mod:`.routes`, and, since an older end does not know it, the wire's version.
+When no route can pull, the source pushes over the group. To add a route, write one file that implements :class:`Route`,
+add one line to the table in :mod:`.routes`, and raise the wire's version, because older ends do not know the route.
 
-At the source a route gives a :class:`Lease` for the length of one call, and the lease says in a few bytes of its own
-what an offer tells receivers (an *entry*: msgpack, never a pickle). A receiver that knows the route opens the entry.
-What it gets is a :class:`Puller`, or :class:`Unreadable` says why the route is of no use here. Parcels that were pulled
-count once :meth:`Puller.recheck` has found that the lease was still good after the last byte of them.
+At the source a route gives a :class:`Lease` for the length of one call. The lease exports an *entry*: the few bytes
+that the offer tells receivers about this route (msgpack, never a pickle). A receiver that knows the route opens the
+entry and gets a :class:`Puller`, or :class:`Unreadable` says why the route does not work here. Pulled parcels count
+only after :meth:`Puller.recheck` has found the lease still good after their last byte.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["Lease", "Malformed", "Pull", "Puller", "Route", "SourceEnded", "Unre
 
 
 class Unreadable(Exception):
-    """Why a source's memory cannot be read, or can no longer be."""
+    """Says why a source's memory cannot be read, or can no longer be read."""
 
 
 class SourceEnded(Unreadable):
-    """The process whose memory it was is gone."""
+    """The source's process is gone, and its memory with it."""
 
 
 class Malformed(ValueError):
-    """An entry that no source writes: the receiver refuses the source."""
+    """An entry that no honest source writes. The receiver refuses the source."""
 
 
 class Lease(Protocol):
@@ -41,49 +41,49 @@ class Lease(Protocol):
     def __enter__(self) -> object: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End it, if :meth:`end` has not, and give back everything that it took, however the call went."""
+        """End the lease, if :meth:`end` has not, and give back everything that it took, even after an error."""
 
     def export(self, described: Described) -> bytes | None:
-        """What an offer says of this memory, for this route's own :meth:`Route.open`; None: nothing can be pulled."""
+        """The entry for an offer, which :meth:`Route.open` of this route reads; None: nothing can be pulled."""
 
     def end(self) -> None:
-        """The source may change its tensors from now on: every :meth:`Puller.recheck` after this fails."""
+        """End the lease: the source may now change its tensors, and every later :meth:`Puller.recheck` fails."""
 
 
 @dataclass(frozen=True)
 class Pull:
-    """What a route is told when it is opened: what there is to pull, where it goes, and who has to know."""
+    """The arguments of :meth:`Route.open`: what to pull, where it lands, and whom to tell."""
 
     #: The source's own description of its state.
     manifest: Manifest
-    #: All parcels of this receive. Their boxes are places in the source's storages.
+    #: All parcels of this receive. Their regions lie in the source's storages.
     cut: Parcels
     landing: Land
     #: How many bytes all buffers together may take.
     staging_bytes: int
-    #: Told how many bytes were read, in all or in addition to those that ``went_on`` is told of: it waits as long as
-    #: the source's rate demands.
+    #: Called with bytes that were read but have not newly landed (a second read, for example). It waits as long as the
+    #: source's rate limit demands.
     rate_limit: Callable[[int], object]
-    #: Told how many bytes have newly landed; it waits, too. Both raise when the caller wants to stop.
+    #: Called with bytes that have newly landed. It waits for the rate limit too. Both raise when the caller stops.
     went_on: Callable[[int], object]
-    #: How many bytes to move at a time so that they go evenly, given the most that are moved without a rate.
+    #: How many bytes to move at a time so that they flow evenly, given the most to move without a rate limit.
     at_once: Callable[[int], int]
 
 
 class Puller(Protocol):
-    """Pulls parcels from one source. Any call raises :class:`Unreadable` once that has become impossible."""
+    """Pulls parcels from one source. Every call may raise :class:`Unreadable`."""
 
     def readable(self) -> Sequence[int]:
-        """Numbers of the parcels that can be pulled, as far as is known."""
+        """Numbers of the parcels that can probably be pulled."""
 
     def pull(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Bring these parcels to their places; the numbers of those that could not be brought."""
+        """Pull these parcels to their places. Return the numbers of the parcels that could not be pulled."""
 
     def differing(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Look at the source's memory a second time; the numbers of those parcels that differ from what has landed."""
+        """Read these parcels from the source a second time. Return the numbers that differ from what has landed."""
 
     def recheck(self) -> None:
-        """Make sure that the lease is still good, and so that everything pulled until now was pulled under it."""
+        """Raise unless the lease is still good. If it is, everything pulled until now was pulled under the lease."""
 
     def close(self) -> None: ...
 
@@ -91,16 +91,17 @@ class Puller(Protocol):
 class Route(Protocol):
     @property
     def name(self) -> str:
-        """As offers and reports call it. In a report names are joined by a plus."""
+        """The name in offers and reports. Reports join the names of several routes with a plus."""
 
     @property
     def same_host(self) -> bool:
-        """Whether it reads within one host only: then ``same_host=False`` at either end forbids it."""
+        """Whether the route works within one host only. If so, ``same_host=False`` at either end forbids it."""
 
     def lease(self) -> Lease: ...
 
     def open(self, entry: bytes, pull: Pull) -> Puller:
-        """Open what a source's lease has exported. Anybody may have written it.
+        """Open the entry of a source's lease. Do not trust the entry: anybody may have written it.
 
-        :class:`Unreadable` if nothing can be pulled here, :class:`Malformed` if no source writes such an entry.
+        Raises :class:`Unreadable` if nothing can be pulled here, :class:`Malformed` if no honest source writes such an
+        entry.
         """

@@ -1,4 +1,4 @@
-"""The table of routes, and what the two ends of a transfer ask it."""
+"""The table of routes: which ones a source offers, and which ones a receiver can use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from transfuse.wire.route import Lease, Route
 
 __all__ = ["ROUTES", "Leases", "usable"]
 
-#: Every route that pulls, best first. A receiver pulls by each in turn what those before could not; the rest it asks
-#: for over the group.
+#: Every route that pulls, best first. A receiver tries them in this order, each for the parcels that the earlier ones
+#: could not pull, and wants the rest over the group.
 ROUTES: list[Route] = [MemoryRoute()]
 
 
@@ -21,12 +21,12 @@ def _allowed(*, same_host: bool) -> list[Route]:
 
 
 def usable(offered: Container[str], *, same_host: bool) -> list[Route]:
-    """Routes that a source has offered, that this end knows, and that its caller allows."""
+    """The routes that the source has offered, this end knows, and this end's caller allows."""
     return [route for route in _allowed(same_host=same_host) if route.name in offered]
 
 
 class Leases:
-    """A source's leases by all routes that its caller allows, from ``with`` until its end."""
+    """A source's leases on all routes that its caller allows, from ``with`` until its end."""
 
     def __init__(self, *, same_host: bool) -> None:
         self._leases: dict[str, Lease] = {route.name: route.lease() for route in _allowed(same_host=same_host)}
@@ -43,12 +43,12 @@ class Leases:
         self._given.close()
 
     def export(self, described: Described) -> dict[str, bytes]:
-        """What an offer says of each route."""
+        """The entries of all routes, for an offer."""
         entries = {name: lease.export(described) for name, lease in self._leases.items()}
         return {name: entry for name, entry in entries.items() if entry is not None}
 
     def end(self) -> None:
-        """The source may change its tensors from now on: nothing that is pulled after this passes for good."""
+        """End all leases: the source may now change its tensors, and no receiver accepts what it pulls after this."""
         with ExitStack() as ended:
             for lease in self._leases.values():
                 ended.callback(lease.end)
