@@ -636,7 +636,7 @@ def test_a_full_disk_leaves_nothing_half(end: str, old: str | None, tmp_path: Pa
 def test_too_little_room_is_known_before_anything_moves(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     files.check_room(tmp_path / "x.pt", 1)
-    with pytest.raises(Failed, match="left, the state is"):
+    with pytest.raises(Failed, match="of free space, the state needs"):
         files.check_room(tmp_path / "x.pt", 2 * free + 1)
 
 
