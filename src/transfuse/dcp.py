@@ -76,9 +76,7 @@ class PeerReader(StorageReader):
         if not isinstance(transport, PGTransport):
             raise TypeError(f"transport takes a transfuse.PGTransport, got a {type(transport).__name__}")
         if transport._options.map_path is not None:
-            raise ValueError(
-                "PeerReader takes a transport without map_path: the planner chooses the names to load"
-            )
+            raise ValueError("PeerReader takes a transport without map_path: the planner chooses the names to load")
         self._transport = transport
         self._src_ranks = ranks_of("src_ranks", src_ranks)
         if not self._src_ranks:
