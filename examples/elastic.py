@@ -1,8 +1,8 @@
 """torchrun with --max-restarts: a worker is killed, torchrun starts all of them again, and hardly a step is lost.
 
-When one worker fails, torchrun ends the others too. What lives on is a keeper beside it: it copies the state of rank 0
-out of its memory every now and then, without stopping training for longer than the copy takes, and serves its copy to
-the workers when they start again. The weights in the end are those of a run that nothing happened to, bit for bit.
+When one worker fails, torchrun ends the others too. A keeper process beside torchrun survives: every now and then it
+copies the state of rank 0 out of rank 0's memory. Training stops only for the length of the copy. When the workers
+start again, the keeper serves its copy to them. The final weights equal those of an undisturbed run, bit for bit.
 
 python examples/elastic.py
 """
@@ -96,7 +96,7 @@ def work() -> None:
 
 
 def keep(store: TCPStore, token: str, done: threading.Event) -> None:
-    """Hold a recent copy of rank 0's state until it is done."""
+    """Keep a recent copy of rank 0's state until rank 0 is done."""
     kept: dict[str, Any] = {}
     with transfuse.serve(lambda: kept, step=lambda: kept["step"], token=token, timeout=TIMEOUT) as server:
         while not done.wait(0.1):

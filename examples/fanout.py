@@ -1,4 +1,4 @@
-"""One source, several receivers, and one of them refuses. The others have everything; the source knows who has not.
+"""One source, several receivers, and one receiver refuses. The others get everything; the source knows who refused.
 
 torchrun --nproc-per-node 3 examples/fanout.py
 """
@@ -35,7 +35,7 @@ def main() -> None:
             print(f"rank {rank}: received everything: {torch.equal(target, weights)}")
         except TargetMismatch as mismatch:
             print(f"rank {rank}: refused, target untouched: {not target.any()}: {mismatch.mismatches[0]}")
-    # Nobody leaves while others still talk.
+    # No rank leaves while others still talk.
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""From PyTorch's own PGTransport to this one: end by end on PyTorch's wire, then both ends at once on the new one.
+"""Migrate from PyTorch's own PGTransport: first one end at a time on PyTorch's wire, then both ends to the new wire.
 
 torchrun --nproc-per-node 2 examples/from_pgtransport.py
 """

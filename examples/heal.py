@@ -1,4 +1,4 @@
-"""Rank 0 has trained, rank 1 has just started. The state moves over, and both go on as one.
+"""Rank 0 has trained, rank 1 has just started. Rank 1 receives the state, and both train on together.
 
 torchrun --nproc-per-node 2 examples/heal.py
 """

@@ -1,8 +1,8 @@
 """DDP: one of three ranks is killed in the middle of a step, started again, and healed in place by the other two.
 
-A supervisor starts the ranks, and starts one again that has died; whatever runs your job (Slurm, Kubernetes, systemd)
-can do this. The survivors stay: they form a new group with the newcomer, give it their state, and go on. All losses
-and weights are those of a run that nothing happened to, bit for bit.
+A supervisor starts the ranks, and restarts a rank that has died; whatever runs your job (Slurm, Kubernetes, systemd)
+can do this. The survivors stay: they form a new group with the newcomer, send it their state, and go on. All losses
+and weights equal those of an undisturbed run, bit for bit.
 
 python examples/heal_ddp.py
 """
@@ -28,12 +28,12 @@ from transfuse import PGTransport, TransfuseError
 HOST = "127.0.0.1"
 RANKS, STEPS, FATAL_STEP = 3, 12, 5
 
-#: Groups that have lost a member are kept: to free one is to wait for its operations, and gloo may not end them.
+#: Groups that have lost a member are kept: freeing one would wait for its operations, and gloo may never end them.
 LEFT: list[object] = []
 
 
 class Model(nn.Module):
-    """Two heads that take turns."""
+    """Two heads that are used in turns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 class Job:
-    """What a rank has to lose."""
+    """Everything that a rank would lose by dying."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -104,9 +104,9 @@ def heal(job: Job) -> str:
 
 
 def train(job: Job, store: Store, fatal_step: int | None) -> None:
-    # Only now: DDP begins with giving everybody the weights of rank 0, and that may be who was lost. In each step one
-    # head is unused; saying so also keeps DDP from regrouping its buckets after the first step of each generation,
-    # after which three ranks would add up in another order than in the run that this is compared with.
+    # Only now: DDP begins by broadcasting the weights of rank 0, which may be the rank that was lost. In each step one
+    # head is unused. Saying so also keeps DDP from regrouping its buckets after the first step of each generation;
+    # otherwise three ranks would sum in another order than in the undisturbed run.
     model = DistributedDataParallel(job.model, find_unused_parameters=True)
     while job.step < STEPS:
         # Data and dropout follow from step and rank, so there is no random state to be healed.
@@ -120,7 +120,7 @@ def train(job: Job, store: Store, fatal_step: int | None) -> None:
         job.optimizer.step()
         store.set(f"loss {job.step} {dist.get_rank()}", loss.item().hex())
         job.step += 1
-    # Nobody leaves before all are done: who dies until then is healed by the others.
+    # No rank leaves before all are done: if one dies until then, the others heal it.
     dist.barrier()
 
 
@@ -156,8 +156,8 @@ def work(rank: int, port: int, fatal_step: int | None) -> None:
 
 
 def supervise(fatal_steps: Mapping[int, int]) -> dict[str, bytes]:
-    """Run the job; a rank that dies is started again, and everybody told. Every loss, and digests of the weights."""
-    # Outlives every rank: it is how they find each other again.
+    """Run the job. A rank that dies is restarted, and all are told. Returns every loss, and digests of the weights."""
+    # The store outlives every rank: through it the ranks find each other again.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     store.set("generation", "0")
     context = multiprocessing.get_context("forkserver")

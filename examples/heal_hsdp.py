@@ -1,7 +1,7 @@
 """HSDP: two replicas of two shards each. One replica loses everything, and is healed in place from the other.
 
 Each healed rank gets its own shard of weights and moments from the rank that holds the same one; no tensor is gathered.
-Then training goes on, and every loss is the very number that it is in a run that nothing happened to.
+Then training goes on, and every loss is exactly that of an undisturbed run.
 
 torchrun --nproc-per-node 4 examples/heal_hsdp.py
 (or python examples/heal_hsdp.py)
@@ -73,7 +73,7 @@ def heal(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, group: d
 
 
 def lose(model: nn.Module) -> torch.optim.Optimizer:
-    """What a restart amounts to: other weights, no gradients, and an optimizer that knows nothing."""
+    """The effect of a restart: other weights, no gradients, and an optimizer without state."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""Watch transfers: a bar or your own numbers, the report, the log, and a profiler's trace.
+"""Watch transfers: a progress bar or your own display, the report, the log, and a profiler's trace.
 
 torchrun --nproc-per-node 2 examples/observe.py
 """
@@ -48,7 +48,7 @@ def show_a_bar(group: dist.ProcessGroup) -> None:
 
 
 class Dashboard:
-    """Keeps a line for each peer, and lets a person stop the transfer."""
+    """Keeps a line for each peer, and lets a user stop the transfer."""
 
     def __init__(self) -> None:
         self.lines: dict[int, str] = {}

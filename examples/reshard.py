@@ -1,8 +1,8 @@
 """Weights go from FSDP2 trainers on two ranks to tensor-parallel inference on three: other shards, names and types.
 
-The trainers hold float32 rows of separate q, k and v. Inference holds bfloat16, has q, k and v of a head side by side
-in one fused weight, and cuts its matrices by columns or rows for three ranks, some of which get less than others. The
-weights move twice: whole, and after more training with `delta=True`, which leaves the frozen embedding where it is.
+The trainers hold float32 rows of separate q, k and v. Inference holds bfloat16, with q, k and v of each head side by
+side in one fused weight, and splits its matrices by columns or rows over three ranks, in unequal shards. The weights
+move twice: whole, and after more training with `delta=True`, which does not send the frozen embedding again.
 
 torchrun --nproc-per-node 5 examples/reshard.py
 (or python examples/reshard.py)
@@ -153,7 +153,7 @@ def publish(state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
 
 
 def collect(line: str | None) -> None:
-    """Lines in the order of ranks, printed by one."""
+    """Gather a line from each rank and print them in the order of ranks."""
     lines: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(lines, line)
     if dist.get_rank() == 0:
@@ -161,7 +161,7 @@ def collect(line: str | None) -> None:
 
 
 def check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """The trainers' weights, fused and converted by torch, are the servers' bit for bit, and logits are alike."""
+    """The trainers' weights, fused and converted by torch, equal the servers' bit for bit, and the logits are close."""
     expected = {}
     for name, tensor in weights.items():
         *path, module, kind = name.split(".")
@@ -180,7 +180,7 @@ def check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     single.load_state_dict(expected)
     with torch.no_grad():
         logits, alone = model(tokens(99)).float(), single(tokens(99)).float()
-    # Three ranks add up in another order than one does, in bfloat16.
+    # Three ranks sum in another order than one, in bfloat16.
     if not torch.allclose(logits, alone, rtol=0, atol=0.05 * float(alone.abs().max())):
         raise SystemExit(f"logits differ by up to {(logits - alone).abs().max()}")
 

@@ -1,4 +1,4 @@
-"""A source fails in the middle. What has arrived is kept, and another source brings the rest.
+"""A source fails in the middle. The receiver keeps what has arrived, and another source sends the rest.
 
 torchrun --nproc-per-node 3 examples/resume.py
 """
@@ -20,7 +20,7 @@ def fail_half_way(progress: dict[int, transfuse.Progress]) -> None:
 
 def send(rank: int, group: dist.ProcessGroup, timeout: timedelta, device: torch.device) -> None:
     state = {"weight": torch.arange(float(SIZE)), "bias": torch.ones(100)}
-    # On one host it would be over before there is a middle.
+    # Slow the source down: on one host the transfer would be over before it could fail.
     slowly = {"same_host": False, "max_bytes_per_second": 2e8} if rank == 0 else {}
     progress = fail_half_way if rank == 0 else False
     transport = transfuse.PGTransport(group, timeout, device, progress=progress, **slowly)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Readers outside the group: a job serves its live state, and processes that are no part of it fetch it.
+"""Readers outside the group: a job serves its live state, and processes outside the job fetch it.
 
     python examples/serve.py
 
-A trainer trains. A newcomer joins in the middle, gets the state of that moment, trains on by itself, and serves too.
-In the end a third process fetches from both at once. All agree bit for bit with a run that nobody joined.
+A trainer trains. In the middle a newcomer fetches the state of that moment, trains on by itself, and serves too. At the
+end a third process fetches from both at once. All agree bit for bit with a run that nobody joined.
 """
 
 import multiprocessing

@@ -1,7 +1,7 @@
 """Four ranks train; one leaves, and three go on with weights and optimizer where the four stopped.
 
-Every shard changes: what was cut in four is cut in three. Ranks 0 to 2 are source and receiver at once, rank 3 only a
-source. The losses that follow are, number by number, those of three ranks that load a checkpoint of the four.
+Every shard changes: tensors that were split in four are split in three. Ranks 0 to 2 are source and receiver at once,
+rank 3 is only a source. The following losses equal exactly those of three ranks that load a checkpoint of the four.
 
 torchrun --nproc-per-node 4 examples/shrink.py
 (or python examples/shrink.py)
@@ -55,7 +55,7 @@ class Job:
     def train(self, steps: Iterable[int]) -> list[float]:
         losses = []
         for step in steps:
-            # The same 120 samples however many ranks there are.
+            # The same 120 samples for any number of ranks.
             samples = torch.randn(120, 32, generator=torch.Generator().manual_seed(step))
             batch = samples.chunk(self.mesh.size())[self.mesh.get_local_rank()]
             loss = (self.model(batch) - batch.sum(1, keepdim=True)).square().mean()
@@ -87,7 +87,7 @@ def move(before: Job, after: Job | None, group: dist.ProcessGroup) -> str:
 
 
 def load_from_disk(before: Job, after: Job | None, folder: str) -> None:
-    """The same by torch's own checkpoint, to compare with."""
+    """The same with torch's own checkpoint, for comparison."""
     save(before.state(), checkpoint_id=folder)
     if after is not None:
         state = after.state()
@@ -96,7 +96,7 @@ def load_from_disk(before: Job, after: Job | None, folder: str) -> None:
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Paths of the leaves that are not the same, bit for bit."""
+    """Paths of the leaves that differ in any bit."""
     if isinstance(one, dict):
         if one.keys() != other.keys():
             return [path]
@@ -139,7 +139,7 @@ def main() -> None:
         losses, expected = after.train(range(10, 20)), oracle.train(range(10, 20))
         if losses != expected:
             raise SystemExit(f"rank {rank}: losses {losses}, from the checkpoint {expected}")
-        # The same samples, added up in another order.
+        # The same samples, summed in another order.
         if not torch.allclose(torch.tensor(losses), torch.tensor(four_go_on), rtol=1e-3):
             raise SystemExit(f"rank {rank}: losses {losses}, if the four had gone on {four_go_on}")
         if rank == 0:

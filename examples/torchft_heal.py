@@ -2,7 +2,7 @@
 
 python examples/torchft_heal.py
 
-It needs ``pip install 'transfuse[torchft]'``, starts the lighthouse and both replicas itself, and ends by itself.
+It needs ``pip install 'transfuse[torchft]'``. It starts the lighthouse and both replicas, and ends by itself.
 """
 
 import os
@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# Before torchft is imported, which otherwise logs every quorum.
+# Set before torchft is imported, which otherwise logs every quorum.
 os.environ["RUST_LOG"] = os.environ.get("RUST_LOG", "error")
 
 import torch
@@ -26,10 +26,10 @@ from torchft.coordination import LighthouseServer
 
 from transfuse.dropin.torchft import PGTransport
 
-#: How many steps the two take together, and after how many of them replica 1 is killed in the next.
+#: How many steps the two take together, and after how many of them replica 1 is killed.
 STEPS, FATAL = 40, 15
 TIMEOUT = timedelta(seconds=30)
-#: How long a process may take, most of it to import torch.
+#: How long a process may take. Most of that goes into importing torch.
 PATIENCE_SECONDS = 90
 
 
@@ -112,13 +112,13 @@ def train(replica: int, lighthouse: str, life: int, result: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Nothing is ever written to standard input. It ends when whoever started this process does."""
+    """End this process when the process that started it ends: nothing is ever written to standard input."""
     sys.stdin.read()
     os._exit(1)
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Bit for bit."""
+    """Whether two states are equal bit for bit."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     if isinstance(one, dict):
@@ -129,12 +129,12 @@ def equal(one: Any, other: Any) -> bool:
 
 
 class Replica:
-    """A replica's process. Its lines are passed on; what torchft logs goes to a file."""
+    """A replica's process. Its lines are printed here; torchft's log goes to a file."""
 
     def __init__(self, number: int, lighthouse: str, life: int, folder: Path) -> None:
         self.name = f"replica{number}"
         self.result, self.log = folder / f"{self.name}.pt", folder / f"{self.name}-{life}.log"
-        #: It stands still in the step in which it is to be killed, or has ended.
+        #: Set when the replica stands still in the step in which it is to be killed, or has ended.
         self.ready = threading.Event()
         words = [sys.executable, __file__, str(number), lighthouse, str(life), str(self.result)]
         environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | os.environ
@@ -154,7 +154,7 @@ class Replica:
         self.ready.set()
 
     def finish(self) -> Any:
-        """What it has saved."""
+        """The state that the replica has saved."""
         if self.process.wait(PATIENCE_SECONDS) != 0:
             raise SystemExit(f"{self.name} ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
         return torch.load(self.result)

@@ -1,1 +1,1 @@
-"""A training job whose workers are killed, and healed by their peers before your eyes: ``python -m examples.demo``."""
+"""A training job whose workers are killed and then healed by their peers: ``python -m examples.demo``."""

@@ -27,11 +27,11 @@ from transfuse.testing.ranks import RanksFailed
 
 __all__ = ["app", "demo"]
 
-#: In millions of parameters.
+#: Sizes in millions of parameters.
 SIZES = {"tiny": 0.2, "small": 2.0, "medium": 10.0}
-#: Of a worker: what Python and torch take, and bytes for each parameter: weights, gradients, moments, and their sum.
+#: Memory of a worker: the part that Python and torch take, and bytes per parameter: weights, gradients, moments, sums.
 PROCESS_BYTES, BYTES_PER_PARAMETER = 400 << 20, 28
-#: So long a healing takes of which a source is to be killed: unhindered it would be over before that.
+#: With --chaos a healing is slowed down to this time: otherwise it would be over before a source can be killed.
 CHAOS_SECONDS = 2.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -91,12 +91,12 @@ def demo(
 def perform(
     settings: Settings, victim: int, kills: int, chaos: bool, compare: bool, screen: Screen, began: float, load: float
 ) -> Outcome:
-    """The runs, in one set of processes as far as these live."""
+    """The runs, in one set of processes for as long as these live."""
     workers, steps = settings.workers, settings.steps
     parameters, state_bytes = size_of(settings.width)
     plan = tuple(Kill((victim + at) % workers, (at + 1) * steps // (kills + 1)) for at in range(kills))
     first = plan[0]
-    # The first kill is half-way between two files: what is lost then is what is lost on average.
+    # The first kill is half-way between two saved files, so it loses as many steps as a kill loses on average.
     every = max(2, steps // 3)
     saved = max(0, first.step - every // 2)
     saves = tuple(range(saved % every, steps, every)) if compare else ()
@@ -158,7 +158,7 @@ def millions(size: str) -> float:
 def check(
     workers: int, victim: int | None, kills: int, chaos: bool, steps: int, parameters: float, picture: Path | None
 ) -> int:
-    """Better said now than in the middle. The victim."""
+    """Check the options now rather than in the middle. Return the victim."""
     if chaos and workers < 3:
         raise typer.BadParameter("--chaos kills a source while another one is left: it needs 3", param_hint="--workers")
     if steps < 2 * (kills + 1):

@@ -1,4 +1,4 @@
-"""The workers' processes, as the parent has them: started, ordered about, heard, killed, and all ended in the end."""
+"""The workers' processes, from the parent's side: start them, give orders, listen, kill, and end them all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from transfuse.testing.ranks.outcome import how_it_ended
 
 __all__ = ["Crew"]
 
-#: In seconds, longer than anything takes here, such as starting all workers on a busy machine.
+#: In seconds: longer than any step takes here, such as starting all workers on a busy machine.
 PATIENCE = 300.0
 
-#: How a worker ends that somebody has killed. One that ends otherwise has a fault, which a new one would have too.
+#: How a worker ends that was killed. A worker that ends otherwise has a bug, which its replacement would have too.
 KILLED = (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -28,7 +28,7 @@ class Crew:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        # Spawned, since how long it takes to start a process is part of what is shown. They form groups of their own.
+        # Spawned, since the demo shows how long it takes to start a process. The workers form groups of their own.
         self._fleet = Fleet(
             settings.workers,
             method="spawn",
@@ -55,11 +55,11 @@ class Crew:
         return rank in self._fleet
 
     def next_generation(self) -> int:
-        """A number that no group has had before: the store remembers those that had one."""
+        """A number that no group has had before: the store remembers the earlier ones."""
         return next(self._generations)
 
     def start(self, rank: int) -> Started:
-        """A fresh process for this rank, which has none."""
+        """Start a fresh process for this rank, which has none."""
         assert rank not in self
         pid = self._fleet.restart(rank)
         self._fleet.start(work, self.settings, self._fleet.port, ranks=[rank])
@@ -72,9 +72,9 @@ class Crew:
         self._fleet.tell(rank, order)
 
     def hear(self, seconds: float) -> Iterator[tuple[int, Word]]:
-        """What is said within about so many seconds, or has been said already. Who was killed is :class:`Lost`.
+        """Yield what is said within about so many seconds, or was said already. A killed worker says :class:`Lost`.
 
-        One after the other: what a worker has said that is ended meanwhile is not heard any more.
+        One word at a time: once a worker is ended, its remaining words are dropped.
         """
         until = time.monotonic() + seconds
         while (said := self._fleet.said(max(0.0, until - time.monotonic()))) is not None:
@@ -95,5 +95,5 @@ class Crew:
         return Lost(how_it_ended(died.exitcode))
 
     def end(self) -> None:
-        """Nobody is left when this returns."""
+        """End all processes. None is left when this returns."""
         self._fleet.end(*self.ranks)

@@ -1,9 +1,9 @@
-"""A worker's side of one generation of the group: calls that can be left when a member has died.
+"""A worker's side of one generation of the group: calls that the worker can abandon when a member has died.
 
 On gloo a collective whose peer has died may wait until its timeout: only the neighbours of the dead rank learn of it.
-So each blocking call runs in a thread of its own, and the worker leaves it there as soon as the parent, who sees
-processes end, says that this generation is over. A group that has been left is never used again, and never destroyed:
-the process ends without that.
+So each blocking call runs in a thread of its own. The parent sees processes end; when it says that this generation is
+over, the worker abandons the call. An abandoned group is never used again and never destroyed: the process ends
+without that.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 class GenerationOver(Exception):
-    """The group has lost a member, or broke."""
+    """The group has lost a member, or is broken."""
 
 
 class Parent:
-    """The way to the parent and back. A thread listens, so that it is heard at once that a generation is over."""
+    """The connection to the parent. A thread listens, so that the worker hears at once that a generation is over."""
 
     def __init__(self, say: Callable[[Word], None], hear: Callable[[], Go | Over]) -> None:
-        #: Any thread may speak: the library's warnings come from threads of its own.
+        #: Any thread may send: the library's warnings come from threads of its own.
         self.say, self._hear = say, hear
         self._orders: SimpleQueue[Go] = SimpleQueue()
         self.changed = threading.Condition()
@@ -45,7 +45,7 @@ class Parent:
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
 
     def order(self) -> Go:
-        """The next order. If its generation is over already, forming it will fail, and that is said as ever."""
+        """Return the next order. If its generation is over already, forming the group fails as usual."""
         return self._orders.get()
 
     def _listen(self) -> None:
@@ -53,7 +53,7 @@ class Parent:
             try:
                 order = self._hear()
             except (EOFError, OSError):
-                return  # The parent has ended, and with it this process will.
+                return  # The parent has ended, and this process will end with it.
             if isinstance(order, Over):
                 with self.changed:
                     self.over = order.generation
@@ -71,11 +71,11 @@ class Generation:
         self.group = self._call(lambda: _join(number, rank, size, port))
 
     def sum(self, *tensors: torch.Tensor) -> None:
-        """Add these up over all ranks. Their memory is the group's if this raises."""
+        """Sum these tensors over all ranks. If this raises, the group still owns their memory."""
         self._call(lambda: [work.wait() for work in [self.group.allreduce([tensor]) for tensor in tensors]])
 
     def gather(self, number: int) -> list[int]:
-        """Everybody's number, by rank."""
+        """Every rank's number, by rank."""
         numbers = torch.zeros(self.size, dtype=torch.int64)
         numbers[self.rank] = number
         self.sum(numbers)
@@ -103,6 +103,6 @@ class Generation:
 
 
 def _join(number: int, rank: int, size: int, port: int) -> Any:
-    # Any: torch's stubs do not know that it can send, receive and reduce.
+    # Any: torch's stubs do not know that a backend can send, receive and reduce.
     store = TCPStore(HOST, port, None, False, TIMEOUT)
     return ProcessGroupGloo(PrefixStore(f"generation-{number}", store), rank, size, TIMEOUT)

@@ -1,4 +1,4 @@
-"""A worker: it trains, notices that another has died, and heals or is healed."""
+"""A worker: it trains, notices that another worker has died, and heals others or is healed."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ __all__ = ["Job", "size_of", "work"]
 
 TIMEOUT = timedelta(seconds=20)
 CPU = torch.device("cpu")
-#: Of a worker that has no state: it has just been started, or a transfer into it has failed.
+#: The step of a worker without a state: it has just been started, or a transfer into it has failed.
 NOTHING = -1
 
 
 def work(rank: int, settings: Settings, port: int) -> None:
-    """A worker's life: one generation after another, until the parent ends it."""
+    """A worker's main loop: one generation after another, until the parent ends the process."""
     parent = Parent(say, hear)
     logging.getLogger("transfuse").addHandler(_Warnings(parent))
     job = Job(rank, settings, parent)
@@ -70,7 +70,7 @@ def work(rank: int, settings: Settings, port: int) -> None:
 
 
 class _Warnings(logging.Handler):
-    """Not to stderr, which is the screen that the parent draws on."""
+    """Send warnings to the parent, not to stderr: the parent draws on that screen."""
 
     def __init__(self, parent: Parent) -> None:
         super().__init__(logging.WARNING)
@@ -81,15 +81,15 @@ class _Warnings(logging.Handler):
 
 
 class Job:
-    """One worker's model and all that training it takes.
+    """One worker's model and all that is needed to train it.
 
-    ``rng`` holds the state of every rank's random number generator at the beginning of the step: they are exchanged
-    along with the gradients, since nobody else could give a restarted worker its own back.
+    ``rng`` holds the state of every rank's random number generator at the beginning of the step. The ranks exchange
+    them along with the gradients: a restarted worker has to get its own back from another.
     """
 
     def __init__(self, rank: int, settings: Settings, parent: Parent) -> None:
         self.rank, self.settings, self.parent = rank, settings, parent
-        # What a new process makes of chance. Nothing of it may be left when it has been healed.
+        # Random weights of a new process. Healing must overwrite all of them.
         self.build(int.from_bytes(os.urandom(4)))
         self.step = NOTHING
 
@@ -97,8 +97,8 @@ class Job:
         torch.manual_seed(seed)
         self.model = Transformer(self.settings.width)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.2 / self.settings.width, weight_decay=0.1)
-        # AdamW makes these in its first step. Here they are in the state from the beginning, so that a worker which has
-        # not trained yet has the same leaves as any other, and memory for all of them to land in.
+        # AdamW makes these in its first step. Here they exist from the beginning, so that a worker that has not trained
+        # yet has the same leaves as any other, and memory for all of them to land in.
         for parameter in self.model.parameters():
             average, square = torch.zeros_like(parameter), torch.zeros_like(parameter)
             self.optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": average, "exp_avg_sq": square}
@@ -106,11 +106,11 @@ class Job:
         self.rng = torch.zeros(self.settings.workers, len(torch.get_rng_state()), dtype=torch.uint8)
 
     def _pace(self, step: int) -> float:
-        """The learning rate's course: a short rise, then down to half along a cosine."""
+        """The learning rate: a short rise, then down to half along a cosine."""
         return min(1.0, (step + 1) / 5) * (0.75 + 0.25 * math.cos(math.pi * min(1.0, step / self.settings.steps)))
 
     def begin(self) -> None:
-        """The same model on every rank, and for each rank a generator of its own."""
+        """Make the same model on every rank, and a generator of its own for each rank."""
         self.build(self.settings.seed)
         for rank, row in enumerate(self.rng):
             row.copy_(torch.Generator().manual_seed(self.settings.seed * 1000 + rank).get_state())
@@ -128,7 +128,7 @@ class Job:
         }
 
     def take(self, state: dict[str, Any]) -> None:
-        """Tensors are in place already; this is for the numbers beside them."""
+        """Take the received numbers. The tensors are in place already."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.step = state["step"]
@@ -143,7 +143,7 @@ class Job:
         return self.settings.folder / f"step-{step}.pt"
 
     def save(self) -> None:
-        """As one would without transfuse: a whole file or none."""
+        """Save a file as one would without transfuse: a whole file or none."""
         started = time.monotonic()
         file = self.file_of(self.step)
         new = file.with_suffix(".new")
@@ -154,7 +154,7 @@ class Job:
                 os.fsync(stream.fileno())
             new.replace(file)
         except (OSError, RuntimeError) as error:
-            # torch adds errors of its own to that of a full disk.
+            # After the error of a full disk torch raises errors of its own.
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             raise OSError(
                 f"the state cannot be saved in {file.parent} ({cause}); set TMPDIR to a roomier place"
@@ -171,9 +171,9 @@ class Job:
     # -------------------------------------------------------------------------------------------------------- the work
 
     def train(self, generation: Generation) -> None:
-        """One step. It is applied on this rank if and only if all that the ranks exchange has arrived here."""
+        """Do one step. This rank applies it if and only if everything that the ranks exchange has arrived here."""
         self.parent.say(Begun(self.step))
-        # A copy: torch does not heed where in its storage a view begins.
+        # A copy: torch ignores where in its storage a view begins.
         torch.set_rng_state(self.rng[self.rank].clone())
         self.optimizer.zero_grad()
         loss = self.model(batch(self.settings.seed, self.step, self.rank))
@@ -181,7 +181,7 @@ class Job:
         parameters = list(self.model.parameters())
         losses = torch.zeros(generation.size)
         losses[self.rank] = loss.detach()
-        # New memory every time: that of a sum that was left belongs to the group it was left in.
+        # New memory for every step: the memory of an abandoned sum belongs to the abandoned group.
         total = torch.cat([*(_gradient(parameter).flatten() for parameter in parameters), losses])
         rng = torch.zeros_like(self.rng)
         rng[self.rank] = torch.get_rng_state()
@@ -196,7 +196,7 @@ class Job:
         self.parent.say(Done(generation.number, self.step - 1, tuple(losses.tolist())))
 
     def heal(self, generation: Generation, go: Go) -> None:
-        """Whoever has applied most steps is a source; all others receive from all of these at once."""
+        """Heal: the workers that have applied most steps are sources; all others receive from all of these at once."""
         steps = generation.gather(self.step)
         newest = max(steps)
         if newest == NOTHING:
@@ -229,12 +229,12 @@ class Job:
             elif behind:
                 transport.send_checkpoint(behind, self.state(), step=newest)
         except transfuse.TransfuseError as error:
-            # Another generation will try again.
+            # The next generation will try again.
             raise GenerationOver(str(error)) from error
 
 
 def size_of(width: int) -> tuple[int, int]:
-    """How many parameters a model of this width has, and how many bytes its state: weights and two moments."""
+    """How many parameters a model of this width has, and how many bytes its state has: weights and two moments."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Transformer(width).parameters())
     return parameters, 12 * parameters

@@ -1,4 +1,4 @@
-"""What is trained: a small language model, and text that it learns within a few dozen steps."""
+"""The model to train: a small language model, and text that it learns within a few dozen steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Transformer", "batch", "width_for"]
 TEXT = "the quick brown fox jumps over the lazy dog. "
 ALPHABET = sorted(set(TEXT))
 LAYERS, HEADS = 4, 4
-#: Few, since two cores have to do for all workers.
+#: Small, since all workers share two cores.
 LINES, LENGTH = 2, 40
 
 
@@ -36,7 +36,7 @@ class Transformer(nn.Module):
         self.head.weight = self.letters.weight
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """The loss of predicting each letter from those before it."""
+        """The loss of predicting each letter from the letters before it."""
         seen, length = text[:, :-1], text.shape[1] - 1
         hidden = self.letters(seen) + self.positions(torch.arange(length))
         mask = nn.Transformer.generate_square_subsequent_mask(length)
@@ -47,12 +47,12 @@ class Transformer(nn.Module):
 
 
 def width_for(parameters: float) -> int:
-    """The width at which the model has about so many parameters."""
+    """The width at which the model has about this many parameters."""
     return max(16, 16 * round(math.sqrt(parameters / (12 * LAYERS)) / 16))
 
 
 def batch(seed: int, step: int, rank: int) -> torch.Tensor:
-    """A worker's text for one step: a function of these three, so that nobody has to remember how far it has read."""
+    """A worker's text for one step. It depends on these three numbers only, so no reading position has to be saved."""
     draw = random.Random(f"{seed} {step} {rank}")
     starts = [draw.randrange(len(TEXT)) for _ in range(LINES)]
     endless = TEXT * (LENGTH // len(TEXT) + 2)

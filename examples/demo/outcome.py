@@ -1,4 +1,4 @@
-"""What the demo found: whether both runs were the same, bit for bit, and how long it took to go on after a kill."""
+"""The demo's results: whether both runs were the same, bit for bit, and how long each recovery took."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from transfuse.report import Report
 
 __all__ = ["PARTS", "Outcome", "Recovery", "differences", "healings", "losses", "mean_losses", "restart"]
 
-#: What a recovery is made of. Either way has some of these, one after the other.
+#: The phases of a recovery. Either way of recovering has some of these, one after the other.
 PARTS = (
     "noticing",
     "ending the others",
@@ -42,7 +42,7 @@ PARTS = (
     "steps",
 )
 
-#: What is measured, for captions.
+#: The command that was measured, for captions.
 COMMAND = "python -m examples.demo"
 
 W = TypeVar("W", bound=Word)
@@ -50,13 +50,13 @@ W = TypeVar("W", bound=Word)
 
 @dataclass(frozen=True)
 class Recovery:
-    """From a kill until the step that it cut off is done on every worker, or the next one, if that was done already."""
+    """From a kill until every worker has done the step that it cut off (or the next, if that one was done already)."""
 
     rank: int
     step: int
-    #: Seconds by part, one after the other.
+    #: Seconds of each phase, one after the other.
     parts: dict[str, float]
-    #: How many steps had to be done, of those that had been done before, and the one that was cut off.
+    #: How many steps had to be repeated, with the one that was cut off.
     steps: int
     reports: tuple[Report, ...] = ()
 
@@ -77,7 +77,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that was measured."""
+    """All measurements."""
 
     settings: dict[str, Any]
     parameters: int
@@ -85,22 +85,22 @@ class Outcome:
     undisturbed: Sequence[Event]
     disturbed: Sequence[Event]
     healings: Sequence[Recovery]
-    #: None if it was not asked for.
+    #: None unless it was asked for.
     restart: Recovery | None
     seconds: float
-    #: How busy the machine was with other things when it began.
+    #: The machine's load before the demo began.
     load: float
-    #: What was not the same, one line each.
+    #: The differences that were found, one line each.
     wrong: Sequence[str]
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """In the order in which they are shown."""
+        """The recoveries, in the order in which they are shown."""
         return [*self.healings, *([self.restart] if self.restart else [])]
 
     @property
     def names(self) -> list[str]:
-        """Of the recoveries."""
+        """Titles of the recoveries."""
         many = len(self.healings) > 1
         healed = [f"healed ({at})" if many else "healed" for at in range(1, len(self.healings) + 1)]
         return [*healed, *(["restarted from a file"] if self.restart else [])]
@@ -147,7 +147,7 @@ class Outcome:
 
 
 def losses(events: Iterable[Event]) -> dict[int, tuple[float, ...]]:
-    """By step, the loss of every rank. Those who tell of a step have it from all ranks."""
+    """The loss of every rank, by step. A worker that reports a step reports the losses of all ranks."""
     return {e.word.step: e.word.losses for e in events if isinstance(e.word, Done)}
 
 
@@ -157,11 +157,11 @@ def mean_losses(events: Iterable[Event]) -> list[float]:
 
 
 def differences(undisturbed: Sequence[Event], disturbed: Sequence[Event]) -> list[str]:
-    """Every way in which the second run was not the first, on any worker; and the first not the same on all."""
+    """Every way in which the second run differs from the first on any worker, and in which workers of a run differ."""
     wrong: list[str] = []
     expected = losses(undisturbed)
     for name, events in (("undisturbed", undisturbed), ("killed", disturbed)):
-        # Told by each worker that did the step, and more than once if it was done again.
+        # Each worker reports each step that it did, and again if it repeated the step.
         wrong += [
             f"{name} run, step {e.word.step}: worker {e.rank} has other losses"
             for e in events
@@ -187,7 +187,7 @@ def differences(undisturbed: Sequence[Event], disturbed: Sequence[Event]) -> lis
 
 
 def _bits(values: Sequence[float]) -> list[str]:
-    # Equal floats need not be the same bits, and NaNs are not even equal.
+    # Compare bits: equal floats need not have the same bits, and NaNs are not even equal.
     return [value.hex() for value in values]
 
 
@@ -195,21 +195,21 @@ def _bits(values: Sequence[float]) -> list[str]:
 
 
 class _Parts:
-    """Seconds by part, each from where the one before ended."""
+    """Seconds of each phase. Each phase begins where the one before ended."""
 
     def __init__(self, start: float) -> None:
         self._now = start
         self.seconds: dict[str, float] = {}
 
     def until(self, name: str, whens: Iterable[float]) -> None:
-        """The latest of these moments ends this part."""
+        """End this phase at the latest of these moments."""
         end = max([self._now, *whens])
         self.seconds[name] = self.seconds.get(name, 0.0) + end - self._now
         self._now = end
 
 
 def healings(events: Sequence[Event], workers: int) -> list[Recovery]:
-    """One for each kill that was not part of another's healing. If one was, the parts are those of both."""
+    """One recovery for each kill, except kills during another's healing: those belong to that recovery."""
     kills = [at for at, event in enumerate(events) if isinstance(event.word, Killed) and not event.word.healing]
     return [_healing(events[at], events[at + 1 :], workers) for at in kills]
 
@@ -237,12 +237,12 @@ def _healing(event: Event, after: Sequence[Event], workers: int) -> Recovery:
 
 
 def restart(events: Sequence[Event]) -> Recovery:
-    """Of a run in which one worker was killed, and all started again from the file."""
+    """The recovery of a run in which one worker was killed and all started again from the file."""
     ((at, event),) = [(at, event) for at, event in enumerate(events) if isinstance(event.word, Killed)]
     killed = event.word
     assert isinstance(killed, Killed)
     parts = _Parts(killed.when)
-    # What the others still say before the death is noticed belongs to the run that it cuts off.
+    # What the other workers say before the death is noticed belongs to the run that it cuts off.
     lost = next(at for at in range(at, len(events)) if isinstance(events[at].word, Lost))
     after = events[lost + 1 :]
     loaded = _of(after, Loaded)
@@ -260,7 +260,7 @@ def _of(events: Iterable[Event], kind: type[W]) -> list[W]:
 
 
 def _first_done(events: Iterable[Event], generation: int) -> list[float]:
-    """When each worker had its first step of this generation behind it, or had none to do."""
+    """When each worker had done its first step of this generation, or had none to do."""
     done: dict[int, float] = {}
     for event in events:
         if isinstance(event.word, Done | Finished) and event.word.generation == generation:

@@ -1,4 +1,4 @@
-"""A picture of it: what every worker did when, both loss curves, and how long it took to go on. Plain SVG."""
+"""A picture: what every worker did when, both loss curves, and how long each recovery took. Plain SVG."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEFT, RIGHT = MARGIN + LABEL, WIDTH - MARGIN
 LANE, BAR = 34, 18
 PLOT, ROW = 150, 46
 
-#: On white, which pages of any colour show it on.
+#: The picture has a white background of its own, so it can be read on pages of any colour.
 INK, FAINT, RULE = "#24292f", "#57606a", "#d0d7de"
 STEP, OTHER_STEP, CUT, KILL, START, HEAL = "#54aeff", "#80ccff", "#ffcecb", "#cf222e", "#d4a72c", "#2da44e"
 COLORS = {
@@ -65,7 +65,7 @@ def draw(outcome: Outcome) -> str:
 
 
 def _timeline(outcome: Outcome, top: float) -> tuple[list[str], float]:
-    """One lane for each worker of the disturbed run; and where the next thing begins."""
+    """One lane for each worker of the disturbed run. Returns also where the next section begins."""
     events = outcome.disturbed
     start = min(event.word.when for event in events if isinstance(event.word, Formed))
     end = max(event.word.when for event in events if isinstance(event.word, Done))
@@ -80,7 +80,7 @@ def _timeline(outcome: Outcome, top: float) -> tuple[list[str], float]:
         y = top + rank * LANE
         lines.append(_text(LEFT - 10, y + 13, f"worker {rank}", end=True))
         lines.append(f'<rect x="{LEFT}" y="{y + BAR / 2 - 0.5:.1f}" width="{RIGHT - LEFT}" height="1" fill="{RULE}"/>')
-    # Sources first, so that their lines pass under the bars.
+    # Draw sources first, so that their lines pass under the bars.
     for event in events:
         if isinstance(event.word, Healing):
             to = top + event.rank * LANE + BAR / 2
@@ -109,7 +109,7 @@ def _timeline(outcome: Outcome, top: float) -> tuple[list[str], float]:
 
 
 def _lane(events: Sequence[Event], y: float, x: Callable[[float], float]) -> list[str]:
-    """What one worker did: steps, its deaths and beginnings, and its healing."""
+    """What one worker did: its steps, its deaths and restarts, and its healing."""
     lines: list[str] = []
     begun: Begun | None = None
     started = healing = None
@@ -145,7 +145,7 @@ def _lane(events: Sequence[Event], y: float, x: Callable[[float], float]) -> lis
 
 
 def _bar(left: float, right: float, y: float, color: str, title: str, kind: str) -> str:
-    # A hair's breadth between neighbours.
+    # Leave a thin gap between neighbours.
     width = max(1.0, right - left - 0.8)
     return (
         f'<rect class="{kind}" x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{BAR}" rx="1.5" fill="{color}">'
@@ -168,7 +168,7 @@ def _seconds(seconds: float, scale: float, y: float) -> list[str]:
 
 
 def _curves(outcome: Outcome, top: float) -> tuple[list[str], float]:
-    """Both runs, one on the other: a line for the undisturbed one, a point for each step of the other."""
+    """Both runs in one plot: a line for the undisturbed run, a point for each step of the other."""
     undisturbed, killed = mean_losses(outcome.undisturbed), mean_losses(outcome.disturbed)
     low, high = min(*undisturbed, *killed), max(*undisturbed, *killed)
     wide = (RIGHT - LEFT) / max(1, len(undisturbed) - 1)
@@ -210,7 +210,7 @@ def _curves(outcome: Outcome, top: float) -> tuple[list[str], float]:
 
 
 def _times(outcome: Outcome, top: float) -> tuple[list[str], float]:
-    """A bar for each recovery, of its parts."""
+    """A bar for each recovery, divided into its phases."""
     rows = list(zip(outcome.names, outcome.recoveries, strict=True))
     longest = max(recovery.seconds for _, recovery in rows)
     left = MARGIN + 170

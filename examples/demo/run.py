@@ -1,4 +1,4 @@
-"""One run of the job: generation after generation, until every worker has finished, whoever is killed on the way."""
+"""One run of the job: generation after generation, until every worker has finished, whichever workers are killed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["Course", "Event", "Kill", "Watcher", "run"]
 
 #: How much of a transfer has moved when one of its sources is killed.
 MIDDLE = 0.35
-#: What a step takes as long as none has been seen.
+#: The assumed time of a step until one has been seen.
 STEP_SECONDS = 0.1
-#: Somebody else may kill workers too, but not for ever.
+#: Somebody else may kill workers too, but there is a limit.
 MOST_DEATHS = 100
 TICK_SECONDS = 0.1
-#: Of a run that has not begun.
+#: The step of a run that has not begun.
 NONE = -1
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL for this worker, when so much of a step's time has passed in this step."""
+    """Send SIGKILL to this worker in this step, when this fraction of a step's time has passed."""
 
     rank: int
     step: int
@@ -36,15 +36,15 @@ class Kill:
 
 @dataclass(frozen=True)
 class Course:
-    """What a run is to be."""
+    """The plan of a run."""
 
     until: int
-    #: Anew from the seed, or with the file of this step.
+    #: Begin anew from the seed, or with the file of this step.
     begin: int | Literal["seed"] = "seed"
-    #: What is done about a death: the others heal the worker, or all are ended and begin again.
+    #: What to do about a death: the others heal the worker, or all are ended and begin again.
     remedy: Literal["heal", "restart"] = "heal"
     kills: tuple[Kill, ...] = ()
-    #: For each kill, kill a source in the middle of the healing as well.
+    #: For each kill, also kill a source in the middle of the healing.
     chaos: bool = False
     saves: tuple[int, ...] = ()
     max_bytes_per_second: float | None = None
@@ -52,24 +52,24 @@ class Course:
 
 @dataclass(frozen=True)
 class Event:
-    """What a worker said, or what was done to it."""
+    """One thing that a worker said, or that was done to it."""
 
     rank: int
     word: Word
 
 
 class Watcher(Protocol):
-    """Whoever looks on."""
+    """An observer of a run."""
 
     def tell(self, event: Event) -> None:
-        """It has just happened."""
+        """Called right after an event."""
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Called now and then, as time passes."""
 
 
 def run(crew: Crew, course: Course, watcher: Watcher) -> list[Event]:
-    """Everything that happened."""
+    """A run with everything that happened in it."""
     return _Run(crew, course, watcher).events()
 
 
@@ -79,15 +79,15 @@ class _Run:
         self._events: list[Event] = []
         self._generation = NONE
         self._begin: int | Literal["seed", "as you are"] = course.begin
-        #: Whoever is left of an earlier run waits for orders.
+        #: Workers that are left from an earlier run wait for orders.
         self._ready = {rank for rank in crew.ranks if rank in crew}
         self._finished: set[int] = set()
         self._kills = list(course.kills)
-        #: When a kill is due.
+        #: When the next kill is due.
         self._due: dict[Kill, float] = {}
         #: Whether a source is to be killed in the next healing.
         self._chaos = False
-        #: Killed, and not yet seen to be dead.
+        #: Workers that were killed and whose death has not been noticed yet.
         self._dying: set[int] = set()
         self._begun: dict[int, Begun] = {}
         self._seconds: dict[int, list[float]] = defaultdict(list)
@@ -99,7 +99,7 @@ class _Run:
                 self._note(rank, self._crew.start(rank))
         self._go_on()
         everybody = set(self._crew.ranks)
-        # On a busy machine a kill may come when its victim has finished: its death, and what follows, is waited for.
+        # On a busy machine a kill may come after its victim has finished: wait for the death and what follows.
         while self._due or self._dying or self._finished != everybody or self._ready != everybody:
             pause = min(self._due.values(), default=float("inf")) - time.monotonic()
             for rank, word in self._crew.hear(max(0.0, min(TICK_SECONDS, pause))):
@@ -136,7 +136,7 @@ class _Run:
                 self._replace(rank)
 
     def _go_on(self) -> None:
-        """The next generation, when everybody waits for it and not everybody is done."""
+        """Start the next generation, once all workers wait for it and not all of them are done."""
         everybody = set(self._crew.ranks)
         if self._ready != everybody or self._finished == everybody:
             return
@@ -152,7 +152,7 @@ class _Run:
     def _plan_kill(self, rank: int, begun: Begun) -> None:
         for kill in [kill for kill in self._kills if kill.rank == rank and kill.step <= begun.step]:
             self._kills.remove(kill)
-            # The shortest so far, so that the step is not over before.
+            # The shortest step so far, so that the step is not over before the kill.
             usual = min(self._seconds[rank], default=STEP_SECONDS)
             self._due[kill] = begun.when + kill.fraction * usual
 
@@ -164,7 +164,7 @@ class _Run:
             self._crew.kill(rank)
 
     def _replace(self, dead: int) -> None:
-        """Somebody has died."""
+        """Handle a worker's death."""
         self._deaths += 1
         self._dying.discard(dead)
         if self._deaths > MOST_DEATHS:
@@ -180,7 +180,7 @@ class _Run:
             self._begin = self._course.begin
         self._ready -= gone
         self._finished -= gone
-        # One that somebody else was faster with is made up for.
+        # If somebody else killed the worker first, plan another kill.
         self._kills += [kill for kill in self._due if kill.rank in gone]
         self._due = {kill: due for kill, due in self._due.items() if kill.rank not in gone}
         for rank in sorted(gone):

@@ -1,4 +1,4 @@
-"""What the user sees while it happens: on a terminal a table of the workers, elsewhere one line for each event."""
+"""The display during the demo: on a terminal a table of the workers, elsewhere one line for each event."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ STYLES = {
 
 @dataclass
 class Row:
-    """One worker."""
+    """What the table shows of one worker."""
 
     pid: int = 0
     state: str = "starting"
@@ -64,7 +64,7 @@ class Row:
 
 
 class Screen:
-    """Shows what happens. Quiet: nothing at all."""
+    """Shows events. Quiet: shows nothing."""
 
     def __init__(self, workers: int, steps: int, *, quiet: bool) -> None:
         self.console: Console = Lines(quiet=quiet, highlight=False)
@@ -79,28 +79,28 @@ class Screen:
         self._due = 0.0
 
     def say(self, text: RenderableType = "") -> None:
-        # Lines of a file or pipe are not broken at anybody's width.
+        # Do not wrap lines that go to a file or pipe.
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The live view, as long as this lasts."""
+        """Show the live view for the length of this block."""
         if not self.console.is_terminal or self.console.quiet:
             yield
             return
-        # Not refreshed by a thread of its own: that and a line printed meanwhile would disturb each other.
+        # No refresh by a thread of rich's: it would interfere with lines that are printed meanwhile.
         with Live(get_renderable=self.render, console=self.console, transient=True, auto_refresh=False) as self._live:
             yield
         self._live = None
 
     def tick(self) -> None:
-        """Draw the live view again, if it is time."""
+        """Redraw the live view if it is time."""
         if self._live is not None and time.monotonic() >= self._due:
             self._live.refresh()
             self._due = time.monotonic() + REFRESH_SECONDS
 
     def begin(self, title: str) -> None:
-        """Another run."""
+        """Begin the display of another run."""
         self._losses.clear()
         self._moving = None
         self.say(Text(title, style="bold"))
@@ -161,7 +161,7 @@ class Screen:
                 row.state = "finished"
 
     def _count(self, event: Event, generation: int) -> None:
-        """A group is worth a line when all are in it, but not the first of a run."""
+        """Print a line once all workers are in the group, except for the first group of a run."""
         self._generations[generation] = self._generations.get(generation, 0) + 1
         if self._generations[generation] == len(self._rows):
             self._line(event, f"a group of all {len(self._rows)} workers is formed")

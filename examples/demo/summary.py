@@ -1,4 +1,4 @@
-"""What the user sees in the end: both loss curves, how long it took to go on, and the transfer's report."""
+"""The display at the end: both loss curves, how long each recovery took, and the transfer's report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 __all__ = ["conclude"]
 
 HEIGHT = 7
-#: Of the axis.
+#: Width of the axis labels.
 LABEL = 6
 
 
@@ -26,9 +26,9 @@ def conclude(outcome: Outcome, screen: Screen) -> None:
 
 
 def _plot(outcome: Outcome, screen: Screen) -> None:
-    """Both curves in one plot. A full point is both runs, an empty one the undisturbed one, a cross the other."""
+    """Both curves in one plot. A full point is both runs, an empty point the undisturbed run, a cross the other."""
     undisturbed, killed = mean_losses(outcome.undisturbed), mean_losses(outcome.disturbed)
-    # More steps than columns: only some of them.
+    # With more steps than columns, show only some of them.
     every = -(-len(undisturbed) // max(10, screen.console.width - LABEL - 4))
     undisturbed, killed = undisturbed[::every], killed[::every]
     low, high = min(*undisturbed, *killed), max(*undisturbed, *killed)
@@ -97,7 +97,7 @@ def _times(outcome: Outcome, screen: Screen) -> None:
 
 
 def _time_rows(outcome: Outcome) -> list[list[str]]:
-    """The parts of each recovery side by side."""
+    """A table of the recoveries' phases side by side."""
     recoveries = outcome.recoveries
     rows = [
         [name, *(f"{one.parts[name]:.2f}" if name in one.parts else "–" for one in recoveries)]
@@ -116,7 +116,7 @@ def _table(screen: Screen, title: str, head: Sequence[str], rows: Sequence[Seque
         for row in rows:
             table.add_row(*row)
         screen.say()
-        # Not as the table's own title, which would be broken at its width.
+        # Not as the table's own title, which rich would wrap at the table's width.
         screen.say(Text(title, style="bold"))
         screen.say(table)
         return

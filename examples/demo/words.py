@@ -1,4 +1,4 @@
-"""What the parent and its workers tell each other. Plain data; every word of a worker says when it was spoken.
+"""The messages between the parent and its workers. Plain data; every message of a worker says when it was sent.
 
 Times are ``time.monotonic()``, which all processes of a machine share.
 """
@@ -37,15 +37,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker knows from its birth."""
+    """What a worker is told when it starts."""
 
     workers: int
     width: int
     steps: int
     seed: int
-    #: Where the job saves files, as one would without transfuse.
+    #: The directory where the job saves files, as one would without transfuse.
     folder: Path
-    #: Whether a healing worker reads its sources' memory. Otherwise over the group, as between hosts.
+    #: Whether a healing worker reads its sources' memory. If not, bytes go over the group, as between hosts.
     same_host: bool = False
 
 
@@ -56,22 +56,22 @@ class Settings:
 class Go:
     """Form the group of this generation and train until step ``until``.
 
-    First begin anew from the seed, or load the file of a step, or go on with what you have: those that have the newest
-    state then heal the others.
+    First begin anew from the seed, load the file of a step, or go on with the present state: then the workers with the
+    newest state heal the others.
     """
 
     generation: int
     begin: int | Literal["seed", "as you are"]
     until: int
-    #: Before which steps the state is saved.
+    #: Save the state before these steps.
     saves: tuple[int, ...] = ()
-    #: The most that a healing worker is given by each of its sources.
+    #: Rate limit of each source of a healing worker.
     max_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True)
 class Over:
-    """A member of this generation is dead: leave whatever you wait for."""
+    """A member of this generation is dead: abandon whatever you are waiting for."""
 
     generation: int
 
@@ -86,26 +86,26 @@ class Word:
 
 @dataclass(frozen=True)
 class Ready(Word):
-    """Waits for a :class:`Go`."""
+    """The worker waits for a :class:`Go`."""
 
 
 @dataclass(frozen=True)
 class Loaded(Word):
-    """Has loaded the file."""
+    """The worker has loaded the file."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Formed(Word):
-    """Is a member of the group of this generation."""
+    """The worker is a member of this generation's group."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Healing(Word):
-    """Begins to receive."""
+    """The worker begins to receive."""
 
     step: int
     sources: tuple[int, ...]
@@ -113,7 +113,7 @@ class Healing(Word):
 
 @dataclass(frozen=True)
 class Moving(Word):
-    """How far the transfer is."""
+    """The progress of the worker's transfer."""
 
     bytes: int
     total_bytes: int
@@ -122,7 +122,7 @@ class Moving(Word):
 
 @dataclass(frozen=True)
 class Warned(Word):
-    """What the library logged as a warning."""
+    """A warning that the library logged."""
 
     text: str
 
@@ -141,7 +141,7 @@ class Begun(Word):
 
 @dataclass(frozen=True)
 class Done(Word):
-    """Has applied this step; the losses are those of all ranks, exact."""
+    """The worker has applied this step. The losses are those of all ranks, exact."""
 
     generation: int
     step: int
@@ -157,7 +157,7 @@ class Saved(Word):
 
 @dataclass(frozen=True)
 class Left(Word):
-    """Has left its generation, and still has the state that this step begins with (-1: none)."""
+    """The worker has left its generation, and still has the state with which this step begins (-1: none)."""
 
     generation: int
     step: int
@@ -166,7 +166,7 @@ class Left(Word):
 
 @dataclass(frozen=True)
 class Finished(Word):
-    """Is at the end. By path, a digest of each leaf of its state."""
+    """The worker has finished. Holds a digest of each leaf of its state, by path."""
 
     generation: int
     digests: dict[str, str]

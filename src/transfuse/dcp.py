@@ -1,9 +1,9 @@
 """A storage reader for ``torch.distributed.checkpoint`` whose storage is the memory of live ranks.
 
 ``dcp.load(state_dict, storage_reader=PeerReader(transport, src_ranks))`` loads with DCP's own planner what the sources
-give with ``transport.send_checkpoint(dst_ranks, state_dict)``. DCP asks in two calls, first what there is and then for
-all that it wants of it; a receive is one conversation. So the receive runs in a thread of its own, and between the two
-calls it waits for the second.
+send with ``transport.send_checkpoint(dst_ranks, state_dict)``. DCP makes two calls: first for the metadata, then for
+all data that it wants. A receive is one conversation. So the receive runs in a thread of its own and waits between
+the two calls.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class PeerReader(StorageReader):
     """Reads a checkpoint from the memory of live ranks.
 
     One load is one receive: every rank that calls ``dcp.load`` makes a reader with a transport over a group that also
-    has the sources, and each source calls ``send_checkpoint`` once, for all of these ranks. Names are DCP's: the keys
-    down to a leaf, joined by dots. A reader serves any number of loads, one after the other.
+    includes the sources, and each source calls ``send_checkpoint`` once, for all of these ranks. Names are DCP's: the
+    keys down to a leaf, joined by dots. A reader serves any number of loads, one after the other.
 
-    A load that fails before DCP reads data (a missing key, here or at another rank) tells nobody: the sources hear of
-    it when the next load begins, at :meth:`close`, at the end of a ``with``, when the reader is garbage, or after the
-    transport's timeout.
+    If a load fails before DCP reads data (a missing key, here or on another rank), DCP does not tell the reader. The
+    sources hear of it when the next load begins, at :meth:`close`, at the end of a ``with`` block, when the reader is
+    garbage-collected, or after the transport's timeout.
 
     Args:
         transport: its options say how to receive (``cast``, ``verify``, ``delta``, ``atomic``, ``same_host``). Its
             ``state_dict`` is not called.
         src_ranks: the sources, as ranks within the transport's group.
-        step: if given, sources that send another one, or do not say which, are refused.
+        step: if given, a source that sends another step, or does not say which, is refused.
     """
 
     def __init__(
@@ -76,9 +76,7 @@ class PeerReader(StorageReader):
         if not isinstance(transport, PGTransport):
             raise TypeError(f"transport takes a transfuse.PGTransport, got a {type(transport).__name__}")
         if transport._options.map_path is not None:
-            raise ValueError(
-                "the names that are loaded are the planner's: PeerReader takes a transport without map_path"
-            )
+            raise ValueError("PeerReader takes a transport without map_path: the planner chooses the names to load")
         self._transport = transport
         self._src_ranks = ranks_of("src_ranks", src_ranks)
         if not self._src_ranks:
@@ -91,11 +89,11 @@ class PeerReader(StorageReader):
 
     @property
     def failure(self) -> BaseException | None:
-        """What this reader raised in the last load: DCP passes on copies of it, or only the text."""
+        """The error that this reader raised in the last load: DCP passes on a copy of it, or only its text."""
         return self._failure
 
     def close(self) -> None:
-        """End what a failed load has left, and tell the sources. After a load that went well there is nothing left."""
+        """End what a failed load has left, and tell the sources. After a successful load there is nothing to do."""
         load = self._load
         if load is not None:
             load.give_up("the load has ended before any data was read")
@@ -111,13 +109,13 @@ class PeerReader(StorageReader):
     # ------------------------------------------------------------------------------------- what DCP calls, in order
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins. Of live ranks there is one state, whatever the id; ``step`` tells one from another."""
+        """Begin a new load. Live ranks have one state, whatever the checkpoint id; ``step`` tells states apart."""
         self.close()
         self._failure = None
 
-    # Not named kwargs: where it is, torch asks a second time after a failure, for metadata of single ranks.
+    # The parameter must not be named kwargs: torch would ask again after a failure, for the metadata of single ranks.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Wait for the sources, and say what they have. Each tensor is one chunk, whoever holds which shard of it."""
+        """Wait for the sources and return what they have. Each tensor is one chunk, whoever holds its shards."""
         self.reset()
         load = self._load = _Load(self._transport, self._src_ranks, self._step)
         self._watch = weakref.finalize(self, load.give_up, "the load has ended before any data was read")
@@ -133,7 +131,7 @@ class PeerReader(StorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Refuse what cannot be loaded while no rank has written anything."""
+        """Refuse what cannot be loaded, before any rank has written anything."""
         load, contents = self._load, self._contents
         if load is not None and contents is not None:
             try:
@@ -148,10 +146,10 @@ class PeerReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Receive what the plan wants, straight into the tensors that the planner gives, and verify it."""
+        """Receive what the plan wants straight into the planner's tensors, and verify it."""
         load, contents = self._load, self._contents
         if load is None or contents is None:
-            raise RuntimeError("read_data goes on where read_metadata has begun: call that first, for every load")
+            raise RuntimeError("read_data was called without read_metadata: call read_metadata first, for every load")
         try:
             for item in plan.items:
                 contents.check(item)
@@ -172,7 +170,7 @@ class PeerReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """No id leads to live ranks: give the reader itself."""
+        """False: no checkpoint id leads to live ranks. Pass the reader itself."""
         return False
 
     def _fail(self, load: _Load, error: BaseException) -> None:
@@ -193,15 +191,15 @@ class PeerReader(StorageReader):
 
 
 class _Elsewhere:
-    """Stands for a leaf that is no tensor and whose bytes are still with the source."""
+    """Stands for a leaf that is not a tensor and whose bytes are still at the source."""
 
 
 class _Contents:
-    """What the sources have, under DCP's names."""
+    """The leaves of the sources, under DCP's names."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        #: Tensors: their numbers in the catalogue. All other names: their values, or why they are not loaded.
+        #: For tensors: their numbers in the catalogue. For other leaves: the value, or why it cannot be loaded.
         self.numbers: dict[str, int] = {}
         self._values: dict[str, Any] = {}
         self._refused: dict[str, str] = {}
@@ -213,11 +211,11 @@ class _Contents:
         self.metadata = Metadata(dict(self._entries), planner_data=mappings)
 
     def of(self, catalogue: Catalogue) -> _Contents:
-        """Of another catalogue, in which more sources may have come."""
+        """Update from a newer catalogue, which may include more sources."""
         return self if catalogue is self._catalogue else _Contents(catalogue)
 
     def _add(self, cohort: Cohort, numbers: Mapping[int, int]) -> dict[str, Any]:
-        """Take apart what some sources have as DCP would do it, with something in the place of each tensor."""
+        """Flatten the state of some sources as DCP would, with a placeholder for each tensor."""
         kinds, manifest = Registry(Limits()), cohort.manifest
         leaves: list[Any] = []
         number_of: dict[int, int] = {}
@@ -230,16 +228,16 @@ class _Contents:
             number_of[id(leaves[-1])] = leaf
         state = trees.unflatten(manifest.root, leaves)
         if not isinstance(state, Mapping):
-            raise StateError(f"the sources send a {type(state).__name__}; DCP loads what is in a dict")
+            raise StateError(f"the sources send a {type(state).__name__}; DCP loads only a dict: send one")
         try:
             flat, mappings = flatten_state_dict(dict(state))
         except ValueError as error:
             raise StateError(
-                f"what the sources send has no names for DCP: {error}; give one of the two another key"
+                f"the state of the sources has no unique names for DCP: {error}; give one of the two another key"
             ) from error
         for name, value in flat.items():
             if name in self._entries:
-                continue  # Other sources have it too.
+                continue  # Another source has it too.
             leaf = number_of.get(id(value), -1)
             if leaf < 0:
                 inside = trees.flatten(value, max_depth=Limits().max_depth)[1]
@@ -256,7 +254,7 @@ class _Contents:
         return mappings
 
     def check(self, item: ReadItem) -> None:
-        """Refuse what cannot be read."""
+        """Refuse a request that cannot be read."""
         name = item.storage_index.fqn
         if name in self._refused:
             raise UnsupportedLeaf(name, self._refused[name])
@@ -265,7 +263,7 @@ class _Contents:
             raise StateError(f"leaf {name}: the planner wants a {kind}, and the sources have none of this name")
 
     def saved(self, name: str) -> io.BytesIO:
-        """A value as DCP wants it. Nothing that somebody else has pickled is ever unpickled here."""
+        """A value as DCP expects it. Nothing that a peer has pickled is ever unpickled here."""
         stream = io.BytesIO()
         torch.save(self._values[name], stream)
         stream.seek(0)
@@ -273,7 +271,7 @@ class _Contents:
 
 
 def _why_not(cohort: Cohort, leaf: int) -> str:
-    """Why a leaf that is no value cannot be loaded, if it cannot."""
+    """Why a leaf that is not a value cannot be loaded; empty if it can."""
     if cohort.manifest.kinds[leaf] == Leaf.TENSOR:
         return ""
     spec = cohort.manifest.detail(leaf)
@@ -293,7 +291,7 @@ def _describe(cohort: Cohort, leaf: int) -> TensorStorageMetadata:
 
 
 class _Wanted(NamedTuple):
-    """A block of a source's tensor, and the tensor that it becomes."""
+    """A block of a source's tensor, and the tensor that the block is written to."""
 
     item: ReadItem
     tensor: torch.Tensor
@@ -309,24 +307,24 @@ class _Wanted(NamedTuple):
                 f"leaf {name}: the planner wants a block of shape {sizes}, and resolves it to a tensor of shape "
                 f"{tuple(tensor.shape)}"
             )
-        # Within the chunk, which is the whole tensor.
+        # Offsets are within the chunk, and a chunk is the whole tensor.
         return cls(item, tensor, tuple(item.storage_offsets), sizes)
 
 
 def _lay_out(contents: _Contents, wanted: Sequence[_Wanted]) -> tuple[object, list[Link]]:
-    """The targets under names for messages, and which block of which leaf becomes each."""
+    """The targets by name for messages, and which block of which leaf goes into each target."""
     shards = Counter(one.item.storage_index.fqn for one in wanted)
     target: dict[str, torch.Tensor] = {}
     links: list[Link] = []
     for one in wanted:
         name = one.item.storage_index.fqn
         if name not in contents.numbers:
-            raise StateError(f"leaf {name}: the source that had it is gone")
+            raise StateError(f"leaf {name}: the source that held it is gone")
         label = name if shards[name] == 1 else f"{name}, {len(links)}: from {one.start}"
         links.append(Link(contents.numbers[name], len(links), one.start, (0,) * len(one.sizes), one.sizes))
         target[label] = one.tensor
     if not links:
-        # A receive of nothing would be taken for one in which no name has matched.
+        # A receive that wants nothing would be taken for one in which no name matched.
         for name, number in contents.numbers.items():
             entry = contents.metadata.state_dict_metadata[name]
             assert isinstance(entry, TensorStorageMetadata)
@@ -341,7 +339,7 @@ def _lay_out(contents: _Contents, wanted: Sequence[_Wanted]) -> tuple[object, li
 
 
 class _Load:
-    """A receive in a thread of its own, which waits to be told what goes where."""
+    """A receive in a thread of its own. It waits until DCP says what goes where."""
 
     def __init__(self, transport: PGTransport, src_ranks: Sequence[int], step: int | None) -> None:
         self._transport, self._src_ranks, self._step = transport, src_ranks, step
@@ -368,7 +366,7 @@ class _Load:
             self._changed.notify_all()
 
     def _late(self, catalogue: Catalogue) -> tuple[object, list[Link]]:
-        """Called by the receive, again if what was wanted is not there yet."""
+        """Called by the receive, again if what was wanted is not offered yet."""
         with self._changed:
             self._catalogue = self._catalogue or catalogue
             self._changed.notify_all()
@@ -384,7 +382,7 @@ class _Load:
         return plan(catalogue)
 
     def catalogue(self) -> Catalogue:
-        """Wait until it is known what the sources have."""
+        """Wait until the sources have said what they have."""
         with self._changed:
             self._changed.wait_for(lambda: self._catalogue is not None or self._over)
             if self._catalogue is None:
@@ -393,7 +391,7 @@ class _Load:
             return self._catalogue
 
     def finish(self, plan: Callable[[Catalogue], tuple[object, list[Link]]]) -> None:
-        """Say what goes where, and wait until it is there."""
+        """Say what goes where, and wait until it has arrived."""
         with self._changed:
             self._plan = plan
             self._changed.notify_all()
@@ -403,19 +401,19 @@ class _Load:
                 with self._changed:
                     self._changed.wait_for(lambda: self._over)
             except KeyboardInterrupt as caught:
-                interrupt = caught  # What lands, lands in the caller's memory: not while it may still do so.
+                interrupt = caught  # The receive writes to the caller's memory: do not raise while it may still do so.
         self.join()
         error = interrupt or self._error
         if error is not None:
             raise error
 
     def give_up(self, why: str) -> None:
-        """Without effect on a receive that knows what goes where."""
+        """End the receive. Without effect once it knows what goes where."""
         with self._changed:
             if self._plan is None and self._given_up is None:
                 self._given_up = why
                 self._changed.notify_all()
 
     def join(self) -> None:
-        """The receive ends within the transport's timeout, whatever the sources do."""
+        """Wait for the receive to end, which it does within the transport's timeout, whatever the sources do."""
         self._thread.join()

@@ -600,7 +600,7 @@ def test_an_existing_file_stays_unless_told_otherwise(tmp_path: Path) -> None:
     # Known before anybody is asked.
     assert f"{path} exists; --overwrite replaces it" in run("fetch", "127.0.0.1:1", "--out", path, code=1)
     with serving(job_state()) as address:
-        assert "no directory" in run("fetch", address, "--out", tmp_path / "no" / "x.pt", code=1)
+        assert "not a directory" in run("fetch", address, "--out", tmp_path / "no" / "x.pt", code=1)
         assert f"{tmp_path} is a directory" in run("fetch", address, "--out", tmp_path, code=1)
         assert path.read_text() == "precious"
         run("fetch", address, "--out", path, "--overwrite")
@@ -636,7 +636,7 @@ def test_a_full_disk_leaves_nothing_half(end: str, old: str | None, tmp_path: Pa
 def test_too_little_room_is_known_before_anything_moves(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     files.check_room(tmp_path / "x.pt", 1)
-    with pytest.raises(Failed, match="left, the state is"):
+    with pytest.raises(Failed, match="of free space, the state needs"):
         files.check_room(tmp_path / "x.pt", 2 * free + 1)
 
 
@@ -710,7 +710,7 @@ def test_serve_refuses_what_cannot_be_served(tmp_path: Path) -> None:
     (tmp_path / "z.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(3))
     assert "a\\n cannot be read as a tensor of torch" in run("serve", tmp_path / "z.safetensors", code=1)
     os.mkfifo(tmp_path / "pipe")
-    assert "no regular file" in run("serve", tmp_path / "pipe", code=1)
+    assert "not a regular file" in run("serve", tmp_path / "pipe", code=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])

@@ -207,7 +207,7 @@ def keep_and_fork(rank: int) -> list[bool]:
     with leaving(12):
         (kept,) = file_descriptors.keep(4, "a test")
         seen.append(file_descriptors.spare())
-        with pytest.raises(transfuse.LimitExceeded, match="12 are free, of which 4 are kept"):
+        with pytest.raises(transfuse.LimitExceeded, match="12 are free, of which 4 are reserved"):
             file_descriptors.keep(1, "another")
         with contextlib.ExitStack() as stack:
             for _ in range(8):

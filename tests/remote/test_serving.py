@@ -324,7 +324,7 @@ def test_options_that_make_no_sense() -> None:
             fetch(address)
         with pytest.raises(ValueError, match=r"an address is host:port"):
             transfuse.peek(address)
-    with pytest.raises(ValueError, match="needs an address"):
+    with pytest.raises(ValueError, match="address is empty"):
         fetch([])
     with pytest.raises(ValueError, match="twice"):
         fetch(["127.0.0.1:5", "127.0.0.1:5"])

@@ -1,4 +1,4 @@
-"""The command line: ``transfuse``. It needs the extra ``cli``; without it, the command says so."""
+"""The command ``transfuse``. It needs the extra ``cli``; without it, the command says what to install."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["main", "run"]
 
 
 def main() -> None:
-    """What the command ``transfuse`` runs."""
+    """Entry point of the command ``transfuse``."""
     run("transfuse.cli.app", "transfuse")
 
 
 def run(module: str, name: str) -> None:
-    """Run the ``app`` of this module as the command of this name."""
+    """Run the ``app`` of this module as a command called ``name``."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
@@ -27,7 +27,7 @@ def run(module: str, name: str) -> None:
 
     app = importlib.import_module(module).app
     for stream in (sys.stdout, sys.stderr):
-        # Where the terminal's encoding lacks a sign, something else stands for it.
+        # Print a substitute for characters that the terminal's encoding lacks.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     app(prog_name=name)

@@ -1,4 +1,4 @@
-"""All commands."""
+"""The command with all its subcommands."""
 
 from __future__ import annotations
 

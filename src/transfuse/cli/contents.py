@@ -1,7 +1,7 @@
-"""Contents: what a state holds, as rows to show. From its manifest alone: no tensor is looked at, or has to exist.
+"""The contents of a state as rows to show, taken from its manifest alone: no tensor is read, or has to exist.
 
-The manifest may be a peer's. Names and values are a peer's words then: everything that is no printable character is
-escaped, so that a terminal shows it and does not obey it.
+The manifest may come from a peer, and with it all names and values. So every unprintable character is escaped: a
+terminal shows it and does not obey it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from transfuse.state.manifest import Leaf, Manifest
 
 __all__ = ["Contents", "Folded", "Row", "Sharding", "Totals", "fold", "printable"]
 
-#: Characters of a value that a row keeps.
+#: How many characters of a value a row keeps.
 MAX_VALUE = 200
-#: Blocks that a row names: a strided shard may have a thousand.
+#: How many blocks a row names: a strided shard may have a thousand.
 MAX_BLOCKS = 4
 
 _NOT_TENSORS = ("value", "array", "object")
@@ -41,15 +41,15 @@ _NOT_TENSORS = ("value", "array", "object")
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a leaf is spread over ranks, and what of it the described rank holds."""
+    """How a leaf is spread over ranks, and which blocks the described rank holds."""
 
-    #: Of a DTensor: its mesh, a placement for each of the mesh's dimensions, and the rank's place in it.
+    #: For a DTensor: its mesh, a placement for each mesh dimension, and the rank's coordinate in the mesh.
     mesh: MeshDescription | None
     placements: tuple[str, ...]
     place: Coordinate
-    #: Of a ShardedTensor: how many shards it has.
+    #: For a ShardedTensor: how many shards it has.
     shards: int | None
-    #: The rank's boxes of the global tensor; "…" at the end where there are more.
+    #: The rank's blocks of the global tensor; "…" at the end if there are more.
     blocks: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -66,25 +66,25 @@ class Sharding:
 class Row:
     """One leaf."""
 
-    #: As errors name it, and with its keys joined by dots.
+    #: The path as in error messages, and the name: the keys joined by dots.
     path: str
     name: str
     #: tensor, DTensor, ShardedTensor, sparse_coo, …, jagged, a wrapper's class, array, object, or value.
     kind: str
-    #: Of its items; of a value its type.
+    #: The dtype of its items; for a value, its type.
     dtype: str
-    #: The global shape of a sharded leaf. None for what has no shape, and for jagged tensors, where it is data.
+    #: The global shape of a sharded leaf. None for a leaf without a shape, and for jagged tensors, whose shape is data.
     shape: tuple[int, ...] | None
-    #: Of its elements in the described process, whether or not they share memory.
+    #: Bytes of its elements in the described process, whether or not they share memory.
     nbytes: int
-    #: "parameter", "buffer" or nothing.
+    #: "parameter", "buffer" or "".
     role: str = ""
     requires_grad: bool = False
-    #: Where its memory is; nothing for a value, which travels in the description.
+    #: The device of its memory; "" for a value, which travels in the description.
     device: str = ""
-    #: What a value is.
+    #: A value as text.
     value: str | None = None
-    #: Leaves with a number in common have a storage in common.
+    #: Numbers of storages that this leaf shares with other leaves.
     shares: tuple[int, ...] = ()
     sharding: Sharding | None = None
 
@@ -94,12 +94,12 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The name, or something to show where it is empty."""
+        """The name, or a stand-in if it is empty."""
         return self.name or self.path or "<root>"
 
     @property
     def what(self) -> str:
-        """Kind and role in as few words as say it."""
+        """Kind and role, as briefly as possible."""
         return self.role if self.role and self.kind == "tensor" else f"{self.kind} {self.role}".rstrip()
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Folded:
-    """Leaves whose names begin alike, as one."""
+    """Several leaves whose names begin alike, folded into one row."""
 
     name: str
     leaves: int
@@ -124,21 +124,21 @@ class Folded:
 class Totals:
     leaves: int
     tensors: int
-    #: Of all leaves, and with memory that several of them show counted once: what a transfer moves.
+    #: Bytes of all leaves, and the same with shared memory counted once, which is what a transfer moves.
     bytes: int
     bytes_once: int
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The rows of a state, in its order."""
+    """The rows of a state, in the state's order."""
 
     rows: tuple[Row, ...]
     totals: Totals
 
     @classmethod
     def of(cls, manifest: Manifest) -> Contents:
-        """``ValueError``, which names the leaf, for a description that no describer writes."""
+        """Raises ``ValueError``, which names the leaf, if the description is invalid."""
         marks = _marks(manifest)
         names = trees.dotted(manifest.root)
         rows = []
@@ -151,12 +151,12 @@ class Contents:
 
     @classmethod
     def apart(cls, rows: Iterable[Row]) -> Contents:
-        """Of leaves none of which share memory."""
+        """The contents for leaves that share no memory."""
         kept = tuple(rows)
         return cls(kept, _totals(kept, sum(row.nbytes for row in kept)))
 
     def matching(self, glob: str) -> tuple[Row, ...]:
-        """The rows whose name a pattern fits."""
+        """The rows whose name matches the pattern."""
         return tuple(row for row in self.rows if fnmatchcase(row.name, glob))
 
 
@@ -165,9 +165,9 @@ def _totals(rows: Sequence[Row], once: int) -> Totals:
 
 
 def fold(rows: Iterable[Row], depth: int) -> list[Row | Folded]:
-    """Rows with names of more than ``depth`` steps between dots made one for each beginning that they have in common.
+    """Fold rows whose names have more than ``depth`` steps between dots: one row for each common beginning.
 
-    A single row of its beginning stays as it is: folding it would hide something and save nothing.
+    A row that is alone with its beginning stays as it is: folding it would hide something and save nothing.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -184,7 +184,7 @@ def fold(rows: Iterable[Row], depth: int) -> list[Row | Folded]:
 
 
 def printable(text: str) -> str:
-    """The text with everything escaped that a terminal might obey, or that UTF-8 cannot write."""
+    """The text with every character escaped that a terminal might obey, or that UTF-8 cannot encode."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -194,13 +194,13 @@ def printable(text: str) -> str:
 
 
 def _marks(manifest: Manifest) -> dict[int, tuple[int, ...]]:
-    """For each leaf that has a storage in common with another, the numbers of such storages."""
+    """For each leaf that shares storages with other leaves, the numbers of these storages."""
     parts = manifest.parts
     shown = np.flatnonzero(parts.numel > 0)
     users = np.unique(np.stack([parts.storage[shown], manifest.leaves_of(shown)], axis=1), axis=0)
     storages, counts = np.unique(users[:, 0], return_counts=True)
     common = users[np.isin(users[:, 0], storages[counts > 1])]
-    # Numbered in the order in which leaves meet them.
+    # Storages are numbered in the order in which leaves mention them.
     numbers: dict[int, int] = {}
     found: dict[int, list[int]] = {}
     for storage, leaf in common[np.lexsort((common[:, 0], common[:, 1]))].tolist():
@@ -212,7 +212,7 @@ def _marks(manifest: Manifest) -> dict[int, tuple[int, ...]]:
 
 
 class _Seen(NamedTuple):
-    """What a spec says, whatever its parts hold."""
+    """What the spec alone says about a leaf, without looking at its tensors."""
 
     kind: str
     dtype: str
@@ -245,22 +245,22 @@ def _row(manifest: Manifest, leaf: int, path: str, name: str, shares: tuple[int,
 
 
 def _value(detail: Any) -> tuple[str, str]:
-    """The type of a value, and what it is."""
+    """A value's type, and the value as text."""
     try:
         value = values.decode(detail)
     except ValueError as error:
-        # A class that is not imported here, mostly: the value can be carried, but not shown.
+        # Usually a class that is not imported here: the value can be carried, but not shown.
         return "?", printable(f"<{error}>")[:MAX_VALUE]
     try:
         text = repr(value)
-    except Exception:  # an int of more digits than Python prints
+    except Exception:  # such as an int with more digits than Python prints
         text = f"<{type(value).__name__}>"
     text = text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 1] + "…"
     return "None" if value is None else printable(type(value).__name__), printable(text)
 
 
 def _look(manifest: Manifest, spec: Any, parts: Iterator[int]) -> _Seen:
-    """What a spec describes; its parts are taken from ``parts``."""
+    """The leaf that a spec describes. Takes the leaf's tensors from ``parts``."""
     if type(spec) is int:
         part = next(parts)
         return _Seen("tensor", values.dtype_name(manifest.dtype_of(part)), manifest.parts.shape(part))
@@ -296,7 +296,7 @@ def _look(manifest: Manifest, spec: Any, parts: Iterator[int]) -> _Seen:
 
 
 def _of(kind: str, *items: _Seen) -> str:
-    """A composite's kind, and what its items are unless they are a plain tensor."""
+    """A composite's kind, and the kind of its items unless these are plain tensors."""
     return f"{kind} of {items[0].kind}" if items and items[0].kind != "tensor" else kind
 
 

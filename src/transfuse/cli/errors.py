@@ -1,4 +1,4 @@
-"""How a command fails: one line on stderr and an exit code. Tracebacks are for bugs, and for who asks for them."""
+"""How a command fails: one line on stderr and an exit code. Tracebacks are for bugs, and for ``--debug``."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ DEBUG_VARIABLE = "TRANSFUSE_DEBUG"
 
 
 class Exit(enum.IntEnum):
-    """Exit codes, of all commands."""
+    """The exit codes of all commands."""
 
     FAILED = 1
     USAGE = 2
     INTERRUPTED = 130
-    #: As a shell reports SIGPIPE.
+    #: The code that a shell reports for SIGPIPE.
     PIPE_CLOSED = 141
 
 
 class Failed(Exception):
-    """What a command was asked cannot be done, for a reason that is its message."""
+    """The command cannot do what the user asked for. The message says why."""
 
 
-#: What to do about a file that cannot be read. For all else the system's own words have to do.
+#: What to do about a file that cannot be read. For other errors the system's own text has to do.
 _REMEDIES = {
     errno.ENOENT: "is the name right?",
     errno.EACCES: "read it as a user who may, or change its mode",
@@ -50,7 +50,7 @@ _REMEDIES = {
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Whatever goes wrong here goes wrong with this file. What the system says about it seldom names it."""
+    """Turn errors of this block into errors about this file: the system's text seldom names the file."""
     try:
         yield
     except IsADirectoryError as error:
@@ -71,7 +71,7 @@ def _in_directory(path: Path) -> str:
 
 
 class Commands(TyperGroup):
-    """Runs a command, and turns what is expected to go wrong into a line and a code."""
+    """Runs a command, and turns expected errors into a line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         run = partial(super().invoke, ctx)
@@ -81,7 +81,7 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """The same for a program that is one command: the demo, the comparison."""
+    """The same for a program that is a single command: the demo, the comparison."""
 
     def invoke(self, ctx: Any) -> Any:
         debug = os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
@@ -89,7 +89,7 @@ class Command(TyperCommand):
 
 
 def _answering(run: Callable[[], Any], name: Callable[[], str], debug: Callable[[], bool]) -> Any:
-    """Run a command. The name and whether to show tracebacks are known once it runs."""
+    """Run a command. Its name, and whether to show tracebacks, are known only once it runs."""
 
     def end(text: str, code: Exit) -> NoReturn:
         if debug():
@@ -100,13 +100,13 @@ def _answering(run: Callable[[], Any], name: Callable[[], str], debug: Callable[
     try:
         with _interruptible():
             result = run()
-        # Here, so that a pipe that was closed meanwhile is noticed while somebody answers it.
+        # Flush here, so that a pipe that was closed meanwhile raises where it is handled.
         sys.stdout.flush()
         return result
     except KeyboardInterrupt:
         end("interrupted", Exit.INTERRUPTED)
     except BrokenPipeError:
-        # What reads has had enough (`| head`). Nothing may be written when Python ends, either.
+        # The reader has closed the pipe (`| head`). Python must not write to it at exit, either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(Exit.PIPE_CLOSED) from None
     except (Failed, TransfuseError, OSError, MemoryError) as error:
@@ -114,7 +114,7 @@ def _answering(run: Callable[[], Any], name: Callable[[], str], debug: Callable[
 
 
 def _text(error: BaseException) -> str:
-    """What an error says. A peer's words may be among it, so nothing that a terminal would obey."""
+    """The text of an error. It may contain a peer's words, so it is escaped for terminals."""
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and not isinstance(error, TransfuseError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
@@ -128,11 +128,11 @@ def _clean(text: str) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM, and a terminal that is closed, end what is done here as Ctrl-C does: with everything cleaned up."""
+    """Let SIGTERM and a closed terminal end the command as Ctrl-C does: with everything cleaned up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # What is ignored, by nohup for example, stays ignored.
+    # A signal that is ignored, by nohup for example, stays ignored.
     ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, signal.default_int_handler)
@@ -145,7 +145,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def warnings_shown(command: str) -> Iterator[None]:
-    """What the library logs as a warning is a line on stderr."""
+    """Print each warning that the library logs as a line on stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
     handler.setFormatter(_Line(command))

@@ -1,4 +1,4 @@
-"""``transfuse fetch``: the state of a server, or of several that hold parts of it, into a file."""
+"""``transfuse fetch``: write the state of one server, or of several that hold parts of it, to a file."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from transfuse.state.manifest import Manifest, describe
 
 __all__ = ["fetch"]
 
-#: Reasons in a refusal.
+#: How many reasons a refusal lists.
 MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Where the state goes."""
+    """The file to write."""
 
     path: Path
     how: Format
@@ -61,7 +61,7 @@ def fetch(
             "--out",
             "-o",
             metavar="FILE",
-            help="`.safetensors`, or `.pt`, `.pth`, `.bin` for torch.save. Without such an end one is chosen.",
+            help="`.safetensors`, or `.pt`, `.pth`, `.bin` for torch.save. Without such a suffix one is chosen.",
         ),
     ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
@@ -79,10 +79,10 @@ def fetch(
 ) -> None:
     """Fetch a state and write it to a file, whole or not at all.
 
-    Whether it fits into the file is found out before a tensor moves. safetensors holds dicts of plain tensors: nested
-    ones too (their keys are joined by dots, and kept in the metadata), but no values, no tied tensors, no sparse ones.
-    What it does not hold is refused with the reason; torch.save holds everything. DTensors are written whole, as plain
-    tensors.
+    Whether the state fits into the file is checked before a tensor moves. safetensors holds dicts of plain tensors,
+    nested too (their keys are joined by dots, and kept in the metadata), but no values, no tied tensors, no sparse
+    ones. What it cannot hold is refused with the reason; torch.save holds everything. DTensors are written whole, as
+    plain tensors.
     """
     _check(addresses)
     check_settings()
@@ -90,12 +90,12 @@ def fetch(
     token, largest = token_of(token_file), bytes_of(max_size) if max_size is not None else None
     reports: list[Report] = []
     with warnings_shown("fetch"):
-        # Without a known end another file is written, beside this one.
+        # Without a known suffix the command writes another file, beside this one.
         files.check_place(out, overwrite or out.suffix not in SUFFIXES)
         seen = _peek(addresses, token, timeout)
         goal = _goal(out, seen)
         files.check_place(goal.path, overwrite)
-        # Replicas bring the same bytes: no file is smaller than the largest.
+        # Replicas bring the same bytes, so the file is at least as large as the largest server's state.
         files.check_room(goal.path, max(int(lay_out(manifest).nbytes.sum()) for manifest in seen))
         state = transfuse.fetch(
             addresses if len(addresses) > 1 else addresses[0],
@@ -110,7 +110,7 @@ def fetch(
         )
         state = _whole(state)
         if goal.how is Format.SAFETENSORS:
-            # It may have changed since it was looked at.
+            # The server's state may have changed since the check.
             _refuse(goal.path, safetensors_file.misfits(describe(state, Limits()).manifest))
         files.save(state, goal.path, goal.how, overwrite)
     _tell(goal, reports[-1], as_json)
@@ -123,11 +123,11 @@ def _check(addresses: Sequence[str]) -> None:
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     if len(set(addresses)) != len(addresses):
-        raise typer.BadParameter("an address appears twice")
+        raise typer.BadParameter("an address appears twice; give each server once")
 
 
 def _peek(addresses: Sequence[str], token: bytes | None, timeout: float) -> list[Manifest]:
-    """What the servers hold. Of several some may be away: whether the others suffice is known later."""
+    """The descriptions of the servers that answer. Whether these servers hold enough is known later."""
     found, last = [], None
     for address in addresses:
         try:
@@ -160,7 +160,7 @@ def _refuse(path: Path, misfits: Sequence[str]) -> None:
 
 
 def _whole(state: Any) -> Any:
-    """The state with tensors in place of DTensors, which are whole here: their mesh is this process."""
+    """The state with each DTensor replaced by its tensor, which is whole: its mesh is this process alone."""
     root, leaves = trees.flatten(state, max_depth=Limits().max_depth)
     if not any(isinstance(leaf, DTensor) for leaf in leaves):
         return state

@@ -1,7 +1,7 @@
-"""States in files: read without running code from them, and written whole or not at all.
+"""States in files: read without running code from the file, and written whole or not at all.
 
-A file is known by its first bytes, not by its name. What is read is mapped, not copied: bytes that nobody asks for
-stay on the disk.
+A file's first bytes say what it is, not its name. Files are mapped, not loaded: bytes that nobody asks for stay on
+the disk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Format(enum.Enum):
     TORCH = "torch.save"
 
 
-#: What a name's end says about a file that is to be written.
+#: Which format a suffix means, for a file to be written.
 SUFFIXES = {
     ".safetensors": Format.SAFETENSORS,
     ".pt": Format.TORCH,
@@ -46,22 +46,22 @@ SUFFIXES = {
     ".bin": Format.TORCH,
 }
 
-#: What a zip begins with.
+#: The first bytes of a zip.
 ZIP = b"PK\x03\x04"
 
-#: What to do about a file that is not whole.
+#: What to do about an incomplete file.
 AGAIN = "copy or save it again"
 
-#: Names in a refusal.
+#: How many names a refusal lists.
 MAX_NAMED = 5
 
 
 def format_of(path: Path) -> Format:
-    """What a file is, from its first bytes."""
+    """The format of a file, from its first bytes."""
     with reading(path):
         if path.is_fifo() or path.is_char_device() or path.is_socket():
-            # It is read more than once, and mapped.
-            raise Failed(f"{path} is no regular file; write what it gives to one")
+            # The file is read more than once, and mapped.
+            raise Failed(f"{path} is not a regular file; write its contents to one")
         with path.open("rb") as file:
             first = file.read(9)
     # A zip, or the pickle that older versions of torch wrote.
@@ -79,7 +79,7 @@ def format_of(path: Path) -> Format:
 
 
 def contents_of(path: Path) -> tuple[Contents, dict[str, str]]:
-    """What a file holds, and its metadata. No tensor is read."""
+    """The contents of a file, and its metadata. No tensor is read."""
     if format_of(path) is Format.SAFETENSORS:
         with reading(path):
             return safetensors_file.contents_of(path)
@@ -87,7 +87,7 @@ def contents_of(path: Path) -> tuple[Contents, dict[str, str]]:
 
 
 def load(path: Path) -> Any:
-    """The state in a file, its tensors mapped from it."""
+    """The state in a file, with tensors mapped from the file."""
     how = format_of(path)
     with reading(path):
         return safetensors_file.load(path) if how is Format.SAFETENSORS else _load_torch(path)
@@ -98,18 +98,18 @@ def _load_torch(path: Path) -> Any:
         zipped = file.read(len(ZIP)) == ZIP
         if zipped:
             _check_zip(path)
-        # Older files are no zip, and cannot be mapped; and by this end of its name torch takes a file for another.
+        # An older file is not a zip and cannot be mapped. And torch takes a file with this suffix for another format.
         mapped = zipped and path.suffix != ".safetensors"
         file.seek(0)
         try:
             with warnings.catch_warnings():
-                # If what they warn of matters, an error follows.
+                # If a warning matters, an error follows.
                 warnings.simplefilter("ignore")
                 return torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:
             raise Failed(_refused(path, pickles.explain(file, error))) from error
         except OSError as error:
-            # torch asks for places that the file would have if it were whole.
+            # torch reads at offsets that the file would have if it were complete.
             if error.errno != errno.EINVAL:
                 raise
             raise Failed(damaged(path, error)) from error
@@ -120,7 +120,7 @@ def _load_torch(path: Path) -> Any:
 
 
 def _check_zip(path: Path) -> None:
-    """Whether a zip is whole, as far as this can be told without reading the tensors, and torch.save's."""
+    """Check that a zip is torch.save's and complete, as far as possible without reading the tensors."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.rpartition("/")[2] for name in archive.namelist()}
@@ -142,7 +142,7 @@ def _check_zip(path: Path) -> None:
 
 
 def damaged(path: Path, error: BaseException | str) -> str:
-    """What to say about a file that should be all right, but is not."""
+    """The message for a file that should be readable, but is not."""
     said = str(error).strip().split("\n")[0] or type(error).__name__
     return f"{path} is damaged or incomplete: {said.rstrip('.')}; {AGAIN}"
 
@@ -167,26 +167,26 @@ def _refused(path: Path, why: pickles.Reason) -> str:
 
 
 def check_place(path: Path, overwrite: bool) -> None:
-    """Whether a file can be written here: better known before the bytes have come over the network."""
+    """Check that a file can be written here, before the bytes come over the network."""
     if path.is_dir():
         raise Failed(f"{path} is a directory; name a file in it")
     if path.exists() and not overwrite:
         raise Failed(f"{path} exists; --overwrite replaces it")
     if not path.parent.is_dir():
-        raise Failed(f"{path.parent} is no directory; make it first")
+        raise Failed(f"{path.parent} is not a directory; make it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise Failed(f"{path.parent} cannot be written to")
+        raise Failed(f"{path.parent} cannot be written to; choose another directory, or change its mode")
 
 
 def check_room(path: Path, nbytes: int) -> None:
-    """Whether there is room for a file of this size."""
+    """Check that the disk has space for a file of this size."""
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
-        raise Failed(f"{path.parent} has {human_bytes(free)} left, the state is {human_bytes(nbytes)}")
+        raise Failed(f"{path.parent} has {human_bytes(free)} of free space, the state needs {human_bytes(nbytes)}")
 
 
 def save(state: Any, path: Path, how: Format, overwrite: bool) -> None:
-    """Write a state. What is there before stays as it is until everything is on the disk."""
+    """Write a state. A file of this name stays as it is until the new one is complete on the disk."""
     try:
         with _in_place_of(path, overwrite) as unfinished:
             if how is Format.SAFETENSORS:
@@ -201,7 +201,7 @@ def save(state: Any, path: Path, how: Format, overwrite: bool) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """What lies behind an error. torch's writer says only that it ended too early."""
+    """The cause behind an error: torch's writer says only that it ended too early."""
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, OSError) and behind.strerror:
@@ -212,13 +212,13 @@ def _cause(error: BaseException) -> str:
 
 @contextmanager
 def _in_place_of(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A file beside ``path`` that takes its name when it is written, and is gone when it is not."""
+    """A temporary file beside ``path``. It takes the name ``path`` once it is complete, and is deleted otherwise."""
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     mode = stat.S_IMODE(unfinished.stat().st_mode)
     try:
         yield unfinished
-        # Some writers put a file of their own in its place, which nobody else may read.
+        # Some writers replace it by a file of their own, which nobody else may read.
         unfinished.chmod(mode)
         _sync(unfinished)
         if overwrite:
@@ -231,11 +231,11 @@ def _in_place_of(path: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _take_name(unfinished: Path, path: Path) -> None:
-    """Give a file its name unless somebody has it meanwhile."""
+    """Give a file its name, unless another file has taken the name meanwhile."""
     try:
         os.link(unfinished, path)
     except FileExistsError:
-        raise Failed(f"{path} exists by now; --overwrite replaces it") from None
+        raise Failed(f"{path} exists by now: another program has made it; --overwrite replaces it") from None
     except OSError as error:
         # Some filesystems have no hard links.
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK) or path.exists():

@@ -1,4 +1,4 @@
-"""``transfuse inspect``: what a state holds, in a file or at a server."""
+"""``transfuse inspect``: show the contents of a state, in a file or at a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transfuse.report import human_bytes
 
 __all__ = ["inspect"]
 
-#: Characters of a value, and of metadata, in a table.
+#: How many characters of a value, and of metadata, a table shows.
 MAX_SHOWN = 40
 
 COLUMNS = (
@@ -38,7 +38,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Inspected:
-    """A state, and what is known about where it is."""
+    """A state's contents, and where the state is."""
 
     where: str
     kind: str
@@ -104,7 +104,7 @@ def _look(where: str, token_file: Path | None, timeout: float) -> Inspected:
     try:
         return Inspected(where, "server", Contents.of(peeked.manifest), step=peeked.step)
     except ValueError as error:
-        raise Failed(f"{where} describes a state that cannot be: {error}") from error
+        raise Failed(f"{where} sent an invalid description of its state: {error}") from error
 
 
 def _cells(row: Row | Folded) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What several commands are told in the same words."""
+"""Options that several commands have in common."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 TOKEN_VARIABLE = "TRANSFUSE_TOKEN"
-#: A week. What is far longer than this no clock of the system takes.
+#: A week. The system's clocks do not take much longer times.
 LONGEST_SECONDS = 604_800
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
@@ -51,16 +51,16 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kmg]i?)?b?(?:/s)?", re.IGNORECASE)
 
 
 def bytes_of(text: str) -> int:
-    """How many bytes ``100MiB``, ``2.5GB`` or ``4096`` are."""
+    """Parse a number of bytes: ``100MiB``, ``2.5GB`` or ``4096``."""
     found = _SIZE.fullmatch(text.strip())
     count = 0 if found is None else int(float(found[1]) * _UNITS[(found[2] or "").lower()])
     if count < 1:
-        raise typer.BadParameter(f"{text!r} is no number of bytes; write 100MiB, 2.5GB or 4096")
+        raise typer.BadParameter(f"{text!r} is not a number of bytes; write 100MiB, 2.5GB or 4096")
     return count
 
 
 def check_settings() -> None:
-    """Better said in a line than by the first transfer."""
+    """Check the settings now: one line here is better than an error from the first transfer."""
     try:
         Limits.from_environment()
         allows_same_host()
@@ -69,7 +69,7 @@ def check_settings() -> None:
 
 
 def check_step(step: int | None) -> None:
-    """Before a file is read, or a server asked."""
+    """Check the options before a file is read or a server is asked."""
     try:
         arguments.check_step(step)
     except ValueError as error:
@@ -81,7 +81,7 @@ def duration_of(seconds: float) -> timedelta:
 
 
 def token_of(file: Path | None) -> bytes | None:
-    """The shared secret, if there is one. As bytes: it need not be text."""
+    """The shared secret, or None. As bytes: it need not be text."""
     if file is None:
         token = os.environb.get(TOKEN_VARIABLE.encode())
         where = TOKEN_VARIABLE
@@ -97,7 +97,7 @@ def token_of(file: Path | None) -> bytes | None:
 
 
 def available_bytes() -> int | None:
-    """The memory of this machine that can still be used without swapping, where Linux tells it."""
+    """The memory of this machine that is available without swapping, if Linux tells it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

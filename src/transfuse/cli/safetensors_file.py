@@ -1,8 +1,8 @@
 """States in safetensors files, which hold tensors by name and nothing else.
 
-A tree of dicts is written with its keys joined by dots, as other readers expect; the keys themselves stand in the
-file's metadata, so that :func:`load` gives the same tree back. What the format cannot hold is refused by name, before
-anything is written: :func:`misfits`.
+A tree of dicts is written with its keys joined by dots, as other readers expect. The keys themselves are kept in the
+file's metadata, so that :func:`load` returns the same tree. :func:`misfits` names everything that the format cannot
+hold, before a byte is written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transfuse.state.trees import Kind
 
 __all__ = ["DTYPES", "SafetensorError", "contents_of", "load", "misfits", "save"]
 
-#: What the format calls the dtypes that it has.
+#: The format's names of dtypes.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -57,7 +57,7 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: Where in the metadata the keys of the tree stand: a JSON list, for each tensor a list of keys, in the state's order.
+#: The metadata entry with the tree's keys: a JSON list with a list of keys for each tensor, in the state's order.
 KEYS = "transfuse.keys"
 
 
@@ -71,11 +71,11 @@ class _Entry(msgspec.Struct):
 
 
 def contents_of(path: Path) -> tuple[Contents, dict[str, str]]:
-    """What a file holds and its metadata, from its header."""
-    # Not for torch, which would map all of it as if it were to be written.
+    """The contents of a file and its metadata, from its header."""
+    # Not with the framework torch: it would map the whole file as writable.
     with _opened(path, "numpy") as file:
         metadata = dict(file.metadata() or {})
-    # The header once more, for the sizes: what has been opened has been checked.
+    # Read the header again for the sizes: opening the file has checked it.
     with path.open("rb") as raw:
         entries = json.loads(raw.read(int.from_bytes(raw.read(8), "little")))
     entries.pop("__metadata__", None)
@@ -125,19 +125,19 @@ def _opened(path: Path, framework: str) -> Any:
 
 
 def _keys(metadata: dict[str, str], names: set[str]) -> dict[str, list[str]]:
-    """For each name the keys that lead to it: one, unless the metadata tells of more, and of just these names."""
+    """The keys that lead to each name: several if the metadata lists exactly these names, otherwise the name itself."""
     plain = {name: [name] for name in sorted(names)}
     try:
         trails = msgspec.json.decode(metadata.get(KEYS, "[]"), type=list[list[str]])
     except msgspec.DecodeError:
         return plain
     found = {".".join(trail): trail for trail in trails}
-    # Others may have changed the file and kept its metadata.
+    # Another program may have changed the tensors and kept the metadata.
     return found if found.keys() == names and not _ambiguous(trails) else plain
 
 
 def _ambiguous(trails: list[list[str]]) -> bool:
-    """Whether two are the same, or a tensor's place is also a dict's."""
+    """Whether two paths are equal, or one path leads to a tensor and to a dict."""
     leaves = Counter(map(tuple, trails))
     inner = {tuple(trail[:i]) for trail in trails for i in range(len(trail))}
     return any(count > 1 for count in leaves.values()) or bool(inner & leaves.keys()) or () in leaves
@@ -149,8 +149,8 @@ def _ambiguous(trails: list[list[str]]) -> bool:
 def misfits(manifest: Manifest) -> list[str]:
     """Why a state cannot be written as safetensors; empty if it can.
 
-    A DTensor counts as the tensor that it is a shard of. What is not kept, and not worth a refusal: whether a tensor is
-    a parameter or a buffer, its strides, and which class of dict it was in.
+    A DTensor counts as the whole tensor. Lost without a refusal: whether a tensor is a parameter or a buffer, its
+    strides, and the class of dict that held it.
     """
     found = [*_of_tree(manifest.root)]
     if found:
@@ -211,7 +211,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _tied(manifest: Manifest) -> Iterator[str]:
-    """Tensors that show the same memory would come back as separate ones."""
+    """Tensors that share memory. After loading they would be separate."""
     parts, paths = manifest.parts, manifest.paths
     if int((parts.numel * parts.item).sum()) == int(lay_out(manifest).nbytes.sum()):
         return
@@ -222,7 +222,7 @@ def _tied(manifest: Manifest) -> Iterator[str]:
 
 
 def save(state: Any, path: Path) -> None:
-    """Write a state that has no misfits. Tensors that are not contiguous are copied first."""
+    """Write a state that has no misfits. Non-contiguous tensors are copied first."""
     root, leaves = trees.flatten(state, max_depth=Limits().max_depth)
     trails = list(_trails(root, []))
     tensors = {".".join(trail): leaf.detach().contiguous() for trail, leaf in zip(trails, leaves, strict=True)}

@@ -1,4 +1,4 @@
-"""``transfuse serve``: a state in a file, for readers anywhere."""
+"""``transfuse serve``: serve the state in a file to readers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def serve(
     check_settings()
     if not host:
         raise typer.BadParameter(
-            "it is empty, which would be every interface: write 0.0.0.0 for that", param_hint="--host"
+            "it is empty, which would mean every interface: write 0.0.0.0 for that", param_hint="--host"
         )
     check_step(step)
     token, rate = token_of(token_file), bytes_of(max_rate) if max_rate is not None else None
@@ -76,10 +76,10 @@ def serve(
     done = threading.Event()
 
     def tell(report: Report) -> None:
-        # Who wanted only the address has closed the pipe, and is served all the same.
+        # A reader of stdout that wanted only the address has closed the pipe. Go on serving.
         with suppress(BrokenPipeError):
             _tell(report, as_json)
-        # Who only looks at the description gets nothing else.
+        # With --once, a reader that only asks for the description does not count.
         if once and report.error is None and report.bytes:
             done.set()
 
@@ -109,12 +109,12 @@ def serve(
         try:
             done.wait()
         except KeyboardInterrupt:
-            # Those who read now may finish; who asks a second time is not made to wait for them.
+            # Active readers may finish; a second Ctrl-C does not wait for them.
             print("transfuse serve: ending", file=sys.stderr)
 
 
 def _tell(report: Report, as_json: bool) -> None:
-    """A line about a reader. What failed is logged by the server, with the reader's address."""
+    """Print a line about a reader. The server logs failures itself, with the reader's address."""
     if as_json:
         print(json.dumps(report.to_dict()), flush=True)
     elif report.error is None and report.bytes:

@@ -1,4 +1,4 @@
-"""Tables: drawn by rich on a terminal; elsewhere aligned lines, which nothing wraps or colours."""
+"""Tables: drawn by rich on a terminal; elsewhere aligned lines without wrapping or colour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Column", "Lines", "count_leaves", "say", "show"]
 
 
 class Lines(Console):
-    """A console that, where nobody reads its lines any more, leaves it to the command how to end."""
+    """A console that leaves a closed pipe to the command, which decides how to end."""
 
     def on_broken_pipe(self) -> None:
         raise
@@ -23,7 +23,7 @@ class Lines(Console):
 
 @dataclass(frozen=True)
 class Column:
-    """``wraps``: may be broken over lines where a terminal is narrow."""
+    """A column. ``wraps``: its cells may be broken over lines on a narrow terminal."""
 
     title: str
     right: bool = False
@@ -35,7 +35,7 @@ def count_leaves(count: int) -> str:
 
 
 def say(text: str = "") -> None:
-    """A line. On a terminal broken at words."""
+    """Print a line. On a terminal it is broken at words."""
     if sys.stdout.isatty():
         Console(highlight=False).print(Text(text))
     else:
@@ -43,7 +43,7 @@ def say(text: str = "") -> None:
 
 
 def show(columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
-    """A table without the columns in which nothing stands. ``styles`` of rows are for terminals."""
+    """Print a table without its empty columns. ``styles`` of rows apply on terminals only."""
     kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
     if not rows:
@@ -64,11 +64,11 @@ def show(columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Seque
 def _draw(columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for column in columns:
-        # Folded, not cut off: a name of which the end is missing names nothing.
+        # Fold, do not cut off: a name without its end names nothing.
         table.add_column(
             column.title, justify="right" if column.right else "left", overflow="fold", no_wrap=not column.wraps
         )
     for i, row in enumerate(rows):
-        # As text: what stands in brackets would be rich's markup otherwise.
+        # As Text: otherwise rich would take brackets for markup.
         table.add_row(*map(Text, row), style=styles[i] if styles else None)
     Console(highlight=False).print(table)

@@ -1,1 +1,1 @@
-"""Other libraries' transports under their own names: PyTorch's on its own wire, torchft's on ours."""
+"""Replacements for other libraries' transports, under the same names: PyTorch's on its own wire, torchft's on ours."""

@@ -1,25 +1,25 @@
 """PyTorch's ``torch.distributed.checkpoint._pg_transport``, under its own names and on its own wire.
 
-**This wire carries pickle and is for trusted peers only**: whoever can send to a receiver can run code in it. It is
-here so that one end of a job can be upgraded before the other. Where both ends are yours to change, use
+**This wire carries pickle and is for trusted peers only**: a peer that can send to a receiver can run code in it. This
+module exists so that one end of a job can be upgraded before the other. If you can change both ends, use
 ``transfuse.PGTransport``.
 
-What is on the wire, all of it PyTorch's choice: tag 1 the length of a pickle as one int64, tag 2 the pickle of a
+PyTorch chose what is on the wire: on tag 1 the length of a pickle as one int64, on tag 2 the pickle of a
 ``_StateDictMeta``, then from tag 3 on the whole storage of every tensor, in the order of the leaves. Nothing flows
-back. So a receiver that refuses, always before it writes a byte, cannot tell the sender, who learns of it by its own
-timeout. After a timeout a gloo group is of no more use: it closes all connections of the rank that gave up. And
-progress is seen message by message: ``timeout`` must allow for the largest single tensor.
+back. So a receiver that refuses, which it does before it writes a byte, cannot tell the sender: the sender learns of it
+by its own timeout. After a timeout a gloo group is unusable, because gloo closes all connections of the rank that gave
+up. And progress is seen message by message: ``timeout`` must allow for the largest single tensor.
 
 What differs from PyTorch's module:
 
 - ``timeout`` is honoured. A peer without progress raises ``PeerTimeout``, a broken connection ``PeerLost``.
-- A sender with several receivers serves each on its own. One that fails does not stop the others; ``SendFailed`` names
-  it at the end. A failed send always raises ``SendFailed``, also with one receiver.
-- Parameters, conjugated and negated views, and unfinished collectives are sent by value. What this wire cannot carry
-  raises ``UnsupportedLeaf`` before anything is sent.
+- A sender with several receivers serves each on its own. If one fails, the others go on, and ``SendFailed`` names the
+  failed ones at the end. A failed send always raises ``SendFailed``, also with one receiver.
+- Parameters, conjugated and negated views, and unfinished collectives are sent by value. A leaf that this wire cannot
+  carry raises ``UnsupportedLeaf`` before anything is sent.
 - A receiver in place checks everything against the metadata first and raises ``TargetMismatch`` with nothing written.
-  Targets of another memory layout or device, and views into larger storages, are updated by copy and nothing beside
-  them is touched. Every target that was received into is returned itself: parameters stay parameters, and DTensors and
+  Targets of another memory layout or device, and views into larger storages, are updated by copy, and nothing beside
+  them is touched. The receiver returns its own target tensors: parameters stay parameters, and DTensors and
   ShardedTensors stay the receiver's own.
 
 As in PyTorch's module, a source leaf whose path has no tensor in the target is returned as a new CPU tensor, non-tensor
@@ -83,16 +83,16 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _LENGTH_TAG, _META_TAG, _FIRST_TENSOR_TAG = 1, 2, 3
 
-#: Bytes of temporary copies that may be under way before the oldest is waited for.
+#: How many bytes of temporary copies may be under way. Beyond that, wait for the oldest copy.
 _WINDOW = 256 << 20
 
-#: Backends count whole milliseconds, and take none for "use the group's own timeout".
+#: Backends count whole milliseconds, and 0 means the group's own timeout.
 _LEAST_TIMEOUT = timedelta(milliseconds=1)
 
-#: For waits whose end is decided elsewhere.
+#: For waits that another thread ends.
 _PATIENCE = timedelta(days=1)
 
-#: A longer pickle is taken for a garbled length. Metadata is some hundred bytes per leaf.
+#: A longer pickle means a garbled length. Metadata takes some hundred bytes per leaf.
 _MAX_META = 1 << 32
 
 
@@ -107,11 +107,11 @@ def _timeit(name: str) -> Generator[None, None, None]:
 
 
 class _NoPlainMemoryError(Exception):
-    """A tensor whose values are not simply elements of one storage; the message completes "it is ..."."""
+    """A tensor that is more than elements of one storage. The message completes "it is ..."."""
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as an ordinary tensor outside autograd, once a collective that still fills it is done."""
+    """The same memory as an ordinary tensor outside autograd. Waits for a collective that still fills it."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
     if tensor.is_nested:
@@ -131,7 +131,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor's whole storage, also what lies outside the tensor, as a flat tensor of ``dtype``."""
+    """The tensor's whole storage, including bytes outside the tensor, as a flat tensor of ``dtype``."""
     try:
         plain = _plain(tensor)
     except _NoPlainMemoryError as error:
@@ -153,7 +153,7 @@ def _prepare_tensor(tensor: torch.Tensor, *, path: str = "") -> tuple[torch.Tens
     """The bytes to send for a tensor, and their description."""
     try:
         plain = _plain(tensor)
-        # Neither these flags nor a storage that ends within an element can be said on this wire: send values instead.
+        # This wire cannot express these flags, nor a storage that ends within an element: send values instead.
         plain = plain.clone() if plain._is_zerotensor() else plain.resolve_conj().resolve_neg()
         if plain.untyped_storage().nbytes() % plain.itemsize:
             plain = plain.clone(memory_format=torch.contiguous_format)
@@ -210,7 +210,7 @@ def _prepare_state_dict(state_dict: object, device: torch.device) -> tuple[_Stat
 def _pickle_problem(value: object) -> Exception | None:
     try:
         pickle.dumps(value)
-    except Exception as error:  # what a leaf's own __reduce__ raises can be anything
+    except Exception as error:  # a leaf's own __reduce__ can raise anything
         return error
     return None
 
@@ -231,12 +231,12 @@ def _dump(meta: _StateDictMeta) -> bytes:
 
 
 def _peer_error(error: Exception, rank: int, phase: str, elapsed: float, timeout: timedelta) -> PeerError:
-    """Tell a silent peer from a broken connection. Backends raise RuntimeError for both, so the text has to do."""
+    """Tell a silent peer from a broken connection. Backends raise RuntimeError for both, so look at the text."""
     text = str(error).lower()
     timed_out = isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text
     closed = any(word in text for word in ("closed", "closure", "reset", "broken pipe", "refused", "not connected"))
-    # The clock speaks too: a wait of that length was a timeout unless the text says otherwise, and "timeout" in the
-    # text of an immediate error is about an earlier one, after which gloo closed the connection.
+    # Look at the clock too: a wait as long as the timeout was a timeout, unless the text says otherwise. And "timeout"
+    # in the text of an immediate error means an earlier timeout, after which gloo closed the connection.
     waited = elapsed >= 0.95 * timeout.total_seconds()
     if (timed_out and waited) if closed else (timed_out or waited):
         return PeerTimeout(rank, phase, elapsed)
@@ -254,14 +254,14 @@ def _wait(work: Work, timeout: timedelta, rank: int, phase: str) -> None:
 
 
 class _Lane:
-    """What is under way to one receiver."""
+    """The messages under way to one receiver."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        #: Posted and not yet taken, oldest first. The tensor is kept because the backend reads its memory.
+        #: Posted and not yet taken, oldest first. Keeps the tensor alive, because the backend reads its memory.
         self.queue: deque[tuple[Work, torch.Tensor, str]] = deque()
         self.taken = 0
-        self.since = 0.0  # when the oldest began to be the oldest
+        self.since = 0.0  # when the oldest message became the oldest
         self.waiting = False
         self.error: Exception | None = None
         self.thread: threading.Thread | None = None
@@ -270,13 +270,13 @@ class _Lane:
 class _Outbox:
     """Posts messages to several receivers and follows each of them on its own.
 
-    Waiting for all receivers after each message would let a silent one starve the rest. Nor can a wait be left to run
-    into its timeout: gloo has no other way to ask whether a message was taken, and then closes the connections to *all*
-    ranks. So a thread per receiver waits for as long as it takes, this object watches the clock, and connections are
-    closed in the end, when every receiver has either everything or an error.
+    Waiting for all receivers after each message would let a silent receiver starve the others. And a wait must not run
+    into its timeout: gloo has no other way to ask whether a message was taken, but when a wait expires, gloo closes the
+    connections to *all* ranks. So one thread per receiver waits without a limit, this object watches the clock, and the
+    connections are closed at the end, when every receiver has either everything or an error.
 
-    Posted messages cost nothing while they are the caller's own memory. Temporary copies are limited by ``_WINDOW``, so
-    where tensors have to be brought to another device first, a silent receiver holds up the others for one timeout.
+    Posted messages cost nothing as long as they are the caller's own memory. ``_WINDOW`` limits temporary copies. So if
+    tensors have to be copied from another device first, a silent receiver holds up the others for one timeout.
     """
 
     def __init__(self, pg: ProcessGroup, timeout: timedelta, ranks: Sequence[int]) -> None:
@@ -300,10 +300,10 @@ class _Outbox:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            # Receivers that timed out, and after an interruption all that were not done.
+            # Receivers that timed out; after an interruption, all that were not done.
             stuck = [lane.queue[0][0] for lane in self._lanes if lane.queue and (lane.waiting or not lane.error)]
         for work in stuck:
-            # This closes the connection, so that nothing half sent is taken later, and thereby ends the thread's wait.
+            # Expiring closes the connection: nothing half sent is taken later, and the thread's wait ends.
             with suppress(RuntimeError, OSError):
                 work.wait(_LEAST_TIMEOUT)
         for lane in self._lanes:
@@ -314,7 +314,7 @@ class _Outbox:
         return {lane.rank: lane.error for lane in self._lanes if lane.error}
 
     def completed(self) -> list[int]:
-        """The ranks for which nothing has failed so far."""
+        """The ranks that have not failed so far."""
         return [lane.rank for lane in self._live()]
 
     def post(self, data: torch.Tensor, tag: int, phase: str, cost: int = 0) -> None:
@@ -376,7 +376,7 @@ class _Outbox:
             error: Exception | None = None
             try:
                 _wait(work, _PATIENCE, lane.rank, phase)
-            except Exception as caught:  # nobody else would see it
+            except Exception as caught:  # no other thread would see it
                 error = caught
             with self._changed:
                 lane.waiting = False
@@ -391,7 +391,7 @@ class _Outbox:
 
 
 def _needed_nbytes(meta: _TensorMeta) -> int:
-    """The storage size that a tensor's furthest element asks for."""
+    """The storage size that the tensor's furthest element needs."""
     if 0 in meta.shape:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride, strict=True))
@@ -399,7 +399,7 @@ def _needed_nbytes(meta: _TensorMeta) -> int:
 
 
 def _shares_memory(meta: _TensorMeta) -> bool:
-    """Whether several elements may lie at one address. Rare layouts that interleave without sharing count as well."""
+    """Whether several elements may have one address. Also true for rare layouts that interleave without sharing."""
     reach = 0
     for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -412,7 +412,7 @@ def _covers_storage(meta: _TensorMeta) -> bool:
     """Whether every byte of the storage belongs to the tensor."""
     extent = 1
     for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
-        if size == 1 or stride == 0:  # such a dimension reaches no further element
+        if size == 1 or stride == 0:  # such a dimension does not reach further
             continue
         if stride != extent:
             return False
@@ -421,7 +421,7 @@ def _covers_storage(meta: _TensorMeta) -> bool:
 
 
 def _check_meta(rank: int, name: str, meta: object) -> None:
-    """Refuse a description that does not describe a view within its own bytes, before anything is allocated."""
+    """Refuse a description that is not a view within its own bytes, before anything is allocated."""
 
     def count(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -430,7 +430,7 @@ def _check_meta(rank: int, name: str, meta: object) -> None:
         return isinstance(values, tuple) and all(map(count, values))
 
     if not isinstance(meta, _TensorMeta):
-        raise ProtocolError(rank, f"rank {rank} sent no tensor description for {name}: {meta!r}")
+        raise ProtocolError(rank, f"rank {rank} sent something else than a tensor description for {name}: {meta!r}")
     if not (
         isinstance(meta.dtype, torch.dtype)
         and counts(meta.shape)
@@ -457,7 +457,7 @@ def _same_device(one: torch.device, other: torch.device) -> bool:
 
 
 def _lands_directly(target: torch.Tensor, meta: _TensorMeta, device: torch.device) -> bool:
-    """Whether the bytes on the wire may be written as they are over the target's whole storage."""
+    """Whether the bytes from the wire can be written unchanged over the target's whole storage."""
     return (
         _same_device(target.device, device)
         and not (target.is_conj() or target.is_neg())
@@ -470,7 +470,7 @@ def _lands_directly(target: torch.Tensor, meta: _TensorMeta, device: torch.devic
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.itemsize == 1 and not target.is_neg():
-        # Some one-byte dtypes have no copy kernel, and the bytes are the values.
+        # Some one-byte dtypes have no copy kernel; for these the bytes are the values.
         target, source = target.view(torch.uint8), source.view(torch.uint8)
     with torch.inference_mode(target.is_inference()):
         target.copy_(source)
@@ -482,12 +482,12 @@ def _shard_name(name: str, metadata: ShardMetadata) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """One tensor to receive: into ``target``'s memory, or where there is none into memory that becomes ``value``."""
+    """One tensor to receive: into ``target``'s memory, or without a target into new memory that becomes ``value``."""
 
     name: str
     meta: _TensorMeta
     target: torch.Tensor | None = None
-    direct: bool = False  # the message itself goes into the target, without a copy
+    direct: bool = False  # receive the message straight into the target, without a copy
     value: torch.Tensor | None = None
 
     def received(self) -> torch.Tensor:
@@ -496,14 +496,14 @@ class _Piece:
 
 
 class _Plan:
-    """What to do with every message, known in full before the first of them is received."""
+    """What to do with every message. Complete before the first message is received."""
 
     def __init__(self, rank: int, meta: _StateDictMeta, targets: dict[KeyPath, object], device: torch.device) -> None:
         self._rank = rank
         self._device = device
         self._mismatches: list[str] = []
         self.pieces: list[_Piece] = []
-        #: One per leaf: called after the last message.
+        #: One function per leaf, called after the last message.
         self.leaves: list[Callable[[], object]] = []
         for path, leaf in zip(meta.paths, meta.non_tensor_leaves, strict=True):
             self.leaves.append(self._leaf(keystr(path) or "<root>", leaf, targets.get(path)))
@@ -528,7 +528,7 @@ class _Plan:
                 return lambda: target
             return partial(_new_dtensor, self._piece(name, leaf.local, None), leaf.spec)
         if len(leaf.local_shards_meta) != len(leaf.local_shards_shard_metadata):
-            raise ProtocolError(self._rank, f"rank {self._rank} sent shards of {name} that have no place in it")
+            raise ProtocolError(self._rank, f"rank {self._rank} sent shards of {name} that lie outside of it")
         if isinstance(target, ShardedTensor):
             self._match_shards(name, leaf, target)
             return lambda: target
@@ -552,7 +552,7 @@ class _Plan:
         return piece
 
     def _check_writable(self) -> None:
-        """To write into memory that is mapped read-only, or not at all, would end the process."""
+        """Refuse read-only and unmapped targets: writing there would end the process."""
         placed = [(piece.name, piece.target) for piece in self.pieces if piece.target is not None]
         found = live_tensors.read_any([target for _, target in placed])
         for row, why in found.faults(np.arange(len(placed)), Mappings(), write=True).items():
@@ -565,7 +565,7 @@ class _Plan:
         return True
 
     def _fit(self, piece: _Piece, target: torch.Tensor) -> None:
-        """Shape and dtype have to agree. Any other difference is one of layout, and a copy takes care of it."""
+        """Compare shape and dtype, which have to agree. Any other difference is one of layout: a copy handles it."""
         name, meta = piece.name, piece.meta
         shape = self._differ(name, "shape", tuple(target.shape), tuple(meta.shape))
         if self._differ(name, "dtype", target.dtype, meta.dtype) or shape:
@@ -575,19 +575,19 @@ class _Plan:
         if target._is_zerotensor() or _needed_nbytes(own) > own.nbytes:
             raise _NoPlainMemoryError(f"a tensor that needs {_needed_nbytes(own)} bytes and has no such storage")
         if not piece.direct and _shares_memory(own):
-            # Elements that share memory cannot take different values, and a copy does not know that these are equal.
+            # Elements that share memory cannot hold different values, and a copy does not know that these are equal.
             self._mismatches.append(
                 f"{name}: stride: expected {target.stride()}, which makes elements share memory, "
                 f"got {tuple(meta.stride)} at offset {meta.storage_offset} of {meta.nbytes} bytes"
             )
 
     def _compare_specs(self, name: str, own: DTensorSpec, other: DTensorSpec) -> None:
-        """Two local tensors of one shape may still be different parts of the whole."""
+        """Compare placements: two local tensors of one shape may still be different parts of the whole."""
         self._differ(name, "global shape", tuple(own.shape), tuple(other.shape))
         if self._differ(name, "placements", tuple(own.placements), tuple(other.placements)):
             return
         self._differ(name, "shard order", getattr(own, "shard_order", None), getattr(other, "shard_order", None))
-        # A pickled mesh keeps its owner's position. Along replicated dimensions every position holds the same.
+        # A pickled mesh keeps its owner's coordinate. Along replicated dimensions every coordinate holds the same.
         here, there = own.mesh.get_coordinate(), other.mesh.get_coordinate()
         if here is not None and there is not None:
             split = [dim for dim, placement in enumerate(own.placements) if not placement.is_replicate()]
@@ -620,7 +620,7 @@ def _new_dtensor(piece: _Piece, spec: DTensorSpec) -> DTensor:
 
 
 def _new_sharded_tensor(pieces: Iterable[_Piece], leaf: _ShardedTensorMeta) -> ShardedTensor:
-    # ShardedTensor insists that its shards have these properties; received memory is never pinned.
+    # ShardedTensor requires that its shards have these properties; received memory is never pinned.
     properties = replace(leaf.sharded_tensor_metadata.tensor_properties, pin_memory=False)
     shards = []
     for piece, metadata in zip(pieces, leaf.local_shards_shard_metadata, strict=True):
@@ -649,9 +649,9 @@ class PGTransport:
         pg: the process group; ranks below are ranks within it.
         timeout: how long a peer may go without finishing a message. At least a millisecond is used.
         device: where the group can send from and receive to.
-        state_dict: called at the start of every receive; its tensors are received into. A refusal comes before any of
-            them is written, but on this wire the sender is not told and runs into its own timeout. An error after
-            that lists in ``torn`` the targets that may hold new bytes.
+        state_dict: called at the start of every receive; the bytes land in its tensors. A refusal comes before any of
+            them is written, but on this wire the sender is not told and runs into its own timeout. A later error lists
+            in ``torn`` the targets that may hold new bytes.
     """
 
     def __init__(
@@ -669,10 +669,10 @@ class PGTransport:
         self._state_dict = state_dict
 
     def send_checkpoint(self, dst_ranks: list[int], state_dict: object) -> None:
-        """Send the state to every rank given.
+        """Send the state to all ``dst_ranks``.
 
         Raises:
-            UnsupportedLeaf: the wire cannot carry a leaf. Nothing was sent, and receivers keep waiting.
+            UnsupportedLeaf: the wire cannot carry a leaf. Nothing was sent, and the receivers keep waiting.
             SendFailed: some ranks did not take everything; ``completed`` lists those that did.
         """
         self._check_ranks(dst_ranks)
@@ -698,12 +698,12 @@ class PGTransport:
             raise SendFailed(causes, completed) from next(iter(causes.values()))
 
     def recv_checkpoint(self, src_rank: int) -> object:
-        """Receive a state, in place where the transport has a ``state_dict`` with a tensor at a leaf's path.
+        """Receive a state: in place if the transport's ``state_dict`` has a tensor at a leaf's path, else new tensors.
 
         Raises:
             TargetMismatch: the source does not fit the target. Nothing was written.
             PeerTimeout, PeerLost: the sender went silent or away.
-            ProtocolError: the metadata makes no sense. Nothing was written.
+            ProtocolError: the metadata is invalid. Nothing was written.
         """
         self._check_ranks([src_rank])
         targets: dict[KeyPath, object] = {}
@@ -718,7 +718,7 @@ class PGTransport:
         return tree_unflatten([leaf() for leaf in plan.leaves], meta.treespec)
 
     def _check_ranks(self, ranks: Iterable[int]) -> None:
-        # Gloo crashes the process over a rank that the group does not have.
+        # Gloo crashes the process for a rank that the group does not have.
         size, own = self._pg.size(), self._pg.rank()
         for rank in ranks:
             if rank == own or (isinstance(size, int) and not 0 <= rank < size):
@@ -744,10 +744,10 @@ class PGTransport:
         _wait(self._recv(data, rank, _META_TAG, phase), self._timeout, rank, phase)
         try:
             with warnings.catch_warnings():
-                # PyTorch deprecates a class that its own tree descriptions are still made of.
+                # PyTorch has deprecated a class that it still uses in its own tree descriptions.
                 warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
                 meta = pickle.loads(data.cpu().numpy().tobytes())
-        except Exception as error:  # unpickling runs the peer's choice of code, which may raise anything
+        except Exception as error:  # unpickling runs code that the peer chose, which may raise anything
             raise ProtocolError(rank, f"rank {rank} sent metadata that cannot be unpickled: {error}") from error
         if not isinstance(meta, _StateDictMeta):
             raise ProtocolError(rank, f"rank {rank} sent a {type(meta).__name__} in place of metadata")
@@ -770,7 +770,7 @@ class PGTransport:
                 touched.append(piece.name)
                 _copy_into(piece.target, _view(data, piece.meta))
             elif not piece.target.is_inference():
-                # The backend wrote behind autograd's back. A backward over the old values has to notice.
+                # The backend wrote without telling autograd. A backward over the old values has to notice.
                 torch.autograd.graph.increment_version(piece.target)
             return cost
 
@@ -781,7 +781,7 @@ class PGTransport:
                     touched.append(piece.name)
                 else:
                     data = torch.empty(piece.meta.nbytes, dtype=torch.uint8, device=device)
-                    # New CPU memory is the result itself; all other memory is copied from and given back.
+                    # New CPU memory is the result itself; other memory is copied from and then freed.
                     cost = 0 if piece.target is None and device.type == "cpu" else piece.meta.nbytes
                 queue.append((piece, data, self._recv(data, rank, tag, f"receiving {piece.name}"), cost))
                 held += cost

@@ -1,10 +1,10 @@
 """torchft's ``CheckpointTransport`` on this library's wire, for ``torchft.Manager(checkpoint_transport=...)``.
 
 Only the import changes: the constructor and the calls are those of ``torchft.checkpointing.pg_transport.PGTransport``.
-Both ends of a job have to change it, because the wire is another. A receiver learns from the source's metadata, which
-the Manager passes on, that the source has not, and says so at once.
+Both ends of a job have to change it, because the wire is another. The Manager passes the source's metadata on to the
+receiver. If the source uses another transport, the receiver sees that there and says so at once.
 
-All that fails raises at both ends. The Manager catches it, reports it and discards the step; the replica is still
+Every failure raises at both ends. The Manager catches the error, reports it and discards the step; the replica is still
 behind then, and heals in the next quorum.
 """
 
@@ -43,16 +43,16 @@ __all__ = ["PGTransport"]
 
 T = TypeVar("T")
 
-#: What a source on this wire calls itself. Versions are compared in the conversation, where both ends learn of it.
+#: The metadata of a source on this wire. Versions are compared in the conversation, where both ends learn of it.
 METADATA = "transfuse"
 
 
 class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
-    """Heals replicas of torchft over the process group that the Manager configures for each quorum.
+    """Heals torchft replicas over the process group that the Manager configures for each quorum.
 
     Args:
-        pg: the group that the Manager gets too, one of torchft's. Ranks are replica ranks, as in the quorum.
-        timeout: how long a transfer may go without progress, for calls that do not say it. The Manager's always do.
+        pg: one of torchft's groups, the one that the Manager gets too. Ranks are replica ranks, as in the quorum.
+        timeout: how long a transfer may go without progress, for calls without a timeout. The Manager's have one.
         device: where the backend wants its tensors (``cpu`` for gloo, an accelerator for NCCL).
         state_dict: called at the start of a receive; the bytes then land in the tensors of the tree it returns. It has
             to be the Manager's tree, with the user's state below ``["user"]["default"]``. Use it together with
@@ -74,12 +74,12 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
             options["mesh"] = _same_mesh
         self._pg = _unwrapped(pg)
         self._timeout = timeout
-        # One for each call: the group and the timeout may be others every time.
+        # A new transport for each call: the group and the timeout may differ every time.
         self._make = partial(transport.PGTransport, device=device, state_dict=state_dict, **options)
-        # Options that cannot work, or not together, are told here, and not when somebody needs healing.
+        # Refuse wrong options here, not when a replica needs healing.
         self._make(self._pg, timeout)
         self._last: transport.PGTransport | None = None
-        #: Targets that a failed receive has half-written. Until one succeeds, this is no source.
+        #: Targets that a failed receive has half-written. Until a receive succeeds, this replica cannot be a source.
         self._torn: tuple[str, ...] = ()
         self._changed = threading.Condition()
         self._under_way = 0
@@ -87,11 +87,11 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
 
     @property
     def report(self) -> Report | None:
-        """What happened in the last transfer, also if it failed. None before the first."""
+        """The report of the last transfer, also if it failed. None before the first."""
         return None if self._last is None else self._last.report
 
     def metadata(self) -> str:
-        """What the Manager tells receivers about this source: which wire it speaks."""
+        """The metadata that the Manager passes to receivers: which wire this source speaks."""
         return METADATA
 
     def send_checkpoint(
@@ -101,20 +101,20 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
         state_dict: T,
         timeout: timedelta | float | None = None,
     ) -> None:
-        """Send a state to these replicas. Returns when each has everything; its tensors may be changed then.
+        """Send a state to the replicas ``dst_ranks``. When this returns, each has everything, and tensors may change.
 
-        Raises :class:`SendFailed` once all are done, if some failed.
+        If some replicas fail, raises :class:`SendFailed` once all are done.
         """
         with self._transfer(timeout) as through:
             through.send_checkpoint(dst_ranks, state_dict, step=step)
 
     def disallow_checkpoint(self) -> None:
-        """Nothing to wait for: a send is over when :meth:`send_checkpoint` returns."""
+        """Does nothing: a send is over when :meth:`send_checkpoint` returns."""
 
     def recv_checkpoint(
         self, src_rank: SupportsIndex, metadata: str, step: SupportsIndex, timeout: timedelta | float | None = None
     ) -> T:
-        """Receive what the replica ``src_rank`` sends for this step, in place if there is a ``state_dict``."""
+        """Receive the state that replica ``src_rank`` sends for this step, in place if there is a ``state_dict``."""
         if metadata != METADATA:
             rank = whole("src_rank", src_rank)
             raise ProtocolError(
@@ -129,7 +129,7 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
                 self._torn = through.torn
 
     def shutdown(self, wait: bool = True) -> None:
-        """Begin no more transfers. With ``wait``, return when those under way are over, one way or the other."""
+        """Begin no more transfers. With ``wait``, return when the active transfers have ended or failed."""
         with self._changed:
             self._closed = True
             if wait:
@@ -154,7 +154,7 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
 
 
 class _Held:
-    """A work of a group in a child process."""
+    """A work of a group whose backend runs in a child process."""
 
     def __init__(self, work: WorkLike) -> None:
         self.work: WorkLike | None = work
@@ -164,16 +164,16 @@ class _Held:
         try:
             return self.work.wait(timeout)
         except Exception as error:
-            # Without the frames below, which hold the work.
+            # Raise without the frames below, which hold the work.
             raise error.with_traceback(None) from error.__cause__
 
 
 class _InChild:
     """One of torchft's groups whose backend runs in a child process.
 
-    When a work of such a group is collected, the group tells its child so, by a number. If by then it has been
-    configured anew, the new child does not know the number, and ends over it. An error's traceback keeps works for as
-    long as somebody keeps the error: so they are let go at the end of a transfer, whoever still refers to them.
+    When a work of such a group is garbage-collected, the group sends the work's number to its child process. If the
+    group has been reconfigured by then, the new child does not know the number and crashes. An error's traceback keeps
+    works for as long as the error lives. So all works are released at the end of a transfer, whoever refers to them.
     """
 
     def __init__(self, pg: Any) -> None:
@@ -203,10 +203,10 @@ class _InChild:
 
 
 def _unwrapped(pg: Any) -> ProcessGroupLike:
-    """The group that wrappers are about.
+    """The group inside torchft's wrappers.
 
-    A managed group counts participants, not ranks, and waits for the quorum to do so: for ever, in the quorum's own
-    thread.
+    A managed group counts participants, not ranks, and waits for the quorum to do so. In the quorum's own thread that
+    wait would never end.
     """
     while isinstance(pg, ProcessGroupWrapper) and isinstance(inner := _inside(pg), ProcessGroup):
         pg = inner
@@ -216,24 +216,25 @@ def _unwrapped(pg: Any) -> ProcessGroupLike:
 def _configured(pg: ProcessGroupLike) -> ProcessGroupLike:
     """The group as it is in this quorum.
 
-    A reconfigured group stays the same object while what is in it is another, and what a lost peer has left behind on
-    the old one must not be met in the new. Groups for accelerators end waits in their own way: they stay wrapped.
+    A group that is reconfigured stays the same object with another group inside. What a lost peer has left behind on
+    the old inner group must not reach the new one. Groups for accelerators end waits in their own way: they stay
+    wrapped.
     """
     inner = _inside(pg) if isinstance(pg, ProcessGroupWrapper) else pg
     if inner is None or (isinstance(pg, _InChild) and pg.size() < 0):
-        raise TransfuseError("the process group is not configured: the Manager does that, or pg.configure()")
+        raise TransfuseError("the process group is not configured: the Manager does that, or call pg.configure()")
     return cast(ProcessGroupLike, inner) if isinstance(pg, ProcessGroupGloo) else pg
 
 
 def _inside(pg: Any) -> object | None:
-    """What a wrapper wraps at the moment."""
+    """The group that a wrapper wraps at the moment."""
     with suppress(AssertionError):
         return cast(object, pg.parent)
     return None
 
 
 def _same_mesh(description: MeshDescription) -> DeviceMesh:
-    """The source's mesh, which in this replica group means this group's ranks. Makes no process groups."""
+    """The source's mesh. In this replica group it means this group's ranks. Makes no process groups."""
     ranks = torch.tensor(description.ranks).reshape(description.shape)
     rank = dist.get_rank() if dist.is_initialized() else 0
     names = description.dim_names

@@ -1,1 +1,1 @@
-"""Serve and fetch, for processes outside the group."""
+"""Serve a state to processes outside the group, and fetch one from there."""

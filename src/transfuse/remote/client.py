@@ -1,4 +1,4 @@
-"""Fetching a state from servers outside one's own group."""
+"""The reader's side: fetch a state from servers outside this process's own group."""
 
 from __future__ import annotations
 
@@ -52,21 +52,22 @@ def fetch(
     on_report: Callable[[Report], object] | None = None,
     **options: Unpack[FetchKeywords],
 ) -> Any:
-    """Fetch the state of a server, or of several at once: replicas, shards or stages of one state.
+    """Fetch a state from one server, or from several at once that hold replicas, shards or stages of one state.
 
     Args:
         address: ``host:port`` of a server, or several. In errors and reports, rank ``i`` is the server of the
             i-th address, counted from 0.
-        state_dict: the tree whose tensors the bytes land in, or a callable that gives it. Without it, everything
-            arrives fresh.
-        token: the servers' secret.
-        timeout: how long it may go without progress, as a timedelta or in seconds.
-        step: what the servers' step must be: one that serves another, or does not say which, is refused. None: any.
-        resume: the ``partial`` of the error of an earlier fetch.
-        on_report: called with the :class:`Report`, also of a failed transfer.
-        **options: those of :class:`PGTransport` that a receiver has: all but ``relay`` and ``max_bytes_per_second``.
+        state_dict: the tree whose tensors the bytes land in, or a callable that returns it. Without it, every tensor is
+            newly allocated.
+        token: the secret that the servers were started with.
+        timeout: how long the fetch may go without progress, as a timedelta or in seconds.
+        step: the step that every server must serve. A server with another step, or with none, is refused. None accepts
+            any step.
+        resume: ``error.partial`` of an earlier fetch that failed.
+        on_report: called with the :class:`Report` of the transfer, also if the transfer failed.
+        **options: the receiver's options of :class:`PGTransport`: all but ``relay`` and ``max_bytes_per_second``.
 
-    With several servers it goes on with those that are there, if they hold all that is needed.
+    If some of several servers are absent, the fetch goes on with the others, as long as those hold all that is needed.
     """
     check_names("fetch", options, FetchKeywords)
     addresses, timeout, step = _check(address), arguments.duration(timeout), check_step(step)
@@ -81,7 +82,7 @@ def fetch(
             None if state_dict is None else lambda: tree,
             **options,
         )
-        # Before any server holds still for it, and after all else that could be wrong with the call.
+        # Call it before any server holds its state still for this reader, and after all other arguments were checked.
         tree = state_dict() if callable(state_dict) else state_dict
         ranks = visit.begin()
         try:
@@ -96,7 +97,7 @@ def fetch(
 
 @dataclass(frozen=True)
 class Peeked:
-    """What a server offers, without any of its tensors."""
+    """The description of a server's state, without any tensor data."""
 
     step: int | None
     manifest: Manifest
@@ -105,7 +106,7 @@ class Peeked:
 def peek(
     address: str, *, token: str | bytes | None = None, timeout: timedelta | float = timedelta(seconds=30)
 ) -> Peeked:
-    """What a server's state is made of. No tensor moves."""
+    """Ask a server for the description of its state. No tensor moves."""
     seconds, limits = arguments.duration(timeout).total_seconds(), Limits.from_environment()
     found: list[messages.Offer] = []
     with _Visit(_check([address]), key_of(token), seconds) as visit:
@@ -117,7 +118,7 @@ def peek(
                 channel.phase = "waiting for the offer"
                 _, body = channel.expect(Message.OFFER, tag=OFFER_TAG)
                 found.append(receive_from_one.describe(channel, read_offer(body, limits, 0)))
-                # Nothing is wanted, and so everything is here.
+                # This reader wants no parcels, so everything it wants is here.
                 channel.send(Message.VERDICT, messages.encode(messages.Verdict()))
                 channel.settle()
 
@@ -128,7 +129,7 @@ def peek(
         try:
             return Peeked(offer.step, Manifest.decode(offer.described, limits, offer.coordinates))
         except ValueError as error:
-            raise ProtocolError(0, f"{address} describes no state: {error}") from error
+            raise ProtocolError(0, f"{address} sent an invalid description of its state: {error}") from error
 
 
 def _check(address: str | Sequence[str]) -> tuple[str, ...]:
@@ -137,34 +138,34 @@ def _check(address: str | Sequence[str]) -> tuple[str, ...]:
         arguments.check_text("address", address, takes)
     addresses = (address,) if isinstance(address, str) else tuple(address)
     if not addresses:
-        raise ValueError("a fetch needs an address")
+        raise ValueError("address is empty: give host:port of at least one server")
     for one in addresses:
         arguments.check_text("address", one, takes)
         split_address(one)
     if len(set(addresses)) != len(addresses):
-        raise ValueError(f"addresses appear twice in {list(addresses)}")
+        raise ValueError(f"an address appears twice in {list(addresses)}: give each server once")
     return addresses
 
 
 class _Visit:
-    """All that goes before the conversation: through every server's door at once, into a group with each."""
+    """All that precedes the conversation: connect to every server at once, and form a pair group with each."""
 
     def __init__(self, addresses: Sequence[str], key: bytes, seconds: float) -> None:
         self._addresses = addresses
         self._key = key
         self._seconds = seconds
         self._patience = Patience(seconds)
-        # In all as long as signs of life in a conversation are believed.
+        # The most `Wait` frames to accept: in all, as long as signs of life in a conversation are believed.
         self._waits = self._patience.signs_of_life(Limits.from_environment().max_working_records, WAIT_SECONDS)
         self._controls: dict[int, ControlConnection] = {}
         self._met: dict[int, PairGroup] = {}
         self._causes: dict[int, BaseException] = {}
-        #: What gloo will open, for each server that has not been asked yet.
+        #: By address number: descriptors reserved for gloo, until this process begins to connect to that server.
         self._kept: dict[int, file_descriptors.Kept] = {}
-        #: Servers that are not waited for any more.
+        #: Numbers of the servers that this reader has given up.
         self._left: set[int] = set()
         self._lock = threading.Lock()
-        #: With the servers that are there, by the numbers of their addresses.
+        #: By address number: the pair group with each server that is ready.
         self.groups: dict[int, PairGroup] = {}
 
     def __enter__(self) -> _Visit:
@@ -177,14 +178,14 @@ class _Visit:
             kept.give_back()
 
     def begin(self) -> list[int]:
-        """Go to every server; the numbers of those whose state holds still now. With each there is a group then."""
-        # For all of them, before the first is asked: what is missing here is no fault of the last one's.
+        """Connect to every server and form a pair group with each. Return the numbers of those that hold still now."""
+        # Reserve for all servers before the first connects: a lack of descriptors here is not the last server's fault.
         count = len(self._addresses)
         purpose = "fetching from a server" if count == 1 else f"fetching from {count} servers at once"
         self._kept.update(
             enumerate(file_descriptors.keep(file_descriptors.CONTROL + file_descriptors.GROUP, purpose, count))
         )
-        # Who has been met waits for a word from here: the others may take a part of the time that it grants.
+        # A connected server waits for this reader's word, so the others may use only part of that server's patience.
         met = self._all(self._meet, range(len(self._addresses)), "the others were there", self._patience.other_servers)
 
         def get_ready(number: int) -> PairGroup:
@@ -193,7 +194,7 @@ class _Visit:
             group.control.expect(Ready, self._seconds, "waiting for the server's state to hold still", self._waits)
             return group
 
-        # Whoever is ready holds up its training.
+        # A server that is ready holds up its own training, so the others get little time.
         ready = self._all(get_ready, sorted(met), "the others were ready", self._patience.other_states)
         if not ready:
             causes = self._causes
@@ -205,11 +206,11 @@ class _Visit:
 
     @property
     def absent(self) -> dict[str, BaseException]:
-        """The servers that it goes on without, and why."""
+        """The servers that the fetch goes on without: a map from address to cause."""
         return {self._addresses[number]: cause for number, cause in sorted(self._causes.items())}
 
     def explain(self, error: TransfuseError) -> None:
-        """Which address each rank is, and who was not there."""
+        """Add notes to the error: which address each rank is, and which servers were absent."""
         if len(self._addresses) > 1:
             error.add_note("; ".join(f"rank {rank} is {name}" for rank, name in enumerate(self._addresses)))
             for address, cause in self.absent.items():
@@ -243,9 +244,9 @@ class _Visit:
     def _all(
         self, task: Callable[[int], PairGroup], numbers: Sequence[int], phase: str, patience: float
     ) -> dict[int, PairGroup]:
-        """Do this for all of them at once; what came of those that succeeded.
+        """Run ``task`` for all ``numbers`` at once; return the groups of those that succeeded.
 
-        Once one has, the others get ``patience`` seconds more.
+        Once one has succeeded, the others get ``patience`` seconds more.
         """
         results: queue.SimpleQueue[tuple[int, PairGroup | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -261,7 +262,7 @@ class _Visit:
         waiting = set(numbers)
         until = float("inf")
         while waiting and time.monotonic() < until:
-            # In slices, so that Ctrl-C is heard.
+            # Wait in slices, so that Ctrl-C takes effect.
             with suppress(queue.Empty):
                 number, group, error = results.get(timeout=Patience.SLICE_SECONDS)
                 waiting.discard(number)

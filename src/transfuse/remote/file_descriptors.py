@@ -1,9 +1,9 @@
-"""File descriptors: gloo ends the process when it runs out of them, so they are counted before gloo is asked.
+"""File descriptors: gloo ends the process when it runs out of them, so count the free ones before calling gloo.
 
-Whoever is about to form a group keeps what that takes. Groups that are formed at the same time in this process do not
-count on the same descriptors, and a server takes no connection that would use up what is kept. What other code opens
-between the count and gloo's last step is not known here: :data:`MARGIN` is for that, and for what cannot be counted (a
-thread that is blocked in ``accept`` holds a number that nobody sees).
+Code that is about to form a group reserves the descriptors that this takes (:func:`keep`). So two groups that are
+formed at once do not count on the same descriptors, and a server accepts no connection that would use up reserved ones.
+:data:`MARGIN` covers what cannot be known here: descriptors that other code opens between the count and gloo's last
+step, and descriptors that cannot be counted (a thread that is blocked in ``accept`` holds one that no call shows).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transfuse.errors import LimitExceeded
 
 __all__ = ["CONTROL", "GROUP", "LISTENER", "MARGIN", "Kept", "check", "free", "keep", "spare"]
 
-#: A server's socket, on which readers arrive.
+#: The socket on which a server listens for readers.
 LISTENER = 1
-#: A connection through a server's door.
+#: A control connection.
 CONTROL = 1
-#: A private group of two: gloo's pipe (2), epoll, listening socket and connection, and one more that its ``accept``
-#: asks for when nobody is left to be taken. tests/remote/test_descriptors.py finds out whether it is still so.
+#: A pair group: gloo's pipe (2), epoll, listening socket and connection, and one more that gloo's ``accept`` asks for
+#: when no connection is left to accept. tests/remote/test_descriptors.py checks this number.
 GROUP = 6
-#: Left over: other threads open files too, and the memory route and Python's imports open one for a moment.
+#: To spare: other threads open files too, and the memory route and Python's imports open one for a moment.
 MARGIN = 8
 
 _lock = threading.Lock()
@@ -34,7 +34,7 @@ _kept = 0
 
 
 class Kept:
-    """Descriptors that are kept for what is about to open them, until this is left."""
+    """Reserved descriptors. Leaving the ``with`` block gives them back: by then gloo has opened its own."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -53,7 +53,7 @@ class Kept:
 
 
 def keep(count: int, purpose: str, times: int = 1) -> list[Kept]:
-    """Keep ``count`` descriptors for each of so many; :class:`LimitExceeded` if not all of them can be had."""
+    """Reserve ``count`` descriptors, ``times`` times. Raise :class:`LimitExceeded` if not all of them are free."""
     global _kept
     with _lock:
         _check(count * times, purpose)
@@ -62,13 +62,13 @@ def keep(count: int, purpose: str, times: int = 1) -> list[Kept]:
 
 
 def check(count: int, purpose: str) -> None:
-    """Raise :class:`LimitExceeded` if not so many descriptors can be had."""
+    """Raise :class:`LimitExceeded` if fewer than ``count`` descriptors are free."""
     with _lock:
         _check(count, purpose)
 
 
 def spare() -> bool:
-    """Whether one more can be opened without touching what is kept."""
+    """Whether one more descriptor can be opened without using up reserved ones."""
     with _lock:
         return _kept == 0 or free(_kept + 1) > _kept
 
@@ -76,7 +76,7 @@ def spare() -> bool:
 def _check(count: int, purpose: str) -> None:
     there = free(_kept + count + MARGIN)
     if there < _kept + count + MARGIN:
-        others = f", of which {_kept} are kept for groups that are being formed" if _kept else ""
+        others = f", of which {_kept} are reserved for groups that are being formed" if _kept else ""
         raise LimitExceeded(
             f"{purpose} takes {count + MARGIN} free file descriptors ({MARGIN} of them to spare), and {there} are free"
             f"{others}: raise the limit of the process (ulimit -n, now {_limit()}), "
@@ -85,10 +85,10 @@ def _check(count: int, purpose: str) -> None:
 
 
 def free(enough: int) -> int:
-    """How many more this process may open, counted up to ``enough``.
+    """How many more descriptors this process may open, counted up to ``enough``.
 
-    The limit is on numbers: what is free is every number below it that is not open. Asked from the top, where nearly
-    all are, this takes few calls, and no descriptor.
+    The system limits the numbers: every number below the limit that is not open is free. Nearly all high numbers are
+    free, so counting from the top takes few calls, and it needs no descriptor itself.
     """
     limit = _limit()
     if limit == resource.RLIM_INFINITY:
@@ -114,7 +114,7 @@ def _is_open(number: int) -> bool:
 
 
 def _forget() -> None:
-    """In a fork, which does not form its parent's groups."""
+    """In a fork: forget the reservations. A fork does not form its parent's groups."""
     global _lock, _kept
     _lock, _kept = threading.Lock(), 0
 

@@ -1,14 +1,15 @@
-"""The door of a server: a connection on which both ends prove that they know the secret, before anything else is said.
+"""The control connection: both ends prove that they know the secret before they say anything else.
 
     reader                                     server
       | -- hello: magic, version, a nonce ------> |
       | <- hello: magic, version, a nonce ------- |
-      | -- proof: HMAC of both hellos ----------> |  wrong: the server closes, and has told nothing
-      | <- proof: HMAC of both hellos ----------- |  wrong: the reader closes, and has told nothing
+      | -- proof: HMAC of both hellos ----------> |  wrong: the server closes and has revealed nothing
+      | <- proof: HMAC of both hellos ----------- |  wrong: the reader closes and has revealed nothing
       | <- frames, each with an HMAC -----------> |  under a key of this connection's own
 
-The reader proves first: who only knocks gets nothing that was made with the secret. Frames are for forming a group
-(:mod:`transfuse.remote.pair_group`); no state, and nothing about one, passes here. Nothing is encrypted.
+The reader proves first: a stranger that only connects gets nothing that was made with the secret. Frames serve to
+form a pair group (:mod:`transfuse.remote.pair_group`); no state and no description of one passes here. Nothing is
+encrypted.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ MAGIC = b"TFUSDOOR"
 VERSION = 1
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + 1 + NONCE_BYTES
-#: Frames carry addresses and causes of failures, and nothing long.
+#: Frames carry only addresses and causes of failures, so they are short.
 MAX_FRAME_BYTES = 16 << 10
-#: How often a reader that has to wait hears that it is not forgotten.
+#: How often the server tells a waiting reader that it still has to wait.
 WAIT_SECONDS = 0.5
 
 _LENGTH = struct.Struct("<I")
@@ -57,22 +58,22 @@ _COUNTER = struct.Struct("<Q")
 
 
 class Wait(msgspec.Struct, tag="wait", frozen=True, forbid_unknown_fields=True):
-    """Server to reader: not yet, but I am here."""
+    """Server to reader: wait, I am alive."""
 
 
 class Call(msgspec.Struct, tag="call", frozen=True, forbid_unknown_fields=True):
-    """Either way: what the one end of a group has to know of the other."""
+    """Either way: a value that this end sets in the store of the pair group, such as its gloo address."""
 
     key: str
     value: bytes
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True):
-    """Reader to server: I can begin. Server to reader: the state holds still, the conversation begins."""
+    """Reader to server: I can begin. Server to reader: the state holds still, begin."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):
-    """Server to reader: no, and why."""
+    """Server to reader: refused, with the cause."""
 
     kind: str
     cause: str
@@ -85,7 +86,7 @@ _T = TypeVar("_T")
 
 
 class ControlConnection:
-    """One connection through a server's door. ``name`` is the other end's, for messages; ``rank`` for its errors."""
+    """One control connection. ``name`` is the other end's name for messages; ``rank`` is its rank in errors."""
 
     def __init__(self, sock: socket.socket, name: str, rank: int) -> None:
         self._socket = sock
@@ -98,28 +99,28 @@ class ControlConnection:
 
     @property
     def local_host(self) -> str:
-        """This machine's address on the way to the other end."""
+        """This machine's address on the interface that leads to the other end."""
         return str(self._socket.getsockname()[0])
 
     def hang_up(self) -> None:
-        """From another thread: hear nothing more, which ends a wait for it. What there is to say can still be said."""
+        """Called from another thread: stop receiving, which ends a wait for the other end. Sending still works."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
-        # A shutdown first: it wakes a thread that waits for the other end.
+        # Shut down first: this wakes a thread that waits for the other end.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def proof(self, purpose: str) -> bytes:
-        """What only the two ends of this connection can say."""
+        """A digest that only the two ends of this connection can compute."""
         return hmac.digest(self._session, b"proof " + purpose.encode(), hashlib.sha256)
 
     def gone(self) -> bool:
-        """Whether the other end has closed. Only while nothing is expected of it."""
+        """Whether the other end has closed. Call it only while no frame is due from that end."""
         try:
-            # Not select(): it knows no more than 1024 files, and a training process may have more.
+            # Not select(): it takes descriptors up to 1023 only, and a training process may have more.
             look = select.poll()
             look.register(self._socket, select.POLLIN)
             return bool(look.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
@@ -136,7 +137,7 @@ class ControlConnection:
         self._send_bytes(head + body + mark, time.monotonic() + seconds, "sending a frame")
 
     def expect(self, kind: type[_F], seconds: float, phase: str, most_waits: int) -> _F:
-        """The next frame, which is a ``kind``; or raise what a refusal says. ``Wait`` frames buy ``seconds`` more."""
+        """Return the next frame, which must be a ``kind``; raise a refusal. A ``Wait`` frame buys ``seconds`` more."""
         started = time.monotonic()
         for _ in range(most_waits + 1):
             frame = self._receive(time.monotonic() + seconds, phase)
@@ -147,7 +148,7 @@ class ControlConnection:
             if not isinstance(frame, Wait):
                 raise ProtocolError(self.rank, f"{self.name} sent {type(frame).__name__} while {phase}")
             if most_waits == 0:
-                raise ProtocolError(self.rank, f"{self.name} asks to be waited for while {phase}")
+                raise ProtocolError(self.rank, f"{self.name} sent Wait while {phase}: only a server may")
         raise PeerTimeout(self.rank, f"{phase} ({self.name})", time.monotonic() - started)
 
     def _receive(self, deadline: float, phase: str) -> Frame:
@@ -160,7 +161,7 @@ class ControlConnection:
         due = hmac.digest(self._receiving, _COUNTER.pack(self._received) + head + body, hashlib.sha256)
         self._received += 1
         if not hmac.compare_digest(mark, due):
-            raise ProtocolError(self.rank, f"{self.name} sent a frame that is not from who has proved itself")
+            raise ProtocolError(self.rank, f"{self.name} sent a frame with a wrong HMAC: somebody else wrote it")
         try:
             return _decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -195,7 +196,7 @@ class ControlConnection:
     # ------------------------------------------------------------------------------------------------- handshake
 
     def admit(self, key: bytes, deadline: float) -> None:
-        """The server's side: let in who proves that it knows ``key``."""
+        """The server's side: admit a reader that proves that it knows ``key``."""
         theirs = self._hear_hello(deadline)
         mine = self._say_hello(deadline)
         self._compare_versions(theirs)
@@ -207,7 +208,7 @@ class ControlConnection:
         self._open(key, said, b"to reader", b"to server")
 
     def enter(self, key: bytes, deadline: float) -> None:
-        """The reader's side: prove that one knows ``key``, and hear that the server does."""
+        """The reader's side: prove that this end knows ``key``, then check that the server does."""
         mine = self._say_hello(deadline)
         theirs = self._hear_hello(deadline)
         self._compare_versions(theirs)
@@ -231,17 +232,17 @@ class ControlConnection:
         hello = self._receive_bytes(HELLO_BYTES, deadline, "waiting for a hello")
         if not hello.startswith(MAGIC):
             raise ProtocolError(
-                self.rank, f"{self.name} does not speak as transfuse does at a door: is it another service?"
+                self.rank, f"{self.name} does not speak transfuse's protocol for readers: is it another service?"
             )
         return hello
 
     def _compare_versions(self, theirs: bytes) -> None:
-        """Once both have said hello, so that both learn of it."""
+        """Compare versions. Called once both ends have said hello, so that both learn of a difference."""
         version = theirs[len(MAGIC)]
         if version != VERSION:
             raise ProtocolError(
                 self.rank,
-                f"{self.name} speaks version {version} at its door, this is version {VERSION}: upgrade the older end",
+                f"{self.name} speaks version {version} for readers, this end version {VERSION}: upgrade the older end",
             )
 
     def _open(self, key: bytes, said: bytes, sending: bytes, receiving: bytes) -> None:
@@ -255,7 +256,7 @@ def _proof(key: bytes, who: bytes, said: bytes) -> bytes:
 
 
 def key_of(token: str | bytes | None) -> bytes:
-    """The key that a token stands for. Without one there is nothing to prove, and everybody can."""
+    """The key for a token. Without a token the key is public, so everybody can prove it."""
     if token is None:
         return hashlib.sha256(b"no token").digest()
     if not isinstance(token, str | bytes):
@@ -266,7 +267,7 @@ def key_of(token: str | bytes | None) -> bytes:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[host]:port``."""
+    """Split ``host:port`` or ``[host]:port``."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or (":" in host and host[0] + host[-1] != "[]"):
         raise ValueError(f"an address is host:port, or [host]:port with IPv6, got {address!r}")
@@ -278,7 +279,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def connect(address: str, key: bytes, seconds: float, rank: int) -> ControlConnection:
-    """Go through the door of a server, as a reader."""
+    """Connect to a server as a reader, and prove the token."""
     started = time.monotonic()
     deadline = started + seconds
     try:

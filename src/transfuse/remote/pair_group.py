@@ -1,7 +1,8 @@
-"""Private groups: two ranks, the server's 0 and the reader's 1, met through the door that both have gone through.
+"""Pair groups: two ranks, the server (0) and the reader (1), formed over their control connection.
 
-torch forms a group through a store. This one holds nothing: what an end sets goes through the door to the other, which
-waits for it. So nobody else can read or write it, and no port is open but the door and gloo's own, on the same address.
+torch forms a group through a store. The store here holds no data of its own: a value that one end sets goes over the
+control connection to the other end, which waits for it. So nobody else can read or write it, and the only open ports
+are the server's and gloo's own, on the same address.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_HOST_NAME = 255
 
 
 class _Exchange(Store):
-    """A store of which each end holds what the other has set."""
+    """A store in which each end holds the values that the other end has set."""
 
     def __init__(self, control: ControlConnection, seconds: float, most_waits: int) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class _Exchange(Store):
         self._most_waits = most_waits
         self._values: dict[str, bytes] = {}
         self._mine: dict[str, bytes] = {}
-        #: What a method raised, since torch passes on only its text.
+        #: The error that a method raised: torch passes on only its text.
         self.failure: PeerError | None = None
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -64,11 +65,11 @@ class _Exchange(Store):
 
     def _hear(self) -> None:
         call = self._control.expect(Call, self._seconds, "forming a group", self._most_waits)
-        # gloo believes every length in it.
+        # Check it: gloo trusts every length in it.
         if not any(_alike(call.value, mine) for mine in self._mine.values()):
-            raise ProtocolError(self._control.rank, f"{self._control.name} gives an address that is none of gloo's")
+            raise ProtocolError(self._control.rank, f"{self._control.name} sent an address that gloo did not make")
         if call.key in self._mine or self._values:
-            raise ProtocolError(self._control.rank, f"{self._control.name} gives its address twice")
+            raise ProtocolError(self._control.rank, f"{self._control.name} sent its gloo address twice")
         self._values[call.key] = call.value
 
     def _say(self, operation: Callable[[], None]) -> None:
@@ -82,9 +83,9 @@ class _Exchange(Store):
 
 
 def _alike(theirs: bytes, mine: bytes) -> bool:
-    """Whether two descriptions of a rank differ in nothing but a host's name, an address and numbers of connections.
+    """Whether two gloo addresses differ only in host name, network address and connection numbers.
 
-    Each is a name (length first), then an address (length first), then numbers.
+    Each consists of a name (length first), a network address (length first), and numbers.
     """
     rests = []
     for data in (theirs, mine):
@@ -99,9 +100,9 @@ def _alike(theirs: bytes, mine: bytes) -> bool:
 
 
 class PairGroup:
-    """A group of this end and the other, both of which have proved to be who came through the door."""
+    """A group of this end and the other. Both have proved that they are the ends of the control connection."""
 
-    #: A thread that is left in a wait keeps gloo by :meth:`_hold`, and no longer than that wait: nobody else has to.
+    #: A thread that is left in a wait keeps gloo alive by :meth:`_hold`, for the length of that wait only.
     outlives_waits = True
 
     def __init__(self, control: ControlConnection, rank: int, seconds: float, most_waits: int) -> None:
@@ -110,7 +111,7 @@ class PairGroup:
         store = _Exchange(control, seconds, most_waits)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        # On the interface of the door, and on no other.
+        # Listen on the interface of the control connection only.
         try:
             options._devices = [gloo.create_device(hostname=control.local_host, lazy_init=False)]
         except RuntimeError as error:
@@ -124,7 +125,7 @@ class PairGroup:
         try:
             self._gloo: Any = gloo(store, rank, 2, options)
         except Exception as error:
-            # Tracebacks hold this frame: the device would stay, and listen, until the garbage is collected.
+            # Tracebacks hold this frame: the device would stay and listen until garbage collection.
             del options
             if store.failure is not None:
                 raise store.failure from None
@@ -140,34 +141,34 @@ class PairGroup:
             raise
 
     def close(self) -> None:
-        """Give the group up, with its threads and connections, whoever else still holds this object.
+        """Free the group with its threads and connections, even if other code still holds this object.
 
-        Not under a thread that waits in it, which would end the process. Such a thread has been left behind by an
-        interrupt, and has to tell the peer: the group goes when it does.
+        If a thread waits in the group, freeing it now would end the process. An interrupt has left that thread behind,
+        and it still has to tell the peer: the group is freed when the thread returns.
         """
         with self._lock:
             if self._waits:
                 self._hold()
                 return
             gone, self._gloo = self._gloo, None
-        # Outside of the lock: gloo joins its threads.
+        # Outside the lock: gloo joins its threads.
         del gone
 
     def break_off(self, until: float) -> None:
-        """Close the connection, and with it end all waits that can be ended."""
+        """Close the connection, which ends all waits that can be ended."""
         with suppress(RuntimeError):
-            # An expired wait closes all connections of a gloo group.
+            # When a wait expires, gloo closes all connections of the group.
             self.recv([torch.zeros(1, dtype=torch.uint8)], self.peer, NOBODYS_TAG).wait(timedelta(milliseconds=2))
         while self._waits and time.monotonic() < until:
             time.sleep(0.01)
 
     def _hold(self) -> None:
-        """Not even the end of the interpreter, and with it of all that modules hold, takes gloo from under a wait."""
+        """Keep gloo alive during a wait, even while the interpreter ends and modules drop what they hold."""
         if not self._held:
             self._held = True
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
-    # What a transport takes for a group.
+    # The methods that a transport calls on a group.
 
     def rank(self) -> int:
         return SERVER if self.peer == READER else READER
@@ -187,7 +188,7 @@ class PairGroup:
     def _open(self) -> Any:
         with self._lock:
             if self._gloo is None:
-                raise RuntimeError("the group was given up")
+                raise RuntimeError("the pair group was closed")
             return self._gloo
 
     @contextmanager
@@ -204,7 +205,7 @@ class PairGroup:
                     ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._gloo))
 
     def _prove(self, rank: int, timeout: timedelta) -> None:
-        """Both ends once more, over the group itself: whoever else may have connected to gloo's port is not it."""
+        """Both ends prove themselves again, over the group: somebody else may have connected to gloo's port."""
         names = {SERVER: "server in the group", READER: "reader in the group"}
         mine = torch.frombuffer(bytearray(self.control.proof(names[rank])), dtype=torch.uint8)
         theirs = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
@@ -225,12 +226,12 @@ class PairGroup:
     def _check(self, proof: bytes, name: str) -> None:
         if not hmac.compare_digest(proof, self.control.proof(name)):
             raise ProtocolError(
-                self.control.rank, f"somebody else than {self.control.name} has connected to gloo's port"
+                self.control.rank, f"somebody other than {self.control.name} has connected to gloo's port"
             )
 
 
 class _Work:
-    """A send or receive of a private group, which stays while somebody waits for it."""
+    """A send or receive of a pair group. It stays alive while a thread waits for it."""
 
     def __init__(self, group: PairGroup, work: WorkLike) -> None:
         self._group = group
@@ -242,9 +243,9 @@ class _Work:
 
 
 class PairGroups:
-    """Servers as ranks of one group, which a transport takes for a process group.
+    """Several servers as ranks of one group, for a transport that expects a process group.
 
-    Rank ``i`` of ``count`` is the server of ``groups[i]``, if there is a group with it; the reader is rank ``count``.
+    Rank ``i`` of ``count`` is the server of ``groups[i]``, if there is one; the reader is rank ``count``.
     """
 
     outlives_waits = PairGroup.outlives_waits

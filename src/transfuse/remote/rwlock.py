@@ -1,4 +1,4 @@
-"""Whose turn it is with a state: its owner's, to change it, or its readers', any number of them at once.
+"""A read-write lock for a state: one owner changes it, or any number of readers read it at once.
 
 First come, first served: neither a stream of readers nor a busy owner keeps the other out.
 """
@@ -23,11 +23,11 @@ class _Ticket:
 
 
 class RWLock:
-    """A lock that many readers share and an owner has to itself. The owner's thread may take it again meanwhile."""
+    """A lock that readers share and the owner holds alone. The thread that holds it as owner may take it again."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        #: Who waits, in the order in which they came.
+        #: Those that wait, in the order of arrival.
         self._waiting: deque[_Ticket] = deque()
         self._readers: set[int] = set()
         self._owner: int | None = None
@@ -35,7 +35,7 @@ class RWLock:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """The state is changed here. Waits until everybody who reads it is done."""
+        """Hold the lock as owner. Waits until every reader is done."""
         me = threading.get_ident()
         with self._changed:
             if me in self._readers:
@@ -55,7 +55,7 @@ class RWLock:
 
     @contextmanager
     def reading(self, meanwhile: Callable[[], object]) -> Iterator[None]:
-        """The state holds still here. Until it does, ``meanwhile`` is called now and then; what it raises ends that."""
+        """Hold the lock as a reader. While waiting, call ``meanwhile`` now and then; an error from it ends the wait."""
         me = threading.get_ident()
         with self._changed:
             self._queue(_Ticket(changing=False), meanwhile)
@@ -69,7 +69,7 @@ class RWLock:
                 self._changed.notify_all()
 
     def held_up(self) -> float:
-        """For how many seconds somebody who wants to change the state has been waiting; 0 if nobody is."""
+        """For how many seconds an owner has been waiting to change the state; 0 if none waits."""
         with self._changed:
             since = [ticket.since for ticket in self._waiting if ticket.changing]
         return time.monotonic() - min(since) if since else 0.0

@@ -1,4 +1,4 @@
-"""Serving a state to readers outside the job's group: each gets a private group of two, and the same conversation."""
+"""Serve a state to readers outside the job's group. Each reader gets a pair group, and the usual conversation."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ __all__ = ["Server", "serve"]
 
 logger = logging.getLogger("transfuse")
 
-#: Connections that have not proved anything yet. With more, whoever has been at it for the longest has to go: to prove
-#: the token takes milliseconds, and so those who only sit there keep nobody out.
+#: The most connections that have not proved the token yet. When there are more, the server closes the oldest: proving
+#: takes milliseconds, so idle connections keep no reader out.
 MAX_STRANGERS = 64
 MAX_PORT = 65535
-#: Complaints about strangers are loud only if the last one is so long ago.
+#: The server logs at most one warning about strangers in so many seconds.
 COMPLAINT_SECONDS = 1.0
-#: How long the thread that listens waits for a connection, and looks again whether one can be taken.
+#: The listening thread waits so long for a connection, then checks again whether it may accept one.
 LISTEN_SECONDS, ROOM_SECONDS = 1.0, 0.05
-#: How long the interpreter's end waits for those who read to be told.
+#: How long the end of the interpreter waits for readers to be told.
 END_SECONDS = 3.0
 
 
@@ -63,20 +63,20 @@ def serve(
     """Serve a state from a background thread, until the returned server is closed.
 
     Args:
-        state_dict: the state, or a callable that gives it, called in a thread of the server for every reader. It must
-            not need other ranks.
-        host: the address to listen on. Loopback unless told otherwise: see the guide on serving for what the network
-            must provide.
+        state_dict: the state, or a callable that returns it. A thread of the server calls it for every reader: it
+            must not need other ranks.
+        host: the address to listen on, loopback by default. The guide on serving says what the network must provide
+            for other addresses.
         port: 0 takes a free one; :attr:`Server.address` says which.
-        token: a secret that readers must know, and the server too. Long and random: ``secrets.token_hex(32)``.
-        timeout: how long a reader may go without progress, and so how long one that stalls holds up training; a
+        token: a secret that the server and its readers share. Long and random: ``secrets.token_hex(32)``.
+        timeout: how long a reader may go without progress, and so how long a stalled reader holds up training; a
             timedelta, or seconds.
-        step: the step that readers are told, or a callable that gives it while the state holds still. Without it,
-            readers that name a step refuse.
-        max_readers: how many read at once; others wait for their turn. With a cap on the rate they read one by one.
-        on_report: called with the :class:`Report` of every transfer, from the thread that served it.
-        **options: those of :class:`PGTransport` that a server has: ``same_host`` (readers on this host may read
-            straight from memory), ``verify`` and ``max_bytes_per_second`` (the most that is given away).
+        step: the step to tell readers, or a callable that returns it while the state holds still. Without it, readers
+            that ask for a certain step refuse.
+        max_readers: how many read at once; others wait for their turn. With a rate limit, one reads at a time.
+        on_report: called with the :class:`Report` of every transfer, in the thread that served it.
+        **options: the options of :class:`PGTransport` for a server: ``same_host`` (readers on this host may read
+            straight from memory), ``verify`` and ``max_bytes_per_second`` (the rate limit).
     """
     check_names("serve", options, ServeKeywords)
     return Server(
@@ -93,9 +93,9 @@ def serve(
 
 
 class Server:
-    """A state that others fetch. Made by :func:`serve`; a context manager that closes it.
+    """A served state, made by :func:`serve`. As a context manager it closes the server on exit.
 
-    Whatever changes the state does so within :meth:`mutating`.
+    Change the state only within :meth:`mutating`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Server:
             raise ValueError(f"max_readers must be at least 1, got {max_readers}")
         arguments.check_text("host", host, "an address to listen on")
         if not host:
-            raise ValueError("host is empty, which would be every interface: if that is meant, say 0.0.0.0")
+            raise ValueError("host is empty, which would mean every interface: if you want that, pass 0.0.0.0")
         port = arguments.whole("port", port)
         arguments.check_no_module(state_dict, "serve(model.state_dict)")
         arguments.check_callable("on_report", on_report)
@@ -126,32 +126,32 @@ class Server:
         self._key = key_of(token)
         self._seconds = timeout.total_seconds()
         self._transport = partial(PGTransport, timeout=timeout, device=torch.device("cpu"), relay=False, **options)
-        self._transport(PairGroups({}, 0))  # Options that make no sense are told here, and not to the first reader.
+        self._transport(PairGroups({}, 0))  # Refuse wrong options here, before the first reader comes.
         self._on_report = on_report
         self._rwlock = RWLock()
-        #: The callables are the user's: one thread at a time.
+        #: The user's callables run in one thread at a time.
         self._asking = threading.Lock()
         self._places = threading.Semaphore(max_readers if options.get("max_bytes_per_second") is None else 1)
-        #: Once it closes, what readers are told that have to wait; and those who read now, if they are cut off.
+        #: Once the server closes: the cause for waiting readers. If it also cancels: the cause for active readers.
         self._closing: str | None = None
         self._cut: str | None = None
         self._readers: dict[threading.Thread, ControlConnection] = {}
         self._groups: weakref.WeakSet[PairGroup] = weakref.WeakSet()
-        #: Doors at which nobody has proved anything yet, in the order in which they were knocked at.
+        #: Connections that have not proved the token yet, oldest first.
         self._strangers: dict[ControlConnection, None] = {}
         self._lock = threading.Lock()
         self._complained_at = float("-inf")
         self._last_change = _Moment()
-        # As above: nobody could be served.
+        # Raise now what would keep the server from serving even one reader.
         file_descriptors.check(
             file_descriptors.LISTENER + file_descriptors.CONTROL + file_descriptors.GROUP, "serving a state"
         )
         if not 0 <= arguments.whole("port", port) <= MAX_PORT:
             raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
-        # One's own socket: a store of torch's would listen on all interfaces, whatever host it is given.
+        # A socket of our own: torch's store would listen on all interfaces, whatever host it is given.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
-        # A thread that waits in accept without a timeout holds a descriptor that nobody can count.
+        # A thread that waits in accept without a timeout holds a descriptor that no call shows.
         self._socket.settimeout(LISTEN_SECONDS)
         self._address = join_address(host, self._socket.getsockname()[1])
         self._thread = threading.Thread(target=self._listen, name="transfuse-server", daemon=True)
@@ -166,10 +166,10 @@ class Server:
 
     @contextmanager
     def mutating(self) -> Iterator[None]:
-        """Change the state within this: it waits until nobody reads, and readers wait until it is left.
+        """Change the state within this block. It waits until no reader is active, and readers wait until it ends.
 
-        How long it waits: until those who read now are done, a reader that stalls for at most the server's timeout.
-        It may be nested.
+        It waits for the readers that are active now; a stalled one delays it by at most the server's timeout.
+        Blocks may be nested.
         """
         with self._rwlock.changing():
             try:
@@ -178,12 +178,12 @@ class Server:
                 self._last_change.record()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Let nobody in any more. Those who read now may finish, unless ``cancel``; those who wait are told."""
+        """Accept no more readers. Active readers may finish, unless ``cancel``. Waiting readers are told."""
         if self._is_fork():
             return
         for thread in self._stop(cancel=cancel):
             if thread is threading.current_thread():
-                continue  # Closed by ``on_report`` or another callable of the user's: it ends when that returns.
+                continue  # ``on_report`` or another callable of the user's called this: the thread ends after it.
             try:
                 thread.join()
             except BaseException:
@@ -192,11 +192,11 @@ class Server:
         atexit.unregister(self._end)
 
     def _stop(self, *, cancel: bool) -> Sequence[threading.Thread]:
-        """Tell all who are here, and take nobody any more; the threads that end then."""
+        """Stop listening and tell the readers. Return the threads that end then."""
         self._closing = self._closing or f"the server at {self._address} was closed"
         if cancel:
             self._cut = self._closing
-        # A shutdown first: it wakes the thread that waits for connections.
+        # Shut down first: this wakes the thread that waits for connections.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -209,17 +209,17 @@ class Server:
         return threads
 
     def _is_fork(self) -> bool:
-        """Whether this process is a fork of the one that serves: what it shut down would be shut down there too."""
+        """Whether this process is a fork of the serving one: a socket shut down here would be shut down there too."""
         return os.getpid() != self._process
 
     def _end(self) -> None:
-        """The interpreter ends. A thread that comes back from gloo after that ends the process, with a message."""
+        """Stop before the interpreter ends. A thread that returns from gloo after that would abort the process."""
         if self._is_fork():
             return
         until = time.monotonic() + END_SECONDS
         for thread in self._stop(cancel=True):
             thread.join(max(0.0, until - time.monotonic()))
-        # Somebody who does not listen may have left a thread in a wait.
+        # A reader that does not listen may have left a thread in a wait.
         for group in list(self._groups):
             group.break_off(until)
 
@@ -234,7 +234,7 @@ class Server:
     def _listen(self) -> None:
         while self._closing is None:
             if not file_descriptors.spare():
-                # Or strangers would take what gloo needs for a reader. They can wait.
+                # Otherwise strangers would take the descriptors that gloo needs for a reader. Strangers can wait.
                 time.sleep(ROOM_SECONDS)
                 continue
             try:
@@ -245,12 +245,12 @@ class Server:
                 if self._closing is not None:
                     return
                 self._complain("could not take a connection", error)
-                time.sleep(0.1)  # Out of file descriptors, perhaps: that may pass.
+                time.sleep(0.1)  # Perhaps the process is out of descriptors, and that may pass.
                 continue
             try:
                 self._let_in(ControlConnection(sock, join_address(where[0], where[1]), READER))
             except (OSError, RuntimeError) as error:
-                # It has gone already, or there is no thread to be had: the next one may fare better.
+                # The peer has gone already, or no thread could be started. The next connection may succeed.
                 sock.close()
                 self._complain("could not answer a connection", error)
 
@@ -270,7 +270,7 @@ class Server:
             raise
 
     def _answer(self, control: ControlConnection) -> None:
-        """One connection, from the first byte to the last."""
+        """Serve one connection from the first byte to the last."""
         try:
             try:
                 control.admit(self._key, time.monotonic() + Patience(self._seconds).handshake)
@@ -284,14 +284,14 @@ class Server:
             try:
                 self._receive(control)
             except Exception as error:
-                # What comes after a cut is its consequence.
+                # An error after a cancel is a consequence of the cancel.
                 if self._cut is not None:
                     self._tell(control, TransfuseError(self._cut))
                     raise TransfuseError(self._cut) from error
                 self._tell(control, error)
                 raise
         except SendFailed as error:
-            # As text: a record that a handler keeps would keep all that the error's traceback holds.
+            # Log text, not the error: a handler that keeps the record would keep all that the traceback holds.
             logger.warning("reader %s: %s", control.name, as_utf8(str(error.causes[READER])))
         except TransfuseError as error:
             logger.warning("reader %s: %s", control.name, as_utf8(str(error)))
@@ -307,14 +307,14 @@ class Server:
             control.send(Refused(type(error).__name__, as_utf8(str(error)[:2000])), self._seconds)
 
     def _receive(self, control: ControlConnection) -> None:
-        """A reader that has proved itself: a place, a group, and its turn with the state."""
+        """Serve a reader that has proved the token: wait for a free slot, form the group, take the lock, send."""
         meanwhile = _Meanwhile(control, self._seconds, lambda: self._closing)
         with self._place(meanwhile), closing(self._form(control)) as group:
             self._groups.add(group)
             control.expect(Ready, self._seconds, "waiting for the reader to begin", most_waits=0)
-            meanwhile()  # It may have closed since.
+            meanwhile()  # The server may have closed since.
             with self._rwlock.reading(meanwhile):
-                # Before the callable, which may copy: work of this thread is not ordered after that of training's.
+                # Before the user's callable, which may copy: nothing else orders this thread's work after training's.
                 self._last_change.wait()
                 with self._asking:
                     state = self._state_dict() if callable(self._state_dict) else self._state_dict
@@ -346,7 +346,7 @@ class Server:
                 self._on_report(transport.report)
 
     def _complain(self, what: str, error: Exception) -> None:
-        """About strangers: once a second at most, so that they cannot fill a log."""
+        """Log a complaint about a stranger, as a warning at most once a second: strangers must not fill a log."""
         now = time.monotonic()
         loud = now - self._complained_at > COMPLAINT_SECONDS
         if loud:
@@ -357,7 +357,7 @@ class Server:
 
 
 class _Meanwhile:
-    """While a reader waits: tell it so, and notice that it has left or that the server closes."""
+    """Called while a reader waits: tell the reader so, and notice if it has left or the server closes."""
 
     def __init__(self, control: ControlConnection, seconds: float, closing: Callable[[], str | None]) -> None:
         self._control = control
@@ -369,14 +369,14 @@ class _Meanwhile:
         if (closing := self._closing()) is not None:
             raise TransfuseError(closing)
         if self._control.gone():
-            raise PeerLost(READER, f"{self._control.name} has left while it waited for its turn")
+            raise PeerLost(READER, f"{self._control.name} closed its connection while it waited for its turn")
         if time.monotonic() - self._said_at >= WAIT_SECONDS:
             self._control.send(Wait(), self._seconds)
             self._said_at = time.monotonic()
 
 
 class _Guard:
-    """Looks at a transfer's progress: while training waits, signs of life alone buy a reader no time."""
+    """Watches a transfer's progress: while training waits, only bytes buy a reader more time, not signs of life."""
 
     def __init__(self, rwlock: RWLock, seconds: float, cut: Callable[[], str | None]) -> None:
         self._rwlock = rwlock
@@ -397,7 +397,7 @@ class _Guard:
 
 
 class _Moment:
-    """The work of accelerators up to a moment of one thread, which another thread can wait for."""
+    """Marks the accelerator work that one thread has queued so far; another thread can wait for that work."""
 
     def __init__(self) -> None:
         self._event: torch.Event | None = None

@@ -1,7 +1,7 @@
-"""What anyone needs who tests a transport: an oracle for states, and a conformance suite for transports.
+"""Tools for testing a transport: an oracle for states, and a conformance suite for transports.
 
-A transport is anything with ``send_checkpoint(dst_ranks, state)`` and ``recv_checkpoint(src_rank)``. A factory, which
-is the transport's class where its constructor takes the arguments of :class:`Factory`, makes one for a rank::
+A transport is any object with ``send_checkpoint(dst_ranks, state)`` and ``recv_checkpoint(src_rank)``. A factory makes
+one for a rank. If the transport's constructor takes the arguments of :class:`Factory`, the class itself is a factory::
 
     import pytest
     import transfuse.testing
@@ -10,18 +10,18 @@ is the transport's class where its constructor takes the arguments of :class:`Fa
     def test_conforms(case):
         case.run(MyTransport)
 
-or, without pytest, ``print(transfuse.testing.check(MyTransport))``. Each case tests one thing that a user may rely on,
-which its ``about`` says, so that a transport that promises less picks its cases by name::
+or, without pytest, ``print(transfuse.testing.check(MyTransport))``. Each case tests one promise to users, and its
+``about`` says which. A transport that promises less chooses its cases by name::
 
     promised = [case for case in CASES if not case.name.startswith(("fresh/sparse/", "death/"))]
     assert_conforms(MyTransport, cases=promised)
 
-Ranks are threads, each with a process group on gloo over 127.0.0.1; in the cases ``death/…`` they are processes, one of
-which is killed. Those, and the ones that say how many bytes are sent, look at what passes through the group's ``send``
-and ``recv``. No case hangs, whatever the transport does: see ``patience`` of :func:`check`.
+Ranks are threads, each with a process group on gloo over 127.0.0.1. In the cases ``death/…`` ranks are processes, and
+one is killed. These cases, and those that limit how many bytes are sent, look at what passes through the group's
+``send`` and ``recv``. No case hangs, whatever the transport does: see ``patience`` of :func:`check`.
 
 ``transfuse.testing.ranks`` starts ranks, as threads or as processes, for tests of your own.
-``assert_exact`` and ``differences`` compare a state that was received with the one that was sent, to the last bit.
+``assert_exact`` and ``differences`` compare a received state with the state that was sent, to the last bit.
 """
 
 from transfuse.testing._group import Factory, Transport

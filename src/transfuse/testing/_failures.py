@@ -1,4 +1,4 @@
-"""Conformance cases: what fails, fails at the right ends, in time, and says why."""
+"""Conformance cases for failures: the right ends fail, in time, and say why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _case = FAILURES.case
 
 
 def _state(count: int = 24) -> dict[str, Tensor]:
-    """In many pieces, and more than the sockets' buffers hold."""
+    """A state in many pieces, larger than the sockets' buffers."""
     return {f"w{i:02}": torch.full((1 << 18,), float(i + 1)) for i in range(count)}
 
 
@@ -46,7 +46,7 @@ def _all(stage: Stage) -> None:
 
 
 def _one_of_three(stage: Stage, second: Any) -> dict[int, Outcome[Any]]:
-    """Send to ranks 1, 2 and 3, of which the second receives into this target, or is absent if it is None."""
+    """Send to ranks 1, 2 and 3. Rank 2 receives into ``target``, or is absent if that is None."""
     state = _state(4)
     with stage.ranks(4) as ranks:
         jobs = {rank: stage.receiver(timeout=stage.short) for rank in (1, 3)}
@@ -56,7 +56,7 @@ def _one_of_three(stage: Stage, second: Any) -> dict[int, Outcome[Any]]:
 
 
 def _others_are_fine(ended: dict[int, Outcome[Any]]) -> Exception:
-    """The others have everything, and the source raised; its error."""
+    """Check that the others have everything and the source raised; return its error."""
     for rank in (1, 3):
         assert_exact(_state(4), value(ended[rank]))
     return expect_failed(ended[0])
@@ -90,7 +90,7 @@ def _several_cannot_encode(stage: Stage) -> None:
             expect_failed(end)
 
 
-# Timeouts: the transport's own, which is shorter than the group's
+# Timeouts: the transport's own, which is shorter than the group's.
 
 
 @_case("timeout/no-source", "A receiver whose source does not come raises after its timeout.")
@@ -132,7 +132,7 @@ def _slow(stage: Stage) -> None:
     state, paused = _state(), 0
 
     def slow(group: Group) -> None:
-        # An eighth of the timeout for every 2 MiB: in all half as much again as the timeout, at once a quarter at most.
+        # Pause for an eighth of the timeout every 2 MiB: in all 1.5 timeouts, at a time at most a quarter of one.
         nonlocal paused
         pauses = group.sent // (2 << 20)
         group.closed.wait(min(pauses - paused, 2) * stage.short / 8)
@@ -144,7 +144,7 @@ def _slow(stage: Stage) -> None:
         assert_exact(state, stage.all_well(ranks, jobs)[1])
 
 
-# Refusal: both ends hear of it, long before the timeout
+# Refusal: both ends hear of it, long before the timeout.
 
 
 @_case("refusal/sender-cannot-encode", "A leaf that cannot be sent fails at both ends, long before the timeout.")
@@ -195,7 +195,7 @@ def _spring(trap: int) -> None:
 
 
 class _Trap:
-    """Whoever unpickles it runs the sender's choice of code."""
+    """Unpickling it runs code that the sender chose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _spring, (id(self),)
@@ -211,7 +211,7 @@ def _nothing_executes(stage: Stage) -> None:
     expect(not sprung, "the receiver ran code that the source chose")
 
 
-# Death: processes that are killed while bytes move
+# Death: processes that are killed while bytes move.
 
 
 def _die_midway(group: Group) -> None:
@@ -220,7 +220,7 @@ def _die_midway(group: Group) -> None:
 
 
 def _work(factory: Factory, group: Group, patience: float, doomed: int) -> list[str]:
-    """Rank 0 sends to all others, and one of all is killed midway; what differs from the state that was sent."""
+    """Rank 0 sends to all others, and one rank is killed midway; each receiver returns the differences it found."""
     if group.rank() == doomed:
         group.trap = _die_midway
     transport = factory(group, timedelta(seconds=patience / 4), CPU)
@@ -243,14 +243,14 @@ def _killed(end: Outcome[Any]) -> None:
         raise end.error
     expect(
         isinstance(end.error, Died) and end.error.signal == signal.SIGKILL,
-        f"it was not killed midway, because so many bytes did not pass through its group: {end}",
+        f"it was not killed midway, because too few bytes passed through its group: {end}",
     )
 
 
 def _raised(end: Outcome[Any], limit: float) -> Exception:
     error = expect_failed(end)
     expect(not isinstance(error, Died), f"it died too: {error}")
-    expect(end.seconds <= limit, f"it raised after {end.seconds:.1f} s only: {error}")
+    expect(end.seconds <= limit, f"it raised only after {end.seconds:.1f} s: {error}")
     return error
 
 

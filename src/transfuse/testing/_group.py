@@ -1,4 +1,4 @@
-"""What the conformance cases run on: the transports' protocol, and groups in which a case may set a trap."""
+"""The ground that the conformance cases run on: the protocol of a transport, and groups with hooks for a case."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["CPU", "Factory", "Group", "GroupRanks", "Job", "Transport"]
 
 CPU = torch.device("cpu")
 
-# No transport uses it, so that nothing ever arrives there.
+# No transport uses this tag, so nothing ever arrives on it.
 _SILENT_TAG = 2**31 - 2
 
 
 class Transport(Protocol):
-    """What the conformance suite tests: anything with these two calls."""
+    """The transport under test: any object with these two calls."""
 
     def send_checkpoint(self, dst_ranks: list[int], state: Any, /) -> None: ...
 
@@ -34,11 +34,11 @@ class Transport(Protocol):
 
 
 class Factory(Protocol):
-    """Makes a transport for one rank: the class itself, where its constructor takes these, or a function.
+    """Makes a transport for one rank: a function, or the class itself if its constructor takes these arguments.
 
-    ``pg`` is a real :class:`torch.distributed.ProcessGroup` on gloo, made for the case. ``state_dict``, if given, is to
-    be called at the start of a receive, and the bytes are to land in the tensors of the tree that it returns. The cases
-    ``death/…`` start processes, for which the factory is pickled: it has to be a class or a function of a module.
+    ``pg`` is a real :class:`torch.distributed.ProcessGroup` on gloo, made for the case. If ``state_dict`` is given, the
+    transport calls it at the start of a receive, and the bytes land in the tensors of the tree that it returns. The
+    cases ``death/…`` start processes and pickle the factory for them: it has to be a class or function of a module.
     """
 
     def __call__(
@@ -47,10 +47,10 @@ class Factory(Protocol):
 
 
 class Group(dist.ProcessGroup):
-    """A gloo group that counts the bytes posted, and in which a case may set a trap."""
+    """A gloo group that counts the bytes posted, and calls a hook of the case before each operation."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
-        # The constructor for subclasses, which the type stubs do not have.
+        # This is the constructor for subclasses, which the type stubs lack.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo = gloo_group(store, rank, size, timeout, _loopback())
         kind = dist.ProcessGroup.BackendType.GLOO
@@ -59,7 +59,7 @@ class Group(dist.ProcessGroup):
         self.sent = 0
         self.received = 0
         self.closed = threading.Event()
-        #: Called before a send or receive is posted, which counts already.
+        #: Called before a send or receive is posted. The count includes that operation already.
         self.trap: Callable[[Group], None] | None = None
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803 - torch's name
@@ -77,18 +77,18 @@ class Group(dist.ProcessGroup):
         return work
 
     def hang_up(self) -> None:
-        """Close all connections, so that waits on them end: gloo does so when one of them expires."""
+        """Close all connections, so that waits on them end: gloo closes them when a wait expires."""
         self.closed.set()
         for peer in range(self.size()):
             if peer != self.rank():
                 with contextlib.suppress(Exception):
-                    # Below 1 ms gloo takes its own default.
+                    # For less than 1 ms gloo uses its own default.
                     self._gloo.recv([torch.empty(1)], peer, _SILENT_TAG).wait(timedelta(milliseconds=2))
 
 
 @functools.cache
 def _loopback() -> Any:
-    # One for all, because each is a thread.
+    # One device for all groups, because each device is a thread.
     return ProcessGroupGloo.create_device(hostname=HOST)
 
 
@@ -108,10 +108,10 @@ class GroupRanks(ThreadedRanks[Group]):
     def run(
         self, jobs: Mapping[int, Job], limit: float, *, only: int | None = None, all_well: bool = False
     ) -> dict[int, Outcome[Any]]:
-        """Run each job with its rank's group. Those that have not ended by the limit are :class:`Late`.
+        """Run each job with its rank's group. Jobs that have not ended by the limit are :class:`Late`.
 
-        With ``only`` the end of that rank ends all. With ``all_well`` the first error does, because the others may wait
-        for that rank in vain, and the limit is one on standing still: a slow machine is no fault.
+        With ``only``, all jobs end when that rank's job ends. With ``all_well`` they end at the first error, because
+        others may wait for that rank in vain; the limit then counts time without progress: a slow machine is no fault.
         """
         bound = {rank: functools.partial(job, self.groups[rank]) for rank, job in jobs.items()}
         stop = (lambda rank, end: end.error is not None) if all_well else (lambda rank, end: rank == only)

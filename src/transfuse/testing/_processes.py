@@ -16,7 +16,7 @@ from transfuse.testing.ranks import Died, Fleet, Late, Outcome, RemoteError, sto
 
 __all__ = ["die", "run_processes"]
 
-# To import torch takes seconds, and is no part of what is tested.
+# Importing torch takes seconds, and is not part of the test.
 _START = 60.0
 
 Work = Callable[[Factory, Group, float], Any]
@@ -27,9 +27,9 @@ def die() -> None:
 
 
 def run_processes(factory: Factory, work: Work, size: int, patience: float) -> dict[int, Outcome[Any]]:
-    """``work(factory, group, patience)``, a function of a module, in a process for each rank: what became of each.
+    """Run ``work(factory, group, patience)``, a function of a module, in a process for each rank; return the outcomes.
 
-    A rank that runs for three times ``patience`` once all have started is ended, and :class:`Late`.
+    A rank that still runs three times ``patience`` after all have started is ended, and counts as :class:`Late`.
     """
     try:
         task = pickle.dumps((work, factory))
@@ -39,22 +39,22 @@ def run_processes(factory: Factory, work: Work, size: int, patience: float) -> d
         ) from error
     with Fleet(size, group=False, start=_START) as fleet:
         fleet.start(_run, size, patience, task)
-        # Each ends itself before.
+        # Each process ends itself before that.
         return {rank: _judged(rank, end) for rank, end in enumerate(fleet.outcomes(_START + 4 * patience))}
 
 
 def _judged(rank: int, end: Outcome[Any]) -> Outcome[Any]:
     if isinstance(end.error, Died) and end.error.signal == signal.SIGALRM:
-        return Outcome(error=Late(f"rank {rank} had not ended after three times its patience"))
+        return Outcome(error=Late(f"rank {rank} had not ended after three times the patience"))
     return end if end.error is not None else end.get()
 
 
-#: The group lives as long as its process: connections that close are no news that the others should get early.
+#: The group lives as long as its process: closing connections early would tell the other ranks something.
 _kept: list[Group] = []
 
 
 def _run(rank: int, size: int, patience: float, task: bytes) -> Outcome[Any]:
-    # Ends the process from outside of Python, whatever the transport does.
+    # This ends the process from outside Python, whatever the transport does.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _START)
     work, factory = pickle.loads(task)

@@ -1,4 +1,4 @@
-"""Conformance cases: what is sent arrives, fresh and in place, once and again."""
+"""Conformance cases for round trips: a state arrives as it was sent, fresh and in place, once and again."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _overlapping(stage: Stage) -> None:
 def _bytes_sent(stage: Stage, state: Any) -> int:
     with stage.ranks(2) as ranks:
         arrived = stage.all_well(ranks, {0: stage.source(state), 1: stage.receiver()})[1]
-        # Only the values: that other things arrive is for other cases.
+        # Compare only the values: other cases compare the rest.
         assert_exact(state, arrived, in_place=True)
         return ranks.groups[0].sent
 
@@ -139,7 +139,7 @@ for _name, _make in LAYOUTS.items():
     _body = functools.partial(_into_zeros, make=_make)
     _case(f"in-place/from/{_name}", "A view of any layout lands in a plain target.")(_body)
 for _name, _make in LAYOUTS.items():
-    # Targets in which elements share memory are another case.
+    # Targets whose elements share memory have a case of their own.
     if _name not in ("contiguous", "expanded", "overlapping"):
         _body = functools.partial(_into_layout, make=_make)
         _case(f"in-place/into/{_name}", "A plain source lands in a target of any layout.")(_body)

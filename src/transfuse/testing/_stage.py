@@ -1,4 +1,4 @@
-"""What the conformance cases have in common: one transport, how long to wait for it, and the moves to make with it."""
+"""Shared by the conformance cases: the transport under test, how long to wait for it, and common steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PATIENCE = 5.0
 
 
 class Stage:
-    """Lengths of time, from one number: the groups' own timeout is ``patience``.
+    """All lengths of time, derived from ``patience``, which is the groups' own timeout.
 
-    Transports that are left waiting have a timeout of a quarter of it and are to have raised at half of it, long before
-    the group would. All others have all of it, and whoever is refused is to hear of that within half of it.
+    A transport whose peer never comes has a timeout of a quarter of ``patience`` and must raise within half of it, long
+    before the group would. All other transports have ``patience`` as timeout, and must hear of a refusal within half.
     """
 
     def __init__(self, factory: Factory, patience: float) -> None:
@@ -48,32 +48,32 @@ class Stage:
         return lambda group: self.transport(group, give, timeout).recv_checkpoint(0)
 
     def move(self, state: Any, target: Any = None) -> Any:
-        """Send from one rank to another; what arrived."""
+        """Send from one rank to another; return what arrived."""
         with self.ranks(2) as ranks:
             return self.all_well(ranks, {0: self.source(state), 1: self.receiver(target)})[1]
 
     def all_well(self, ranks: GroupRanks, jobs: Mapping[int, Job]) -> dict[int, Any]:
-        """Run the jobs, none of which is to fail; their values."""
+        """Run jobs that must not fail; return their values."""
         ended = ranks.run(jobs, 2 * self.patience, all_well=True)
-        # Those that were cut off by another rank's error have none of their own.
+        # A job that was cut off by another rank's error has no error of its own.
         for end in sorted(ended.values(), key=lambda end: isinstance(end.error, Late)):
             value(end)
         return {rank: end.value for rank, end in ended.items()}
 
     def fresh(self, make: Callable[[], Any]) -> None:
-        """What `make` returns arrives exactly."""
+        """Check that the state that ``make`` returns arrives exactly."""
         state = make()
         assert_exact(state, self.move(state))
 
     def land(self, state: Any, target: Any) -> Any:
-        """The state arrives in the target; what was returned."""
+        """Check that the state arrives in the target; return what the receive returned."""
         arrived = self.move(state, target)
         assert_exact(state, arrived, in_place=True)
         assert_exact(state, target, in_place=True)
         return arrived
 
     def refused(self, state: Any, callback: Callable[[], Any] | None = None) -> tuple[Exception, Exception]:
-        """Send what must fail at both ends at once; the errors of source and receiver."""
+        """Send something that must fail at both ends at once; return the errors of source and receiver."""
         with self.ranks(2) as ranks:
             jobs = {0: self.source(state), 1: self.receiver(callback=callback)}
             ended = ranks.run(jobs, self.limit)
@@ -85,14 +85,14 @@ Body = Callable[[Stage], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One case: a name that stays, what the user of a transport may rely on, and a run that tests it."""
+    """One case: a name that never changes, the promise that it tests, and the test."""
 
     name: str
     about: str
     body: Body = field(repr=False, compare=False)
 
     def run(self, factory: Factory, *, patience: float = PATIENCE) -> None:
-        """Raise AssertionError, or what the transport raised, unless it passes. Never hangs."""
+        """Return if the transport passes; otherwise raise AssertionError, or the transport's error. Never hangs."""
         quiet()
         self.body(Stage(factory, patience))
 
@@ -102,7 +102,7 @@ class Case:
 
 class Cases(list[Case]):
     def case(self, name: str, about: str) -> Callable[[Body], Body]:
-        """Adds the function that it decorates."""
+        """Decorator that adds the function as a case."""
 
         def add(body: Body) -> Body:
             self.append(Case(name, about, body))
@@ -112,7 +112,7 @@ class Cases(list[Case]):
 
 
 def value(end: Outcome[Any]) -> Any:
-    """The rank's value, or raise its error."""
+    """Return the rank's value, or raise its error."""
     if isinstance(end.error, Exception):
         raise end.error
     if end.error is not None:
@@ -127,7 +127,7 @@ def expect(condition: bool, otherwise: str) -> None:
 
 
 def expect_failed(end: Outcome[Any]) -> Exception:
-    """The rank raised, in time; its error."""
+    """Check that the rank raised in time; return its error."""
     if end.error is None:
         raise AssertionError(f"it raised nothing; it returned a {type(end.value).__name__}")
     if isinstance(end.error, Late) or not isinstance(end.error, Exception):
@@ -137,12 +137,12 @@ def expect_failed(end: Outcome[Any]) -> Exception:
 
 
 def expect_name(error: Exception, name: str) -> None:
-    """The error's text has this name as a word."""
+    """Check that the error's text has this name as a word."""
     _expect_text(error, rf"(?<!\w){re.escape(name)}(?!\w)", repr(name))
 
 
 def expect_rank(error: Exception, rank: int) -> None:
-    """The error's text says "rank 2", "ranks: [2]" or the like."""
+    """Check that the error's text says "rank 2", "ranks: [2]" or the like."""
     _expect_text(error, rf"rank\w*\W{{0,3}}{rank}\b", f"rank {rank}")
 
 

@@ -1,4 +1,4 @@
-"""What the conformance cases send: one entry for each thing that a transport may get wrong."""
+"""The states that the conformance cases send: one for each thing that a transport may get wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
     )
 } | {
-    # Little more than names for bytes.
+    # These dtypes are little more than names for bytes.
     "bits": _dtypes("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
     "sub-byte": _dtypes(*(f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8))),
 }
@@ -41,7 +41,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 
 @functools.cache
 def quiet() -> None:
-    """Some kinds of tensor warn once a process that they are young: here, where nobody takes that for an error."""
+    """Some kinds of tensor warn once per process that they are in beta: trigger that here, where it fails no test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.empty(0, dtype=torch.complex32)
@@ -51,7 +51,7 @@ def quiet() -> None:
 
 
 def bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    """A tensor of random bits, NaNs with payload and all."""
+    """A tensor of random bits, including NaNs with payloads."""
     generator = torch.Generator().manual_seed(seed)
     high = 2 if dtype is torch.bool else 256
     raw = torch.randint(0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
@@ -172,7 +172,7 @@ def training(seed: int = 0) -> dict[str, Any]:
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
             parameter.copy_(numbers(*parameter.shape, seed=seed + index))
-    # Without the _metadata, which is the business of "module-state".
+    # Without _metadata, which "module-state" covers.
     state: dict[str, Any] = {"model": dict(model.state_dict()), "rng": torch.get_rng_state(), "step": seed}
     for make in (torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)):
         optimizer = make(model.parameters(), lr=0.1)

@@ -18,7 +18,7 @@ CASES: tuple[Case, ...] = (*ROUND_TRIPS, *FAILURES)
 
 
 class Results(dict[str, Exception | None]):
-    """For the name of each case None, if the transport passed, or the exception. Prints as a table."""
+    """Maps each case's name to None if the transport passed, or to the exception. Prints as a table."""
 
     @property
     def failed(self) -> dict[str, Exception]:
@@ -31,14 +31,14 @@ class Results(dict[str, Exception | None]):
 
 
 def check(factory: Factory, *, cases: Iterable[Case] = CASES, patience: float = PATIENCE, workers: int = 1) -> Results:
-    """Run the cases, which never hang, and say for each what came of it.
+    """Run the cases, which never hang, and return the result of each.
 
     Args:
         factory: makes a transport, see :class:`Factory`.
         cases: all, or those that the transport is meant to pass.
-        patience: seconds after which whoever waits is a failure. Larger on a busy machine: a quarter of it is the
-            timeout of transports that are left waiting, and the process groups' own timeout is all of it.
-        workers: how many cases to run at once. Most of the time goes into waiting for what never comes.
+        patience: seconds after which a rank that still waits has failed. Larger on a busy machine: transports whose
+            peer never comes have a timeout of a quarter of it, and the process groups have all of it.
+        workers: how many cases to run at once. Most of their time is spent waiting for peers that never come.
     """
 
     def outcome(case: Case) -> Exception | None:
@@ -57,7 +57,7 @@ def check(factory: Factory, *, cases: Iterable[Case] = CASES, patience: float = 
 def assert_conforms(
     factory: Factory, *, cases: Iterable[Case] = CASES, patience: float = PATIENCE, workers: int = 1
 ) -> None:
-    """As :func:`check`, and raise AssertionError with every failure."""
+    """Like :func:`check`, but raise AssertionError with every failure."""
     __tracebackhide__ = True
     chosen = {case.name: case for case in cases}
     results = check(factory, cases=chosen.values(), patience=patience, workers=workers)
@@ -73,7 +73,7 @@ def _line(error: BaseException) -> str:
 
 
 def _forget(error: BaseException | None) -> None:
-    """Let go of what the frames of a traceback hold: whole states, and groups with their connections."""
+    """Release what the frames of a traceback hold: whole states, and groups with their connections."""
     while error is not None:
         with contextlib.suppress(RuntimeError):
             traceback.clear_frames(error.__traceback__)

@@ -1,8 +1,8 @@
-"""Does a received state equal the one that was sent? The oracle, which shares no code with what it judges.
+"""Is a received state equal to the one that was sent? The oracle, which shares no code with what it judges.
 
-:func:`differences` walks both trees side by side and returns one line for each difference. The rule throughout is that
-silence is a claim: what it cannot compare is a difference, not a pass. Not compared are the device, python attributes
-that someone hung on a plain tensor, object identity of leaves, and the layout of a numpy array.
+:func:`differences` walks both trees side by side and returns one line for each difference. Silence is a claim: anything
+that the oracle cannot compare counts as a difference. It does not compare devices, Python attributes set on plain
+tensors, the identity of leaf objects, and the memory layout of numpy arrays.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def assert_exact(expected: object, got: object, *, in_place: bool = False) -> No
 def differences(expected: object, got: object, *, in_place: bool = False) -> list[str]:
     """One line for each way in which `got` is not exactly `expected`: path, expected, got.
 
-    With `in_place`, `got` lives in the receiver's own tensors: how those lie in memory (strides, offsets, aliases, conj
-    and neg bits, mesh) and what they are to autograd (requires_grad, Parameter, Buffer) is the receiver's business, so
-    that only tree, dtype, shape and logical values count.
+    With `in_place`, `got` lives in the receiver's own tensors. Their memory (strides, offsets, aliases, conj and neg
+    bits, mesh) and their role in autograd (requires_grad, Parameter, Buffer) are the receiver's business: only tree,
+    dtype, shape and logical values are compared.
     """
     with torch.no_grad():
         return _Comparison(in_place).run(expected, got)
 
 
 class _Pair(NamedTuple):
-    """One place in both trees."""
+    """One position in both trees."""
 
     path: str
     expected: Any
     got: Any
-    # False for the parts of a tensor, whose own requires_grad is an accident of how it was made.
+    # False for the inner tensors of a tensor, whose own requires_grad depends on how the outer one was made.
     grad: bool = True
 
 
-# Values whose repr says everything about them, where == says less: datetimes in two zones, Decimal("1.0") and "1.00".
+# Types whose repr says everything about a value, where == says less: datetimes in two zones, Decimal("1.0") and "1.00".
 _BY_REPR = (
     datetime.date,
     datetime.time,
@@ -88,7 +88,7 @@ _COMPRESSED: dict[torch.layout, tuple[str, str]] = {
 }
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-# Attributes that say what a tensor is to its module; compared on their own, and not at all in place.
+# Attributes that give a tensor's role in its module. Compared separately, and not at all in place.
 _ROLE = ("_is_param", "_is_buffer", "persistent")
 
 _IEEE = (torch.half, torch.bfloat16, torch.float, torch.double, torch.complex32, torch.complex64, torch.complex128)
@@ -103,7 +103,7 @@ class _Comparison:
         self.ragged: list[tuple[str, int, int]] = []
         # A stack instead of recursion: a state may be nested deeper than Python recurses.
         self.stack: list[_Pair] = []
-        # Pairs of containers already met, for trees with cycles. Holding the objects keeps their ids from being reused.
+        # Pairs of containers already visited, for trees with cycles. Holding the objects keeps ids from being reused.
         self.met: dict[tuple[int, int], _Pair] = {}
 
     def run(self, expected: object, got: object) -> list[str]:
@@ -135,7 +135,7 @@ class _Comparison:
     # The tree
 
     def compare(self, pair: _Pair) -> Iterator[_Pair]:
-        """Says the differences of this one node and yields its children."""
+        """Report the differences of this one node and yield its children."""
         path, a, b, grad = pair
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             yield from self.compare_tensors(path, a, b, grad)
@@ -165,7 +165,7 @@ class _Comparison:
             yield from self.pytree_node(path, a, b, node)
         else:
             yield from self.objects(path, a, b)
-        # OrderedDict._metadata of a state_dict, and whatever else a container carries beside its items.
+        # OrderedDict._metadata of a state_dict, and any other attributes that a container carries beside its items.
         if isinstance(a, (dict, list, tuple, collections.deque, set, frozenset, np.ndarray)):
             yield from self.attributes(path, _vars(a), _vars(b))
 
@@ -175,7 +175,7 @@ class _Comparison:
         yield from self.keyed(path, "key", a, b, lambda key: f"[{key!r}]")
 
     def attributes(self, path: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[_Pair]:
-        # In which order attributes were set means nothing.
+        # The order in which attributes were set means nothing.
         a, b = dict(sorted(a.items())), dict(sorted(b.items()))
         yield from self.keyed(path, "attribute", a, b, lambda key: f".{key}")
 
@@ -254,7 +254,7 @@ class _Comparison:
             self.say(path, f"type: expected {_name(ours)}, got {_name(theirs)}")
             if ours not in _PLAIN or theirs not in _PLAIN:
                 return
-        # Before anything that reads an attribute, because each one that is read of a ShardedTensor warns.
+        # Before any attribute is read, because reading one of a ShardedTensor warns.
         if _is("torch.distributed._shard.sharded_tensor", "ShardedTensor", a):
             yield from self.sharded(path, a, b)
             return
@@ -335,7 +335,7 @@ class _Comparison:
         # The ragged size is a symbol of this process; the others are plain numbers.
         sizes = ([size for dim, size in enumerate(t.shape) if dim != ragged] for t in (a, b))
         self.check(path, "sizes beside the ragged one", *map(tuple, sizes))
-        # Two jagged tensors fit each other (can be added) only if their ragged sizes are the same symbol.
+        # Two jagged tensors can be added only if their ragged sizes are the same symbol.
         self.ragged.append((path, *(t.shape[ragged].node.nested_int() for t in (a, b))))
         yield _Pair(path + ".values", a._values, b._values, False)
         yield _Pair(path + ".offsets", a._offsets, b._offsets, False)
@@ -387,7 +387,7 @@ class _Comparison:
         self.compare_partition("storage", [d.path for d in self.dense], ours, theirs)
         our_windows, their_windows = _windows([d.expected for d in self.dense]), _windows([d.got for d in self.dense])
         for d in self.dense:
-            # A tensor without elements shows no bytes: there is no place within the window that it could keep.
+            # A tensor without elements shows no bytes, so it has no position within the window to compare.
             if d.expected.numel() and d.got.numel():
                 ours_at = _start(d.expected) - our_windows[_storage(d.expected)]
                 theirs_at = _start(d.got) - their_windows[_storage(d.got)]
@@ -396,7 +396,7 @@ class _Comparison:
         self.compare_partition("ragged size", paths, [a for _, a, _ in self.ragged], [b for _, _, b in self.ragged])
 
     def compare_partition(self, noun: str, paths: list[str], ours: list[int], theirs: list[int]) -> None:
-        """Two partitions are the same if and only if each member's set begins with the same member in both."""
+        """Two partitions are equal if and only if every member's set begins with the same member in both."""
         first_of_ours, first_of_theirs = ({x: i for i, x in reversed(list(enumerate(ids)))} for ids in (ours, theirs))
         for i, path in enumerate(paths):
             a, b = first_of_ours[ours[i]], first_of_theirs[theirs[i]]
@@ -427,11 +427,11 @@ def _index(index: Iterable[Any]) -> str:
 
 
 def _raw(t: Tensor) -> Tensor:
-    """The bytes of each element as they lie in memory, as one more dimension: no dtype's kernels are involved."""
+    """The bytes of each element as they lie in memory, as one more dimension. Uses no kernel of the dtype."""
     size, storage = t.element_size(), t.untyped_storage()
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     end = _start(t) + (last + 1) * size if t.numel() else 0
-    # set_ would otherwise enlarge the storage, which belongs to the state.
+    # Otherwise set_ would enlarge the storage, which belongs to the state.
     if storage.nbytes() < end or (end and not storage.data_ptr()):
         raise ValueError(f"its storage holds {storage.nbytes()} bytes where its elements need {end}")
     raw = torch.empty(0, dtype=torch.uint8, device=t.device)
@@ -460,12 +460,12 @@ def _quantizer(t: Tensor) -> tuple[object, ...]:
 
 
 def _is(module: str, name: str, value: object) -> bool:
-    """isinstance without the import: whoever made an instance has imported its class."""
+    """isinstance without importing the class: if an instance exists, its class has been imported."""
     return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
 
 
 def _key(value: object) -> Hashable:
-    """Equal for two plain values only if they are exactly the same: 1, True, 1.0 and np.float64(1) all differ."""
+    """A key that two plain values share only if they are exactly equal: 1, True, 1.0 and np.float64(1) all differ."""
     exact: Hashable
     if isinstance(value, enum.Enum):
         exact = value.name if value.name is not None else value.value
@@ -514,7 +514,7 @@ def _type(value: object) -> str:
 
 
 def _show(value: object) -> str:
-    # A tensor's repr needs kernels that some have not.
+    # A tensor's repr needs kernels that some dtypes lack.
     if isinstance(value, Tensor):
         return f"<{_type(value)}>"
     try:

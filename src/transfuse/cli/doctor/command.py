@@ -1,4 +1,4 @@
-"""The command: everything that was found, with a remedy for what is not as it should be."""
+"""The command: print every finding, with a remedy for what is wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     settings = list(setup.variables(os.environ))
     if any(finding.status == "fail" for finding in settings):
-        outcome = trial.Outcome({}, (), False, "not tried, since a setting is wrong")
+        outcome = trial.Outcome({}, (), False, "not tried, because a setting is wrong")
     else:
         with Console(stderr=True, quiet=not sys.stderr.isatty()).status("Trying the routes between two processes …"):
             outcome = trial.try_routes()
@@ -93,7 +93,7 @@ def _memory(tried: trial.Tried) -> Finding:
     found = list(permission.reasons(permission.facts()))
     because = f": {'; '.join(cause for cause, _ in found)}" if found else ""
     remedy = "; ".join(dict.fromkeys(remedy for _, remedy in found)) or "transfers on one host go over the group"
-    return Finding("warn", about, f"not here: {printable(tried.reason)}{because}", remedy)
+    return Finding("warn", about, f"does not work here: {printable(tried.reason)}{because}", remedy)
 
 
 def _show(findings: Sequence[Finding]) -> None:

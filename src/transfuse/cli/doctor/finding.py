@@ -1,4 +1,4 @@
-"""What a look at this machine finds."""
+"""One result of looking at this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Status = Literal["ok", "note", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding. ``remedy`` says what to do about it."""
+    """One finding. ``remedy`` says what the user can do about it."""
 
     status: Status
     about: str

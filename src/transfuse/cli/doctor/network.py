@@ -1,4 +1,4 @@
-"""The network as gloo sees it: the interfaces, what the host's name leads to, and where this process listens."""
+"""The network as gloo sees it: the interfaces, the addresses of the host's name, and where this process listens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transfuse.cli.doctor.finding import Finding
 __all__ = ["IFNAME_VARIABLE", "addresses_of_host", "interfaces", "judge", "listening"]
 
 IFNAME_VARIABLE = "GLOO_SOCKET_IFNAME"
-#: Longer than this a lookup is not waited for. Then gloo waits in vain as well.
+#: The longest wait for a name lookup. If it takes longer, gloo fails as well.
 LOOKUP_SECONDS = 3.0
 
 _SIOCGIFADDR = 0x8915
@@ -26,7 +26,7 @@ _LISTENS = "0A"
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The network interfaces that have addresses, and these."""
+    """The network interfaces that have addresses, and their addresses."""
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -42,7 +42,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def addresses_of_host() -> list[str]:
-    """What the name of this host leads to; empty if to nothing, or to nothing within reasonable time."""
+    """The addresses of this host's name; empty if there are none, or the lookup takes too long."""
     found: list[str] = []
 
     def look_up() -> None:
@@ -57,7 +57,7 @@ def addresses_of_host() -> list[str]:
 
 
 def listening() -> dict[str, str]:
-    """The sockets on which this process listens: the address of each, by its number in the kernel."""
+    """The sockets on which this process listens: their addresses, by inode number."""
     mine = set()
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -73,16 +73,16 @@ def listening() -> dict[str, str]:
 
 
 def _address(digits: str) -> str:
-    """An address as the kernel's tables have it: words of four bytes in the machine's own order."""
+    """Decode an address from the kernel's tables: words of four bytes in the machine's own byte order."""
     words = array.array("I", (int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)))
     return str(ipaddress.ip_address(words.tobytes()))
 
 
 def judge(taken: Sequence[str], ifname: str | None, host: Sequence[str], there: dict[str, list[str]]) -> Finding:
-    """Whether others can reach where gloo listens."""
+    """Whether other hosts can reach the address where gloo listens."""
     about, name = "gloo address", socket.gethostname()
     known = {address: interface for interface, addresses in there.items() for address in addresses}
-    # 127.0.1.1 and its like belong to the loopback interface without being listed.
+    # 127.0.1.1 and the like belong to the loopback interface without being listed there.
     shown = ", ".join(f"{one} on {known.get(one) or ('lo' if _is_loopback(one) else 'no interface')}" for one in taken)
     if ifname:
         why = f"as {IFNAME_VARIABLE}={ifname} says"

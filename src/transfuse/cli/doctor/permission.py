@@ -1,4 +1,4 @@
-"""Why one process may not read another's memory here: what the kernel and the container have to say."""
+"""Why one process may not read another's memory here: the rules of the kernel and the container."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Facts", "facts", "reasons"]
 _PR_GET_DUMPABLE = 3
 #: The number of CAP_SYS_PTRACE.
 _SYS_PTRACE = 19
-#: All users: outside of any user namespace.
+#: The uid_map range of all users: this process is in no user namespace.
 _ALL_USERS = ["0", "0", "4294967295"]
 
 
 class Facts(NamedTuple):
-    """What decides about ``process_vm_readv``."""
+    """All that decides whether ``process_vm_readv`` is allowed."""
 
     available: bool
     #: Yama's ptrace_scope; None without Yama.
     yama: int | None
-    #: Whether system calls are filtered, as containers do.
+    #: Whether system calls are filtered, as in containers.
     filtered: bool
     #: Whether this process may read any other (CAP_SYS_PTRACE).
     capable: bool
@@ -48,18 +48,18 @@ def facts() -> Facts:
 
 
 def reasons(found: Facts) -> Iterator[tuple[str, str]]:
-    """What may forbid it here, each with its remedy; the likeliest first."""
+    """The possible obstacles on this machine, each with its remedy; the likeliest first."""
     if not found.available:
         yield "this system has no process_vm_readv", "nothing to be done: the group route serves everyone"
         return
     if found.yama == 3:
         yield (
-            "Yama's ptrace_scope is 3: nobody may",
+            "Yama's ptrace_scope is 3: no process may",
             "it can be lowered only at boot: sysctl kernel.yama.ptrace_scope=1",
         )
     if found.yama == 2 and not found.capable:
         remedy = "sysctl kernel.yama.ptrace_scope=1, or give the job CAP_SYS_PTRACE"
-        yield "Yama's ptrace_scope is 2: only who has CAP_SYS_PTRACE may", remedy
+        yield "Yama's ptrace_scope is 2: only processes with CAP_SYS_PTRACE may", remedy
     if found.filtered:
         remedy = "docker run --cap-add SYS_PTRACE, or a seccomp profile that allows process_vm_readv"
         yield "system calls are filtered (a container's seccomp profile)", remedy

@@ -1,4 +1,4 @@
-"""What is installed and set here: versions, backends, the machine, and the environment."""
+"""All that is installed and set here: versions, backends, the machine, and the environment."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["look_around", "variables"]
 PREFIX = "TRANSFUSE_"
 PACKAGES = ("numpy", "msgspec", "xxhash", "safetensors", "torchft")
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
-#: A build of torch whose gloo has TLS asks this variable for the key.
+#: A build of torch whose gloo has TLS reads the key's file name from this variable.
 TLS_KEY_VARIABLE = "GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"
-#: Where a container's limit stands, in the two versions of control groups.
+#: Files with a container's memory limit, for the two versions of control groups.
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def look_around() -> Iterator[Finding]:
-    """Everything that can be seen without trying anything."""
+    """All findings that need no trial."""
     yield Finding("note", "transfuse", f"{transfuse.__version__}, wire version {WIRE_VERSION}")
     kernel = platform.release().partition("-")[0]
     yield Finding("note", "python", f"{platform.python_version()} on {platform.system()} {kernel}")
@@ -65,7 +65,7 @@ def _backends() -> Finding:
 
 
 def _encryption() -> Finding:
-    """Whether gloo can encrypt. Making a device would tell as well, but a process chooses its transport only once."""
+    """Whether gloo can encrypt. Making a device would tell too, but a process chooses its transport only once."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
@@ -131,7 +131,7 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
         if name not in known:
             alike = difflib.get_close_matches(name, known, 1)
             remedy = f"did you mean {alike[0]}?" if alike else "remove it; transfuse.limits names those that there are"
-            yield Finding("warn", "setting", f"{name} is no setting of transfuse", remedy)
+            yield Finding("warn", "setting", f"{name} is not a setting of transfuse", remedy)
         elif name == TOKEN_VARIABLE:
             yield Finding("note", "setting", f"{name} is set")
         else:

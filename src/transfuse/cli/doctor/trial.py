@@ -1,4 +1,4 @@
-"""The routes, tried: two processes of this machine move a state, once by each."""
+"""Try the routes: two processes of this machine move a state, once by each route."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from transfuse.wire.route import Unreadable
 __all__ = ["Outcome", "Tried", "try_routes"]
 
 STATE_BYTES = 32 << 20
-#: A route is measured no longer than this, and everything together given up after that.
+#: Measure a route for at most so long, and give up the whole trial after so long.
 MEASURED_SECONDS, DEADLINE_SECONDS = 0.7, 12.0
 TIMEOUT = timedelta(seconds=5)
 CPU = torch.device("cpu")
 
-#: What gloo puts before its words: the place in its source, and the check that failed there.
+#: The prefix of gloo's messages: the line in gloo's source, and the check that failed there.
 _CHECK = re.compile(r"^\[enforce fail at [^\]]*\] [^.]*\. ")
 
 
 class Tried(NamedTuple):
-    """What came of one route: how fast it is, or why it is not there."""
+    """The result for one route: how fast it is, or why it does not work."""
 
     route: str
     bytes_per_second: float | None
@@ -43,11 +43,11 @@ class Tried(NamedTuple):
 
 class Outcome(NamedTuple):
     tried: dict[str, Tried]
-    #: Where gloo listens by default.
+    #: The addresses where gloo listens by default.
     addresses: tuple[str, ...]
     #: Whether receivers can pass parcels on to each other over gloo.
     chains: bool
-    #: What kept it from coming to an end.
+    #: Why the trial did not finish.
     error: str
 
 
@@ -76,9 +76,9 @@ def try_routes() -> Outcome:
 
 
 def _work(rank: int, ifname: str | None) -> None:
-    """Rank 0 has a state, and rank 1 receives it and says how that went."""
+    """Rank 0 sends a state. Rank 1 receives it and returns the result."""
     threading.Thread(target=_end_late, daemon=True).start()
-    # What gloo warns of on stderr is found out here as well, and told in better words.
+    # Hide gloo's warnings on stderr: the doctor finds out the same and says it in better words.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     tell = say if rank == 1 else lambda _: None
     tell(_try_memory())
@@ -97,11 +97,11 @@ def _try_memory() -> Tried:
     route, rate = _measure(dist.group.WORLD, same_host=True)
     if route == "memory":
         return Tried("memory", rate)
-    return Tried("memory", None, _why_unreadable() or "it was not taken, though it could have been")
+    return Tried("memory", None, _why_unreadable() or "the receiver did not use it, though it could have")
 
 
 def _why_unreadable() -> str:
-    """Read one another's memory without anything around it, for the reason why not."""
+    """Read each other's memory directly, without a transfer around it, to learn why that fails."""
     data = torch.ones(1)
     with MemoryLease() as lease:
         told: list[Any] = [lease.describe(np.array([data.data_ptr()], dtype=np.int64)).encode()]
@@ -129,7 +129,7 @@ def _try_group(tell: Callable[[object], None]) -> Tried:
 
 
 def _measure(group: Any, *, same_host: bool) -> tuple[str, float]:
-    """The route that a state takes, and the best of a few runs, in bytes a second."""
+    """The route that the state took, and the best of a few runs, in bytes per second."""
     state = {"state": torch.ones(STATE_BYTES, dtype=torch.uint8)}
     transport = transfuse.PGTransport(group, TIMEOUT, CPU, lambda: state, same_host=same_host)
     route, best, until = "", 0.0, time.monotonic() + MEASURED_SECONDS

@@ -1,13 +1,13 @@
 """Ranks on this machine, each with a gloo group over 127.0.0.1: for tests, measurements and demonstrations.
 
-- :class:`Ranks`: threads of this process. Milliseconds; for the conversation.
+- :class:`Ranks`: threads of this process, started in milliseconds.
 - :class:`Fleet`: fresh processes, which may be killed, frozen and started again.
-- :class:`ProcessPool`: processes that are kept for many functions, since to import torch takes seconds.
+- :class:`ProcessPool`: processes that are kept for many functions, since importing torch takes seconds.
 - :func:`listening`: one function on fresh processes, and what they say while it runs.
 - :func:`run_program`: a program as ``torchrun`` would run it, forked from a process that has imported torch.
 
-Whatever happens inside, the parent comes back by its deadline and names the ranks that have not. No process outlives
-its parent. Nothing looks up a name or listens on an interface of the outside world.
+Whatever the ranks do, the parent returns by its deadline and names the ranks that have not ended. No process outlives
+its parent. Nothing looks up a host name or listens on an interface other than loopback.
 """
 
 from transfuse.testing.ranks.fleet import Fleet, ProcessPool, listening, threads_for

@@ -1,4 +1,4 @@
-"""Ranks as processes, seen from their parent: started, ordered about, heard, killed, and all ended in the end."""
+"""Ranks as processes, from the parent's side: start them, run functions on them, listen, kill, and end them all."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from transfuse.testing.ranks.worker import Method, Worker, interrupts_held, loop
 
 __all__ = ["Fleet", "ProcessPool", "listening", "threads_for"]
 
-#: The first failure is often the consequence of another: so long the parent listens for more before it reports.
+#: The first failure is often a consequence of another, so the parent listens this much longer before it reports.
 GRACE_SECONDS = 1.0
-#: A wait without end is made of such.
+#: A wait without a limit consists of waits of this length.
 _HOUR = 3600.0
 
 
 @dataclass
 class _Member:
-    """One rank's process, and what is known of it."""
+    """One rank's process, and what the parent knows of it."""
 
     rank: int
     process: Worker
     reader: threading.Thread | None = None
-    #: It waits for functions.
+    #: Whether it waits for a function.
     up: bool = False
     busy: bool = False
     dead: bool = False
     outcome: Outcome[Any] = field(default_factory=Outcome)
     reached: collections.Counter[str] = field(default_factory=collections.Counter)
-    #: The descriptor, in that process, of what its threads' stacks are written to.
+    #: The descriptor, in that process, of the file to which the stacks of its threads are written.
     stacks: int | None = None
 
 
@@ -52,8 +52,8 @@ class Fleet:
     """``n`` fresh processes: ``with Fleet(3) as fleet: fleet.start(fn, *args)``.
 
     Each has a default gloo group over loopback with this ``timeout`` in seconds, or none if ``group`` is False. They
-    are forked from a server that has done nothing but import; ``method="spawn"`` where it matters that the processes
-    have nothing in common. ``start`` is how long it may take until all are up. See :class:`Worker` for ``interrupts``.
+    are forked from a server that has done nothing but import; ``method="spawn"`` starts processes that share nothing.
+    ``start`` is how long it may take until all are up. See :class:`Worker` for ``interrupts``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Fleet:
     ) -> None:
         self.n, self.timeout, self.method = n, timeout, method
         self._group, self._threads, self._interrupts, self._start_seconds = group, threads, interrupts, start
-        #: Of the default group.
+        #: Generation of the default group.
         self.generation = 0
         self._members: dict[int, _Member] = {}
         self._store: TCPStore | None = None
@@ -84,12 +84,12 @@ class Fleet:
         self.close()
 
     def __contains__(self, rank: int) -> bool:
-        """Whether this rank has a process, be it dead or alive."""
+        """Whether this rank has a process, dead or alive."""
         return rank in self._members
 
     @property
     def workers(self) -> list[_Member]:
-        """What is known of each rank, in their order."""
+        """What the parent knows of each rank, in the order of ranks."""
         return [self._members[rank] for rank in sorted(self._members)]
 
     @property
@@ -98,15 +98,15 @@ class Fleet:
 
     @property
     def port(self) -> int:
-        """Of the store."""
+        """Port of the store."""
         assert self._store is not None
         return self._store.port
 
     # ------------------------------------------------------------------------------------------------------- processes
 
     def open(self) -> None:
-        """Make the store, and no process yet."""
-        # In this process, so that it outlives any rank.
+        """Make the store, but no process yet."""
+        # In the parent's process, so that the store outlives every rank.
         self._store = loopback_store(timedelta(seconds=self._start_seconds))
         self._events, self.generation = queue.SimpleQueue(), 0
         self._words.clear()
@@ -123,9 +123,9 @@ class Fleet:
             raise
 
     def restart(self, rank: int) -> int:
-        """A fresh process for this rank; its pid. Does not wait until it is up.
+        """Start a fresh process for this rank; return its pid. Does not wait until it is up.
 
-        It is in no group: :meth:`renew` makes one of all ranks.
+        The process is in no group: :meth:`renew` makes a group of all ranks.
         """
         self.end(rank)
         return self._add(rank, None).process.pid
@@ -139,9 +139,9 @@ class Fleet:
             raise Late(f"ranks {[member.rank for member in late]} are not up after {self._start_seconds} s")
 
     def renew(self, deadline: float) -> bool:
-        """Make a new default group of all ranks: after an error, connections may be closed for good.
+        """Make a new default group of all ranks: an error may have closed connections for good.
 
-        False if that did not work.
+        Returns False if that failed.
         """
         self._until(lambda: True, 0)
         if any(member.dead or member.busy for member in self.workers):
@@ -154,7 +154,7 @@ class Fleet:
             return False
 
     def end(self, *ranks: int) -> None:
-        """End the processes of these ranks, as far as they have one, and forget them with all that they have said."""
+        """End the processes of these ranks, if they have one, and forget them with all that they have said."""
         with interrupts_held():
             members = [self._members.pop(rank) for rank in ranks if rank in self._members]
             for member in members:
@@ -194,13 +194,13 @@ class Fleet:
     @staticmethod
     def _bury(member: _Member) -> None:
         if member.reader is not None:
-            # Until it has read all, and knows how the process ended.
+            # Wait until the thread has read everything and knows how the process ended.
             member.reader.join(10)
         member.process.end()
 
     @staticmethod
     def _read(member: _Member, events: queue.SimpleQueue[tuple[_Member, str, Any]]) -> None:
-        """A thread for each rank, because one that is frozen in the middle of a message blocks its reader."""
+        """Read in one thread per rank, because a rank that is frozen in the middle of a message blocks its reader."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 data = member.process.connection.recv_bytes()
@@ -224,19 +224,19 @@ class Fleet:
             if not member.dead:
                 member.busy, member.outcome = True, Outcome()
                 member.reached.clear()
-                # One that has just died is noticed by its reader.
+                # If the rank has just died, its reader notices.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     member.process.connection.send_bytes(task)
 
     def outcomes(self, deadline: float = 60.0, ranks: Iterable[int] | None = None) -> list[Outcome[Any]]:
-        """Wait until all or some ranks have ended: their values and errors, :class:`Died` among them.
+        """Wait until all or some ranks have ended; return their outcomes, with :class:`Died` among the errors.
 
-        Raises :class:`Late`, which names those that have not, and where they are.
+        Raises :class:`Late`, which names the ranks that have not ended, and where they are.
         """
         __tracebackhide__ = True
         chosen = self._chosen(ranks)
         self._until(lambda: not any(member.busy for member in chosen), deadline)
-        # A value is the caller's now.
+        # From now on the value belongs to the caller.
         self._words.clear()
         if stuck := [member for member in chosen if member.busy]:
             others = {member.rank: member.outcome for member in chosen if not member.busy}
@@ -249,22 +249,22 @@ class Fleet:
 
     def tell(self, rank: int, word: object) -> None:
         """Pass plain data to the function that runs on this rank, which takes it with :func:`hear`."""
-        # That it has died meanwhile is noticed by its reader.
+        # If the rank has died meanwhile, its reader notices.
         with contextlib.suppress(OSError):
             self._members[rank].process.connection.send_bytes(pickle.dumps(word))
 
     def said(self, seconds: float = math.inf) -> tuple[int, Any] | None:
-        """A rank and what it has said next; the last word of a rank is its function's :class:`Outcome`.
+        """Return a rank and the next thing it said. A rank's last word is its function's :class:`Outcome`.
 
-        None if there is nothing within so many seconds, or no function runs any more.
+        Returns None if nothing is said within so many seconds, or no function runs any more.
         """
         self._until(lambda: bool(self._words) or not any(member.busy for member in self.workers), seconds)
         return self._words.popleft() if self._words else None
 
     def listen(self) -> Iterator[tuple[int, Any]]:
-        """Each rank and what it says with :func:`say`, until all functions have ended.
+        """Yield each rank and what it says with :func:`say`, until all functions have ended.
 
-        If some have failed: :class:`RanksFailed`.
+        Raises :class:`RanksFailed` if some have failed.
         """
         errors: dict[int, BaseException] = {}
         until = math.inf
@@ -280,7 +280,7 @@ class Fleet:
             raise RanksFailed.of(errors)
 
     def wait_for(self, rank: int, name: str, deadline: float = 30.0) -> None:
-        """Wait until this rank announces this point. Each announcement serves one wait."""
+        """Wait until this rank announces this point. Each announcement satisfies one wait."""
         __tracebackhide__ = True
         member = self._members[rank]
         self._until(lambda: bool(member.reached[name]) or not member.busy, deadline)
@@ -296,7 +296,7 @@ class Fleet:
         self.signal(rank, signal.SIGKILL)
 
     def freeze(self, rank: int) -> None:
-        """Stop the process, and return when all of it stands still."""
+        """Stop the process, and return once all its threads stand still."""
         self._members[rank].process.freeze()
 
     def thaw(self, rank: int) -> None:
@@ -311,10 +311,10 @@ class Fleet:
         return self.workers if ranks is None else [self._members[rank] for rank in ranks]
 
     def _until(self, done: Callable[[], bool], deadline: float) -> None:
-        """Take in what the ranks say until ``done`` or the deadline."""
+        """Process what the ranks say until ``done`` or the deadline."""
         until = time.monotonic() + deadline
         while True:
-            # All that is there is taken in first, so that a state that was announced is known.
+            # First process everything that is there, so that every announced state is known.
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._take(*self._events.get_nowait())
@@ -326,7 +326,7 @@ class Fleet:
 
     def _take(self, member: _Member, kind: str, payload: Any) -> None:
         if self._members.get(member.rank) is not member:
-            return  # Another has taken its place.
+            return  # Another process has taken its place.
         if kind == "up":
             member.up, member.stacks = True, payload
         elif kind == "at":
@@ -335,7 +335,7 @@ class Fleet:
             self._words.append((member.rank, payload))
         elif kind == "dead":
             member.dead = True
-            # A value that arrived before the death was an end of its own.
+            # A value that arrived before the death counts: the function had ended.
             if member.busy or (not member.up and member.outcome.error is None):
                 self._ended(member, Outcome(error=Died(member.rank, payload)))
         else:
@@ -349,7 +349,7 @@ class Fleet:
 
     @staticmethod
     def _stacks(member: _Member) -> str:
-        """Where its threads are. A frozen process cannot say."""
+        """The stacks of a rank's threads. A frozen process cannot answer."""
         member.process.signal(signal.SIGUSR1)
         file = pathlib.Path(f"/proc/{member.process.pid}/fd/{member.stacks}")
         text, until = "", time.monotonic() + 1
@@ -365,10 +365,10 @@ def _error(member: _Member) -> BaseException:
 
 
 class ProcessPool(Fleet):
-    """Processes for many functions, since to import torch takes 1.5 s. Made on first use.
+    """Processes for many functions, since importing torch takes 1.5 s. Started on first use.
 
-    What a function leaves behind in its process stays there for the next one: groups made by `new_group`, meshes,
-    threads, globals. The default group alone is renewed, and only after a run in which a rank failed, because a peer's
+    What a function leaves behind in its process stays for the next function: groups made by `new_group`, meshes,
+    threads, globals. Only the default group is renewed, and only after a run in which a rank failed, because a peer's
     error or an expired wait closes connections for good. After a death or a missed deadline all processes are replaced.
     """
 
@@ -382,10 +382,10 @@ class ProcessPool(Fleet):
     def run(
         self, fn: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, deadline: float = 60.0
     ) -> list[Outcome[Any]]:
-        """``fn(rank, *args)``, a function of a module, on all or some ranks: the outcome of each."""
+        """Run ``fn(rank, *args)``, a function of a module, on all or some ranks; return the outcome of each."""
         __tracebackhide__ = True
         self._refresh()
-        # Until it is known that all went well; an exception here (a deadline, Ctrl-C) leaves it so.
+        # True until it is known that all went well: an exception here (a deadline, Ctrl-C) leaves it True.
         self._suspect = True
         self.start(fn, *args, ranks=ranks)
         outcomes = self.outcomes(deadline, ranks)
@@ -404,9 +404,9 @@ class ProcessPool(Fleet):
 def listening(
     n: int, fn: Callable[..., None], *args: Any, timeout: float = 300.0, method: Method = "spawn"
 ) -> Iterator[Iterator[tuple[int, Any]]]:
-    """Run ``fn(rank, *args)`` in ``n`` fresh processes that share the cores; gives what :meth:`Fleet.listen` yields.
+    """Run ``fn(rank, *args)`` in ``n`` fresh processes that share the cores; yield what :meth:`Fleet.listen` yields.
 
-    A terminal's Ctrl-C reaches the parent alone. Leaving the ``with`` block ends every process that is still there.
+    Ctrl-C in a terminal reaches only the parent. Leaving the ``with`` block ends every process that is still there.
     """
     threads = threads_for(n)
     with Fleet(n, timeout=timeout, method=method, threads=threads, interrupts=False, start=timeout) as fleet:

@@ -1,7 +1,8 @@
-"""Signals as a program in the foreground of a terminal finds them, whoever started it.
+"""Give a program the signal handling of a foreground program, whoever started it.
 
-A program inherits that signals are ignored: ``nohup`` ignores SIGHUP, a shell SIGINT for what it starts in the
-background, and Python then makes no KeyboardInterrupt of it. Who interrupts what it starts takes care of it here.
+A program inherits ignored signals: ``nohup`` ignores SIGHUP, and a shell ignores SIGINT for background programs; Python
+then raises no KeyboardInterrupt. A test that interrupts a program it has started needs the handling of a foreground
+program.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import sys
 
 __all__ = ["FOREGROUND", "come_to_foreground"]
 
-#: Before the words of a command: runs it so, as the same process.
+#: Put before a command's words: runs the command with default signals, in the same process.
 FOREGROUND = [sys.executable, "-I", "-S", __file__]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def come_to_foreground() -> None:
-    """In a process that runs Python already."""
+    """The same within a process that runs Python already."""
     for number in _SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 

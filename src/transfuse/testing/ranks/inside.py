@@ -1,4 +1,4 @@
-"""A rank's own side of a :class:`~transfuse.testing.ranks.Fleet`: its loop, and calls for functions that it runs."""
+"""The rank's side of a :class:`~transfuse.testing.ranks.Fleet`: its loop, and calls for the functions that it runs."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ __all__ = ["Place", "announce", "hear", "say", "serve", "store"]
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank knows from its birth."""
+    """What a rank is told when it starts."""
 
     rank: int
     size: int
-    #: Of the store in the parent.
+    #: Port of the store in the parent.
     port: int
-    #: Of the default group.
+    #: Timeout of the default group.
     timeout: float
-    #: How long a slow start of the others may take.
+    #: How long to wait for other ranks that start slowly.
     start: float
     #: The generation of the default group to join; None: no group is made.
     generation: int | None
 
 
 def announce(name: str) -> None:
-    """In a rank: tell the parent, which may be waiting in :meth:`Fleet.wait_for`, that this point is reached."""
+    """In a rank: tell the parent that this point is reached. The parent may be waiting in :meth:`Fleet.wait_for`."""
     _me().send("at", name)
 
 
@@ -51,7 +51,7 @@ def say(word: object) -> None:
 
 
 def hear() -> Any:
-    """In a rank: the next word of :meth:`Fleet.tell`. For one thread at a time; EOFError when the parent is gone."""
+    """In a rank: return the next :meth:`Fleet.tell`. For one thread at a time; EOFError when the parent is gone."""
     return pickle.loads(_me().connection.recv_bytes())
 
 
@@ -67,7 +67,7 @@ class _Rank:
         self._store: TCPStore | None = None
 
     def send(self, kind: str, payload: object) -> None:
-        # Plain pickle by value: the pickler of multiprocessing would put tensors into shared memory, owned by nobody.
+        # Plain pickle by value: multiprocessing's pickler would put tensors into shared memory that nobody frees.
         data = pickle.dumps((kind, payload))
         # Any thread of a rank may send.
         with self._lock:
@@ -79,12 +79,12 @@ class _Rank:
         return self._store
 
     def join(self, generation: int) -> None:
-        """Leave the default group, and form that of this generation with all others."""
+        """Leave the default group, and form the group of this generation with all other ranks."""
         if dist.is_initialized():
             dist.destroy_process_group()
         place = self.place
         prefix = PrefixStore(f"generation{generation}", self.store())
-        # All are here before the group is made, because its timeout may be shorter than a slow start.
+        # Wait for all ranks before making the group, because its timeout may be shorter than a slow start.
         prefix.set(f"rank{place.rank}", "here")
         prefix.wait([f"rank{other}" for other in range(place.size)], timedelta(seconds=place.start))
         timeout = timedelta(seconds=place.timeout)
@@ -100,9 +100,9 @@ def _me() -> _Rank:
 
 
 def serve(connection: Connection[Any, Any], place: Place) -> None:
-    """What the process of a rank does: run one function after the other, until the parent ends it."""
+    """The main loop of a rank's process: run one function after the other, until the parent ends the process."""
     global _rank
-    # Without a name anywhere; the parent reads it by the number of the descriptor.
+    # A file without a name; the parent reads it by the number of the descriptor.
     stacks = os.memfd_create("stacks")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     me = _rank = _Rank(connection, place)
@@ -124,12 +124,12 @@ def serve(connection: Connection[Any, Any], place: Place) -> None:
         os._exit(0)
     except BaseException as error:
         me.send("failed", (_portable(error), 0.0))
-        # No teardown: that of a group waits for peers.
+        # No teardown: tearing down a group waits for peers.
         os._exit(1)
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error as it will arrive in the parent, with its traceback as a note, or a stand-in for it."""
+    """The error as the parent will get it, with its traceback as a note; or a stand-in if it cannot be pickled."""
     text = "".join(traceback.format_exception(error))
     try:
         copy = pickle.loads(pickle.dumps(error))

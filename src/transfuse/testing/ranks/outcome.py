@@ -1,4 +1,4 @@
-"""What becomes of a rank: a value or an error, and the errors of the launcher itself."""
+"""The outcome of a rank: a value or an error; and the launcher's own errors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What became of one rank: a value or an error, and how many seconds its function took."""
+    """The outcome of one rank: a value or an error, and how many seconds its function took."""
 
     value: T | None = None
     error: BaseException | None = None
     seconds: float = field(default=0.0, compare=False, repr=False)
 
     def get(self) -> T:
-        """The value; raises the error."""
+        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]
@@ -33,7 +33,7 @@ class Late(AssertionError):
 
 
 class Died(Exception):
-    """A process ended before its function did. ``signal`` is the number that ended it, or None."""
+    """A process ended before its function did. ``signal`` is the signal that ended it, or None."""
 
     def __init__(self, rank: int, exitcode: int | None) -> None:
         self.rank, self.exitcode = rank, exitcode

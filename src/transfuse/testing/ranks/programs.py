@@ -1,11 +1,11 @@
 """Programs as ``torchrun`` would run them, forked from one process that has imported torch.
 
-That is the fork server, the same that a :class:`~transfuse.testing.ranks.Fleet` forks from: started once for each
-process that uses it, single-threaded, and past its imports. A rank of a program costs a fork instead of seconds of
-importing.
+That process is the fork server, the same that a :class:`~transfuse.testing.ranks.Fleet` forks from: started once for
+each process that uses it, single-threaded, and done with its imports. A rank of a program costs a fork instead of
+seconds of importing.
 
-What is different from ``torchrun``: the agent's part (a store, the environment, ending all ranks when one fails) is
-played by this module, and a rank leaves without tearing its interpreter down.
+Differences from ``torchrun``: this module does the agent's work (a store, the environment, ending all ranks when one
+fails), and a rank exits without tearing down its interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Ended", "run_program"]
 
 @dataclass(frozen=True)
 class Ended:
-    """One rank's end: its exit code (negative: the signal), and what it wrote."""
+    """How one rank ended: its exit code (negative: the signal), and what it wrote."""
 
     rank: int
     code: int | None
@@ -50,9 +50,9 @@ def run_program(
     environment: Mapping[str, str] | None = None,
     timeout: float = 100.0,
 ) -> list[Ended]:
-    """Run a program on so many ranks; without ``ranks`` as one process that is nobody's rank.
+    """Run a program on so many ranks; without ``ranks`` as one process that has no rank.
 
-    When a rank fails, or the time is over, all are ended, with whatever they have started.
+    When a rank fails or the time is up, all ranks are ended, with every process that they have started.
     """
     variables = dict(os.environ) | {"OMP_NUM_THREADS": "1"} | loopback_environment() | dict(environment or {})
     with tempfile.TemporaryDirectory(prefix="program") as folder, _agent(ranks) as agent:
@@ -70,7 +70,7 @@ def run_program(
                     method="forkserver",
                     environ=mine,
                     threads=int(mine["OMP_NUM_THREADS"]),
-                    # It may start processes of its own.
+                    # The program may start processes of its own.
                     daemon=False,
                 )
                 workers.append(worker)
@@ -84,13 +84,13 @@ def run_program(
         ]
 
 
-#: What torchrun sets to a rank's number when there is one node.
+#: Variables that torchrun sets to a rank's number when there is one node.
 _RANKS = ("RANK", "LOCAL_RANK", "ROLE_RANK")
 
 
 @contextlib.contextmanager
 def _agent(ranks: int | None) -> Iterator[dict[str, str]]:
-    """What torchrun's agent provides: a store, and where it is."""
+    """What torchrun's agent provides: a store, and the variables that say where it is."""
     if ranks is None:
         yield {}
         return
@@ -113,7 +113,7 @@ def _agent(ranks: int | None) -> Iterator[dict[str, str]]:
 
 
 def _wait(workers: Sequence[Worker], timeout: float) -> None:
-    """Until all have ended well, one has failed, or the time is over."""
+    """Wait until all have ended well, one has failed, or the time is up."""
     until = time.monotonic() + timeout
     running: dict[Any, Worker] = {worker.sentinel: worker for worker in workers}
     while running:
@@ -124,10 +124,10 @@ def _wait(workers: Sequence[Worker], timeout: float) -> None:
 
 
 def _end(worker: Worker) -> None:
-    # Its group, that is also what it has started, whether it has ended or not.
+    # Kill its process group, which includes everything it has started, whether the rank itself has ended or not.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.pid, signal.SIGKILL)
-    # Before it had a group of its own.
+    # In case it was killed before it had a process group of its own.
     worker.end()
 
 

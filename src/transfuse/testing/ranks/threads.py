@@ -1,6 +1,6 @@
 """Ranks as threads of this process, each with a gloo group of its own over 127.0.0.1.
 
-Whatever runs in them, the parent comes back by its deadline and says which ranks have not ended.
+Whatever runs in them, the parent returns by its deadline and says which ranks have not ended.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _ids = itertools.count()
 _looking = threading.Lock()
 
 _MOST_LIMITS = 10
-# Not bounded by a group's timeout, which may be shorter than a slow start.
+# Not the group's timeout, which may be shorter than a slow start.
 _START = 60.0
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout: float, device: Any = None) -> Any:
-    """A gloo group, without torch's global state. A device is a thread of gloo's: several groups may share one."""
+    """A gloo group without torch's global state. Each gloo device has a thread; several groups may share a device."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout)
-    # Never a name lookup, never an interface of the outside world.
+    # This needs no name lookup and no interface but loopback.
     options._devices = [device or ProcessGroupGloo.create_device(hostname=HOST)]
     return ProcessGroupGloo(store, rank, size, options)
 
@@ -70,16 +70,16 @@ class Ranks(ThreadedRanks[dist.ProcessGroup]):
     """``n`` gloo groups as threads of this process: ``with Ranks(2) as ranks: ranks.run(lambda rank, pg: ...)``."""
 
     def __init__(self, n: int, timeout: float = 20.0) -> None:
-        # A Backend by its type, which has all of a ProcessGroup that a transport uses.
+        # By its type a Backend, which has all methods of a ProcessGroup that a transport calls.
         super().__init__(n, timeout, lambda *args: cast(dist.ProcessGroup, gloo_group(*args)))
 
     def run(self, fn: Callable[..., T], *per_rank: Sequence[Any], deadline: float = 60.0) -> list[T]:
-        """``fn(rank, pg, *(each of per_rank)[rank])`` on all ranks at once: their values, or the earliest error."""
+        """Run ``fn(rank, pg, *(each of per_rank)[rank])`` on all ranks; return the values or raise the first error."""
         __tracebackhide__ = True
         return _values(self._outcomes(fn, per_rank, deadline))
 
     def outcomes(self, fn: Callable[..., T], *per_rank: Sequence[Any], deadline: float = 60.0) -> list[Outcome[T]]:
-        """As :meth:`run`, with each rank's value or error. :class:`Late` names ranks that run past the deadline."""
+        """Like :meth:`run`, but return each rank's value or error. :class:`Late` names ranks that miss the deadline."""
         __tracebackhide__ = True
         ended = self._outcomes(fn, per_rank, deadline)
         return [ended[rank] for rank in range(self.n)]
@@ -104,11 +104,11 @@ class Ranks(ThreadedRanks[dist.ProcessGroup]):
 
 
 class _Stuck(Late):
-    """Of the thread itself; a :class:`Late` that a function raised is an error like any other."""
+    """The thread itself is late. A :class:`Late` that a function raised is an error like any other."""
 
 
 def _values(ended: dict[int, Outcome[T]]) -> list[T]:
-    """The values, or the error that came first: the others are mostly its consequences, and become notes."""
+    """Return the values, or raise the first error. Later errors are mostly its consequences and become notes."""
     __tracebackhide__ = True
     failed = [(rank, outcome.error) for rank, outcome in ended.items() if outcome.error is not None]
     if failed:
@@ -130,8 +130,8 @@ def in_threads(
 ) -> dict[int, Outcome[T]]:
     """Run the jobs until all have ended, one end says stop, or nothing has ``moved`` for as long as the limit.
 
-    The outcomes are in the order in which the jobs ended. Those that have not are :class:`Late`; ``hang_up`` is to make
-    them end, and they are given a moment for it.
+    The outcomes are in the order in which the jobs ended. Jobs that have not ended are :class:`Late`; ``hang_up`` must
+    make them end, and they get a moment for it.
     """
     ends: queue.SimpleQueue[tuple[int, Outcome[T]]] = queue.SimpleQueue()
 
@@ -144,10 +144,10 @@ def in_threads(
             error = caught
         ends.put((rank, Outcome(value, error, time.monotonic() - started)))
 
-    # Daemons: one that never ends must not keep the interpreter from exiting.
+    # Daemons: a thread that never ends must not keep the interpreter from exiting.
     threads = {rank: threading.Thread(target=one, args=(rank,), name=f"rank{rank}", daemon=True) for rank in jobs}
     last, until = moved(), time.monotonic() + limit
-    # Whatever moves: a job that keeps sending the same thing moves, too.
+    # Any change counts as progress: a job that keeps sending the same thing moves, too.
     at_last = until + _MOST_LIMITS * limit
     for thread in threads.values():
         thread.start()
@@ -167,7 +167,7 @@ def in_threads(
     late = {rank: Outcome[T](error=_stuck(rank, thread, limit), seconds=limit) for rank, thread in left.items()}
     if late and hang_up is not None:
         hang_up()
-        # What still runs writes into memory that the caller is about to look at.
+        # A job that still runs writes to memory that the caller is about to look at.
         gone = time.monotonic() + min(1.0, limit)
         for thread in threads.values():
             thread.join(max(0.0, gone - time.monotonic()))
@@ -175,7 +175,7 @@ def in_threads(
 
 
 def _stuck(rank: int, thread: threading.Thread, limit: float) -> Late:
-    """Says where the rank is, as far as its own thread knows."""
+    """An error that says where the rank is, as far as its own thread knows."""
     late = _Stuck(f"rank {rank} had not ended after {limit:.2f} s")
     if (frame := _frames().get(thread.ident or 0)) is not None:
         late.add_note(f"rank {rank} was at:\n{''.join(traceback.format_stack(frame)[-5:])}")
@@ -183,10 +183,10 @@ def _stuck(rank: int, thread: threading.Thread, limit: float) -> Late:
 
 
 def _frames() -> dict[int, FrameType]:
-    """Where all threads are.
+    """The stacks of all threads.
 
-    CPython 3.11 holds a lock of its own meanwhile. Garbage collected then may run code and give the interpreter to a
-    thread that ends, which waits for that lock, and everything stands still.
+    CPython 3.11 holds an internal lock meanwhile. Garbage collection at that moment may run code and hand the
+    interpreter to a thread that is ending. That thread waits for the same lock, and the process deadlocks.
     """
     with _looking:
         collecting = gc.isenabled()

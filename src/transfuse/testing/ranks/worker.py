@@ -1,4 +1,4 @@
-"""One process of this machine, and the pipe to it. It does not outlive its parent, however that ends."""
+"""One process on this machine, and the pipe to it. The process does not outlive its parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ Method = Literal["spawn", "forkserver"]
 
 _PR_SET_PDEATHSIG = 1
 
-# What multiprocessing knows of a process can be read once: of two threads that ask how a process ended, one is told
-# nonsense. To start a process asks about all others.
+# multiprocessing can read a process's exit status only once: if two threads ask how a process ended, one of them gets a
+# wrong answer. Starting a process asks about all others.
 _asking = threading.Lock()
 
 _preloaded = ["transfuse.testing.ranks"]
 
 
 def preload(*modules: str) -> None:
-    """Let the fork server import these as well. There is one for each process, started with the first fork."""
+    """Let the fork server import these modules too. Each process has one fork server, started with the first fork."""
     _preloaded.extend(module for module in modules if module not in _preloaded)
 
 
 def server_threads() -> int:
-    """How many threads the fork server has. With more than one, what is forked from it may hang."""
+    """How many threads the fork server has. With more than one, its forks may hang."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(_preloaded)
     multiprocessing.forkserver.ensure_running()
     return len(os.listdir(f"/proc/{_fork_server()._forkserver_pid}/task"))
@@ -68,9 +68,9 @@ def _fork_server() -> Any:
 class Worker:
     """A fresh process that runs ``function(connection, *args)``, a function of a module.
 
-    The function ends with the process, and that is an end of file on ``connection`` here. With ``spawn`` the process
-    ends also with the thread that started it. ``environ`` is the whole environment, this process's own by default.
-    Without ``interrupts`` the process ignores what a terminal sends to everyone, so that the parent alone answers it.
+    When the function ends, so does the process, and ``connection`` here gets an end of file. With ``spawn`` the process
+    also ends when the thread that started it ends. ``environ`` is the whole environment, by default this process's own.
+    Without ``interrupts`` the process ignores the signals that a terminal sends, so that only the parent answers them.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Worker:
         interrupts: bool = True,
         daemon: bool = True,
     ) -> None:
-        # Any: the stubs do not know that every context has Process.
+        # Any: the stubs do not know that every context has a Process.
         context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
             context.set_forkserver_preload(_preloaded)
@@ -95,7 +95,7 @@ class Worker:
         try:
             with interrupts_held(), _asking:
                 self._process.start()
-                # The process alone now holds this end, so that its death is an end of file here.
+                # From now on only the process holds this end, so that its death is an end of file here.
                 theirs.close()
         except BaseException:
             self.end()
@@ -108,19 +108,19 @@ class Worker:
 
     @property
     def sentinel(self) -> int:
-        """A descriptor that is ready when the process has ended."""
+        """A descriptor that becomes ready when the process has ended."""
         return int(self._process.sentinel)
 
     @property
     def state(self) -> str:
-        """As the kernel names it: R, S, T if it is stopped, …, X if it is gone."""
+        """The process's state by the kernel's letter: R, S, T if it is stopped, …, X if it is gone."""
         try:
             return pathlib.Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             return "X"
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait until it has ended: its exit code, negative for a signal. None if it is still there then."""
+        """Wait until it has ended; return its exit code, negative for a signal, or None if it still runs."""
         if self._exit_code is None and multiprocessing.connection.wait([self.sentinel], seconds):
             with _asking:
                 self._process.join()
@@ -130,7 +130,7 @@ class Worker:
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended; do not wait for its effect."""
         with _asking:
-            # A pid that has been waited for may be somebody else's by now.
+            # After the process has been waited for, its pid may belong to another process.
             if self._exit_code is None and self._process.exitcode is None:
                 os.kill(self.pid, number)
 
@@ -138,7 +138,7 @@ class Worker:
         self.signal(signal.SIGKILL)
 
     def freeze(self) -> None:
-        """Stop the process, and return when all of it stands still."""
+        """Stop the process, and return once all its threads stand still."""
         self.signal(signal.SIGSTOP)
         until = time.monotonic() + 5
         while self.state not in "tTZX":
@@ -149,7 +149,7 @@ class Worker:
         self.signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Kill it if it is still there, and wait until it is gone."""
+        """Kill the process if it still runs, and wait until it is gone."""
         if self._process.pid is not None:
             self.kill()
             self.wait()
@@ -157,14 +157,14 @@ class Worker:
 
 
 def loopback_environment() -> dict[str, str]:
-    """Variables that let gloo take the loopback interface, without looking up this machine's name."""
+    """Variables that make gloo use the loopback interface, without looking up this machine's name."""
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     return {"GLOO_SOCKET_IFNAME": loopback.pop()} if loopback else {}
 
 
 def loopback_store(timeout: timedelta) -> TCPStore:
-    """A store for ranks to meet through, in this process, so that it outlives every one of them."""
-    # On a socket of one's own: a store would listen on all interfaces, whatever host it is given.
+    """A store in this process through which ranks meet, so that it outlives every rank."""
+    # On a socket of our own: the store would listen on all interfaces, whatever host it is given.
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
         return TCPStore(HOST, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -172,16 +172,16 @@ def loopback_store(timeout: timedelta) -> TCPStore:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C and its like take effect when this is over, and what is started meanwhile does not hear them.
+    """Delay Ctrl-C and the like until the end of this block; processes started in it do not get these signals.
 
-    A terminal sends Ctrl-C, and that it is closed, to everyone; the parent alone answers.
+    A terminal sends Ctrl-C, and its own closing, to every process; only the parent should answer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     held = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     came: list[int] = []
-    # Blocked in this thread, which is what a new process inherits; another thread may still be given the signal.
+    # Blocked in this thread, because a new process inherits that; another thread may still get the signal.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in held}
     try:
@@ -211,7 +211,7 @@ def _live(
             signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _end_with_parent()
-    # A fork server has the environment of the day it was started, and OMP_NUM_THREADS was read then, too.
+    # A fork has the environment of its fork server's start, and OMP_NUM_THREADS was read then, too.
     os.environ.clear()
     os.environ.update(environ)
     torch.set_num_threads(threads)
@@ -219,14 +219,14 @@ def _live(
 
 
 def _end_with_parent() -> None:
-    """SIGKILL when the process that forked this one ends, even while this one is frozen."""
+    """Let the kernel send SIGKILL when the process that forked this one ends, even while this one is frozen."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A fork server ends with its parent only when no fork holds on to it.
+    # A fork server ends with its parent only if no fork keeps its pipe open.
     server = _fork_server()
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
     parent = multiprocessing.parent_process()
-    # The parent may have ended before.
+    # The parent may have ended already.
     if parent is not None and multiprocessing.connection.wait([parent.sentinel], 0):
         os._exit(1)
