@@ -250,7 +250,7 @@ SOURCE_LIES = {
         for name, size in (("digest", 0), ("digest", 17), ("likeness", 8), ("likeness", 1 << 16))
     },
     "a place in no mesh": Lie(
-        "a place in a mesh that was not described", message=altered(Message.OFFER, messages.Offer, coordinates=[[0]])
+        "1 coordinates for 0 described meshes", message=altered(Message.OFFER, messages.Offer, coordinates=[[0]])
     ),
     "places that are no numbers": Lie(
         "sent a malformed offer", message=altered(Message.OFFER, messages.Offer, coordinates=[["x"]])

@@ -1,6 +1,6 @@
-"""Linking: which block of a source's leaf becomes which block of a receiver's. Pure, names and shapes only.
+"""Linking: which block of a source's leaf becomes which block of a target's leaf. Pure: names and shapes only.
 
-:func:`link` applies the rules of ``map_path=`` before anything moves, or says in one line each what does not fit.
+:func:`link` applies the rules of ``map_path=`` before anything moves, and lists what does not fit, one line each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class Link(NamedTuple):
-    """A block of a source leaf that becomes a block of a target leaf. For plain values and 0-d, all tuples are ()."""
+    """A block of a source leaf that becomes a block of a target leaf. For plain values and 0-d tensors all tuples are
+    empty.
+    """
 
     source: int
     target: int
@@ -31,11 +33,11 @@ class Link(NamedTuple):
 
 
 class Linked(NamedTuple):
-    """What :func:`link` found. A target that has links is covered by them, each element once, even with problems."""
+    """The result of :func:`link`. If a target has links, they cover each of its elements once, even with problems."""
 
-    #: Rising by target, then by ``target_start``. A leaf or part without elements has a link as well.
+    #: Sorted by target, then by ``target_start``. Leaves and blocks without elements have links, too.
     links: list[Link]
-    #: Sources that go nowhere, and targets that get nothing, be it because of a problem.
+    #: Source leaves that no link reads, and target leaves that no link writes, also because of a problem.
     unused: list[int]
     untouched: list[int]
     #: One line each: the rule and the leaf, expected and got, and the remedy.
@@ -49,11 +51,11 @@ def link(
     targets: Sequence[str],
     target_shapes: Sequence[tuple[int, ...] | None],
 ) -> Linked:
-    """Find for every target leaf the blocks of source leaves that make it up.
+    """Find the blocks of source leaves that make up each target leaf.
 
-    A leaf that no rule matches keeps its name, if the target has that name and no rule writes to it. A leaf may be
-    used by any number of concats, splits and slices, and by one rename besides; a rename with wildcards passes over
-    a leaf that is so used if the target has no leaf of the new name. Shapes are global; None is a plain value.
+    A leaf that no rule matches keeps its name, if the target has a leaf of that name and no rule writes to it. Any
+    number of concats, splits and slices may use a leaf, and one rename besides. A rename with wildcards skips a leaf
+    that such rules use, if the target has no leaf of the new name. Shapes are global; None stands for a plain value.
     """
     linking = _Linking(_Tree("source", sources, source_shapes), _Tree("target", targets, target_shapes))
     if rules is None:
@@ -87,12 +89,12 @@ class _Tree:
         self._sorted: list[str] = []
 
     def match(self, pattern: str) -> list[tuple[str, ...]]:
-        """What the wildcards of a pattern stand for, once for each name that it matches."""
+        """The text that the wildcards of a pattern stand for, once for each name that the pattern matches."""
         if "*" not in pattern:
             return [()] if pattern in self.index else []
         if not self._sorted:
             self._sorted = sorted(self.index)
-        # Most names are ruled out by what they lack, for much less than a regex takes.
+        # Prefix, suffix and the longest literal between rule out most names for much less than a regex costs.
         pieces = re.split(r"(\*+)", pattern)
         prefix, middle, suffix = pieces[0], max(pieces[2:-1:2], key=len, default=""), pieces[-1]
         low = bisect_left(self._sorted, prefix)
@@ -104,18 +106,18 @@ class _Tree:
 
 
 class _Linking:
-    """Links and problems as they are found."""
+    """Collects links and problems while rules are applied."""
 
     def __init__(self, sources: _Tree, targets: _Tree) -> None:
         self.sources = sources
         self.targets = targets
         self.links: list[Link] = []
         self.problems: list[str] = []
-        #: The rule that writes each target, in vain or not, and a leaf it reads.
+        #: For each target: the rule that writes it, even if the rule fails, and a leaf that the rule reads.
         self._writers: dict[str, tuple[AnyRule | str, str]] = {}
 
     def keep_names(self, matched: set[str]) -> None:
-        """Link every other leaf to the target of the same name."""
+        """Link every leaf that is not in ``matched`` to the target of the same name."""
         for name in self.sources.index:
             if name in self.targets.index and name not in matched and name not in self._writers:
                 self._rename("no rule, the name is kept", name, name, name)
@@ -135,7 +137,7 @@ class _Linking:
                 self._problem(rule, name, f"expected a path or None, got {type(target).__name__}; return a str")
 
     def apply(self, rules: Sequence[AnyRule]) -> set[str]:
-        """Link what the rules say, and return the names that they match."""
+        """Link leaves according to the rules, and return the names that the rules match."""
         found = [[self.sources.match(pattern) for pattern in _patterns(rule)] for rule in rules]
         parted = {
             _fill(pattern, captures)
@@ -146,7 +148,7 @@ class _Linking:
         }
         renamed: set[str] = set()
         for rule, matches in zip(rules, found, strict=True):
-            # One key for each application of the rule; a concat has several sources that may give it.
+            # One key for each application of the rule. Several sources of a concat may give the same key.
             keys = dict.fromkeys(captures for each in matches for captures in each)
             if not keys:
                 self.problems.append(f"{rule!r}: matches no leaf of the source; correct the path, or remove the rule")
@@ -174,7 +176,7 @@ class _Linking:
             self._rename(rule, rule.source, name, target)
         if whole and idle:
             self.problems.append(
-                f"{rule!r}: every leaf that it matches is renamed by an earlier rule; put it first, or remove it"
+                f"{rule!r}: earlier rules rename every leaf that it matches; put it first, or remove it"
             )
 
     def _rename(self, rule: AnyRule | str, source: str | Slice, name: str, target: str) -> None:
@@ -322,7 +324,7 @@ class _Linking:
         return self.sources.index[name]
 
     def _target(self, rule: AnyRule | str, source: str, target: str) -> int | None:
-        """The number of a target leaf that is to be written whole, by this rule only."""
+        """The number of the target leaf that this rule writes whole; no other rule may write it."""
         if target in self._writers:
             other, leaf = self._writers[target]
             by = "the same" if other is rule else _label(other)
@@ -342,7 +344,7 @@ class _Linking:
         return self.targets.index[target]
 
     def _block(self, rule: AnyRule | str, source: str | Slice, name: str, leaf: int) -> tuple[Shape, Shape] | None:
-        """Start and sizes of a leaf or slice."""
+        """Start and sizes of a whole leaf, or of a slice of it."""
         shape = self.sources.shapes[leaf]
         if shape is None:
             what = "sliced" if isinstance(source, Slice) else "concatenated"
@@ -389,7 +391,7 @@ def _label(rule: AnyRule | str) -> str:
 
 
 def _sum(links: Sequence[Link], axis: int) -> str:
-    """How sizes add up, as text."""
+    """The sum of sizes along a dimension, as text."""
     sizes = [found.sizes[axis] for found in links]
     return f"{sum(sizes)} ({' + '.join(map(str, sizes))})"
 
@@ -400,12 +402,12 @@ def _alike(one: Shape, other: Shape, axis: int) -> bool:
 
 
 def _is_whole(rule: AnyRule) -> bool:
-    """Whether it renames whole leaves, of which each goes to one place only."""
+    """Whether a rule renames whole leaves. Such a rule sends each leaf to one target only."""
     return isinstance(rule, Rename) and isinstance(rule.source, str)
 
 
 def _patterns(rule: AnyRule) -> list[str]:
-    """The patterns of source paths."""
+    """A rule's patterns of source paths."""
     return [path_of(source) for source in (rule.sources if isinstance(rule, Concat) else [rule.source])]
 
 
@@ -419,5 +421,5 @@ def _fill(pattern: str, captures: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1024)
 def _literals(pattern: str) -> tuple[str, ...]:
-    """What stands before, between and after the wildcards."""
+    """The text before, between and after the wildcards."""
     return tuple(re.split(r"\*+", pattern))

@@ -1,7 +1,7 @@
-"""Cohorts: sources that describe the same state, each of which holds its own shards of it.
+"""Cohorts: sources whose offers have one step and one likeness, each with its own shards of the state.
 
-One description stands for all of a cohort. Of its other members only their places in the meshes are known, and from
-these what they hold. Sources of different cohorts may complete each other, if what they have in common agrees.
+One manifest describes all sources of a cohort. Each source's coordinates in the meshes say what that source holds.
+Sources of different cohorts may complete each other, if the leaves that both cohorts have agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Who = frozenset[int]
 
 
 class Cohort:
-    """A described state, and for each source of it the source's places in the meshes."""
+    """A manifest, and for each source that it describes the source's coordinates in the meshes."""
 
     def __init__(self, manifest: Manifest, members: Mapping[int, Sequence[Coordinate]]) -> None:
         self.manifest = manifest
@@ -39,11 +39,11 @@ class Cohort:
         self._kinds = Registry(Limits())
         self._holds_none: dict[int, bool] = {}
         self._everybody: Who = frozenset(members)
-        #: For a mesh and some of its dimensions: the sources in each place along these.
+        #: For a mesh and some of its dimensions: the sources at each coordinate along these dimensions.
         self._by_place: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], Who]] = {}
 
     def who(self, holding: Holding, block: Block, place: Coordinate = None) -> Who:
-        """The sources that hold a block that no cut divides; with a place, only those in that place of the mesh."""
+        """The sources that hold a block that no cut divides; with ``place``, only those at that mesh coordinate."""
         key = holding.who(block)
         if key is None:
             return frozenset()
@@ -52,7 +52,7 @@ class Cohort:
             return self._everybody
         if place is not None:
             if len(place) != len(fixed) or any(f not in (-1, p) for f, p in zip(fixed, place, strict=True)):
-                return frozenset()  # Whoever is in that place does not hold it.
+                return frozenset()  # The sources at that coordinate do not hold the block.
             fixed = place
         dims = tuple(d for d, there in enumerate(fixed) if there >= 0)
         found = self._by_place.get((mesh, dims))
@@ -61,7 +61,7 @@ class Cohort:
         return found.get(tuple(fixed[d] for d in dims), frozenset())
 
     def _sort(self, mesh: int, dims: tuple[int, ...], ndim: int) -> dict[tuple[int, ...], Who]:
-        """The sources by their places along some dimensions of a mesh."""
+        """The sources by their coordinates along some dimensions of a mesh."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, places in self.members.items():
             own = places[mesh] if mesh < len(places) else None
@@ -71,7 +71,7 @@ class Cohort:
 
     @cached_property
     def names(self) -> list[str]:
-        """The path of each leaf, with a number where the same comes again: paths are shown, and so may be cut short."""
+        """The path of each leaf. A repeated path gets a number: long keys are cut short, so two paths may be equal."""
         seen: Counter[str] = Counter()
         names = []
         for path in self.manifest.paths:
@@ -81,7 +81,7 @@ class Cohort:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """The leaf of each path."""
+        """The leaf with each name of ``names``."""
         return {path: leaf for leaf, path in enumerate(self.names)}
 
     def dtype(self, leaf: int, tensor: int) -> torch.dtype:
@@ -89,24 +89,24 @@ class Cohort:
         first, end = manifest.first_parts[leaf : leaf + 2].tolist()
         if first + tensor < end:
             return manifest.dtype_of(first + tensor)
-        # A ShardedTensor of which the described rank holds nothing.
+        # A ShardedTensor of which the described rank holds no shard.
         return values.dtype_named(ShardedTensorCodec.read(Spec(*manifest.detail(leaf)).meta).dtype)
 
     def shape(self, leaf: int) -> tuple[int, ...] | None:
-        """The global shape of a leaf that is one tensor, plain or sharded."""
+        """The global shape of a leaf that is one plain or sharded tensor; None for any other leaf."""
         kind = self.manifest.kinds[leaf]
         sharded = kind == Leaf.COMPOSITE and is_sharded(self.manifest.detail(leaf))
         return self.holdings.of(leaf, 0).shape if kind == Leaf.TENSOR or sharded else None
 
     def is_blob(self, leaf: int) -> bool:
-        """Whether a leaf is bytes underneath (a numpy array, an object), and so a value for whoever gets it."""
+        """Whether a leaf is a blob (a numpy array, an object): it travels as bytes, and the receiver gets a value."""
         return self.manifest.kinds[leaf] == Leaf.COMPOSITE and self._kinds.is_blob(self.manifest.detail(leaf))
 
     def is_value(self, leaf: int) -> bool:
         return self.manifest.kinds[leaf] == Leaf.VALUE
 
     def say(self, leaf: int) -> str:
-        """A leaf in a few words, without what ranks of one state may have differently."""
+        """A leaf in a few words, without properties in which ranks of one state may differ."""
         if self.is_value(leaf):
             return f"the value {_short(self.manifest.detail(leaf))}"
         shapes = [self._say_tensor(leaf, k) for k in range(self.holdings.count(leaf))]
@@ -122,19 +122,19 @@ class Cohort:
         if signs:
             words += f" with sign bits {signs}"
         if isinstance(holding, Spread) and holding.layout.partial:
-            # What a rank holds is no value of the whole.
+            # A rank's elements are operands of a reduction, so two descriptions must agree in the placements, too.
             words += f" as {holding.layout.placements} on mesh {holding.layout.mesh.shape}"
         return words
 
     def signs(self, leaf: int, number: int) -> int:
-        """The bits that say that a tensor's memory holds the other sign."""
+        """A tensor's conjugate and negative bits."""
         first, end = self.manifest.first_parts[leaf : leaf + 2].tolist()
         if first + number >= end:
             return 0
         return int(self.manifest.parts.flags[first + number]) & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
 
     def holds_none(self, leaf: int) -> bool:
-        """Whether no source here holds an element of a sharded leaf: then none can tell what it is tied to."""
+        """Whether no source of the cohort holds an element of a sharded leaf: then nobody knows what it is tied to."""
         known = self._holds_none.get(leaf)
         if known is None:
             known = self._holds_none[leaf] = self._look_for_none(leaf)
@@ -154,7 +154,7 @@ class Cohort:
 
     @cached_property
     def aliases(self) -> dict[int, int]:
-        """Leaves of one tensor that are the very same memory as an earlier leaf, and that leaf (tied weights)."""
+        """For each leaf of one tensor that is the same memory as an earlier leaf (tied weights): the earlier leaf."""
         manifest, parts = self.manifest, self.manifest.parts
         result: dict[int, int] = {}
         if not len(parts):
@@ -187,7 +187,7 @@ def _short(plain: Any) -> str:
 
 
 def difference(one: Cohort, other: Cohort) -> str | None:
-    """In what two cohorts disagree, of all that they both have; None if they can complete each other."""
+    """The first leaf of both cohorts in which they disagree; None if the cohorts can complete each other."""
     for path, leaf in other.numbers.items():
         mine = one.numbers.get(path)
         if mine is not None:
@@ -195,5 +195,5 @@ def difference(one: Cohort, other: Cohort) -> str | None:
             if a != b:
                 return f"leaf {path}: {a} against {b}"
             if one.shape(mine) is None and one.manifest.detail(mine) != other.manifest.detail(leaf):
-                return f"leaf {path}: {a}, but not the same in both"
+                return f"leaf {path}: {a}, with different contents"
     return None

@@ -1,6 +1,6 @@
-"""Collisions: targets of which one element would get two different source elements. They are refused.
+"""Collisions: targets in which one element would get two different source elements. Such targets are refused.
 
-Callers find targets whose reaches in memory overlap (``region.crowds``, in columns), and ask :func:`clash` about those.
+Callers find targets whose spans of memory overlap (``region.crowds``, in columns), and pass these to :func:`clash`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from transfuse.state.region import Region, canonical, crowds, runs
 
 __all__ = ["Collision", "Written", "clash", "find_collision", "folds"]
 
-#: Targets that interleave in memory are compared run by run up to this many runs; beyond, they are refused.
+#: Targets that interleave in memory are compared run by run, up to this many runs. Beyond that they are refused.
 MAX_RUNS = 1 << 20
 
 
 class Written(NamedTuple):
-    """A block of a target tensor, and what will be written into it."""
+    """A block of a target tensor, and the source of what will be written into it."""
 
     tensor: torch.Tensor
     block: Block
     #: The number by which the caller knows the target.
     owner: int
-    #: Blocks of the same memory with the same source get the same bytes.
+    #: Identifies the source elements: blocks of the same memory with equal sources get the same bytes.
     source: Hashable
-    #: Targets with the same image lie in their memory as their sources lie in theirs: aliases meet their own aliases.
+    #: Targets with equal images lie in memory exactly as their sources lie in their storage. So targets overlap only
+    #: where the sources overlap in the same way. None if a target does not lie as its source does.
     image: Hashable | None = None
-    #: Dimensions along which the source repeats its elements.
+    #: Dimensions along which the source repeats elements.
     repeated: tuple[int, ...] = ()
 
     @property
@@ -46,7 +47,7 @@ class Written(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The address after its last one."""
+        """One past the address of the block's last byte."""
         reach = 1 + sum((n - 1) * s for n, s in zip(self.block.sizes, self.tensor.stride(), strict=True))
         return self.start + self.tensor.element_size() * reach
 
@@ -64,7 +65,7 @@ class Collision(NamedTuple):
     too_fine: bool = False
 
     def text(self, path: Callable[[int], str]) -> str:
-        """A line for an error; ``path`` names targets by their owners' numbers."""
+        """A line for an error; ``path`` gives the path of an owner."""
         one = path(self.one.owner)
         if self.too_fine:
             return f"{one}: its target interleaves too finely with others to be checked; give it memory of its own"
@@ -80,7 +81,7 @@ class Collision(NamedTuple):
 
 
 def find_collision(rows: Sequence[Written]) -> Collision | None:
-    """The first collision among all these, if there is one."""
+    """The first collision among these blocks; None if there is none."""
     folded = next((row for row in rows if folds(row)), None)
     if folded is not None:
         return Collision(folded)
@@ -93,7 +94,7 @@ def find_collision(rows: Sequence[Written]) -> Collision | None:
 
 
 def folds(row: Written) -> bool:
-    """Whether elements of one target share memory that do not share it at the source."""
+    """Whether two elements of one target share memory, but their source elements do not."""
     if row.tensor.is_contiguous() or row.image is not None:
         return False
     form = canonical(row.block.sizes, row.tensor.stride())
@@ -101,14 +102,14 @@ def folds(row: Written) -> bool:
 
 
 def clash(crowd: Sequence[Written]) -> Collision | None:
-    """The first collision among targets whose reaches in memory overlap."""
+    """The first collision among targets whose spans of memory overlap."""
     images = {row.image for row in crowd}
     if len(images) == 1 and None not in images:
         return None
     rows = list({(row.source, row.layout, row.block): row for row in reversed(crowd)}.values())[::-1]
     if len(rows) < 2:
         return None
-    # Mostly they lie side by side in one tensor, or are columns of one fused weight.
+    # Most lie side by side in one tensor, or are columns of one fused weight. Then comparing blocks is enough.
     blocks = [row.block for row in rows] if len({row.layout for row in rows}) == 1 else _in_one_frame(rows)
     if blocks is None:
         return _compare_runs(rows)
@@ -121,7 +122,7 @@ def _overlap(blocks: Sequence[Block]) -> tuple[int, int] | None:
     numbers = range(len(blocks))
     for d in range(len(blocks[0].start)):
         if len({(b.start[:d], b.start[d + 1 :], b.sizes[:d], b.sizes[d + 1 :]) for b in blocks}) == 1:
-            # They follow each other along one dimension.
+            # The blocks follow each other along dimension d.
             ordered = sorted(numbers, key=lambda i: blocks[i].start[d])
             pairs = (
                 (i, j) for i, j in pairwise(ordered) if blocks[i].start[d] + blocks[i].sizes[d] > blocks[j].start[d]
@@ -132,7 +133,7 @@ def _overlap(blocks: Sequence[Block]) -> tuple[int, int] | None:
 
 
 def _in_one_frame(rows: Sequence[Written]) -> list[Block] | None:
-    """Blocks of views of one tensor (columns of a fused weight) as blocks of it, if that is what they are."""
+    """If all rows are views of one tensor (columns of a fused weight): their blocks as blocks of that tensor."""
     strides = rows[0].tensor.stride()
     if len({(row.tensor.untyped_storage().data_ptr(), row.tensor.stride(), row.tensor.dtype) for row in rows}) > 1:
         return None
@@ -148,7 +149,7 @@ def _in_one_frame(rows: Sequence[Written]) -> list[Block] | None:
             steps, rest = divmod(rest, strides[d])
             start[d] += steps
             if room is not None and (start[d] + row.block.sizes[d]) * strides[d] > room:
-                return None  # It reaches over into the next row.
+                return None  # The block wraps over into the next row.
             room = strides[d]
         if rest:
             return None
@@ -157,7 +158,7 @@ def _in_one_frame(rows: Sequence[Written]) -> list[Block] | None:
 
 
 def _compare_runs(rows: Sequence[Written]) -> Collision | None:
-    """Compare the runs of memory of targets of any layout."""
+    """Find a collision by comparing runs of memory, for targets of any layout."""
     found: list[tuple[int, int, int]] = []
     for number, row in enumerate(rows):
         form = canonical(row.block.sizes, row.tensor.stride())
@@ -166,7 +167,7 @@ def _compare_runs(rows: Sequence[Written]) -> Collision | None:
         region = Region(row.start, row.tensor.element_size(), form.sizes, form.strides)
         found += [(low, high, number) for low, high in runs(region)]
     found.sort()
-    # The run that reaches furthest so far, and whose it is.
+    # The end of the run that reaches furthest so far, and the row that it belongs to.
     furthest, owner = 0, -1
     for low, high, number in found:
         if low < furthest and number != owner:

@@ -1,4 +1,4 @@
-"""Spots: the tensors here in which blocks land, and what is needed to fill them."""
+"""Destinations (``Spot``): the receiver's tensors in which blocks land. And the blocks needed to fill them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Global", "Need", "Spot"]
 
 @dataclass(eq=False)
 class Spot:
-    """A tensor that blocks land in: a target's, or a fresh one."""
+    """A destination: a tensor that blocks land in, of the target or fresh."""
 
     tensor: torch.Tensor
-    #: Whose it is: the number of a target leaf, or, if ``fresh``, of a leaf of the first cohort that has no target.
+    #: The number of the target's leaf, or, if ``fresh``, of the leaf of the first cohort, which then has no target.
     leaf: int
     fresh: bool = False
     signs: Signs | None = None
-    #: As what items arrive, if they are converted here.
+    #: The dtype in which items arrive, if the receiver converts them.
     wire: torch.dtype | None = None
-    #: With ``atomic``, what is written in the end.
+    #: With ``atomic``, the target's tensor, which is written when everything has been verified.
     final: torch.Tensor | None = None
     item: int = field(init=False)
     strides: tuple[int, ...] = field(init=False)
@@ -39,16 +39,16 @@ class Spot:
 
     @cached_property
     def address(self) -> int:
-        """Of its storage, in main memory; otherwise 0."""
+        """The address of the tensor's storage; 0 if the storage is not in main memory."""
         return self.tensor.untyped_storage().data_ptr() if self.tensor.device.type == "cpu" else 0
 
     @property
     def own(self) -> torch.Tensor:
-        """What is written in the end."""
+        """The tensor that holds the result in the end: ``final`` with ``atomic``, otherwise ``tensor``."""
         return self.tensor if self.final is None else self.final
 
     def is_same(self, other: Spot) -> bool:
-        """Whether another spot is the same memory, and gets the same bytes for the same block."""
+        """Whether another destination is the same memory and gets the same bytes for the same block."""
         a, b = self.own, other.own
         return (
             a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
@@ -58,23 +58,23 @@ class Spot:
 
 
 class Global(NamedTuple):
-    """A tensor of the sources' state: its leaf in each cohort that has it, and which of the leaf's tensors it is."""
+    """A tensor of the sources' state: its leaf in each cohort that has the leaf, and its number within the leaf."""
 
     leaves: tuple[tuple[int, int], ...]
     number: int
 
 
 class Need(NamedTuple):
-    """A block of a tensor that is needed here, as what it travels, and where it lands."""
+    """A needed block of a global tensor, the dtype in which it travels, and its destinations."""
 
     tensor: Global
     block: Block
-    #: None: as the source has it.
+    #: The dtype on the wire; None for the source's dtype.
     wire: torch.dtype | None
     item: int
-    #: Only sources in this place of the mesh have the right values (of a Partial DTensor).
+    #: Of a Partial DTensor: only sources at this coordinate of the mesh have the right values. Otherwise None.
     place: Coordinate
-    #: Spots, and where in each the block begins.
+    #: Destinations, and where in each the block begins.
     spots: list[tuple[Spot, tuple[int, ...]]]
-    #: Further spots that are the same memory as one of these (tied targets): nothing more is written for them.
+    #: Further destinations in the same memory as one of ``spots`` (tied targets): nothing more is written for them.
     tied: list[Spot]

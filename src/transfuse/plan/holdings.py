@@ -1,7 +1,7 @@
-"""Holdings: which blocks of a leaf's tensors ranks hold, as far as one rank's description says it.
+"""Holdings: which blocks of a leaf's tensors each rank holds, derived from the manifest of one rank.
 
-Most leaves are one tensor, which every rank that has the leaf holds whole. Of a DTensor or ShardedTensor a rank holds
-blocks. Ranks that describe the same state differ only in their places in its meshes.
+Most leaves are one tensor, and every rank that has the leaf holds the whole tensor. Of a DTensor or ShardedTensor a
+rank holds blocks. Ranks with manifests of one likeness differ only in their coordinates in the meshes.
 """
 
 from __future__ import annotations
@@ -20,41 +20,44 @@ from transfuse.state.manifest import Leaf, Manifest
 
 __all__ = ["Holding", "Holdings", "Listed", "Spread", "Whole"]
 
-#: A part, and for each dimension the runs of the global tensor that it is made of.
+#: A part, and for each dimension the runs of the global tensor that the part consists of.
 Piece = tuple[int, Sequence[Sequence[Run]]]
 
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """One tensor of a leaf."""
+    """Who holds one tensor of a leaf."""
 
-    #: Of the global tensor.
+    #: The shape of the global tensor.
     shape: tuple[int, ...]
-    #: What the described rank holds of it.
+    #: The pieces that the described rank holds.
     pieces: Sequence[Piece]
 
     def find(self, block: Block) -> tuple[int, tuple[int, ...]]:
-        """The part that holds a block, and where in it the block begins; ``ValueError`` if none does."""
+        """The part of the described rank that holds a block, and where in the part the block begins.
+
+        ``ValueError`` if this rank does not hold the block.
+        """
         for part, runs in self.pieces:
             at = [_find(some, start, size) for some, start, size in zip(runs, block.start, block.sizes, strict=True)]
             if None not in at:
                 return part, tuple(place for place in at if place is not None)
-        raise ValueError(f"block {block} of {self.shape} is not held here")
+        raise ValueError(f"this rank does not hold block {block} of a tensor of shape {self.shape}")
 
     def cuts(self, dim: int, low: int, high: int) -> Sequence[int]:
-        """Where between these two places of a dimension one rank's elements end and another's begin."""
+        """The indices between ``low`` and ``high`` along a dimension at which another rank's elements begin."""
         return ()
 
     def who(self, block: Block) -> tuple[int, tuple[int, ...]] | None:
-        """Who holds a block that no cut divides: a mesh and a place in it, with -1 where it does not matter.
+        """The holders of a block that no cut divides: a mesh and a coordinate in it, with -1 where any rank will do.
 
-        A mesh of -1 is everybody, None is nobody.
+        Mesh -1 means that every rank holds the block; None means that no rank does.
         """
         return -1, ()
 
 
 class Whole(Holding):
-    """A tensor that every rank holds whole."""
+    """A tensor of which every rank holds all elements."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,7 @@ class Spread(Holding):
 
     layout: Layout
     mesh: int
-    #: The described rank's place in the mesh.
+    #: The described rank's coordinate in the mesh.
     place: Coordinate
 
     def cuts(self, dim: int, low: int, high: int) -> Sequence[int]:
@@ -76,7 +79,7 @@ class Spread(Holding):
 
 @dataclass(frozen=True, eq=False)
 class Listed(Holding):
-    """A ShardedTensor: all shards are listed, and ranks that describe the same one hold the same of them."""
+    """A ShardedTensor: the manifest lists its shards, and ranks with the same manifest hold the same shards."""
 
     blocks: Sequence[Block]
 
@@ -98,7 +101,7 @@ def _find(runs: Sequence[Run], start: int, size: int) -> int | None:
 
 
 class Holdings:
-    """What a described rank holds of its leaves, and what others hold by the same description."""
+    """The holding of each tensor of a manifest, computed when it is first asked for."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -106,7 +109,7 @@ class Holdings:
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def of(self, leaf: int, tensor: int) -> Holding:
-        """``ValueError`` if there is no such tensor."""
+        """The holding of one tensor of a leaf; ``ValueError`` if there is no such tensor."""
         known = self._known.get((leaf, tensor))
         if known is None:
             known = self._known[leaf, tensor] = self._look(leaf, tensor)
@@ -118,7 +121,7 @@ class Holdings:
         return 1 if self._sharded(leaf) else int(end - first)
 
     def _sharded(self, leaf: int) -> Spec | None:
-        """The spec of a leaf that is a shard of a global tensor, if it is."""
+        """The spec of a leaf that is a shard of a global tensor; None for any other leaf."""
         if self.manifest.kinds[leaf] != Leaf.COMPOSITE:
             return None
         detail = self.manifest.detail(leaf)
@@ -127,16 +130,16 @@ class Holdings:
     def _look(self, leaf: int, tensor: int) -> Holding:
         manifest = self.manifest
         if not 0 <= leaf < len(manifest):
-            raise ValueError(f"leaf {leaf} of {len(manifest)}")
+            raise ValueError(f"leaf {leaf} does not exist; the state has {len(manifest)} leaves")
         first, end = manifest.first_parts[leaf : leaf + 2].tolist()
         spec = self._sharded(leaf)
         if not 0 <= tensor < (1 if spec else end - first):
-            raise ValueError(f"tensor {tensor} of a leaf that has {end - first}")
+            raise ValueError(f"tensor {tensor} of leaf {leaf} does not exist; the leaf has {end - first} tensors")
         if not spec:
             shape = manifest.parts.shape(first + tensor)
             return Whole(shape, [(first + tensor, [[(0, size)] for size in shape])])
         if any(spec.children):
-            raise ValueError(f"a {spec.codec} that is made of other than plain tensors")
+            raise ValueError(f"leaf {leaf} is a {spec.codec} of tensors that are not plain, which has no blocks")
         if spec.codec == DTENSOR:
             return self._spread(first, spec.meta)
         meta = ShardedTensorCodec.read(spec.meta)

@@ -1,6 +1,6 @@
-"""Matching an offered manifest with the target that a callback gave, before anything is asked for.
+"""Matching an offered manifest with the receiver's target, before the receiver asks for anything.
 
-:func:`match` compares every leaf, decides what becomes of memory that leaves share, and refuses targets of which one
+:func:`match` compares every leaf, decides what to request where leaves share memory, and refuses targets in which one
 element would get two different source elements.
 """
 
@@ -17,11 +17,11 @@ from transfuse.errors import TargetMismatch, UnsupportedLeaf
 from transfuse.limits import Limits
 from transfuse.plan.collisions import Collision, Written, clash, folds
 from transfuse.state import live_tensors, trees
+from transfuse.state.live_tensors import PLAIN
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import BuildContext, CannotCarry, Shared
 from transfuse.state.leaves.layout import Block
 from transfuse.state.leaves.registry import Registry
-from transfuse.state.live_tensors import PLAIN
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.state.memory_maps import Mappings
 from transfuse.state.region import Budget, Region, cover, crowds
@@ -29,50 +29,51 @@ from transfuse.state.tensors import Bools, Ints
 
 __all__ = ["FREED", "UNWRITABLE", "Match", "Prepared", "compare", "match", "nothing_matches", "prepare", "unpaired"]
 
-#: What is wrong with a target that has elements but no memory for them.
+#: The problem with a target that has elements but no memory for them.
 FREED = dense.FREED.format("the target's") + "; give it memory again first"
 
-#: Flags that say that memory holds the other sign.
+#: The flags by which a tensor's memory holds the other sign of its values.
 SIGNS = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
 
-#: What is wrong with a target whose memory may not be written, or is gone.
+#: The problem with a target whose memory is read-only or no longer mapped.
 UNWRITABLE = "the target's memory cannot be written: {}; give it memory of its own, for example with clone()"
 
 
 @dataclass
 class Match:
-    """An offered manifest laid over a target."""
+    """An offered manifest matched with a target."""
 
     merged: trees.Merged
     target_leaves: list[Any]
-    #: For each part of the manifest: the target's tensor that gets its bytes, or None for a fresh one.
+    #: For each part of the manifest: the target's tensor that gets its bytes; None if the part arrives fresh.
     destinations: list[torch.Tensor | None]
-    #: Fresh parts that are the same memory as a part with a target: built as views of that target.
+    #: For each fresh part that is the same memory as a part with a target: that part. It is built as a view of the
+    #: target.
     tied: dict[int, int]
-    #: Storages whose parts are asked for one by one, and which.
+    #: Storages whose parts the receiver requests one by one, and the parts that it requests.
     apart: list[int]
     wanted: list[int]
-    #: For each part: the address of its target's first item, if it has a target in main memory with elements; else 0.
+    #: For each part: the address of its target's first item; 0 without a target in main memory that has elements.
     address: Ints
-    #: For each part: whether it has a target whose memory, in the order of its addresses, is the part's box in linear
-    #: order: both are contiguous, and no sign is to be flipped.
+    #: For each part: whether its bytes can be copied into the target's memory as they are: the part and its target are
+    #: both contiguous, and no sign has to be flipped.
     as_lies: Bools
 
 
 @dataclass(eq=False)
 class Prepared:
-    """A target taken apart, ready to be matched with whatever is offered."""
+    """A target taken apart, ready to be matched with any offer."""
 
     target: object | None
     root: trees.Node | None
     leaves: list[Any]
-    #: The ordinary tensors among the leaves as columns, and for each leaf its row there, or -1.
-    tensors: live_tensors.LiveTensors
+    #: The ordinary tensors among the leaves as columns, and for each leaf its row in ``tensors``, or -1.
+    tensors: live_tensors.Tensors
     row: Ints
 
 
 def prepare(target: object | None, limits: Limits) -> Prepared:
-    """Take a target apart. This needs no offer, and so can be done while the source describes its state."""
+    """Take a target apart. This needs no offer, so the receiver does it while the source describes its state."""
     if target is None:
         return Prepared(None, None, [], live_tensors.read([]), np.zeros(0, dtype=np.int64))
     try:
@@ -104,7 +105,7 @@ def match(
     strict: bool,
     limits: Limits,
 ) -> Match:
-    """Compare every leaf; raise one error with all mismatches. Without a target everything arrives fresh."""
+    """Match every leaf, or raise one error with all mismatches. Without a target everything arrives fresh."""
     prepared = target if isinstance(target, Prepared) else prepare(target, limits)
     found = compare(manifest, prepared, build_context=build_context, kinds=kinds, strict=strict)
     if isinstance(found, Match):
@@ -115,7 +116,7 @@ def match(
 def compare(
     manifest: Manifest, prepared: Prepared, *, build_context: BuildContext, kinds: Registry, strict: bool
 ) -> Match | TargetMismatch | UnsupportedLeaf:
-    """Lay a state over a target as it is; or say, as an error with all mismatches, why it cannot land as it is."""
+    """Match a state with a target in which it lands as it is; or return one error with all mismatches."""
     if prepared.target is None:
         merged = trees.Merged.all_of_source(manifest.root, len(manifest))
         empty = _Targets(manifest)
@@ -123,9 +124,7 @@ def compare(
         return _promise_fresh(manifest, result, build_context, kinds) or result
     merged = trees.merge(manifest.root, prepared.root)
     fitted = _fit(manifest, merged, prepared, build_context, kinds)
-    others = live_tensors.read_any(
-        [tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None]
-    )
+    others = live_tensors.read_any([tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None])
     problems = merged.conflicts + fitted.problems + _unwritable(manifest, fitted, prepared.tensors, others)
     if not len(fitted.quick) and not fitted.others and not problems:
         nothing = nothing_matches(manifest, prepared, kinds)
@@ -148,10 +147,10 @@ def compare(
 
 
 class _Fitted(NamedTuple):
-    """Targets that parts have found."""
+    """The targets that were found for parts."""
 
     destinations: list[torch.Tensor | None]
-    #: Parts whose leaf is a plain tensor in both trees, and the target's row among the prepared ones.
+    #: Parts whose leaf is a plain tensor in both trees, and the row of each one's target in ``Prepared.tensors``.
     quick: Ints
     rows: Ints
     #: All other parts that have a target.
@@ -162,7 +161,7 @@ class _Fitted(NamedTuple):
 def _fit(
     manifest: Manifest, merged: trees.Merged, prepared: Prepared, build_context: BuildContext, kinds: Registry
 ) -> _Fitted:
-    """Compare all pairs of plain tensors at once, and whatever else there is, or does not fit, leaf by leaf."""
+    """Compare all pairs of plain tensors in columns. Other leaves, and pairs that do not fit, one by one."""
     partner = np.array(merged.partner, dtype=np.int64)
     paired = np.flatnonzero(partner >= 0)
     row = prepared.row[partner[paired]]
@@ -184,8 +183,8 @@ def _fit(
     return fitted
 
 
-def _alike(manifest: Manifest, parts: Ints, tensors: live_tensors.LiveTensors, rows: Ints) -> Bools:
-    """Which of these parts may be written into the tensor in the given row: same dtype, same shape, memory enough."""
+def _alike(manifest: Manifest, parts: Ints, tensors: live_tensors.Tensors, rows: Ints) -> Bools:
+    """Which of these parts may be written into the tensor in the given row: same dtype, same shape, enough memory."""
     ours = manifest.parts
     numbers = {dtype: i for i, dtype in enumerate(tensors.dtypes)}
     known = np.array([numbers.get(dtype, -1) for dtype in manifest.dtypes], dtype=np.int64)
@@ -208,7 +207,7 @@ def _fit_leaf(
     kinds: Registry,
     shared: Shared,
 ) -> list[str]:
-    """Note the targets of one leaf's parts, and say what is wrong with them."""
+    """Record the targets of one leaf's parts, and return what does not fit."""
     if manifest.kinds[leaf] == Leaf.VALUE:
         if not isinstance(target, torch.Tensor):
             return []
@@ -241,10 +240,8 @@ def _compare(manifest: Manifest, part: int, target: torch.Tensor) -> list[str]:
     return found
 
 
-def _unwritable(
-    manifest: Manifest, fitted: _Fitted, quick: live_tensors.LiveTensors, others: live_tensors.LiveTensors
-) -> list[str]:
-    """Targets whose memory is mapped read-only, or not at all: to write there would end the process."""
+def _unwritable(manifest: Manifest, fitted: _Fitted, quick: live_tensors.Tensors, others: live_tensors.Tensors) -> list[str]:
+    """Lines for targets whose memory is mapped read-only or not at all: a write there would end the process."""
     memory = Mappings()
     found = {int(fitted.quick[i]): why for i, why in quick.faults(fitted.rows, memory, write=True).items()}
     rest = others.faults(np.arange(len(others)), memory, write=True)
@@ -263,13 +260,13 @@ class _Targets:
         self.device = np.full(n, -1, dtype=np.int64)
         self.devices: list[str] = []
         self.start, self.end = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-        #: Whose elements share memory with each other.
+        #: Which targets have elements that share memory with each other.
         self.folded = np.zeros(n, dtype=bool)
         self.address = np.zeros(n, dtype=np.int64)
         self.as_lies = np.zeros(n, dtype=bool)
 
-    def add(self, parts: Ints, tensors: live_tensors.LiveTensors, rows: Ints) -> None:
-        """These parts go into the tensors in these rows."""
+    def add(self, parts: Ints, tensors: live_tensors.Tensors, rows: Ints) -> None:
+        """Record that these parts go into the tensors in these rows."""
         self.placed[parts] = True
         self.device[parts] = tensors.device[rows] + len(self.devices)
         self.devices += tensors.devices
@@ -281,7 +278,7 @@ class _Targets:
 
 
 def nothing_matches(manifest: Manifest, prepared: Prepared, kinds: Registry) -> TargetMismatch | None:
-    """An error with the likely reason, unless there is no tensor anywhere that could have matched."""
+    """An error with the likely reason why no tensor matches; None if neither side has a tensor."""
     if not _has_tensors(manifest, kinds) and not any(isinstance(leaf, torch.Tensor) for leaf in prepared.leaves):
         return None
     return TargetMismatch(
@@ -291,7 +288,7 @@ def nothing_matches(manifest: Manifest, prepared: Prepared, kinds: Registry) -> 
 
 
 def unpaired(manifest: Manifest, merged: trees.Merged, prepared: Prepared) -> list[str]:
-    """Leaves that only one side has, for a caller that wants none."""
+    """A line for each leaf that only one side has. With ``strict`` these are errors."""
     missing = [i for i, j in enumerate(merged.partner) if j < 0]
     problems = [f"{manifest.paths[i]}: missing in the target" for i in missing[:100]]
     if len(missing) > 100:
@@ -306,7 +303,7 @@ def _has_tensors(manifest: Manifest, kinds: Registry) -> bool:
 
 
 def _likely_prefix(source: list[str], target: list[str], target_leaves: list[Any]) -> list[str]:
-    """Lines that say why nothing matched, and which prefix is the likely reason."""
+    """Lines that say why no tensor matched. A prefix on one side's names is the most likely reason."""
     tensors = [path for path, leaf in zip(target, target_leaves, strict=True) if isinstance(leaf, torch.Tensor)]
     if not tensors:
         return ["the state_dict callback returned no tensors (was it called before the model was built?)"]
@@ -334,7 +331,7 @@ def _last_key(path: str) -> str:
 def _promise_fresh(
     manifest: Manifest, found: Match, build_context: BuildContext, kinds: Registry
 ) -> UnsupportedLeaf | None:
-    """Make sure, before a byte moves, that every leaf that will be built here can be built; why not, otherwise."""
+    """Check, before a byte moves, that every leaf that this receiver must build can be built; or return the error."""
     detailed = np.flatnonzero(manifest.codes != Leaf.TENSOR).tolist()
     for leaf, detail in zip(detailed, manifest.details, strict=True):
         if manifest.kinds[leaf] == Leaf.VALUE:
@@ -350,7 +347,7 @@ def _promise_fresh(
 
 
 def _is_blob(manifest: Manifest, found: Match, leaf: int) -> bool:
-    """Whether a leaf with a partner is built anew all the same: numpy arrays, long bytes, objects."""
+    """Whether a leaf is built anew although it has a partner: numpy arrays, long bytes, objects."""
     first, end = manifest.first_parts[leaf], manifest.first_parts[leaf + 1]
     return any(found.destinations[part] is None for part in range(first, end))
 
@@ -359,10 +356,10 @@ def _is_blob(manifest: Manifest, found: Match, leaf: int) -> bool:
 
 
 def _tie(manifest: Manifest, found: Match, placed: Bools) -> list[str]:
-    """For storages that several parts share: what is asked for, and which fresh parts become views of targets."""
+    """For storages that several parts share: decide what to request, and which fresh parts become views of targets."""
     parts = manifest.parts
     shown = parts.numel > 0
-    # Storages of which some memory is shown twice: by two parts, or by one that overlaps itself.
+    # Storages of which some memory is in two parts, or twice in one part that overlaps itself.
     tangled_storages = np.zeros(len(manifest.storages), dtype=bool)
     tangled_storages[parts.storage[shown & (~parts.alone | parts.overlapping)]] = True
     has_target = np.zeros(len(manifest.storages), dtype=bool)
@@ -398,7 +395,11 @@ def _tie(manifest: Manifest, found: Match, placed: Bools) -> list[str]:
 
 
 def _choose(manifest: Manifest, found: Match, inside: list[int], regions: dict[int, tuple[Region, bool]]) -> list[int]:
-    """Parts to ask for so that every target gets its bytes: an image inside a larger image comes with it."""
+    """The parts to request so that every target gets its bytes.
+
+    A part is not requested if it lies inside a larger requested part, and its target in the same way inside the larger
+    one's target: it arrives together with the larger part.
+    """
     chosen: list[int] = []
     for part in sorted(inside, key=lambda p: -regions[p][0].nbytes):
         region, mine = regions[part][0], found.destinations[part]
@@ -418,7 +419,11 @@ def _choose(manifest: Manifest, found: Match, inside: list[int], regions: dict[i
 
 
 def _shift(manifest: Manifest, part: int, target: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """If a target lies in its memory just as its source part does in its storage: by how much it is shifted."""
+    """The distance between a target's address and its part's offset in the storage, with storage and device.
+
+    None if the target has other strides or signs than the part. Targets of equal shift lie to each other as their parts
+    do.
+    """
     if target is None:
         return None
     parts = manifest.parts
@@ -430,7 +435,7 @@ def _shift(manifest: Manifest, part: int, target: torch.Tensor | None) -> tuple[
 
 
 def _collisions(manifest: Manifest, found: Match, targets: _Targets) -> list[str]:
-    """Refuse targets of which one element would get two different source elements."""
+    """A line for each collision: targets in which one element would get two different source elements."""
     filled = targets.placed & (manifest.parts.numel > 0)
     rows = (_written(manifest, found, part) for part in np.flatnonzero(filled & targets.folded).tolist())
     collisions = [Collision(row) for row in rows if folds(row)]
@@ -445,7 +450,7 @@ def _collisions(manifest: Manifest, found: Match, targets: _Targets) -> list[str
 
 
 def _written(manifest: Manifest, found: Match, part: int) -> Written:
-    """A part's target, and what is written into it."""
+    """A part's target, and the source of what is written into it."""
     parts, target = manifest.parts, found.destinations[part]
     assert target is not None
     form = parts.form(part)

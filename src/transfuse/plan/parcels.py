@@ -1,7 +1,7 @@
-"""Parcels: in what pieces boxes travel. Pure; both ends derive the same sequence, so that no parcel has a header.
+"""Parcels: the units in which regions travel. Pure: both ends derive the same sequence, so no parcel has a header.
 
-A parcel is either several small boxes of one space one after another, each at a multiple of the largest item among
-them, or a range of one large box. A burst is a run of parcels after which both ends exchange one record.
+A parcel is either several small regions of one space, one after another, each aligned to the largest item among them,
+or a range of one large region. A burst is a run of parcels, followed by a record in each direction.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["Most", "Parcels", "Piece", "bursts", "cut", "fingerprint"]
 
 
 class Most(NamedTuple):
-    """What a burst holds at most: bytes in all, and bytes of parcels that pass through staging at the source."""
+    """The largest burst: bytes in all, and bytes of parcels that pass through staging at the source."""
 
     nbytes: int
     staged_bytes: int
 
 
 class Piece(NamedTuple):
-    """Bytes ``[low, high)`` of a box in its linear order, at byte ``position`` of the parcel."""
+    """Bytes ``[low, high)`` of a region in its linear order, at byte ``position`` of the parcel."""
 
     region: int
     low: int
@@ -39,16 +39,16 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Parcels:
-    """Columns of all parcels: boxes ``first … first + count``, or bytes from ``low`` of a single box."""
+    """Columns of all parcels. A parcel is ``count`` regions from ``first`` on, or the bytes from ``low`` on of one."""
 
     regions: Regions
     first: Ints
     count: Ints
     low: Ints
     nbytes: Ints
-    #: For each box: where in its parcel it begins. A box that is cut into several begins each of them.
+    #: For each region, where in its parcel it begins; 0 for a region that is cut into several parcels.
     position: Ints
-    #: Whether the receiver knows nothing of the source's memory, so that both take every parcel for a staged one.
+    #: Whether both ends treat every parcel as staged, because the receiver does not know the source's memory layout.
     all_staged: bool = False
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class Parcels:
 
     @cached_property
     def staged(self) -> npt.NDArray[np.bool_]:
-        """Which parcels are no single run of memory at the source."""
+        """Which parcels are not a single run of memory at the source, and so pass through staging."""
         if self.all_staged:
             return np.ones(len(self), dtype=bool)
         strided = np.zeros(len(self.regions), dtype=bool)
@@ -65,7 +65,7 @@ class Parcels:
 
     @cached_property
     def payload(self) -> Ints:
-        """For each parcel, how many of its bytes are data: between boxes of different items there may be gaps."""
+        """For each parcel, how many of its bytes are data: regions of different item sizes may have gaps between."""
         before = np.concatenate([[0], np.cumsum(self.regions.nbytes)])
         return np.where(self.count > 1, before[self.first + self.count] - before[self.first], self.nbytes)
 
@@ -74,9 +74,10 @@ class Parcels:
         return int(self.payload.sum())
 
     def columns(self, parcel: int) -> tuple[slice, Ints]:
-        """The boxes of a parcel, and for each the position in the parcel at which it begins.
+        """The regions of a parcel, and the position in the parcel at which each begins.
 
-        All of each box, unless it is the only one: then its bytes from ``low``, as many as the parcel has.
+        A parcel of several regions has all of each. A parcel of one region has the bytes of it from ``low`` on, as many
+        as the parcel is long.
         """
         chosen = slice(int(self.first[parcel]), int(self.first[parcel] + self.count[parcel]))
         return chosen, self.position[chosen]
@@ -93,14 +94,14 @@ class Parcels:
 
 
 def cut(regions: Regions, parcel_bytes: int, *, all_staged: bool = False) -> Parcels:
-    """Cut boxes into parcels of at most ``parcel_bytes``. A box of an eighth of that or more is not packed.
+    """Cut regions into parcels of at most ``parcel_bytes``. A region of an eighth of that or more is not packed.
 
-    Which parcel a small box goes into depends only on how many bytes come before it, so that all are placed at once:
-    a parcel takes the boxes that begin within its first seven eighths.
+    The number of bytes before a small region decides which parcel the region goes into: a parcel takes the regions that
+    begin within its first seven eighths. So all regions are placed at once, in columns.
     """
     n, alone = len(regions), parcel_bytes // 8
     large = regions.nbytes >= alone
-    # Runs of small boxes of one space; each large box is a run by itself.
+    # Runs of small regions of one space. Each large region is a run by itself.
     begins = np.ones(n, dtype=bool)
     begins[1:] = large[1:] | large[:-1] | (np.diff(regions.space) != 0)
     run, heads = np.cumsum(begins) - 1, np.flatnonzero(begins)
@@ -122,7 +123,7 @@ def cut(regions: Regions, parcel_bytes: int, *, all_staged: bool = False) -> Par
 
 
 def bursts(parcels: Parcels, numbers: Sequence[int], most: Most) -> list[list[int]]:
-    """Group the parcels with these numbers into bursts, one parcel at least in each."""
+    """Group the parcels with these numbers into bursts of at least one parcel each."""
     result: list[list[int]] = []
     room = staged_room = 0
     chosen = np.asarray(numbers, dtype=np.int64)
@@ -138,9 +139,10 @@ def bursts(parcels: Parcels, numbers: Sequence[int], most: Most) -> list[list[in
 
 
 def fingerprint(parcels: Parcels, picked: int | None = None) -> int:
-    """A digest of what travels in which pieces. Both ends must arrive at the same one.
+    """A digest of the regions and how they are cut into parcels. Both ends must compute the same digest.
 
-    ``picked`` is the digest of the picks, if boxes come of these: then only the source knows where they lie.
+    ``picked`` is the digest of the wanted blocks, if the regions come from wanted blocks: then only the source knows
+    where the regions lie, and their addresses are left out.
     """
     digest = xxhash.xxh3_64()
     regions = parcels.regions

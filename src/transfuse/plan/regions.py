@@ -1,4 +1,4 @@
-"""The plan: which boxes travel, in which order. Pure; both ends derive the same one from manifest and want."""
+"""Which regions travel, and in which order. Pure: both ends derive the same regions from the manifest and the want."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ __all__ = ["Cast", "Regions", "lay_out"]
 
 
 class Cast(NamedTuple):
-    """A box whose items travel as another type than they have in memory."""
+    """A region whose items travel as another dtype than they have in memory."""
 
     memory: torch.dtype
     wire: torch.dtype
-    #: The box in items of memory.
+    #: The region in memory, in items of the dtype ``memory``.
     region: Region
 
 
 @dataclass(eq=False)
 class Regions:
-    """Columns of the boxes that travel. Most are one run of memory; the few others are in ``strided``."""
+    """Columns of the regions that travel. Most are one run of memory; the others are in ``strided``."""
 
     storage: Ints
-    #: Boxes with different numbers here are never packed into one parcel: they are on different devices, for example.
+    #: Regions with different numbers here are never packed into one parcel: for example, they are on different devices.
     space: Ints
     start: Ints
     nbytes: Ints
     item: Ints
-    #: A part that has this very box, in the same linear order, or -1 for a box made of several tangled parts.
+    #: A part whose region this is, in the same linear order; -1 for a region made by splitting overlapping parts.
     part: Ints
     strided: dict[int, Region]
-    #: Further parts with the same box as ``part`` (tied weights).
+    #: Further parts with the same region as ``part`` (tied weights).
     also: dict[int, tuple[int, ...]]
-    #: Boxes that are converted on their way out of memory; they are among the strided too.
+    #: Regions that the source converts when it packs them. They are in ``strided``, too.
     casts: dict[int, Cast] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -52,18 +52,18 @@ class Regions:
         return Region(int(self.start[i]), item, (int(self.nbytes[i]) // item,), (1,))
 
     def members(self, i: int) -> tuple[int, ...]:
-        """The parts that this box holds one to one; none for a tangle."""
+        """The parts whose region this is; none for a region made by splitting overlapping parts."""
         part = int(self.part[i])
         return () if part < 0 else (part, *self.also.get(i, ()))
 
 
 def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int] = ()) -> Regions:
-    """The boxes of all storages, each element once; of those ``apart`` only the boxes of the ``wanted`` parts.
+    """The regions of all storages, each element once. Of the storages in ``apart``, only those of the ``wanted`` parts.
 
-    They are in order of device, storage and first byte.
+    Regions are sorted by device, storage and first byte.
     """
     parts = manifest.parts
-    # Mostly a part is one run of memory that it has to itself, and is its box.
+    # Most parts are one run of memory that no other part shares: the run is the region.
     simple, others = parts.alone & parts.contiguous, parts.numel > 0
     others &= ~simple
     if apart:
@@ -101,7 +101,7 @@ def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int]
 
 
 def _slow(manifest: Manifest, numbers: list[int], apart: set[int]) -> list[tuple[int, Region, tuple[int, ...]]]:
-    """Storage, box and members for parts that share memory or are strided."""
+    """Storage, region and members for parts that share memory or are strided."""
     parts = manifest.parts
     by_storage: dict[int, list[tuple[int, Region, bool]]] = {}
     result: list[tuple[int, Region, tuple[int, ...]]] = []

@@ -1,9 +1,9 @@
 """Shares: which parcels of a receive each source can send.
 
-If the state lands as it is, every source has all of it: :class:`Everything`. Otherwise what is needed is cut where its
-holders change (:func:`split`), and each source has the pieces that it holds: :class:`SharesOfPieces`. Pure, and in
-columns: there may be millions. Tensors of the same shape and sharding are cut alike, so each such pattern is worked
-out once.
+If the state lands as it is, each source's share is everything: :class:`Everything`. Otherwise each needed block is cut
+where its holders change (:func:`split`), and a source's share is the pieces that it holds: :class:`SharesOfPieces`.
+Pure, and in columns: there may be millions of pieces. Tensors of the same shape and sharding are cut alike, so each
+such pattern is computed once.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from transfuse.state.tensors import Bools, Ints
 
 __all__ = ["Everything", "Pieces", "Share", "Shares", "SharesOfPieces", "split"]
 
-#: More pieces than these are refused: each takes memory at both ends.
+#: The most pieces of a plan: each piece takes memory at both ends.
 MAX_PIECES = 1 << 23
-#: So many blocks that nobody holds are named.
+#: The most blocks that an error names.
 MAX_NAMED = 1000
 
 
 class Share(Protocol):
-    """What one source can send, and how it is asked for it."""
+    """What one source can send, and how the receiver asks for it."""
 
     @property
     def is_everything(self) -> bool:
-        """Whether the source has the whole state, just as it lands here."""
+        """Whether the source has the whole state in the form in which it lands here."""
 
     @property
     def held(self) -> Bools:
@@ -50,43 +50,43 @@ class Share(Protocol):
 
     @property
     def order(self) -> Ints | None:
-        """The parcels in the order in which the source numbers them; None if it numbers them as we do."""
+        """The receiver's numbers of the source's parcels, in the source's order; None if both number alike."""
 
     @property
     def fingerprint(self) -> int:
-        """A digest of the source's parcels. The source computes the same, of what it cuts itself."""
+        """A digest of the source's parcels. The source must compute the same digest of the parcels that it derives."""
 
     @property
     def wanted_blocks(self) -> WantedBlocks | None:
-        """The blocks that the source is asked for; None for the whole state as the source described it."""
+        """The blocks that the receiver wants from the source; None for the whole state as the source described it."""
 
     @property
     def apart(self) -> list[int]:
-        """Storages of which only some parts are asked for."""
+        """Storages of which the receiver requests only some parts."""
 
     @property
     def parts(self) -> list[int]:
-        """Those parts."""
+        """The parts that the receiver requests of the storages in ``apart``."""
 
     def ours(self, run: range) -> Sequence[int]:
-        """Our numbers of the parcels that the source numbers so."""
+        """The receiver's numbers of the parcels that have the numbers ``run`` at the source."""
 
     def theirs(self, numbers: Sequence[int]) -> Sequence[int]:
-        """The source's numbers of our parcels."""
+        """The source's numbers of the parcels that have these ``numbers`` at the receiver."""
 
     def seen_from_source(self, describe: Callable[[], Manifest]) -> tuple[Manifest, Parcels]:
-        """The source's own manifest, and all parcels with their boxes in the source's memory.
+        """The source's own manifest, and all parcels with their regions in the source's memory.
 
-        ``describe`` reads that manifest, if it is not known yet.
+        ``describe`` reads that manifest. It is called only if the manifest is not known yet.
         """
 
 
 class Shares(Protocol):
-    """What each source can send."""
+    """The shares of all sources."""
 
     @property
     def joinable(self) -> bool:
-        """Whether a source that comes late can take part: its share does not depend on who else is there."""
+        """Whether a source that comes late can take part: its share does not depend on the other sources."""
 
     def of(self, rank: int) -> Share: ...
 
@@ -95,7 +95,7 @@ class Shares(Protocol):
 
 
 class Everything:
-    """Every source has the whole state as it lands here: one share, which is everything, serves for all."""
+    """The state lands as it is, so each source's share is everything. One object is the share of all sources."""
 
     is_everything = joinable = True
     order = wanted_blocks = None
@@ -130,16 +130,17 @@ class Everything:
 
 @dataclass(eq=False)
 class Pieces:
-    """Columns of blocks that a set of sources holds whole, those of one set together. Dimensions beyond a tensor's
-    own are of size 1.
+    """Columns of pieces of needed blocks. A set of sources holds each piece whole. Pieces are sorted by these sets.
+
+    All rows have the same number of dimensions; those beyond a tensor's own have size 1.
     """
 
-    #: What each is a piece of.
+    #: The number of the needed block that each is a piece of.
     need: Ints
-    #: Where each begins in the global tensor, and its sizes.
+    #: Where each piece begins in the global tensor, and its sizes.
     start: Ints
     sizes: Ints
-    #: The set of sources that hold it; what fewest hold comes first, since nobody else will bring it.
+    #: The number of the set of holders. Pieces with the fewest holders come first, because few sources can send them.
     group: Ints
     groups: list[Who]
 
@@ -147,14 +148,14 @@ class Pieces:
         return len(self.need)
 
     def regions(self, item: Ints) -> Regions:
-        """As boxes of which only the size is known: where they lie is each end's own business."""
+        """The pieces as regions of which only the sizes are known: each end knows only its own memory."""
         nowhere = np.zeros(len(self), dtype=np.int64)
         item = item[self.need]
         return Regions(nowhere, self.group, nowhere, self.sizes.prod(axis=1) * item, item, nowhere - 1, {}, {})
 
 
 class _Pattern(NamedTuple):
-    """How a block is cut: where each piece begins, its sizes, and who holds it."""
+    """How a needed block is cut: where each piece begins, its sizes, and the number of its set of holders."""
 
     start: Ints
     sizes: Ints
@@ -162,7 +163,7 @@ class _Pattern(NamedTuple):
 
 
 def split(cohorts: Sequence[Cohort], needs: Sequence[Need]) -> Pieces:
-    """Cut what is needed; :class:`NotCovered` names what nobody holds."""
+    """Cut the needed blocks into pieces; :class:`NotCovered` names pieces that nobody holds."""
     dims = max([len(need.block.start) for need in needs], default=0) or 1
     patterns: dict[tuple[Any, ...], int] = {}
     found: list[_Pattern] = []
@@ -179,7 +180,12 @@ def split(cohorts: Sequence[Cohort], needs: Sequence[Need]) -> Pieces:
         which.append(number)
         total += len(found[number].group)
         if total > MAX_PIECES:
-            raise TargetMismatch([f"the two shardings cut the state into more than {MAX_PIECES} pieces"])
+            raise TargetMismatch(
+                [
+                    f"the shardings of source and target together cut the state into more than {MAX_PIECES} pieces; "
+                    "receive into a sharding that is closer to the source's"
+                ]
+            )
     nobody = groups.get(frozenset())
     if nobody is not None:
         raise NotCovered(_name_missing(cohorts, needs, [found[number] for number in which], nobody))
@@ -187,7 +193,7 @@ def split(cohorts: Sequence[Cohort], needs: Sequence[Need]) -> Pieces:
 
 
 def _identity(holding: Holding) -> object:
-    """What holdings that are cut alike have in common."""
+    """A key that is equal for holdings that are cut alike."""
     if isinstance(holding, Spread):
         return id(holding.layout)
     return Whole if isinstance(holding, Whole) else id(holding)
@@ -209,7 +215,12 @@ def _cut(need: Need, holdings: Sequence[tuple[Cohort, Holding]], groups: dict[Wh
         rows.append((piece.start, piece.sizes))
         numbers.append(groups.setdefault(who, len(groups)))
         if len(rows) > MAX_PIECES:
-            raise TargetMismatch([f"the two shardings cut a tensor into more than {MAX_PIECES} pieces"])
+            raise TargetMismatch(
+                [
+                    f"the shardings of source and target together cut a tensor into more than {MAX_PIECES} pieces; "
+                    "receive into a sharding that is closer to the source's"
+                ]
+            )
     columns = np.array(rows, dtype=np.int64).reshape(len(rows), 2, len(block.start))
     start, sizes = np.zeros((len(rows), dims), dtype=np.int64), np.ones((len(rows), dims), dtype=np.int64)
     start[:, : len(block.start)], sizes[:, : len(block.start)] = columns[:, 0], columns[:, 1]
@@ -217,7 +228,7 @@ def _cut(need: Need, holdings: Sequence[tuple[Cohort, Holding]], groups: dict[Wh
 
 
 def _lay_out(which: Sequence[int], found: Sequence[_Pattern], groups: list[Who], dims: int) -> Pieces:
-    """All pieces in one, sorted by their holders."""
+    """All pieces of all needed blocks, sorted by their sets of holders."""
     ranked = sorted(groups, key=lambda who: (len(who), sorted(who)))
     rank = {who: i for i, who in enumerate(ranked)}
     order_of = np.array([rank[who] for who in groups], dtype=np.int64)
@@ -250,10 +261,10 @@ class _ShareOfPieces:
     """The pieces that one source holds."""
 
     held: Bools
-    #: The numbers of its parcels, in the order in which the source numbers them.
+    #: The receiver's numbers of the source's parcels, in the source's order.
     order: Ints
     wanted_blocks: WantedBlocks
-    #: Which of all boxes the picks are.
+    #: For each wanted block, the number of its region among all regions of the receive.
     regions: Ints
     fingerprint: int
     cut: Parcels
@@ -293,7 +304,7 @@ class _ShareOfPieces:
 
 
 class _Names(NamedTuple):
-    """Columns of what is needed, as sources call it: the leaf in each cohort, which of its tensors, and as what."""
+    """Columns of the needed blocks in the sources' terms: the leaf in each cohort, the tensor in it, the wire dtype."""
 
     leaf: Ints
     tensor: Ints
@@ -303,7 +314,7 @@ class _Names(NamedTuple):
 
 
 class SharesOfPieces:
-    """Each source has the pieces that it holds. Replicas have the same share."""
+    """Each source's share is the pieces that it holds. Replicas have the same share."""
 
     joinable = False
 
@@ -313,7 +324,7 @@ class SharesOfPieces:
         self._pieces = pieces
         self._cut = cut
         self._known: dict[tuple[int, tuple[int, ...]], _ShareOfPieces] = {}
-        #: Where the pieces of each set of sources begin, and the last ones end.
+        #: Where the pieces of each set of sources begin, and at the end the number of pieces.
         self._groups: Ints = np.searchsorted(pieces.group, np.arange(len(pieces.groups) + 1))
 
     def of(self, rank: int) -> Share:
@@ -329,11 +340,11 @@ class SharesOfPieces:
         return good[self._pieces.group[self._cut.first]] if len(self._cut) else np.zeros(0, dtype=bool)
 
     def _share(self, number: int, theirs: Sequence[int]) -> _ShareOfPieces:
-        """What a source of this cohort holds that is in these sets of sources."""
+        """The share of a source of cohort ``number`` that is in the sets of sources ``theirs``."""
         pieces, edges, cut = self._pieces, self._groups, self._cut
         nothing = [np.zeros(0, dtype=np.int64)]
         regions = np.concatenate([np.arange(edges[i], edges[i + 1]) for i in theirs] or nothing)
-        # Parcels are in the order of their boxes, and of one set of sources each.
+        # Parcels are in the order of their regions, and each has pieces of one set of sources.
         firsts = np.searchsorted(cut.first, edges)
         order = np.concatenate([np.arange(firsts[i], firsts[i + 1]) for i in theirs] or nothing)
         held = np.zeros(len(cut), dtype=bool)
@@ -373,7 +384,7 @@ class SharesOfPieces:
         )
 
     def _fingerprint(self, wanted_blocks: WantedBlocks, regions: Ints, order: Ints) -> int:
-        """As the source will compute it, of the parcels that it cuts from its own boxes."""
+        """The fingerprint that the source will compute of the parcels that it cuts from its own regions."""
         cut = self._cut
         mine = replace(cut.regions, nbytes=cut.regions.nbytes[regions], item=cut.regions.item[regions])
         first = np.searchsorted(regions, cut.first[order])

@@ -1,7 +1,7 @@
-"""Picks: blocks of a source's leaves that a receiver wants, named by their place in the global tensors.
+"""Wanted blocks: what a receiver asks a source for, as blocks of global tensors.
 
-A receiver need not know how a source's memory is laid out to ask for part of what it holds: the source finds each
-block in its own shards. Pure; the boxes that come of it travel in the order of the blocks' own dimensions.
+The receiver need not know how the source's memory is laid out: the source finds each block in its own shards. Pure. The
+bytes of a block travel in row-major order of the global tensor.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["WantedBlocks", "merged", "regions_in"]
 
 
 class WantedBlocks(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Columns, as little-endian bytes: for each block its leaf, which of the leaf's tensors, and where it is in that.
+    """Columns, as little-endian bytes: for each block its leaf, the number of the tensor in the leaf, start and sizes.
 
-    ``dtype`` numbers ``dtypes`` from 1 on: as what it is to travel; 0 is as it is. ``begins`` marks blocks that begin
-    a parcel of their own, because what follows is held by others than what came before.
+    ``dtype`` is the dtype on the wire: 0 for the source's own, otherwise a number in ``dtypes``, counting from 1.
+    ``begins`` marks the first block of each set of holders: there a new parcel begins.
     """
 
     leaf: bytes
@@ -52,7 +52,7 @@ class WantedBlocks(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
         wire: Ints,
         begins: Ints,
     ) -> WantedBlocks:
-        """From columns; ``wires[wire]`` is as what a block travels, None if as it is."""
+        """Encode columns. ``wires[wire]`` is the dtype in which a block travels; None for the source's dtype."""
         names = list(dict.fromkeys(dtype for dtype in wires if dtype is not None))
         codes = np.array([0 if dtype is None else names.index(dtype) + 1 for dtype in wires], dtype=np.int64)
         return cls(
@@ -74,7 +74,7 @@ class WantedBlocks(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
 
 
 def merged(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same elements in the same order with fewer dimensions: those that are one run of memory are made one."""
+    """The same elements in the same order with fewer dimensions: neighbours that are one run of memory are merged."""
     result: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides, strict=True):
         if size == 1:
@@ -86,14 +86,14 @@ def merged(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...
     return tuple(n for n, _ in result), tuple(s for _, s in result)
 
 
-#: A receiver that picks more than the whole state so many times over is not healing from it.
+#: A receiver that wants more bytes than this many whole states is refused: no honest receiver does.
 MOST_TIMES = 64
 
 
 def regions_in(holdings: Holdings, wanted_blocks: WantedBlocks) -> Regions:
-    """The boxes of a described rank's memory that hold these blocks; ``ValueError`` if it does not hold them.
+    """The regions of the described rank's memory that hold these blocks; ``ValueError`` if it does not hold them.
 
-    A box that is to be converted counts the bytes that travel.
+    ``nbytes`` and ``item`` of a region that is converted are those on the wire.
     """
     leaf, tensor, ndim = (
         _unpack(c, code)
@@ -106,13 +106,13 @@ def regions_in(holdings: Holdings, wanted_blocks: WantedBlocks) -> Regions:
     )
     begins = _unpack(wanted_blocks.begins, "<u1")
     if not len(leaf) == len(tensor) == len(ndim) == len(dtype) == len(begins):
-        raise ValueError("columns of different length")
+        raise ValueError("the columns of the wanted blocks have different lengths")
     if len(starts) != ndim.sum() or len(sizes) != ndim.sum():
-        raise ValueError("blocks of other dimensions than they say")
+        raise ValueError(f"{len(starts)} starts and {len(sizes)} sizes for blocks of {ndim.sum()} dimensions in all")
     if len(sizes) and (sizes.min() < 1 or starts.min() < 0):
-        raise ValueError("blocks of impossible sizes")
+        raise ValueError("a wanted block has a size below 1 or a start below 0")
     if len(dtype) and dtype.max() > len(wanted_blocks.dtypes):
-        raise ValueError("a dtype that was not named")
+        raise ValueError("a wanted block has a dtype that is not listed")
     wires = [None, *(values.dtype_named(name) for name in wanted_blocks.dtypes)]
     first = np.cumsum(ndim) - ndim
     manifest = holdings.manifest
@@ -130,12 +130,12 @@ def regions_in(holdings: Holdings, wanted_blocks: WantedBlocks) -> Regions:
         found.add(manifest, part, at, block.sizes, wires[code])
         most -= block.numel * int(parts.item[part])
         if most < 0:
-            raise ValueError(f"more than the whole state {MOST_TIMES} times")
+            raise ValueError(f"the wanted blocks are more than {MOST_TIMES} times the whole state")
     return found.columns(np.cumsum(begins))
 
 
 class _Regions:
-    """Boxes, one after another."""
+    """Regions, collected one after another."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int, int, int]] = []
@@ -153,9 +153,9 @@ class _Regions:
         if wire is not None:
             memory = manifest.dtype_of(part)
             if not (wire.is_floating_point and memory.is_floating_point and dense.converts(memory, wire)):
-                raise ValueError(f"{memory} is not sent as {wire}")
+                raise ValueError(f"a tensor of {memory} cannot be sent as {wire}")
             if parts.flags[part] & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE):
-                raise ValueError("a tensor with its sign elsewhere is not converted")
+                raise ValueError("a tensor with a conjugate or negative bit cannot be converted")
             self._casts[number] = Cast(memory, wire, region)
             item, nbytes = wire.itemsize, nbytes // item * wire.itemsize
         if wire is not None or not region.contiguous:

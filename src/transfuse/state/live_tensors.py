@@ -1,8 +1,7 @@
-"""Plain tensors as columns: what :func:`read` finds out about a hundred thousand of them without looking at each.
+"""Live plain tensors as columns: :func:`read` reads the properties of a hundred thousand tensors together.
 
-Every property is read for all tensors in one go, by ``map`` over a getter of torch's own, so that no line of Python
-runs for a single tensor. What is unusual about one of them shows as an error or as an address of 0: then, and only
-then, all are looked at one by one.
+Each property is read for all tensors by ``map`` over one of torch's own getters, so that no line of Python runs for
+each tensor. An unusual tensor shows as an error or as an address of 0. Only then are all tensors read one by one.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from transfuse.state.leaves import dense
 from transfuse.state.memory_maps import Mappings
 from transfuse.state.tensors import Bools, Ints, Shapes, on_cpu
 
-__all__ = ["PLAIN", "LiveTensors", "Unusual", "read", "read_any", "read_carefully"]
+__all__ = ["PLAIN", "Tensors", "Unusual", "read", "read_any", "read_carefully"]
 
-#: Classes of tensors that have no more to them than their columns say, if their layout is strided.
+#: Classes whose tensors the columns describe completely, if their layout is strided.
 PLAIN: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
 
 _address: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
@@ -33,7 +32,7 @@ _stride: Callable[[torch.Tensor], tuple[int, ...]] = torch._C.TensorBase.stride
 _storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
 _storage_nbytes: Callable[[torch.UntypedStorage], int] = torch._C.StorageBase.nbytes  # type: ignore[attr-defined]
 
-#: Tensors that are read together, property after property: few enough that they stay in the processor's caches.
+#: How many tensors are read together, property after property: few enough to stay in the processor's caches.
 TOGETHER = 512
 
 _CPU = torch.device("cpu")
@@ -42,20 +41,21 @@ T = TypeVar("T")
 
 
 class Unusual(Exception):
-    """A tensor among them has no memory of the ordinary kind, or none at all."""
+    """One of the tensors has no ordinary memory: it must be looked at by itself."""
 
 
 @dataclass(eq=False, kw_only=True)
-class LiveTensors(Shapes):
+class Tensors(Shapes):
     """Columns of plain tensors."""
 
-    #: The address of each tensor's first item; 0 if it has none.
+    #: The address of each tensor's first item; 0 for a tensor without items.
     address: Ints
-    #: From the start of the storage, in items.
+    #: The distance from the start of the storage, in items.
     offset: Ints
-    #: How many bytes the storage really has.
+    #: The number of bytes that the storage has now.
     storage_nbytes: Ints
-    #: Storages are the same if device and this are: the address of the first byte, if there is one.
+    #: The address of the storage's first byte, or a negative number if it has no memory. Two tensors share a storage if
+    #: this key and the device are equal.
     storage_key: Ints
     dtype: Ints
     dtypes: list[torch.dtype]
@@ -75,7 +75,7 @@ class LiveTensors(Shapes):
 
     @cached_property
     def beyond(self) -> Bools:
-        """Which tensors reach beyond their storage: it has been freed or shrunk under them."""
+        """Which tensors reach beyond their storage, because it has been freed or shrunk."""
         return ((self.offset + self.reach) * self.item > self.storage_nbytes) & (self.numel > 0)
 
     @cached_property
@@ -84,20 +84,21 @@ class LiveTensors(Shapes):
         return on_cpu(self.devices)[self.device]
 
     def faults(self, rows: Ints, memory: Mappings, *, write: bool) -> dict[int, str]:
-        """Of the tensors in these rows: which row is of one that cannot be read (with ``write``, written), and why.
+        """Tensors in ``rows`` that cannot be read (with ``write``, written): the index into ``rows``, and the reason.
 
-        Everything between a tensor's first and last item counts. Those that reach beyond their storage are left out.
+        All memory between a tensor's first and last item is checked. Tensors that reach beyond their storage are
+        skipped: ``beyond`` reports them.
         """
         here = np.flatnonzero((self.on_cpu & (self.numel > 0) & ~self.beyond)[rows])
         found = memory.faults(self.address[rows[here]], self.end[rows[here]], write=write)
         return {int(here[i]): why for i, why in found.items()}
 
 
-def read(tensors: Sequence[torch.Tensor], *, roles: bool = True) -> LiveTensors:
-    """The columns of these tensors, each a ``torch.Tensor`` or ``nn.Parameter`` and of no subclass.
+def read(tensors: Sequence[torch.Tensor], *, roles: bool = True) -> Tensors:
+    """The columns of these tensors. Each must be a ``torch.Tensor`` or ``nn.Parameter``, not of a subclass.
 
-    :class:`Unusual` if one of them is not strided, quantized, nested, inside a ``torch.func`` transform, or has items
-    but no address. Without ``roles`` the flags say only which are conjugate or negative.
+    :class:`Unusual` if one of them is not strided, is quantized, nested or inside a ``torch.func`` transform, or has
+    items but no address. Without ``roles`` the flags hold only the conjugate and negative bits.
     """
     dtypes: dict[torch.dtype, int] = {}
     devices: dict[torch.device, int] = {}
@@ -106,11 +107,11 @@ def read(tensors: Sequence[torch.Tensor], *, roles: bool = True) -> LiveTensors:
             _read_some(tensors[i : i + TOGETHER], dtypes, devices, roles)
             for i in range(0, max(len(tensors), 1), TOGETHER)
         ]
-    except Exception as error:  # Some getters raise for tensors that have no memory of their own.
+    except Exception as error:  # Some getters raise for tensors without memory of their own.
         raise Unusual from error
     if any(map(dense.is_quantized, dtypes)):
         raise Unusual
-    result = LiveTensors(
+    result = Tensors(
         **{name: np.concatenate([columns[name] for columns in some]) for name in some[0]},
         dtypes=list(dtypes),
         devices=list(map(str, devices)),
@@ -137,27 +138,27 @@ def _read_some(
         "address": address,
         "offset": _ints(map(_offset, tensors), n),
         "storage_nbytes": _ints(map(_storage_nbytes, map(_storage, tensors)), n),
-        "storage_key": address,  # so far; see read()
+        "storage_key": address,  # read() turns this into the address of the storage
         "dtype": dtype,
         "device": _devices(tensors, devices),
         "flags": _signs(tensors, dtypes) | (_roles(tensors) if roles else 0),
     }
 
 
-def read_any(tensors: Sequence[torch.Tensor]) -> LiveTensors:
-    """The columns of plain tensors, be they unusual or not."""
+def read_any(tensors: Sequence[torch.Tensor]) -> Tensors:
+    """The columns of plain tensors, unusual ones included."""
     try:
         return read(tensors)
     except Unusual:
         return read_carefully(tensors)
 
 
-def read_carefully(tensors: Sequence[torch.Tensor]) -> LiveTensors:
-    """The same columns of plain tensors of which some may be unusual, one tensor after the other."""
+def read_carefully(tensors: Sequence[torch.Tensor]) -> Tensors:
+    """The same columns as :func:`read`, for plain tensors of which some may be unusual: one tensor after the other."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     dtypes: dict[torch.dtype, int] = {}
     devices: dict[str, int] = {}
-    return LiveTensors(
+    return Tensors(
         ndim=_ints(tensor.ndim for tensor in tensors),
         sizes=_ints(size for tensor in tensors for size in tensor.shape),
         strides=_ints(stride for tensor in tensors for stride in tensor.stride()),
@@ -174,7 +175,7 @@ def read_carefully(tensors: Sequence[torch.Tensor]) -> LiveTensors:
 
 
 def _key(storage: torch.UntypedStorage) -> int:
-    # Below zero, and so no address: storages without memory are told apart by torch's own object.
+    # A storage without memory is identified by torch's object for it, as a negative number, which is never an address.
     return storage.data_ptr() or ~storage._cdata
 
 
@@ -191,7 +192,7 @@ def _item_sizes(dtypes: list[torch.dtype]) -> Ints:
 
 
 def _number(column: list[T], numbers: dict[T, int]) -> Ints:
-    """A column as numbers of its distinct values; new ones get the next numbers."""
+    """The number of each value in ``numbers``; a value that is new there gets the next number."""
     distinct = dict.fromkeys(column)
     for value in distinct:
         numbers.setdefault(value, len(numbers))
@@ -220,7 +221,7 @@ def _roles(tensors: Sequence[torch.Tensor]) -> Ints:
     flags[_bools(map(attrgetter("requires_grad"), tensors), n)] = int(dense.Flags.REQUIRES_GRAD)
     if nn.Parameter in set(map(type, tensors)):
         flags[_bools(map(is_, map(type, tensors), repeat(nn.Parameter)), n)] |= int(dense.Flags.PARAMETER)
-    for mark in ("_is_buffer", "_is_param"):  # What nn.Buffer, and nn.Parameter of other classes, leave on a tensor.
+    for mark in ("_is_buffer", "_is_param"):  # Attributes that nn.Buffer, and nn.Parameter of other classes, set.
         for i in np.flatnonzero(_bools(map(getattr, tensors, repeat(mark), repeat(False)), n)).tolist():
             flags[i] = dense.role_of(tensors[i])
     return flags

@@ -1,7 +1,7 @@
-"""A manifest: a state as plain data. Its tree, its leaves, its parts and storages; no tensor, no code.
+"""A manifest: a state as plain data. Its tree, its leaves, their tensors and storages; no memory, no code.
 
-Parts and storages are columns: a state of a hundred thousand tensors is described by a dozen arrays. :func:`describe`
-makes a manifest of a state, and keeps beside it the memory that it speaks of.
+Tensors (the *parts* of leaves) and storages are columns: a dozen arrays describe a state of a hundred thousand tensors.
+:func:`describe` makes the manifest of a state, and returns it together with the memory that it describes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import xxhash
 from transfuse.errors import UnsupportedLeaf
 from transfuse.limits import Limits
 from transfuse.state import live_tensors, trees
+from transfuse.state.live_tensors import PLAIN
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import CannotCarry, Coordinate, MeshDescription, Shared
 from transfuse.state.leaves.distributed import check_place, read_meshes
 from transfuse.state.leaves.registry import Registry
 from transfuse.state.leaves.spec import is_dtensor, is_sharded
-from transfuse.state.live_tensors import PLAIN
 from transfuse.state.memory_maps import Mappings
 from transfuse.state.tensors import Ints, Parts, Storages
 
@@ -33,7 +33,7 @@ __all__ = ["Described", "Ints", "Leaf", "Manifest", "Parts", "Storages", "descri
 
 
 class Leaf:
-    """Codes of the leaf column."""
+    """The codes in ``Manifest.kinds``, one for each leaf."""
 
     VALUE = 0
     TENSOR = 1
@@ -60,11 +60,11 @@ class Wire(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     part_strides: bytes
 
     def digest(self) -> bytes:
-        """Of everything that it says, but for which of several devices of a kind."""
+        """A digest of the whole manifest except device indices ("cuda:1" counts as "cuda")."""
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode(self.of_any_device()))
 
     def of_any_device(self) -> Wire:
-        """The same without saying which of several devices of a kind: replicas have their own."""
+        """The same manifest without device indices: replicas use different devices of one type."""
         return msgspec.structs.replace(self, devices=[name.split(":")[0] for name in self.devices])
 
 
@@ -84,9 +84,9 @@ class Manifest:
     ) -> None:
         self.root = root
         self.kinds = kinds
-        #: For each leaf that is no plain tensor, in order: the encoded value, or the spec of a composite.
+        #: For each leaf that is not a plain tensor, in order: the encoded value, or the spec of a composite.
         self.details = details
-        #: Meshes, and the place in each that the described rank has.
+        #: The meshes that leaves use, and the described rank's coordinate in each.
         self.shared = shared
         self.coordinates = coordinates
         self.dtypes = dtypes
@@ -98,7 +98,7 @@ class Manifest:
 
     @cached_property
     def paths(self) -> trees.Paths:
-        """The path of every leaf. For messages only: a transfer without an error never makes them."""
+        """The path of every leaf. For messages only: a transfer without an error makes no path."""
         return trees.paths(self.root)
 
     def dtype_of(self, part: int) -> torch.dtype:
@@ -106,7 +106,7 @@ class Manifest:
 
     @cached_property
     def first_parts(self) -> Ints:
-        """The first part of each leaf, and the number of parts at the end."""
+        """The number of each leaf's first part, and at the end the number of all parts."""
         first = np.zeros(len(self) + 1, dtype=np.int64)
         first[1:] = self.codes == Leaf.TENSOR
         composite = np.flatnonzero(self.codes == Leaf.COMPOSITE).tolist()
@@ -117,7 +117,7 @@ class Manifest:
 
     @cached_property
     def codes(self) -> npt.NDArray[np.uint8]:
-        """The kind of each leaf, as a column."""
+        """``kinds`` as a column."""
         return np.frombuffer(self.kinds, np.uint8)
 
     @cached_property
@@ -141,9 +141,9 @@ class Manifest:
         return any(map(is_sharded, self.details))
 
     def likeness(self, wire: Wire) -> bytes:
-        """A digest of everything that ranks which hold different shards of one state have in common.
+        """A digest of everything that is equal on ranks that hold different shards of one state.
 
-        Who knows one such description, and another rank's place in its meshes, knows what that rank holds.
+        One manifest of this likeness, with another rank's coordinates in its meshes, says what that rank holds.
         """
         sharded = np.zeros(len(self.parts), dtype=bool)
         if self.is_sharded:
@@ -159,20 +159,21 @@ class Manifest:
         for column in (wire.kinds, wire.part_storage, wire.part_dtype, signs, wire.part_ndim):
             digest.update(column)
             digest.update(len(column).to_bytes(8, "little"))
-        # How whole tensors lie in their storages says which are views of each other.
+        # Where whole tensors lie in their storages says which tensors are views of each other.
         digest.update(_pack(self.parts.offset[~sharded], "<i8"))
         for column in (self.parts.sizes[whole], self.parts.strides[whole]):
             digest.update(_pack(column, "<i8"))
         if self.hidden_ties:
-            # A rank that cannot say which weights are tied does not speak for those that can.
+            # A rank that cannot tell which weights are tied must not describe the state for ranks that can.
             digest.update(msgspec.msgpack.encode(self.hidden_ties))
         return digest.digest()
 
     @cached_property
     def hidden_ties(self) -> list[list[int]]:
-        """Groups of DTensors that may be tied, or neighbours in one buffer: this rank's shards of them are empty.
+        """Groups of DTensors that are tied, or neighbours in one buffer: this rank cannot tell which, because its
+        shards of them are empty.
 
-        Shards with elements show it, by their places in the storage that they share.
+        Shards with elements show the difference by their offsets in the storage that they share.
         """
         parts = self.parts
         groups: dict[tuple[Any, ...], list[int]] = {}
@@ -209,27 +210,29 @@ class Manifest:
 
     @classmethod
     def decode(cls, wire: Wire, limits: Limits, coordinates: Sequence[Coordinate] = ()) -> Manifest:
-        """Read and check a manifest from a peer; ``ValueError`` for whatever :func:`describe` does not write."""
+        """Read and check a peer's manifest; ``ValueError`` for anything that :func:`describe` does not write."""
         root, leaves = trees.decode(wire.tree, max_depth=limits.max_depth)
         if leaves != len(wire.kinds):
-            raise ValueError(f"{leaves} leaves in the tree, {len(wire.kinds)} described")
+            raise ValueError(f"the tree has {leaves} leaves, but {len(wire.kinds)} are described")
         plain = wire.kinds.count(Leaf.TENSOR)
         if max(wire.kinds, default=0) > Leaf.COMPOSITE or len(wire.details) != leaves - plain:
-            raise ValueError("leaves of unknown kind, or without details")
+            raise ValueError(
+                f"a leaf of unknown kind, or {len(wire.details)} details for {leaves - plain} leaves that need one"
+            )
         dtypes = [values.dtype_named(name) for name in wire.dtypes]
         if any(dense.is_quantized(dtype) for dtype in dtypes):
-            raise ValueError("a quantized dtype")
+            raise ValueError("the dtypes include a quantized one, which no plain tensor has")
         storages = Storages(_unpack(wire.storage_nbytes, "<i8"), _unpack(wire.storage_device, "<u1"), wire.devices)
         if len(storages) != len(storages.device) or (len(storages) and storages.nbytes.min() < 0):
-            raise ValueError("malformed storages")
+            raise ValueError("malformed storages: a negative size, or columns of different lengths")
         if len(storages) and storages.device.max() >= len(wire.devices):
-            raise ValueError("a storage on a device that was not described")
+            raise ValueError("a storage names a device that was not described")
         for device in wire.devices:
             if torch.device(device).type == "meta":
-                raise ValueError("a storage without data")
+                raise ValueError("a storage is on the meta device and has no data")
         dtype = _unpack(wire.part_dtype, "<u1")
         if len(dtype) and dtype.max() >= len(dtypes):
-            raise ValueError("a dtype that was not described")
+            raise ValueError("a tensor names a dtype that was not described")
         item = np.array([dtype.itemsize for dtype in dtypes], dtype=np.int64)[dtype] if len(dtype) else dtype
         parts = Parts(
             storage=_unpack(wire.part_storage, "<i4"),
@@ -244,12 +247,14 @@ class Manifest:
         parts.check_in(storages)
         meshes = read_meshes(wire.shared)
         if len(coordinates) > len(meshes):
-            raise ValueError("a place in a mesh that was not described")
+            raise ValueError(f"{len(coordinates)} coordinates for {len(meshes)} described meshes")
         for mesh, place in zip(meshes, coordinates, strict=False):
             check_place(mesh, place)
         manifest = cls(root, wire.kinds, wire.details, meshes, dtypes, parts, storages, coordinates)
         if manifest.first_parts[-1] != len(parts):
-            raise ValueError("leaves and tensors do not add up")
+            raise ValueError(
+                f"the leaves consist of {manifest.first_parts[-1]} tensors, but {len(parts)} are described"
+            )
         return manifest
 
 
@@ -263,15 +268,15 @@ def _unpack(data: bytes, code: str) -> Ints:
 
 @dataclass(eq=False)
 class Described:
-    """A manifest and the memory it describes: what a source serves from."""
+    """A manifest and the memory that it describes: a source sends from this."""
 
     manifest: Manifest
     parts: list[torch.Tensor]
-    #: The byte of the real storage at which each window begins.
+    #: For each storage, the byte of torch's storage at which the window begins.
     windows: Ints
-    #: The address of each window's first byte, if it has bytes and is in main memory; otherwise 0.
+    #: The address of each window's first byte; 0 if the window is empty or not in main memory.
     addresses: Ints
-    #: For each storage, a part that looks into it.
+    #: For each storage, the number of a part in it.
     owners: Ints
 
     @cached_property
@@ -287,13 +292,13 @@ def describe(state: object, limits: Limits) -> Described:
         opened = _open(root, leaves, odd, limits)
         return _lay_down(root, opened, live_tensors.read(opened.parts))
     except (live_tensors.Unusual, UnsupportedLeaf):
-        # Some leaf is not what its type says, or cannot be carried. Leaf by leaf, so that the first is named.
+        # A leaf is not what its type says, or cannot be carried. Open leaf by leaf, so that the error names the first.
         opened = _open(root, leaves, range(len(leaves)), limits)
     return _lay_down(root, opened, live_tensors.read_any(opened.parts))
 
 
 class _Opened(NamedTuple):
-    """Leaves opened into their parts."""
+    """All leaves, opened into their parts."""
 
     kinds: bytes
     details: list[Any]
@@ -302,7 +307,7 @@ class _Opened(NamedTuple):
 
 
 def _open(root: trees.Node | None, leaves: list[Any], odd: Sequence[int], limits: Limits) -> _Opened:
-    """Open the ``odd`` leaves, and take all others for plain tensors."""
+    """Open the ``odd`` leaves. All other leaves are taken for plain tensors."""
     kinds, shared = Registry(limits), Shared()
     opened = _Opened(b"", [], shared, [])
     codes = bytearray([Leaf.TENSOR]) * len(leaves)
@@ -319,7 +324,7 @@ def _open(root: trees.Node | None, leaves: list[Any], odd: Sequence[int], limits
 
 
 def _open_leaf(leaf: Any, kinds: Registry, shared: Shared, opened: _Opened) -> int:
-    """Add a leaf's details and parts, and say what kind it is."""
+    """Add a leaf's details and parts to ``opened``, and return the leaf's code."""
     if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
         dense.check(leaf)
         opened.parts.append(leaf)
@@ -330,7 +335,7 @@ def _open_leaf(leaf: Any, kinds: Registry, shared: Shared, opened: _Opened) -> i
             return Leaf.VALUE
         except values.Unencodable as reason:
             if isinstance(leaf, (set, frozenset)):
-                raise CannotCarry(f"a {type(leaf).__name__} of which a member is refused: {reason}") from reason
+                raise CannotCarry(f"a {type(leaf).__name__} with a member that is refused: {reason}") from reason
     spec = kinds.open(leaf, opened.parts, shared)
     if type(spec) is int:
         return Leaf.TENSOR
@@ -338,14 +343,14 @@ def _open_leaf(leaf: Any, kinds: Registry, shared: Shared, opened: _Opened) -> i
     return Leaf.COMPOSITE
 
 
-def _lay_down(root: trees.Node | None, opened: _Opened, found: live_tensors.LiveTensors) -> Described:
-    """Number the storages, find the window of each, and say where in it each part lies."""
+def _lay_down(root: trees.Node | None, opened: _Opened, found: live_tensors.Tensors) -> Described:
+    """Number the storages, find the window of each, and compute each part's offset in its window."""
     number, owners = _number(found.device, found.storage_key, found.storage_nbytes)
     start, end = found.offset * found.item, (found.offset + found.reach) * found.item
     windows, ends = _windows(number, len(owners), start, end, found)
     nbytes = np.maximum(ends - windows, 0)
     offset = found.offset - windows[number] // found.item
-    # An empty part shows nothing, and may have pointed anywhere.
+    # An empty part shows no byte, so its offset may lie anywhere; move it into the window.
     offset = np.where(found.numel > 0, offset, np.clip(offset, 0, nbytes[number] // found.item))
     parts = Parts(
         ndim=found.ndim,
@@ -374,9 +379,10 @@ def _lay_down(root: trees.Node | None, opened: _Opened, found: live_tensors.Live
 
 
 def _number(device: Ints, key: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
-    """Number storages in the order of their first parts: the number for each part, and a part for each number.
+    """Number storages in the order of their first parts. Returns the storage of each part, and a part of each storage.
 
-    Two storages of torch's over the same memory (an array given to ``from_numpy`` twice) count as one: the larger.
+    Two of torch's storages over the same memory (an array passed to ``from_numpy`` twice) count as one, with the size
+    of the larger.
     """
     order = np.lexsort((key, device))
     new = np.ones(len(key), dtype=bool)
@@ -393,8 +399,8 @@ def _number(device: Ints, key: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
     return number, owners
 
 
-def _windows(number: Ints, count: int, start: Ints, end: Ints, found: live_tensors.LiveTensors) -> tuple[Ints, Ints]:
-    """For each storage, the first byte that a part shows (aligned to its largest item), and one past the last."""
+def _windows(number: Ints, count: int, start: Ints, end: Ints, found: live_tensors.Tensors) -> tuple[Ints, Ints]:
+    """For each storage, the first byte that a part shows, aligned to the largest item, and one past the last byte."""
     nowhere = np.iinfo(np.int64).max
     low, high = np.full(count, nowhere, dtype=np.int64), np.zeros(count, dtype=np.int64)
     largest = np.ones(count, dtype=np.int64)

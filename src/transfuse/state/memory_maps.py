@@ -1,7 +1,7 @@
-"""Mappings: which memory of this process can be read, and which can be written, as the kernel lists it.
+"""Which memory of this process can be read, and which can be written, according to the kernel's list of mappings.
 
-A tensor may lie in memory that is read-only (a file mapped with ``np.memmap(mode="r")``), or gone. Torch does not know,
-and whoever writes there ends the process. One look at ``/proc/self/maps`` answers for any number of tensors.
+A tensor may lie in memory that is read-only (a file mapped with ``np.memmap(mode="r")``) or no longer mapped. Torch
+cannot tell, and a write there ends the process. Reading ``/proc/self/maps`` once answers for any number of tensors.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ __all__ = ["Mappings"]
 Ints = npt.NDArray[np.int64]
 
 MAPS = "/proc/self/maps"
-#: A line: start, end, what is permitted; then offset, device and inode, and the name of the file if there is one.
+#: One line of the list: start, end, permissions; then offset, device, inode, and the file's name if there is a file.
 _LINE = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (..)([^\n]*)\n")
-#: What the first two letters of the permissions are where memory can be read, and where it can be written.
+#: The first two letters of the permissions of readable memory, and of writable memory.
 _READABLE, _WRITABLE = (b"r-", b"rw", b"-w"), (b"rw", b"-w")
-#: Addresses of so many digits are the kernel's own.
+#: Addresses with this many hexadecimal digits belong to the kernel.
 _KERNELS_DIGITS = 16
 
 _Line = tuple[bytes, bytes, bytes, bytes]
 
 
 class Mappings:
-    """This process's mappings. They are listed when they are first asked about, and again before a refusal."""
+    """This process's mappings. The list is read at the first question, and again before any refusal."""
 
     def __init__(self) -> None:
         self._lines: list[_Line] | None = None
 
     def faults(self, start: Ints, end: Ints, *, write: bool) -> dict[int, str]:
-        """For each row of which a byte in ``[start, end)`` cannot be read (with ``write``, written): why not.
+        """The rows with a byte in ``[start, end)`` that cannot be read (with ``write``, written), and the reason.
 
-        Where the kernel does not list its mappings, nothing is known to be wrong. Nor is it known of pages that the
-        kernel cannot fill, as those of a file that has been shortened.
+        Where the kernel provides no list, no row is reported. Pages that the kernel cannot fill, such as those of a
+        file that has been shortened, are not noticed.
         """
         rows = np.arange(len(start))
-        # Twice before anybody is refused: other threads map and unmap while the list is read.
+        # Look twice before refusing a row: other threads map and unmap memory while the list is read.
         for again in (False, True):
             if not len(rows):
                 return {}
@@ -48,7 +48,7 @@ class Mappings:
             if not self._lines:
                 return {}
             low, high = _usable(self._lines, write)
-            # Row 0 of the two is below all memory.
+            # The first entry of `low` and `high` is an empty range at 0, so every address has an entry at or before it.
             rows = rows[high[np.searchsorted(low, start[rows], side="right") - 1] < end[rows]]
         lines, starts = self._lines or [], [int(line[0], 16) for line in self._lines or []]
         below = np.searchsorted(np.array(starts, dtype=np.uint64), start[rows].astype(np.uint64), side="right") - 1
@@ -59,7 +59,7 @@ class Mappings:
 
 
 def _list() -> list[_Line]:
-    """All mappings in the order of their addresses; none if they cannot be had."""
+    """All mappings in the order of their addresses; empty if the list cannot be read."""
     try:
         with open(MAPS, "rb", buffering=0) as file:
             return _LINE.findall(file.read())
@@ -68,7 +68,7 @@ def _list() -> list[_Line]:
 
 
 def _usable(lines: list[_Line], write: bool) -> tuple[Ints, Ints]:
-    """Where memory can be read, or written: neighbours are one, and the first of them is nothing at 0."""
+    """Ranges of readable (or writable) memory, adjacent ones merged, preceded by an empty range at address 0."""
     permits = _WRITABLE if write else _READABLE
     found = [line[:2] for line in lines if line[2] in permits and len(line[1]) < _KERNELS_DIGITS]
     low, high = np.array([(0, 0), *((int(a, 16), int(b, 16)) for a, b in found)], dtype=np.int64).T
@@ -78,7 +78,7 @@ def _usable(lines: list[_Line], write: bool) -> tuple[Ints, Ints]:
 
 
 def _why(lines: list[_Line], at: int, write: bool) -> str:
-    """What is wrong with the first byte from here on that cannot be used. The first line begins at or before it."""
+    """Why the first unusable byte from ``at`` on cannot be used. The first of ``lines`` begins at or before ``at``."""
     for start, end, permits, rest in lines:
         if int(start, 16) > at:
             break

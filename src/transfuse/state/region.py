@@ -1,7 +1,8 @@
-"""Boxes: strided regions of a storage. Pure arithmetic, no tensors.
+"""Regions: bytes of a storage, in strides. Pure arithmetic, no tensors.
 
-Every piece of data that moves is a box, read and written in its *linear order*: row-major over its dimensions,
-which :func:`canonical` sorts from the largest stride to the smallest. A part of a box is a range in that order.
+All data that moves is made of regions. A region is read and written in its *linear order*: row-major over its
+dimensions, which :func:`canonical` sorts from the largest stride to the smallest. A range of that order is a piece of
+the region.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ __all__ = ["Budget", "Form", "Ints", "Region", "blocks", "canonical", "cover", "
 
 Ints = npt.NDArray[np.int64]
 
-#: Overlapping boxes are untangled into exact byte ranges up to this many runs in a plan: each is an object and a copy.
+#: Overlapping regions are split into exact byte ranges, up to this many runs in a plan: each run is an object and a
+#: copy.
 MAX_RUNS = 1 << 13
 
 
@@ -35,7 +37,7 @@ class Region(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last byte that the box reaches."""
+        """One past the last byte that the region reaches."""
         if 0 in self.sizes:
             return self.start
         return self.start + self.item * (1 + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)))
@@ -47,7 +49,9 @@ class Region(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a tensor's dimensions map to a box: ``order`` lists those that count, ``repeated`` those of stride 0."""
+    """How a tensor's dimensions map to a region: ``order`` lists the dimensions that the region has, from the largest
+    stride to the smallest; ``repeated`` those of stride 0.
+    """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -57,7 +61,7 @@ class Form(NamedTuple):
 
 
 def canonical(sizes: Sequence[int], strides: Sequence[int]) -> Form:
-    """Sort dimensions by stride, drop those of size 1 or stride 0, and merge those that are one run in memory."""
+    """Sort dimensions by stride, drop those of size 1 or stride 0, and merge neighbours that are one run of memory."""
     if 0 in sizes:
         return Form((0,), (1,), tuple(range(len(sizes))), (), False)
     counted = [d for d in range(len(sizes)) if sizes[d] != 1 and strides[d] != 0]
@@ -77,9 +81,9 @@ def canonical(sizes: Sequence[int], strides: Sequence[int]) -> Form:
 
 
 def crowds(space: Ints, start: Ints, end: Ints) -> list[Ints]:
-    """Groups of spans, none of them empty, that reach into each other within one space (a storage, a device).
+    """Groups of spans that overlap within one space (a storage, a device). No span may be empty.
 
-    Each group holds the numbers of two spans or more, in the order of their starts.
+    Each group lists the row numbers of two or more spans, in the order of their starts.
     """
     if len(space) < 2:
         return []
@@ -98,7 +102,7 @@ def crowds(space: Ints, start: Ints, end: Ints) -> list[Ints]:
 
 
 def _ranks(space: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Starts and ends as numbers in one common order, in which everything of a space comes before the next one."""
+    """Starts and ends as ranks in one common order, in which all points of a space come before those of the next."""
     spaces, points = np.concatenate([space, space]), np.concatenate([start, end])
     order = np.lexsort((points, spaces))
     step = (np.diff(spaces[order]) != 0) | (np.diff(points[order]) != 0)
@@ -130,7 +134,7 @@ def blocks(sizes: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[in
 
 
 class Budget:
-    """How many runs of memory all covers of one plan may have together."""
+    """How many runs of memory the covers of one plan may still be split into."""
 
     def __init__(self) -> None:
         self._left = MAX_RUNS
@@ -143,10 +147,10 @@ class Budget:
 
 
 def cover(parts: Sequence[tuple[int, Region, bool]], budget: Budget) -> list[tuple[Region, tuple[int, ...]]]:
-    """Boxes that hold every element of the parts of one storage, each element once.
+    """Regions that hold every element of these parts of one storage, each element once.
 
-    ``parts`` are (number, box, overlapping itself). A box that stands for parts one to one comes with their
-    numbers, linear order being the same; a box that was untangled from overlapping parts comes with none.
+    ``parts`` are (number, region, whether it overlaps itself). A region that is exactly the region of some parts comes
+    with their numbers. A region made by splitting overlapping parts comes with no numbers.
     """
     members: dict[Region, list[int]] = {}
     tangled_alone = set()
@@ -172,15 +176,15 @@ def cover(parts: Sequence[tuple[int, Region, bool]], budget: Budget) -> list[tup
 def _settle(
     group: list[Region], members: dict[Region, list[int]], tangled_alone: set[Region], budget: Budget
 ) -> list[tuple[Region, tuple[int, ...]]]:
-    """Cover one group of boxes whose reaches overlap."""
+    """Cover one group of regions whose spans overlap."""
     if len(group) == 1 and group[0] not in tangled_alone:
         return [(group[0], tuple(members[group[0]]))]
     ranges = _merge([(region.start, region.end) for region in group if region.contiguous])
     loose = [b for b in group if not b.contiguous and not any(lo <= b.start and b.end <= hi for lo, hi in ranges)]
     count = sum(prod(region.sizes[:-1]) if region.strides[-1] == 1 else prod(region.sizes) for region in loose)
     if not budget.take(count):
-        # Too fine to untangle. Either way exact; take the one that moves less: every box by itself, some bytes more
-        # than once, or everything from the first byte to the last.
+        # Too fine to split. Two exact covers are left: every region by itself, which sends some bytes more than once,
+        # or everything from the first byte to the last. Take the one that moves fewer bytes.
         hull = Region(group[0].start, 1, (max(region.end for region in group) - group[0].start,), (1,))
         if sum(region.nbytes for region in group) <= hull.nbytes:
             return [(region, tuple(members[region])) for region in group]
@@ -191,7 +195,7 @@ def _settle(
 
 
 def runs(region: Region) -> list[tuple[int, int]]:
-    """The byte ranges of a box, one for each run of memory."""
+    """The byte ranges of a region, one for each run of memory."""
     sizes, strides, run = list(region.sizes), list(region.strides), region.item
     if strides and strides[-1] == 1:
         run *= sizes.pop()
@@ -213,7 +217,7 @@ def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _regular(ranges: list[tuple[int, int]]) -> list[Region]:
-    """Byte ranges as boxes; equal ranges at equal distances become one box."""
+    """Byte ranges as regions; ranges of equal size at equal distances become one region."""
     if len(ranges) > 2:
         step, width = ranges[1][0] - ranges[0][0], ranges[0][1] - ranges[0][0]
         if all(lo == ranges[0][0] + i * step and hi - lo == width for i, (lo, hi) in enumerate(ranges)):

@@ -1,4 +1,7 @@
-"""Parts and storages as columns: one array for each property, not one object for each tensor."""
+"""A manifest's tensors and storages as columns: one array for each property, not one object for each tensor.
+
+The tensors of a manifest are its *parts*: a leaf is one plain tensor, or its codec opens it into several.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ __all__ = ["Bools", "Ints", "Parts", "Shapes", "Storages", "contiguous", "on_cpu
 
 Bools = npt.NDArray[np.bool_]
 
-#: No size, stride or offset is larger; products of two are checked in floating point first.
+#: The largest size, stride or offset that is accepted. Products of two such numbers are checked as floats first.
 HUGE = 1 << 56
 
 
 @dataclass(eq=False, kw_only=True)
 class Shapes:
-    """Columns of shapes. Sizes and strides of tensor i are ``[first[i] : first[i + 1]]`` of theirs."""
+    """Columns of shapes. Tensor i has ``sizes[first[i] : first[i + 1]]``, and the same slice of ``strides``."""
 
     ndim: Ints
     sizes: Ints
@@ -48,21 +51,21 @@ class Shapes:
         return canonical(self.shape(i), self.stride(i))
 
     def dimensions(self, rows: Ints) -> Ints:
-        """Where the sizes and strides of these tensors are, one after another."""
+        """Indices into ``sizes`` and ``strides`` for the dimensions of these tensors, tensor after tensor."""
         ndim = self.ndim[rows]
         end = np.cumsum(ndim)
         return np.repeat(self.first[rows] - end + ndim, ndim) + np.arange(end[-1] if len(end) else 0)
 
     def _each(self, column: npt.NDArray[Any], work: Callable[[Ints, Ints], npt.NDArray[Any]]) -> None:
-        """Fill a column with what ``work`` makes of (tensors, dimensions) arrays of sizes and strides.
+        """Fill a column with the results of ``work``, which gets the sizes and strides as (tensors, dimensions) arrays.
 
-        It is called once for each number of dimensions; tensors of none keep what the column holds.
+        ``work`` is called once for each number of dimensions. Tensors of 0 dimensions keep what the column holds.
         """
         counts = np.bincount(self.ndim) if len(self) else self.ndim
         for dims in np.flatnonzero(counts).tolist():
             if dims == 0:
                 continue
-            if counts[dims] == len(self):  # Mostly all have as many.
+            if counts[dims] == len(self):  # Often all tensors have the same number of dimensions.
                 column[:] = work(self.sizes.reshape(-1, dims), self.strides.reshape(-1, dims))
                 return
             chosen = np.flatnonzero(self.ndim == dims)
@@ -77,7 +80,7 @@ class Shapes:
 
     @cached_property
     def reach(self) -> Ints:
-        """Items from a tensor's first to one past its last; 0 for an empty tensor."""
+        """The distance in items from a tensor's first item to one past its last; 0 for an empty tensor."""
         reach = np.ones(len(self), dtype=np.int64)
         self._each(reach, lambda sizes, strides: 1 + ((sizes - 1) * strides).sum(axis=1))
         return np.where(self.numel > 0, reach, 0)
@@ -91,32 +94,34 @@ class Shapes:
 
     @cached_property
     def overlapping(self) -> Bools:
-        """Which tensors have elements that share memory, other than by repeating (stride 0)."""
+        """Which tensors have elements that share memory, not counting repetition by a stride of 0."""
         result = np.zeros(len(self), dtype=bool)
         self._each(result, _overlapping)
         return result & (self.numel > 0)
 
     @cached_property
     def repeated(self) -> Bools:
-        """Which tensors show an element more than once by a stride of 0."""
+        """Which tensors repeat an element by a stride of 0."""
         result = np.zeros(len(self), dtype=bool)
         self._each(result, lambda sizes, strides: ((sizes > 1) & (strides == 0)).any(axis=1))
         return result
 
     def check(self) -> None:
-        """Refuse columns that no describer writes. Nothing is multiplied before it is known to be safe."""
+        """Refuse columns that ``describe()`` never writes. Numbers are multiplied only after their range is checked."""
         if len(self) and (self.ndim.min() < 0 or self.ndim.max() > 64):
-            raise ValueError("a tensor of too many dimensions")
+            raise ValueError(f"a tensor has {int(self.ndim.max())} dimensions, expected 0 to 64")
         dims = int(self.ndim.sum())
         if len(self.sizes) != dims or len(self.strides) != dims:
-            raise ValueError("sizes and strides do not match the number of dimensions")
+            raise ValueError(
+                f"{len(self.sizes)} sizes and {len(self.strides)} strides for tensors of {dims} dimensions in all"
+            )
         for column in (self.sizes, self.strides):
             if len(column) and (column.min() < 0 or column.max() > HUGE):
-                raise ValueError("a size, stride or offset out of range")
+                raise ValueError("a size or stride of a tensor is out of range")
         extent = np.ones(len(self))
         self._each(extent, _extent)
         if len(self) and extent.max() * 16 > float(HUGE):
-            raise ValueError("a tensor too large to address")
+            raise ValueError("a tensor is too large to address")
 
 
 def contiguous(sizes: Ints, strides: Ints) -> Bools:
@@ -137,14 +142,14 @@ def _overlapping(sizes: Ints, strides: Ints) -> Bools:
 
 
 def _extent(sizes: Ints, strides: Ints) -> npt.NDArray[np.float64]:
-    """The larger of the number of items and the reach, as floats, which do not wrap around."""
+    """The number of items or the reach, whichever is larger, as floats: integers could wrap around."""
     reach = 1 + (np.maximum(sizes - 1, 0).astype(float) * strides).sum(axis=1)
     return np.maximum(sizes.astype(float).prod(axis=1), reach)  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False, kw_only=True)
 class Parts(Shapes):
-    """Columns of all parts."""
+    """Columns of all tensors of a manifest. A *part* is one of them."""
 
     storage: Ints
     dtype: Ints
@@ -153,7 +158,7 @@ class Parts(Shapes):
     item: Ints  # bytes of one item
 
     def region(self, i: int) -> tuple[Region, bool]:
-        """The box of part i, and whether it overlaps itself."""
+        """The region of part i, and whether the part overlaps itself."""
         form, item = self.form(i), int(self.item[i])
         return Region(int(self.offset[i]) * item, item, form.sizes, form.strides), form.overlapping
 
@@ -169,7 +174,7 @@ class Parts(Shapes):
 
     @cached_property
     def alone(self) -> Bools:
-        """Which parts have elements, and memory that no other part so much as reaches over."""
+        """Which parts have elements and share no span of memory with another part, gaps between items included."""
         shown = np.flatnonzero(self.numel > 0)
         alone = np.zeros(len(self), dtype=bool)
         alone[shown] = True
@@ -181,27 +186,27 @@ class Parts(Shapes):
         return alone
 
     def check_in(self, storages: Storages) -> None:
-        """Refuse columns that no describer writes. Nothing is indexed or multiplied before it is known to be safe."""
+        """Refuse columns that ``describe()`` never writes. Numbers are used only after their range is checked."""
         n = len(self)
         if any(len(column) != n for column in (self.storage, self.dtype, self.flags, self.offset, self.item)):
-            raise ValueError("columns of different length")
+            raise ValueError("the columns of the tensors have different lengths")
         self.check()
         if n and (self.storage.min() < 0 or self.storage.max() >= len(storages)):
-            raise ValueError("a tensor in a storage that was not described")
+            raise ValueError("a tensor names a storage that was not described")
         if n and (self.flags.min() < 0 or self.flags.max() >= 64):
-            raise ValueError("unknown tensor flags")
+            raise ValueError("a tensor has unknown flags")
         if n and (self.offset.min() < 0 or self.offset.max() > HUGE):
-            raise ValueError("a size, stride or offset out of range")
+            raise ValueError("the offset of a tensor is out of range")
         if n and float(self.offset.max()) * 16 > float(HUGE):
-            raise ValueError("a tensor too large to address")
+            raise ValueError("the offset of a tensor is too large to address")
         inside = (self.end <= storages.nbytes[self.storage]) | (self.numel == 0)
         if not inside.all():
-            raise ValueError(f"part {int(np.argmin(inside))} reaches beyond its storage")
+            raise ValueError(f"tensor {int(np.argmin(inside))} reaches beyond its storage")
 
 
 @dataclass(eq=False)
 class Storages:
-    """Columns of all storages. A storage's window is the run of its bytes that its parts show."""
+    """Columns of all storages. A storage's window runs from the first to the last byte that the tensors show."""
 
     nbytes: Ints
     device: Ints  # an index into devices

@@ -1,8 +1,9 @@
 """Trees: a state's containers as plain data, and back.
 
-:func:`flatten` takes a state apart into nodes and leaves, :func:`unflatten` puts it together, :func:`encode` and
-:func:`decode` carry nodes over the wire, :func:`merge` lays a source's tree over a target's. A container's class is
-named, and on the other side found among those already imported and registered: nothing a peer names is imported.
+:func:`flatten` takes a state apart into nodes and leaves, and :func:`unflatten` builds the state again. :func:`encode`
+and :func:`decode` carry nodes over the wire. :func:`merge` matches a source's tree with a target's. A container's class
+travels by name, and the receiver looks the name up among classes that are already imported and registered there:
+nothing that a peer names is imported.
 """
 
 from __future__ import annotations
@@ -42,19 +43,20 @@ class Kind(enum.IntEnum):
 
 _MAPPINGS = {Kind.DICT, Kind.ORDERED_DICT, Kind.DEFAULT_DICT}
 _SEQUENCES = {Kind.LIST, Kind.TUPLE, Kind.DEQUE}
-_PLAIN = {Kind.DICT, Kind.LIST, Kind.TUPLE}  # These have nothing but keys and children.
+_PLAIN = {Kind.DICT, Kind.LIST, Kind.TUPLE}  # These kinds have only keys and children, no extra data.
 
-#: Children of a container that is looked up among those already seen: for larger ones that does not pay.
+#: Containers with at most this many children share a node with equal ones. For larger containers the lookup costs more
+#: than it saves.
 MAX_COMMON = 64
 
-#: Factories that a defaultdict may name. A factory is code: only these travel.
+#: The factories that a defaultdict may have. A factory is code, so no other factory travels.
 _FACTORIES: dict[str, Callable[[], Any]] = {
     f.__name__: f
     for f in (list, dict, set, int, float, str, tuple, bool, bytes, frozenset, complex, OrderedDict, deque)
 }
 
 
-#: Characters of one step of a path: a peer chooses how long its keys are.
+#: The most characters of one step of a path: a peer chooses how long its keys are.
 MAX_LABEL = 200
 
 
@@ -68,11 +70,11 @@ def _shown(key: Any) -> str:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One container. ``children`` holds a node for each container below and ``None`` for each leaf.
+    """One container. ``children`` holds a node for each child that is a container, and ``None`` for each leaf.
 
-    ``keys`` are a mapping's keys, a registered node's labels (for display), and empty for sequences.
-    ``extra``: ``_metadata`` (ordered dict), factory (default dict), class (named tuple), maxlen (deque),
-    (class, context) (registered). ``leaves`` counts those at any depth below.
+    ``keys`` are a mapping's keys or a registered node's labels (for display), and empty for sequences.
+    ``extra`` is the ``_metadata`` of an ordered dict, the factory of a default dict, the class of a named tuple, the
+    maxlen of a deque, or (class, context) of a registered node. ``leaves`` is the number of leaves at any depth.
     """
 
     kind: Kind
@@ -83,11 +85,11 @@ class Node:
 
     @property
     def flat(self) -> bool:
-        """Whether all children are leaves. Mostly the large containers are, and then need no look at each child."""
+        """Whether all children are leaves. Most large containers are flat, and then no child has to be looked at."""
         return self.children.count(None) == len(self.children)
 
     def label(self, i: int) -> str:
-        """How the path goes on from here to child i."""
+        """The step of a path that leads from this node to child i."""
         if self.kind in _MAPPINGS:
             return f"[{_shown(self.keys[i])}]"
         if self.kind is Kind.REGISTERED:
@@ -100,9 +102,9 @@ def _path(trail: list[tuple[Node, int]]) -> str:
 
 
 def flatten(state: object, *, max_depth: int) -> tuple[Node | None, list[Any]]:
-    """Take a state apart. What is no known container is a leaf, and its own codec's business.
+    """Take a state apart. Everything that is not a known container is a leaf.
 
-    Small containers that hold the same number of leaves under the same keys share one node.
+    Small containers of the same number of leaves under the same keys share one node.
     """
     leaves: list[Any] = []
     trail: list[tuple[Node, int]] = []
@@ -149,7 +151,7 @@ def flatten(state: object, *, max_depth: int) -> tuple[Node | None, list[Any]]:
             node.children, node.leaves = [None] * len(children), len(children)
             return alike.setdefault((kind, len(children), *node.keys), node) if _is_common(node) else node
         for i, child in enumerate(children):
-            if type(child) is torch.Tensor:  # Most are: spare them the call.
+            if type(child) is torch.Tensor:  # The most frequent case: save the call.
                 leaves.append(child)
                 node.children.append(None)
             else:
@@ -163,12 +165,12 @@ def flatten(state: object, *, max_depth: int) -> tuple[Node | None, list[Any]]:
 
 
 def _is_common(node: Node) -> bool:
-    """Whether a container of leaves may well have thousands like it (an optimizer's, for each parameter)."""
+    """Whether thousands of containers like this one are likely (an optimizer has one for each parameter)."""
     return node.kind in _PLAIN and len(node.children) <= MAX_COMMON and _all_strings(node.keys)
 
 
 def _kind_of(cls: type) -> Kind | None:
-    if cls is torch.Tensor:  # Most are.
+    if cls is torch.Tensor:  # The most frequent case.
         return None
     simple = _SIMPLE.get(cls)
     if simple is not None:
@@ -182,7 +184,7 @@ def _kind_of(cls: type) -> Kind | None:
 
 
 def _is_named_tuple(cls: type) -> bool:
-    """Whether a class that a peer has named is a named tuple, without asking its metaclass."""
+    """Whether a class that a peer has named is a named tuple. Runs no code of the class's metaclass."""
     fields = [_class_dict.__get__(c).get("_fields") for c in _mro.__get__(cls)]
     plain = type(cls) in (type, abc.ABCMeta)
     return plain and issubclass(cls, tuple) and any(fields) and _kind_of(cls) is Kind.NAMED_TUPLE
@@ -207,13 +209,13 @@ def _open_registered(item: Any) -> tuple[list[Any], list[str], Any]:
     children = list(children)
     labels = [f"[{i}]" for i in range(len(children))]
     if definition.flatten_with_keys_fn is not None:
-        # For labels only: the context that torch's own dataclass nodes return here does not unflatten.
+        # Only for the labels: torch's own dataclass nodes return a context here that unflatten_fn does not accept.
         labels = [str(key) for key, _ in definition.flatten_with_keys_fn(item)[0]]
     return children, labels, context
 
 
 def unflatten(root: Node | None, leaves: list[Any]) -> Any:
-    """Put a state together. ``ValueError`` where a class refuses the children that a peer gave it."""
+    """Build a state from its nodes and leaves. ``ValueError`` if a class refuses the children that a peer sent."""
     supply = iter(leaves)
 
     def build(node: Node | None) -> Any:
@@ -249,7 +251,7 @@ def unflatten(root: Node | None, leaves: list[Any]) -> Any:
 
 
 class Paths(Sequence[str]):
-    """The path of every leaf, each made when somebody reads it: together they may be far larger than the tree."""
+    """The path of every leaf. A path is made when it is read: all paths together may be far larger than the tree."""
 
     def __init__(self, root: Node | None) -> None:
         self._root = root
@@ -258,7 +260,7 @@ class Paths(Sequence[str]):
         return _leaves(self._root)
 
     def __iter__(self) -> Iterator[str]:
-        """All in one go through the tree."""
+        """All paths, in one walk through the tree."""
 
         def walk(node: Node | None, path: str) -> Iterator[str]:
             if node is None:
@@ -295,7 +297,7 @@ def paths(root: Node | None) -> Paths:
 
 
 def dotted(root: Node | None) -> list[str]:
-    """The path of every leaf as its keys joined by dots: as state dicts name their entries."""
+    """The path of every leaf as its keys joined by dots, the way state dicts name their entries."""
 
     def walk(node: Node | None, path: list[str]) -> Iterator[str]:
         if node is None:
@@ -317,8 +319,8 @@ def dotted(root: Node | None) -> list[str]:
 def encode(root: Node | None) -> Any:
     """Nodes as nested lists: ``0`` for a leaf, ``[kind, extra, keys, children]`` for a container.
 
-    Where all children are leaves, they are so many zero bytes instead of a list of zeros. If that is so and the
-    container a plain one, it has a number from then on, counting from 1, which stands for the same node again.
+    If all children are leaves, ``children`` is one zero byte for each instead of a list of zeros. Each such container
+    of a plain kind gets the next number, counting from 1. Where the same node occurs again, the number stands for it.
     """
     trail: list[tuple[Node, int]] = []
     numbers: dict[int, int] = {}
@@ -367,7 +369,7 @@ def _encode_extra(node: Node) -> Any:
             name = getattr(node.extra, "__name__", None)
             if name is None or _FACTORIES.get(name) is not node.extra:
                 raise values.Unencodable(
-                    f"a defaultdict with factory {node.extra!r}; a factory is code and does not travel: "
+                    f"a defaultdict with factory {node.extra!r}, which is code and does not travel: "
                     f"use one of {', '.join(_FACTORIES)}, or a dict"
                 )
             return name
@@ -382,7 +384,7 @@ def _encode_extra(node: Node) -> Any:
 
 
 def decode(plain: Any, *, max_depth: int) -> tuple[Node | None, int]:
-    """The inverse of :func:`encode`, and the number of leaves. ``ValueError`` for anything that it did not write."""
+    """The inverse of :func:`encode`, and the number of leaves. ``ValueError`` for what ``encode`` never writes."""
     count = 0
     numbered: list[Node] = []
 
@@ -412,7 +414,7 @@ def decode(plain: Any, *, max_depth: int) -> tuple[Node | None, int]:
             if kind in _PLAIN:
                 numbered.append(node)
         else:
-            raise ValueError("malformed leaves of a tree node")
+            raise ValueError("malformed tree node: its leaves must be zero bytes")
         node.leaves = count - before
         return node
 
@@ -427,12 +429,12 @@ def _decode_keys(kind: Kind, keys: list[Any], children: int) -> list[Any]:
         if not _all_strings(keys):
             keys = [key if type(key) is str else values.decode(key) for key in keys]
         if len(set(keys)) != len(keys) or len(keys) != children:
-            raise ValueError("a mapping with repeated keys or keys that do not match its children")
+            raise ValueError(f"a mapping has {len(keys)} keys ({len(set(keys))} different) for {children} children")
     elif kind is Kind.REGISTERED:
         if len(keys) != children or not _all_strings(keys):
-            raise ValueError("a registered node whose labels do not match its children")
+            raise ValueError(f"a registered node has {len(keys)} labels for {children} children, or labels not str")
     elif keys:
-        raise ValueError("a sequence with keys")
+        raise ValueError("a sequence has keys")
     return keys
 
 
@@ -445,21 +447,21 @@ def _decode_extra(kind: Kind, extra: Any, children: int) -> Any:
         case Kind.NAMED_TUPLE:
             cls: Any = class_names.find(extra)
             if not _is_named_tuple(cls) or len(cls._fields) != children:
-                raise ValueError(f"{extra} is no named tuple of {children} fields here")
+                raise ValueError(f"{extra} is not a named tuple of {children} fields in this process")
             return cls
         case Kind.DEQUE:
             if extra is not None and (type(extra) is not int or extra < children):
-                raise ValueError("a deque longer than its maxlen")
+                raise ValueError(f"a deque of {children} items is longer than its maxlen, or maxlen is not an int")
             return extra
         case Kind.REGISTERED:
             name, context = extra
             cls = class_names.find(name)
-            # By identity: a metaclass may answer anything else with code.
+            # Compare by identity: any other question to the class may run code of its metaclass.
             if not any(c is cls for c in pytree.SUPPORTED_NODES) or _kind_of(cls) is not Kind.REGISTERED:
                 raise ValueError(f"{name} is not registered with torch.utils._pytree in this process")
             return cls, values.decode(context)
     if extra is not None:
-        raise ValueError("a plain container with extra data")
+        raise ValueError(f"a {kind.name.lower()} has extra data")
     return None
 
 
@@ -468,25 +470,25 @@ def _decode_extra(kind: Kind, extra: Any, children: int) -> Any:
 
 @dataclass
 class Merged:
-    """A source's tree laid over a target's, matched by key path."""
+    """A source's tree and a target's, matched by key path."""
 
-    #: The tree to return: the source's containers, with what only the target has added to them.
+    #: The tree to return: the source's containers, and added to them the children that only the target has.
     root: Node | None
-    #: For each leaf of ``root``: ``i`` for the source's leaf i, ``~j`` for leaf j that only the target has.
+    #: For each leaf of ``root``: ``i`` for the source's leaf i, ``~j`` for the target's leaf j, which the source lacks.
     origin: list[int]
     #: For each leaf of the source: the number of the target's leaf at the same path, or -1.
     partner: list[int]
-    #: Where a leaf meets a container, or containers of different families meet.
+    #: One line for each path at which one tree has a leaf and the other a container, or containers of different kinds.
     conflicts: list[str]
 
     @classmethod
     def all_of_source(cls, root: Node | None, count: int) -> Merged:
-        """The source's tree of so many leaves, without a target."""
+        """The source's tree of ``count`` leaves, without a target."""
         return cls(root, list(range(count)), [-1] * count, [])
 
     @classmethod
     def all_of_target(cls, root: Node | None, count: int) -> Merged:
-        """The target's tree of so many leaves, whatever the source's is."""
+        """The target's tree of ``count`` leaves, whatever the source's tree is."""
         return cls(root, [~leaf for leaf in range(count)], [], [])
 
     @property
@@ -508,20 +510,20 @@ def merge(source: Node | None, target: Node | None) -> Merged:
     next_target = 0
 
     def adopt(node: Node | None) -> Node | None:
-        """Take over a subtree that only the target has."""
+        """Add a subtree that only the target has."""
         nonlocal next_target
         origin.extend(range(~next_target, ~(next_target + _leaves(node)), -1))
         next_target += _leaves(node)
         return node
 
     def fresh(node: Node | None) -> Node | None:
-        """Take over a subtree that only the source has."""
+        """Add a subtree that only the source has."""
         origin.extend(range(len(partner), len(partner) + _leaves(node)))
         partner.extend(repeat(-1, _leaves(node)))
         return node
 
     def pair(count: int) -> None:
-        """The next leaves of both belong together, one by one."""
+        """Pair the next ``count`` leaves of the source with the next ``count`` leaves of the target, in order."""
         nonlocal next_target
         origin.extend(range(len(partner), len(partner) + count))
         partner.extend(range(next_target, next_target + count))
@@ -571,19 +573,19 @@ def merge(source: Node | None, target: Node | None) -> Merged:
 
 
 def _same_leaves(s: Node, t: Node, mapping: bool) -> bool:
-    """Whether both containers of one family hold only leaves, the same number of them under the same keys."""
+    """Whether two containers of one family hold only leaves, equally many and under the same keys."""
     if len(s.children) != len(t.children) or not s.flat or not t.flat:
         return False
-    # Only with strings: what other keys of a target make of == is their own business.
+    # Only strings are compared here: other keys of a target may define == in any way.
     return not mapping or (_all_strings(t.keys) and s.keys == t.keys)
 
 
 def _marks(keys: Sequence[Any]) -> Sequence[Any]:
-    """Keys as they are compared. A NaN equals nothing, not even itself: it stands for the NaN of the other side.
+    """Keys in the form in which they are compared. A NaN does not equal itself, so NaNs are replaced by a mark.
 
-    Of several in one mapping the first stands for the first, and so on.
+    If a mapping has several NaN keys, the first matches the first of the other mapping, and so on.
     """
-    if _all_strings(keys):  # Most are.
+    if _all_strings(keys):  # The most frequent case.
         return keys
     seen: Counter[Any] = Counter()
     marks = []
@@ -596,13 +598,13 @@ def _marks(keys: Sequence[Any]) -> Sequence[Any]:
     return marks
 
 
-#: Stands for any NaN, and is equal to itself.
+#: Stands for any NaN. Unlike a NaN it equals itself.
 _NAN = object()
 
 
 def _without_nan(key: Any) -> Any:
-    """The key itself, unless there is a NaN in it."""
-    # By type: what other keys of a target make of == is their own business.
+    """The key itself, or if it has a NaN in it, a copy with ``_NAN`` in its place."""
+    # Decide by type: other keys of a target may define == in any way.
     if isinstance(key, (float, np.floating)):
         return _NAN if math.isnan(key) else key
     if type(key) is complex:

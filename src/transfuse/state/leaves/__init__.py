@@ -1,1 +1,1 @@
-"""One codec for each kind of leaf."""
+"""Kinds of leaves: one codec for each kind that is not a plain tensor."""

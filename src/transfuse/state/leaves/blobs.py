@@ -1,4 +1,4 @@
-"""Leaves that are bytes underneath: numpy arrays, long ``bytes`` and ``str``, and opted-in Python objects."""
+"""Blobs, leaves that travel as bytes: numpy arrays, long ``bytes`` and ``str``, and Python objects by opt-in."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from transfuse.state.leaves.codec import BuildContext, CannotCarry, Opened, Shar
 
 __all__ = ["ArrayCodec", "ObjectCodec", "TextCodec"]
 
-#: Names in a refusal.
+#: The most names in one error message.
 MAX_NAMED = 5
 
 
 def _over_bytes(data: bytes | bytearray) -> torch.Tensor:
-    """A uint8 tensor over the bytes themselves. They are only ever read; torch would warn that it cannot know."""
+    """A uint8 tensor over the bytes themselves, without a copy. They are only read.
+
+    For ``bytes``, ``torch.frombuffer`` would warn that the tensor could be written, so it gets a window on the address.
+    """
     if not data:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     if isinstance(data, bytearray):
@@ -42,12 +45,12 @@ def _bytes_of(part: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
         or part.ndim != 1
         or not part.is_contiguous()
     ):
-        raise ValueError("a blob that is no run of bytes")
+        raise ValueError("the data of a blob is not a one-dimensional, contiguous uint8 tensor")
     return part.cpu().numpy()
 
 
 class _Blob:
-    """In place, blobs are values: the receiver gets the source's, in memory of their own."""
+    """Blobs are values also in place: the receiver gets a new object, and writes into no target."""
 
     checks_data = False
 
@@ -59,7 +62,7 @@ class _Blob:
 
 
 class ArrayMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """``dtype`` as numpy's own file format writes it; ``order`` is C or F."""
+    """``dtype`` is written as in numpy's own file format; ``order`` is C or F."""
 
     dtype: Any
     shape: tuple[int, ...]
@@ -77,7 +80,7 @@ class ArrayCodec(_Blob):
             raise CannotCarry("a numpy array of Python objects; convert it to a list or to a numeric dtype")
         if leaf.dtype.metadata or leaf.dtype.isalignedstruct or _has_titles(leaf.dtype):
             raise CannotCarry(
-                f"a numpy array of dtype {leaf.dtype} with metadata, titles or alignment; use a plain one"
+                f"a numpy array of dtype {leaf.dtype} with metadata, titles or alignment; use a plain dtype"
             )
         order: Literal["C", "F"] = "F" if leaf.flags.f_contiguous and not leaf.flags.c_contiguous else "C"
         flat = np.asarray(leaf, order=order).reshape(-1, order=order)
@@ -87,7 +90,7 @@ class ArrayCodec(_Blob):
                 f"a numpy array of dtype {leaf.dtype}, which has no plain description; convert it to another dtype"
             )
         if not flat.flags.writeable and flat.nbytes:
-            # torch takes only writable memory without a warning; look at it through its address instead.
+            # torch warns about memory that is not writable, so it gets a window on the address instead.
             window = (ctypes.c_ubyte * flat.nbytes).from_address(flat.ctypes.data)
             window._keeps_alive = flat  # type: ignore[attr-defined]
             part = torch.frombuffer(window, dtype=torch.uint8)
@@ -106,29 +109,30 @@ class ArrayCodec(_Blob):
         except Exception as error:
             raise ValueError(f"unknown numpy dtype: {error}") from error
         if dtype.hasobject or (not dtype.itemsize and 0 not in m.shape):
-            raise ValueError("a numpy dtype without plain data")
+            raise ValueError("a numpy dtype holds objects, or has items of 0 bytes")
         if len(m.shape) > 64 or any(n < 0 for n in m.shape):
-            raise ValueError("malformed numpy shape")
+            raise ValueError("a numpy array has a negative size, or more than 64 dimensions")
         return dtype
 
     def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         self._dtype(msgspec.convert(meta, ArrayMeta))
         if children != 1:
-            raise ValueError("a numpy array has one run of bytes")
+            raise ValueError(f"a numpy array travels as one tensor of bytes, got {children}")
 
     def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> Any:
         m = msgspec.convert(meta, ArrayMeta)
         dtype, data = self._dtype(m), _bytes_of(children[0])
         if math.prod(m.shape) * dtype.itemsize != data.nbytes:
-            raise ValueError("a numpy array whose bytes do not fill its shape")
+            raise ValueError(f"{data.nbytes} bytes do not fill a numpy array of shape {m.shape}")
         if dtype.kind == "U" and data.nbytes and int(data.view(dtype.str[0] + "u4").max()) > 0x10FFFF:
-            raise ValueError("text with code points that do not exist")
+            raise ValueError("a numpy array of text has code points that do not exist")
         if not data.nbytes:
             return np.empty(m.shape, dtype, order=m.order)
         return np.ndarray(m.shape, dtype, buffer=data.data, order=m.order)
 
 
-#: What numpy may parse on behalf of a peer: numbers, raw bytes, text, times. Anything else has a grammar of its own.
+#: The dtype descriptions of a peer that numpy may parse: numbers, raw bytes, text, times. Others have a grammar of
+#: their own.
 _DESCR = re.compile(r"[<>|](?:[biufc]\d{1,2}|[SVU]\d{1,9}|[mM]8(?:\[\d{0,9}[A-Za-z]{1,2}\])?)", re.ASCII)
 
 
@@ -148,14 +152,14 @@ def _has_titles(dtype: np.dtype[Any]) -> bool:
 
 
 def _tupled(descr: Any) -> Any:
-    """Structured dtypes are lists of tuples; msgpack knows only lists."""
+    """A dtype's description with tuples in place of inner lists, as numpy expects them. msgpack has only lists."""
     if isinstance(descr, list):
         return [tuple(_tupled(x) if i == 1 else tuple(x) if i == 2 else x for i, x in enumerate(f)) for f in descr]
     return descr
 
 
 class TextCodec(_Blob):
-    """``bytes``, ``bytearray`` and ``str`` too long for the description."""
+    """``bytes``, ``bytearray`` and ``str`` that are too long to travel inside the manifest."""
 
     name = "text"
 
@@ -171,7 +175,7 @@ class TextCodec(_Blob):
 
     def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         if meta not in ("bytes", "bytearray", "str") or children != 1:
-            raise ValueError("malformed text")
+            raise ValueError("malformed text: expected one tensor for bytes, bytearray or str")
 
     def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> Any:
         data = _bytes_of(children[0]).tobytes()
@@ -181,10 +185,10 @@ class TextCodec(_Blob):
 
 
 class ObjectCodec(_Blob):
-    """Any other Python object, for receivers that opted in to ``torch.load(weights_only=True)``.
+    """Any other Python object, for receivers that have opted in to ``torch.load(weights_only=True)``.
 
-    The source does not know who has opted in, so it always offers the object; pickling runs only the object's own
-    code. Receivers that have not opted in refuse it by name, before any byte moves.
+    The source does not know which receivers have opted in, so it always offers the object. Pickling runs only the
+    object's own code. A receiver that has not opted in refuses the object by its class's name, before a byte moves.
     """
 
     name = "object"
@@ -199,7 +203,7 @@ class ObjectCodec(_Blob):
         cls = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
         if _holds_tensors(leaf):
             raise CannotCarry(
-                f"{cls} holds tensors that would travel hidden in a pickle; register it with "
+                f"{cls} holds tensors, which must not travel inside a pickle; register the class with "
                 "torch.utils._pytree.register_dataclass or register_pytree_node, or send a dict"
             )
         buffer = io.BytesIO()
@@ -207,7 +211,7 @@ class ObjectCodec(_Blob):
             torch.save(leaf, buffer)
         except Exception as error:
             raise CannotCarry(
-                f"{cls} cannot be carried, not even pickled ({error}); remove it or convert it to plain data"
+                f"{cls} is not plain data and cannot be pickled ({error}); remove it, or convert it to plain data"
             ) from error
         if buffer.tell() > self._max_bytes:
             raise CannotCarry(
@@ -218,7 +222,7 @@ class ObjectCodec(_Blob):
 
     def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         if not isinstance(meta, str) or children != 1:
-            raise ValueError("malformed object")
+            raise ValueError("malformed object: expected a class name and one tensor of bytes")
         if not build_context.weights_only_objects:
             raise CannotCarry(
                 f"Python object {meta[:200]} is refused; convert it to plain data, or opt in on the receiver with "

@@ -1,7 +1,7 @@
-"""What every codec of a composite leaf is: how to open it into parts, close it again, and check a target.
+"""The interface of codecs: how a composite leaf is opened into tensors, built again, and compared with a target.
 
-A *part* is a plain strided tensor. A leaf that is one is carried as it is; every other leaf is opened by the codec
-of its kind into plain data and children, each child a part or a leaf to be opened in turn.
+A *part* is a plain strided tensor. A leaf that is a plain strided tensor is its own part. The codec of any other leaf
+opens it into plain data and children. Each child is a part, or a leaf that is opened in turn.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["BuildContext", "CannotCarry", "Codec", "Coordinate", "MeshDescriptio
 
 
 class CannotCarry(Exception):
-    """Why a leaf cannot be carried exactly, and the remedy. Callers add the leaf's path."""
+    """The reason why a leaf cannot be carried exactly, and the remedy. Callers add the leaf's path."""
 
 
 class MeshDescription(NamedTuple):
-    """A DeviceMesh as plain data: what a ``mesh=`` callable is given. ``ranks`` are global, in row-major order."""
+    """A DeviceMesh as plain data; the argument of a ``mesh=`` callable. ``ranks`` are global, in row-major order."""
 
     device_type: str
     shape: tuple[int, ...]
@@ -29,20 +29,20 @@ class MeshDescription(NamedTuple):
     dim_names: tuple[str, ...] | None
 
 
-#: A rank's place in a mesh; None outside of it.
+#: A rank's coordinate in a mesh; None for a rank outside the mesh.
 Coordinate = tuple[int, ...] | None
 
 
 @dataclass
 class Shared:
-    """Meshes that many leaves have in common (of a thousand ranks, perhaps), each kept once, with this rank's place."""
+    """Meshes that many leaves use (each may have thousands of ranks), kept once each, with this rank's coordinate."""
 
     items: list[MeshDescription] = field(default_factory=list)
     coordinates: list[Coordinate] = field(default_factory=list)
     numbers: dict[MeshDescription, int] = field(default_factory=dict)
-    #: What codecs have worked out about leaves that are alike.
+    #: Results of codecs that serve all leaves of one mesh, shape and placement.
     known: dict[Any, Any] = field(default_factory=dict)
-    #: Meshes that have been described, by their id.
+    #: Meshes that have a number, by the ``id()`` of the DeviceMesh.
     _known: dict[int, tuple[DeviceMesh, int]] = field(default_factory=dict)
 
     def number(self, mesh: DeviceMesh) -> int:
@@ -63,10 +63,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a receiver gives codecs to build leaves with."""
+    """What codecs need to build leaves at the receiver: the source's meshes, and the caller's options."""
 
     shared: Sequence[Any] = ()
-    #: The source's place in each of these meshes.
+    #: The source's coordinate in each mesh of ``shared``.
     coordinates: Sequence[Coordinate] = ()
     mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None
     weights_only_objects: bool = False
@@ -83,26 +83,26 @@ class Codec(Protocol):
     """One kind of composite leaf. ``ValueError`` from any method on received data means that the data is malformed."""
 
     name: str
-    #: Whether data that has landed may be wrong in itself (indices out of range), so that :meth:`settle` checks it.
+    #: Whether received data may be invalid by itself (indices out of range), so that :meth:`settle` must check it.
     checks_data: bool
 
     def takes(self, leaf: object) -> bool:
-        """Whether this codec is the one for ``leaf``."""
+        """Whether this codec handles ``leaf``."""
 
     def open(self, leaf: Any, shared: Shared) -> Opened:
         """Take ``leaf`` apart; :class:`CannotCarry` if that would lose something."""
 
     def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
-        """Called before a byte moves: :class:`CannotCarry` if :meth:`close` would not be able to build the leaf."""
+        """Check, before a byte moves, that :meth:`close` can build the leaf; :class:`CannotCarry` if it cannot."""
 
     def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> Any:
         """Build the leaf from data that has arrived."""
 
     def differences(self, source: Any, target: Any, build_context: BuildContext, target_shared: Shared) -> list[str]:
-        """Why data opened as ``source`` must not be written into a leaf opened as ``target``."""
+        """The reasons why data opened as ``source`` must not be written into a leaf opened as ``target``."""
 
     def settle(self, meta: Any, target: Any) -> None:
-        """Called after all bytes have landed in ``target``: check and finish what depends on them."""
+        """After all bytes have landed in ``target``: check them, and update what depends on them."""
 
 
 def tensor_type(tensor: torch.Tensor) -> str:

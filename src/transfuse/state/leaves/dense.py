@@ -1,4 +1,4 @@
-"""Plain strided tensors: what is said about them, their raw memory, and how they are built again."""
+"""Plain strided tensors: which can be carried, their flags, their raw memory, and how they are built again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "start_of",
 ]
 
-#: For each item size, the dtype in which raw memory is read and written: copies of these never change bits.
+#: For each item size, the dtype as which raw memory is read and written: copying these dtypes never changes bits.
 ITEM_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -38,7 +38,7 @@ _has_names = getattr(torch.Tensor, "has_names", None)
 
 
 class Flags:
-    """What a tensor is beside its memory. (Plain numbers: an enum's cost a microsecond whenever one is used.)"""
+    """A tensor's properties beside its memory. (Plain ints: each use of an enum member costs a microsecond.)"""
 
     PARAMETER = 1
     BUFFER = 2
@@ -54,7 +54,7 @@ def is_quantized(dtype: torch.dtype) -> bool:
 
 @lru_cache
 def converts(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether torch converts items of one type into another."""
+    """Whether torch can convert items of dtype ``one`` into dtype ``other``."""
     try:
         torch.zeros(1, dtype=other).copy_(torch.zeros(1, dtype=one))
     except (RuntimeError, NotImplementedError):
@@ -68,7 +68,7 @@ def is_plain(leaf: object) -> bool:
 
 
 def check(tensor: torch.Tensor) -> None:
-    """Refuse tensors that have no memory of their own to carry."""
+    """Refuse tensors without ordinary memory that could be sent."""
     if tensor.is_quantized:
         raise CannotCarry(
             f"a quantized tensor ({tensor.dtype}); send int_repr(), q_scale() and q_zero_point(), or use torchao"
@@ -93,12 +93,12 @@ def check_initialized(leaf: object) -> None:
         )
 
 
-#: What is wrong with a tensor that has elements but no memory for them; begins with whose it is.
+#: The problem with a tensor that has elements but no memory for them. The braces take the owner: "its", "the target's".
 FREED = "{} storage has been freed or shrunk (an unsharded FSDP parameter?)"
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's storage is there: FSDP frees those of parameters that are not gathered."""
+    """Whether a tensor's storage holds all its elements: FSDP frees storages of parameters that are not gathered."""
     reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return bool((tensor.storage_offset() + reach) * tensor.element_size() <= tensor.untyped_storage().nbytes())
 
@@ -115,7 +115,7 @@ def is_ordinary(leaf: object) -> bool:
 
 
 def role_of(tensor: torch.Tensor) -> int:
-    """The flags that any tensor has, composites included."""
+    """The flags that every tensor has, composites included."""
     flags = 0
     if tensor.requires_grad:
         flags |= Flags.REQUIRES_GRAD
@@ -141,12 +141,12 @@ def flags_of(tensor: torch.Tensor) -> int:
 def over(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, sizes: Sequence[int], strides: Sequence[int]
 ) -> torch.Tensor:
-    """A tensor that looks into ``storage``, without copying and without autograd history."""
+    """A tensor over ``storage``, without a copy and without autograd history."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, tuple(sizes), tuple(strides))
 
 
 def offset_of(tensor: torch.Tensor) -> int:
-    """A tensor's offset in items. (Its declared type allows for symbolic ones, which live tensors never have.)"""
+    """A tensor's offset in items. (torch declares a type that may be symbolic; live tensors have ints.)"""
     return int(tensor.storage_offset())
 
 
@@ -156,7 +156,7 @@ def start_of(tensor: torch.Tensor) -> int:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory and shape as items of bare bits: no dtype, no conjugate or negative bit, no gradient."""
+    """A view of the same memory and shape as bare bits: no dtype, no conjugate or negative bit, no gradient."""
     item = ITEM_TYPES[tensor.element_size()]
     return over(tensor.untyped_storage(), item, offset_of(tensor), tensor.size(), tensor.stride())
 
@@ -165,13 +165,13 @@ def dress(tensor: torch.Tensor, flags: int) -> torch.Tensor:
     """Give a rebuilt tensor its flags. ``ValueError`` if they do not fit it."""
     if flags & Flags.CONJUGATE:
         if not tensor.is_complex():
-            raise ValueError(f"conjugate bit on {tensor.dtype}")
+            raise ValueError(f"a conjugate bit on a tensor of {tensor.dtype}, which is not complex")
         tensor = tensor.conj()
     if flags & Flags.NEGATIVE:
         tensor = torch._neg_view(tensor)
     requires_grad = bool(flags & Flags.REQUIRES_GRAD)
     if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"requires_grad on {tensor.dtype}")
+        raise ValueError(f"requires_grad on a tensor of {tensor.dtype}, which has no gradients")
     if flags & Flags.PARAMETER:
         return nn.Parameter(tensor, requires_grad)
     if flags & Flags.BUFFER:
@@ -186,20 +186,20 @@ def refuse_subclass(tensor: torch.Tensor) -> CannotCarry:
         return CannotCarry(f"a tensor of layout {tensor.layout} has no codec; convert it with to_dense()")
     return CannotCarry(
         f"tensor subclass {tensor_type(tensor)} has no codec: give it __tensor_flatten__ and __tensor_unflatten__, "
-        "or send the plain tensors it is made of"
+        "or send the plain tensors that it consists of"
     )
 
 
 @dataclass(frozen=True)
 class Signs:
-    """Bits that a box and a place of it do not have in common: the place's memory holds the other sign."""
+    """The conjugate and negative bits in which source and target differ: the target's memory holds the other sign."""
 
     dtype: torch.dtype
     conjugate: bool
     negative: bool
 
     def flip(self, items: torch.Tensor) -> None:
-        """Turn raw items into those of the other sign, in place and bit for bit (torch's own would quiet NaNs)."""
+        """Change the sign of raw items in place, as bits (torch's own negation would quiet NaNs)."""
         if not self.dtype.is_complex and not self.dtype.is_floating_point:
             items.view(_SIGNED[items.element_size()]).neg_()
             return
@@ -212,7 +212,7 @@ class Signs:
 
 
 def signs_between(tensor: torch.Tensor, source_flags: int) -> Signs | None:
-    """What to flip in items that were taken from a tensor with these flags, so that ``tensor`` has the same values."""
+    """The signs to flip in items from a tensor with ``source_flags``, so that ``tensor`` gets the same values."""
     differ = flags_of(tensor) ^ source_flags
     conjugate, negative = bool(differ & Flags.CONJUGATE), bool(differ & Flags.NEGATIVE)
     return Signs(tensor.dtype, conjugate, negative) if conjugate or negative else None

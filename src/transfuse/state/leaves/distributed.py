@@ -1,4 +1,4 @@
-"""DTensor and ShardedTensor: a rank's shard of a global tensor, compared by its box in the global tensor."""
+"""DTensor and ShardedTensor: a rank's shard of a global tensor, compared by its blocks in the global tensor."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ __all__ = [
     "read_meshes",
 ]
 
-#: No tensor has more elements.
+#: The most elements of a global tensor.
 HUGE = 1 << 56
 
-#: Building a mesh costs the square of its dimensions.
+#: The most dimensions of a mesh: building a mesh costs the square of them.
 MAX_MESH_DIMS = 16
 
 REMEDY = "receive in place (a state_dict callback whose leaf holds this shard), or pass mesh="
 
 
 class DTensorMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The same on all ranks of a mesh: which shard a rank holds follows from its place in the mesh."""
+    """Equal on all ranks of a mesh: a rank's coordinate in the mesh says which shard it holds."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -56,7 +56,7 @@ class DTensorMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class ShardedMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """``shards`` are (offsets, sizes, placement) of all shards, ``local`` the numbers of those that travel."""
+    """``shards`` are (offsets, sizes, placement) of all shards; ``local`` are the numbers of the shards that travel."""
 
     sizes: tuple[int, ...]
     dtype: str
@@ -95,13 +95,13 @@ def _decode_placement(code: tuple[str | int, ...], dims: int) -> Placement:
 
 
 def read_meshes(plain: Any) -> list[MeshDescription]:
-    """Meshes that a peer describes; ``ValueError`` for what no codec writes."""
+    """Read a peer's descriptions of meshes; ``ValueError`` for what no codec writes."""
     meshes = msgspec.convert(plain, list[MeshDescription])
     for mesh in meshes:
         if any(n < 1 for n in mesh.shape) or math.prod(mesh.shape) != len(mesh.ranks):
-            raise ValueError("a mesh of another shape than its ranks")
+            raise ValueError(f"the {len(mesh.ranks)} ranks that a mesh lists do not fill its shape")
         if len(mesh.shape) > MAX_MESH_DIMS:
-            raise ValueError("a mesh of too many dimensions")
+            raise ValueError(f"a mesh has {len(mesh.shape)} dimensions, more than {MAX_MESH_DIMS}")
     return meshes
 
 
@@ -109,19 +109,22 @@ def layout_of(meta: Any, shared: Sequence[MeshDescription]) -> Layout:
     """How a DTensor is spread over its mesh; ``ValueError`` for what no codec writes."""
     m = msgspec.convert(meta, DTensorMeta)
     if not 0 <= m.mesh < len(shared):
-        raise ValueError("a DTensor on a mesh that was not described")
+        raise ValueError(f"a DTensor is on mesh {m.mesh}, but {len(shared)} meshes are described")
     mesh = shared[m.mesh]
     if len(m.placements) != len(mesh.shape) or len(m.shape) != len(m.strides):
-        raise ValueError("a DTensor whose placements or strides do not match its mesh or shape")
+        raise ValueError(
+            f"a DTensor has {len(m.placements)} placements on a mesh of {len(mesh.shape)} dimensions, and "
+            f"{len(m.strides)} strides for {len(m.shape)} sizes"
+        )
     if any(n < 0 for n in (*m.shape, *m.strides)) or math.prod(m.shape) > HUGE:
-        raise ValueError("a DTensor with impossible sizes")
+        raise ValueError("a DTensor has a negative size or stride, or too many elements")
     for code in m.placements:
         _decode_placement(code, len(m.shape))
     return Layout(m.shape, mesh, m.placements)
 
 
 def layout_in(leaf: DTensor, shared: Shared) -> tuple[Layout, int]:
-    """How a DTensor of this process is spread over its mesh, and the mesh's number."""
+    """How a live DTensor of this process is spread over its mesh, and the mesh's number in ``shared``."""
     number = shared.number(leaf.device_mesh)
     key = (number, leaf.shape, leaf.placements)
     known = shared.known.get(key)
@@ -132,16 +135,16 @@ def layout_in(leaf: DTensor, shared: Shared) -> tuple[Layout, int]:
 
 
 def check_place(mesh: MeshDescription, coordinate: Coordinate) -> None:
-    """``ValueError`` for a place outside of a mesh."""
+    """``ValueError`` for a coordinate that a mesh does not have."""
     if coordinate is not None and (
         len(coordinate) != len(mesh.shape)
         or not all(0 <= place < size for place, size in zip(coordinate, mesh.shape, strict=True))
     ):
-        raise ValueError("a place outside of the mesh")
+        raise ValueError(f"a rank's coordinate is outside its mesh of shape {mesh.shape}")
 
 
 def place_in(layout: Layout, coordinate: Coordinate) -> Coordinate:
-    """A peer's place in a mesh, checked."""
+    """Check a peer's coordinate in the layout's mesh, and return it."""
     check_place(layout.mesh, coordinate)
     return coordinate
 
@@ -172,7 +175,7 @@ class DTensorCodec:
         return m, layout, place_in(layout, coordinate)
 
     def mesh_for(self, meta: Any, build_context: BuildContext) -> tuple[DeviceMesh, list[Placement]]:
-        """The mesh on which a DTensor is built here."""
+        """The mesh on which this receiver builds a DTensor, and the placements."""
         layout = layout_of(meta, build_context.shared)
         description = layout.mesh
         placements = [_decode_placement(p, len(layout.shape)) for p in layout.placements]
@@ -189,7 +192,7 @@ class DTensorCodec:
                 raise CannotCarry(f"the mesh= callable returned {mesh!r} for {description}, not a DeviceMesh")
             if mesh.ndim != len(placements):
                 raise CannotCarry(
-                    f"the mesh given has {mesh.ndim} dimensions, the source's {description.shape} has "
+                    f"the mesh given has {mesh.ndim} dimensions, the source's mesh {description.shape} has "
                     f"{len(placements)}; {REMEDY} with a mesh of as many dimensions"
                 )
             if layout.partial and tuple(mesh.mesh.shape) != description.shape:
@@ -202,8 +205,8 @@ class DTensorCodec:
                 f"a Partial DTensor has no value of its own on another mesh; {REMEDY}, or redistribute() it"
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
-        # Without backends no process group is made: a mesh of one rank needs none, and creating groups on one rank
-        # alone would break everyone's next new_group().
+        # With _init_backend=False no process group is made. A mesh of one rank needs none, and a group that only one
+        # rank creates would break the next new_group() of all ranks.
         ranks = torch.tensor([rank]).reshape([1] * len(placements))
         device_type = description.device_type if _has_device(description.device_type) else "cpu"
         return (
@@ -212,7 +215,7 @@ class DTensorCodec:
         )
 
     def layout_here(self, meta: Any, build_context: BuildContext) -> tuple[Layout, Coordinate]:
-        """How a DTensor that is built here is spread over its mesh, and this rank's place there."""
+        """How a DTensor that this receiver builds is spread over its mesh, and this rank's coordinate in that mesh."""
         mesh, _ = self.mesh_for(meta, build_context)
         theirs = layout_of(meta, build_context.shared)
         shared = Shared()
@@ -221,7 +224,7 @@ class DTensorCodec:
 
     def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         if children != 1:
-            raise ValueError("a DTensor has one local tensor")
+            raise ValueError(f"a DTensor has one local tensor, got {children}")
         m, theirs, place = self._read(meta, build_context)
         here, coordinate = self.layout_here(meta, build_context)
         if _runs(theirs, place) != _runs(here, coordinate):
@@ -240,9 +243,11 @@ class DTensorCodec:
         m, (local,) = msgspec.convert(meta, DTensorMeta), children
         here, coordinate = self.layout_here(meta, build_context)
         if coordinate is not None and tuple(local.shape) != here.local_shape(coordinate):
-            raise ValueError("a DTensor whose local tensor is not its shard")
+            raise ValueError(
+                f"a DTensor's local tensor has shape {tuple(local.shape)}, expected {here.local_shape(coordinate)}"
+            )
         if coordinate is None:
-            # from_local() would put an empty tensor in the place of what a rank outside of the mesh has.
+            # On a rank outside the mesh, from_local() would replace the local tensor with an empty one.
             meta_of_all = TensorMeta(torch.Size(m.shape), m.strides, local.dtype)
             spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta_of_all)
             return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[no-untyped-call]
@@ -279,7 +284,7 @@ def partial_remedy(source: Layout, target: Layout) -> str:
 
 
 def _runs(layout: Layout, coordinate: Coordinate) -> tuple[tuple[Run, ...], ...] | None:
-    """What a rank holds; None outside of the mesh."""
+    """The runs that a rank holds; None for a rank outside the mesh."""
     return None if coordinate is None else layout.runs(coordinate)
 
 
@@ -314,7 +319,7 @@ class ShardedTensorCodec:
         local: list[int] = []
         for shard in shards:
             region = (tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
-            # Empty ones may be in the same place.
+            # Several empty shards may have the same offsets and sizes.
             local.append(next(i for i, other in enumerate(regions) if other == region and i not in local))
         meta = ShardedMeta(
             tuple(metadata.size),
@@ -330,19 +335,22 @@ class ShardedTensorCodec:
         m = msgspec.convert(meta, ShardedMeta)
         for offsets, sizes, _ in m.shards:
             if not len(offsets) == len(sizes) == len(m.sizes):
-                raise ValueError("a shard of other dimensions than its tensor")
+                raise ValueError("a shard of a ShardedTensor has another number of dimensions than the tensor")
             if any(o < 0 or n < 0 or o + n > g for o, n, g in zip(offsets, sizes, m.sizes, strict=True)):
-                raise ValueError("a shard that reaches beyond its tensor")
+                raise ValueError("a shard of a ShardedTensor reaches beyond the tensor")
         if len(set(m.local)) != len(m.local) or any(not 0 <= i < len(m.shards) for i in m.local):
-            raise ValueError("local shards that were not described")
+            raise ValueError("a ShardedTensor lists a local shard twice, or one that was not described")
         return m
 
     def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         m = self.read(meta)
         if children != len(m.local):
-            raise ValueError("a ShardedTensor with other shards than described")
+            raise ValueError(f"a ShardedTensor has {children} local tensors for {len(m.local)} local shards")
         if not dist.is_initialized():
-            raise CannotCarry("a ShardedTensor needs a default process group here; receive in place")
+            raise CannotCarry(
+                "a ShardedTensor can only be built with a default process group; call init_process_group() on the "
+                "receiver, or receive in place"
+            )
         rank = dist.get_rank()
         claimed = {i for i, (_, _, placement) in enumerate(m.shards) if _rank_of(placement) == rank}
         if not claimed <= set(m.local):
@@ -363,8 +371,8 @@ class ShardedTensorCodec:
         shards = []
         for i, tensor in zip(m.local, children, strict=True):
             if tuple(tensor.shape) != m.shards[i][1]:
-                raise ValueError("a shard that is not of its described size")
-            # The shard lives here now: say so, in the global metadata too.
+                raise ValueError(f"a shard arrived with shape {tuple(tensor.shape)}, expected {m.shards[i][1]}")
+            # The shard lives on this rank now. Its metadata says so, and so does the global metadata.
             placement = _remote_device(f"rank:{rank}/{tensor.device}")
             metadata[i] = ShardMetadata(list(m.shards[i][0]), list(m.shards[i][1]), placement)
             shards.append(LocalShard(tensor, metadata[i]))

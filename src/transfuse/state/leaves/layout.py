@@ -1,7 +1,7 @@
-"""Sharding: which elements of a global tensor each rank holds. Pure arithmetic, no tensors, no process groups.
+"""Layouts: which elements of a global tensor each rank holds. Pure arithmetic, no tensors, no process groups.
 
-Along each dimension a rank holds *runs*, (start, length) in the global tensor, one after another in its local tensor;
-what it holds in all is their product. Mostly there is one run; only ``_StridedShard`` makes several.
+Along each dimension a rank holds *runs*: (start, length) in the global tensor, one after another in the local tensor.
+The rank holds the product of its runs along all dimensions. Only ``_StridedShard`` makes more than one run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["Block", "Layout", "Run", "Step", "blocks_of", "intersect", "runs_of"
 
 Run = tuple[int, int]
 
-#: No dimension is cut into more pieces for all ranks together, or into more for one: a peer chooses ranks and split
-#: factors.
+#: The most pieces that a dimension may be cut into for all ranks together, and for one rank. A peer chooses the ranks
+#: and the split factors.
 MAX_SEGMENTS = 1 << 16
 MAX_RUNS = 1 << 10
-#: A mesh has no more ranks than this.
+#: The most ranks of a mesh.
 MAX_RANKS = 1 << 20
 
 
 class Step(NamedTuple):
-    """One mesh dimension that shards a tensor dimension: over how many ranks, after a split into how many pieces."""
+    """A mesh dimension that shards a tensor dimension: ``split_factor`` pieces, each sharded over ``ranks`` ranks."""
 
     ranks: int
     split_factor: int = 1
@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
 
 def intersect(one: Block, other: Block) -> Block | None:
-    """What two blocks have in common, if anything."""
+    """The block that two blocks have in common; None if they have no element in common."""
     start = tuple(map(max, one.start, other.start))
     ends = (min(a + n, b + m) for a, n, b, m in zip(one.start, one.sizes, other.start, other.sizes, strict=True))
     sizes = tuple(end - low for end, low in zip(ends, start, strict=True))
@@ -70,7 +70,7 @@ def runs_of(size: int, steps: tuple[Step, ...], coordinate: tuple[int, ...]) -> 
         wanted = []
         for low in range(0, total, piece):
             part = min(piece, total - low)
-            # As torch.chunk: all but the last have the same size, and the last ones may be empty.
+            # The same chunks as torch.chunk: equal sizes, then a smaller one, then empty ones.
             chunk = -(-part // step.ranks)
             wanted.append((low + min(chunk * place, part), low + min(chunk * (place + 1), part)))
         runs = list(_between(runs, wanted))
@@ -78,16 +78,19 @@ def runs_of(size: int, steps: tuple[Step, ...], coordinate: tuple[int, ...]) -> 
 
 
 def _check(steps: Sequence[Step]) -> None:
-    """Refuse to cut a dimension into more pieces than any sharding does."""
+    """Refuse to cut a dimension into more pieces than real shardings have."""
     ranks = runs = 1
     for step in steps:
         ranks, runs = ranks * step.ranks, runs * step.split_factor
     if ranks * runs > MAX_SEGMENTS or runs > MAX_RUNS:
-        raise ValueError(f"a dimension in {ranks * runs} pieces, {runs} for each of {ranks} ranks")
+        raise ValueError(
+            f"a dimension is cut into {ranks * runs} pieces, {runs} for each of {ranks} ranks; at most {MAX_SEGMENTS} "
+            f"in all and {MAX_RUNS} for one rank are accepted"
+        )
 
 
 def _between(runs: list[Run], wanted: list[tuple[int, int]]) -> Iterator[Run]:
-    """What lies between pairs of rising places of the runs' own order."""
+    """The parts of ``runs`` at the ``wanted`` ranges. These count positions within the runs, and rise."""
     number, at = 0, 0
     for low, high in wanted:
         while low < high and number < len(runs):
@@ -101,7 +104,7 @@ def _between(runs: list[Run], wanted: list[tuple[int, int]]) -> Iterator[Run]:
 
 
 def _joined(runs: list[Run]) -> Iterator[Run]:
-    """The same with neighbours made one."""
+    """The same runs, with adjacent ones joined."""
     last: Run | None = None
     for start, length in runs:
         if last is not None and last[0] + last[1] == start:
@@ -115,7 +118,7 @@ def _joined(runs: list[Run]) -> Iterator[Run]:
 
 
 class _Segments(NamedTuple):
-    """A dimension cut into what different coordinates hold: rising starts, ends, and the coordinate of each."""
+    """A dimension cut where the holder changes: for each segment its start (rising), end and holder's coordinate."""
 
     starts: list[int]
     ends: list[int]
@@ -135,7 +138,11 @@ def _segments(size: int, steps: tuple[Step, ...]) -> _Segments:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a global tensor is spread over a mesh. Placements are codes: R, S dim, X dim factor (strided), P what."""
+    """How a global tensor is spread over a mesh.
+
+    Placements are codes: ("R",) replicated, ("S", dim) sharded, ("X", dim, split factor) strided shard,
+    ("P", reduction) partial.
+    """
 
     shape: tuple[int, ...]
     mesh: MeshDescription
@@ -146,7 +153,7 @@ class Layout:
         for size in self.mesh.shape:
             ranks *= size
         if not 0 < ranks <= MAX_RANKS:
-            raise ValueError(f"a mesh of {ranks} ranks")
+            raise ValueError(f"a mesh has {ranks} ranks, expected 1 to {MAX_RANKS}")
 
     @cached_property
     def by_dim(self) -> tuple[tuple[int, ...], ...]:
@@ -165,7 +172,7 @@ class Layout:
 
     @cached_property
     def partial(self) -> bool:
-        """Whether what a rank holds is only its part of a reduction."""
+        """Whether a rank holds only its summand (or other operand) of a reduction."""
         return any(code[0] == "P" for code in self.placements)
 
     def runs(self, coordinate: Sequence[int]) -> tuple[tuple[Run, ...], ...]:
@@ -188,14 +195,17 @@ class Layout:
         return {}
 
     def cuts(self, dim: int, low: int, high: int) -> list[int]:
-        """Where between these two places of a dimension one rank's elements end and another's begin."""
+        """The indices between ``low`` and ``high`` along a dimension at which another rank's elements begin."""
         if not self.steps[dim]:
             return []
         starts = _segments(self.shape[dim], self.steps[dim]).starts
         return starts[bisect_right(starts, low) : bisect_left(starts, high)]
 
     def holders(self, block: Block) -> tuple[int, ...] | None:
-        """The coordinate of who holds a block that no cut divides; -1 along mesh dimensions where everybody does."""
+        """The coordinate of the ranks that hold a block that no cut divides; None if no rank does.
+
+        It is -1 along mesh dimensions where every rank holds the block.
+        """
         fixed = [-1] * len(self.mesh.shape)
         for d, (start, size) in enumerate(zip(block.start, block.sizes, strict=True)):
             if not self.steps[d]:
@@ -210,7 +220,7 @@ class Layout:
 
 
 def blocks_of(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Block, tuple[int, ...]]]:
-    """The blocks whose product runs make, and where each starts in the local tensor."""
+    """The blocks that are the product of ``runs``, and where each block starts in the local tensor."""
     dims: list[list[tuple[int, int, int]]] = []
     for some in runs:
         at, rows = 0, []

@@ -1,4 +1,4 @@
-"""Why ``torch.load(weights_only=True)`` does not read something: it is damaged, or holds more than that allows."""
+"""Why ``torch.load(weights_only=True)`` refuses a pickle: it is damaged, or it names classes that are not allowed."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch import _weights_only_unpickler as unpickler
 
 __all__ = ["Reason", "damage", "explain"]
 
-#: What the older format of torch.save begins with: a magic number, a version, sizes of types, and the object.
+#: The older format of torch.save begins with this many pickles: a magic number, a version, sizes of types, the object.
 PICKLES = 4
 
 
 class Reason(NamedTuple):
-    """Why a pickle is refused."""
+    """The reason why a pickle is refused."""
 
-    #: What is broken, if something is.
+    #: The damage that was found, or "".
     damage: str
-    #: Classes and functions that it names, and that are not allowed.
+    #: Classes and functions that the pickle names and that are not allowed.
     names: list[str]
-    #: What torch says, in one line.
+    #: torch's own reason, in one line.
     text: str
 
 
 def explain(file: BinaryIO, error: Exception) -> Reason:
-    """Why torch.load refused this file, which is what torch.save writes, or was. Nothing of it is loaded."""
+    """Why torch.load refused this file, which torch.save has written and which may be damaged. Loads nothing."""
     return Reason(damage(file), _unsafe(file), _own_words(str(error)))
 
 
 def damage(file: BinaryIO, pickles: int = PICKLES) -> str:
-    """What is broken about the pickle in this file, if something is. The tensors' own bytes are not looked at."""
+    """The damage of the pickle in this file, or "". The bytes of its tensors are not checked."""
     file.seek(0)
     try:
         for stream in islice(_pickles(file), pickles):
@@ -48,7 +48,7 @@ def damage(file: BinaryIO, pickles: int = PICKLES) -> str:
 
 
 def _pickles(file: BinaryIO) -> Iterator[BinaryIO]:
-    """What a reader takes for pickles, one after the other. ``ValueError`` if what holds them is broken."""
+    """The pickles in a file, one after the other. ``ValueError`` if the archive around them is damaged."""
     start = file.read(4)
     file.seek(0)
     if start != b"PK\x03\x04":
@@ -59,14 +59,14 @@ def _pickles(file: BinaryIO) -> Iterator[BinaryIO]:
         info = next((info for info in archive.infolist() if info.filename.endswith("/data.pkl")), None)
     file.seek(0)
     data = torch._C.PyTorchFileReader(file).get_record("data.pkl")
-    # 0 is what torch writes if it was told not to compute any.
+    # torch writes 0 if it was told not to compute checksums.
     if info is not None and info.CRC and zlib.crc32(data) != info.CRC:
         raise ValueError("the checksum of data.pkl is wrong")
     yield io.BytesIO(data)
 
 
 def _unsafe(file: BinaryIO) -> list[str]:
-    """All globals that it names and weights_only does not allow, as far as it can be read."""
+    """All globals that the file names and weights_only does not allow, as far as the file can be read."""
     allowed = {*unpickler._get_allowed_globals(), *unpickler._get_user_allowed_globals()}  # type: ignore[no-untyped-call]
     found: dict[str, None] = {}
     file.seek(0)
@@ -81,7 +81,7 @@ def _unsafe(file: BinaryIO) -> list[str]:
 
 
 def _own_words(text: str) -> str:
-    """torch's reason without its advice, which is not ours: it is to load without ``weights_only``."""
+    """torch's reason without torch's advice, which is to load without ``weights_only``."""
     text = text.rpartition("WeightsUnpickler error:")[2].partition("\n\nCheck the documentation")[0].strip()
     return _line(text.removeprefix("Weights only load failed. "))
 

@@ -1,7 +1,7 @@
-"""The kinds of leaf there are, and how any leaf is opened into parts and closed again.
+"""The registry of codecs: which codec handles a leaf, and how any leaf is opened into parts and closed again.
 
-A leaf's description is its spec (``spec.py``). A plain tensor is one part; the parts of any other leaf are numbered in
-the order in which specs are read.
+A leaf's description is its spec (``spec.py``). A plain tensor is one part. The parts of any other leaf are numbered
+depth-first, in the order of the spec's children.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transfuse.state.leaves.subclass import WrapperCodec
 
 __all__ = ["Registry"]
 
-#: Composites may hold composites (a DTensor of quantized tensors), but not endlessly.
+#: Composites may hold composites (a DTensor of quantized tensors), but no deeper than this.
 MAX_NESTING = 8
 
 
@@ -54,11 +54,11 @@ class Registry:
         self._by_name = {codec.name: codec for codec in self._codecs}
 
     def is_value(self, leaf: object) -> bool:
-        """Whether a leaf goes into the description as a value (if it can be encoded)."""
+        """Whether a leaf goes into the manifest as a value, provided that it can be encoded."""
         return not isinstance(leaf, torch.Tensor) and not self._by_name["text"].takes(leaf)
 
     def open(self, leaf: Any, parts: list[torch.Tensor], shared: Shared) -> Any:
-        """The spec of a leaf that is no value; its parts are appended to ``parts``."""
+        """The spec of a leaf that is not a value. Its parts are appended to ``parts``."""
         if isinstance(leaf, AsyncCollectiveTensor):
             leaf = leaf.wait()
         if dense.is_plain(leaf):
@@ -74,18 +74,18 @@ class Registry:
             raise dense.refuse_subclass(leaf)
         cls = type(leaf)
         raise CannotCarry(
-            f"{cls.__module__}.{cls.__qualname__} is a {cls.__mro__[-2].__name__} that is no registered container, "
-            "so what it holds would travel unseen; convert it to a plain container, or register it with "
+            f"{cls.__module__}.{cls.__qualname__} is a {cls.__mro__[-2].__name__} but not a registered container, "
+            "so transfuse cannot see what it holds; convert it to a plain container, or register it with "
             "torch.utils._pytree"
         )
 
     def promise(self, spec: Any, build_context: BuildContext, depth: int = 0) -> int:
-        """Check before a byte moves that a received spec can be closed; the number of its parts."""
+        """Check, before a byte moves, that a received spec can be closed. Returns the number of its parts."""
         if type(spec) is int and spec == 0:
             return 1
         codec, flags, meta, children = self._read(spec)
         if depth >= MAX_NESTING or not 0 <= flags < dense.Flags.CONJUGATE:
-            raise ValueError("malformed leaf")
+            raise ValueError(f"malformed leaf: flags {flags} at depth {depth} (depth must be below {MAX_NESTING})")
         codec.promise(meta, len(children), build_context)
         return sum(self.promise(child, build_context, depth + 1) for child in children)
 
@@ -94,26 +94,26 @@ class Registry:
         if type(spec) is int and spec == 0:
             return 1
         if depth >= MAX_NESTING:
-            raise ValueError("malformed leaf")
+            raise ValueError(f"malformed leaf: nested deeper than {MAX_NESTING}")
         return sum(self.count(child, depth + 1) for child in self._read(spec).children)
 
     def _read(self, spec: Any) -> _Read:
-        """A spec that a peer may have made up, with its codec; ``ValueError`` for what no codec writes."""
+        """Read an untrusted spec and find its codec; ``ValueError`` for what no codec writes."""
         if type(spec) is not list or len(spec) != len(Spec._fields):
-            raise ValueError("malformed leaf")
+            raise ValueError("malformed leaf: its spec is not [codec, flags, meta, children]")
         codec, flags, meta, children = Spec(*spec)
         if type(flags) is not int or type(children) is not list:
-            raise ValueError("malformed leaf")
+            raise ValueError("malformed leaf: flags must be an int and children a list")
         if type(codec) is not str or codec not in self._by_name:
             raise ValueError(f"unknown kind of leaf {codec!r}")
         return _Read(self._by_name[codec], flags, meta, children)
 
     def is_blob(self, spec: Any) -> bool:
-        """Whether a leaf is bytes underneath, and so a value as far as targets are concerned."""
+        """Whether a leaf is a blob: bytes inside, which are never written into a target but replace its leaf."""
         return type(spec) is not int and isinstance(self._read(spec).codec, (ArrayCodec, TextCodec, ObjectCodec))
 
     def close(self, spec: Any, parts: Iterator[Any], build_context: BuildContext) -> Any:
-        """Build a leaf from its parts, which have arrived."""
+        """Build a leaf from its parts after these have arrived."""
         if type(spec) is int:
             return next(parts)
         codec, flags, meta, children = self._read(spec)
@@ -123,9 +123,9 @@ class Registry:
     def fit(
         self, spec: Any, target: Any, build_context: BuildContext, shared: Shared
     ) -> tuple[list[torch.Tensor | None], list[str]]:
-        """Lay a received spec over a target leaf: the target's parts in the spec's order, or why it does not fit.
+        """Match a received spec with a target leaf: the target's tensors in the spec's order, and what does not fit.
 
-        A part is None where the source's bytes do not go into the target: blobs are values.
+        An entry is None if the bytes of that part do not go into the target, because the leaf is a blob.
         """
         if isinstance(target, AsyncCollectiveTensor):
             target = target.wait()
@@ -157,7 +157,7 @@ class Registry:
         return result, problems
 
     def examine(self, spec: Any, parts: Iterator[Any], build_context: BuildContext) -> None:
-        """Check data that has landed aside for a target: ``ValueError`` if :meth:`settle` would refuse it there."""
+        """Check data that landed beside its target (``atomic``): ``ValueError`` if :meth:`settle` would refuse it."""
         if type(spec) is int:
             next(parts)
             return
@@ -169,7 +169,7 @@ class Registry:
             self.examine(child, parts, build_context)
 
     def settle(self, spec: Any, target: Any) -> None:
-        """Finish a target into which all bytes have landed."""
+        """Check and finish a target after all bytes have landed in it."""
         if type(spec) is int:
             return
         codec, _, meta, children = self._read(spec)

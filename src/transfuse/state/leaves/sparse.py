@@ -1,7 +1,7 @@
 """Sparse tensors of every layout, and jagged nested tensors: index tensors beside values.
 
-Indices from a peer are data like any other, but a wrong index makes later kernels read out of bounds: what has
-arrived is checked before anybody gets it.
+A peer's indices travel like any other data, but a wrong index makes later kernels read out of bounds. So received
+indices are checked before the caller gets the tensor.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def _differences(source: msgspec.Struct, target: msgspec.Struct) -> list[str]:
 
 
 def _check_backed(indices: torch.Tensor) -> None:
-    """Indices that claim to be more than their memory holds are endless to check."""
+    """Refuse indices with more elements than memory: a peer could make the check of these take for ever."""
     if type(indices) not in _PLAIN or indices.layout is not torch.strided:
-        raise ValueError("indices that are no plain tensor")
+        raise ValueError("the indices are not a plain tensor")
     if indices.numel() * indices.element_size() > indices.untyped_storage().nbytes():
-        raise ValueError("indices that repeat themselves in memory")
+        raise ValueError(f"{indices.numel()} indices have only {indices.untyped_storage().nbytes()} bytes of memory")
 
 
 @contextmanager
 def _harmless_if_wrong(*indices: torch.Tensor) -> Iterator[None]:
-    """Indices that have landed in a target and turn out wrong must not stay there for a kernel to follow."""
+    """Zero the indices of a target if the check inside fails, so that no kernel follows wrong indices."""
     try:
         yield
     except ValueError:
@@ -65,7 +65,7 @@ def _harmless_if_wrong(*indices: torch.Tensor) -> Iterator[None]:
 
 def _check_sizes(sizes: tuple[int, ...]) -> None:
     if any(n < 0 for n in sizes):
-        raise ValueError("a sparse tensor of negative size")
+        raise ValueError("a sparse tensor has a negative size")
 
 
 class CooCodec:
@@ -82,7 +82,7 @@ class CooCodec:
     def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         _check_sizes(msgspec.convert(meta, CooMeta).sizes)
         if children != 2:
-            raise ValueError("a sparse tensor has indices and values")
+            raise ValueError(f"a sparse tensor consists of 2 tensors (indices and values), got {children}")
 
     def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> torch.Tensor:
         m = msgspec.convert(meta, CooMeta)
@@ -142,7 +142,7 @@ class CompressedCodec:
         m = msgspec.convert(meta, CompressedMeta)
         _check_sizes(m.sizes)
         if children != 3 or m.layout not in _LAYOUTS:
-            raise ValueError("a compressed sparse tensor of unknown layout")
+            raise ValueError(f"a compressed sparse tensor of {children} tensors with layout {m.layout[:50]!a}")
 
     def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> torch.Tensor:
         m = msgspec.convert(meta, CompressedMeta)
@@ -150,11 +150,11 @@ class CompressedCodec:
         compressed, plain, _ = children
         _check_backed(compressed)
         _check_backed(plain)
-        # torch's own check walks from each compressed index to the next before it has looked at the one after.
+        # torch's own check walks from each compressed index to the next one before it has checked the next one.
         if compressed.numel() and (int(compressed.min()) < 0 or int(compressed.max()) > plain.shape[-1]):
             raise ValueError("inconsistent sparse tensor: compressed indices reach beyond the plain ones")
         try:
-            # The check wants indices of standard strides, which a tensor of one element need not have.
+            # torch's check expects contiguous strides, which indices of one element need not have.
             compressed, plain = (_standard(index) for index in children[:2])
             torch._validate_sparse_compressed_tensor_args(compressed, plain, children[2], m.sizes, layout)
         except RuntimeError as error:
@@ -197,7 +197,7 @@ class JaggedCodec:
     def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         m = msgspec.convert(meta, JaggedMeta)
         if children != 2 + m.has_lengths:
-            raise ValueError("a nested tensor has values, offsets and perhaps lengths")
+            raise ValueError(f"a nested tensor consists of {2 + m.has_lengths} tensors, got {children}")
 
     def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> torch.Tensor:
         m = msgspec.convert(meta, JaggedMeta)
@@ -211,7 +211,7 @@ class JaggedCodec:
         self, source: Any, target: JaggedMeta, build_context: BuildContext, target_shared: Shared
     ) -> list[str]:
         m = msgspec.convert(source, JaggedMeta)
-        # Shortest and longest length follow from the offsets, which are data.
+        # The shortest and the longest length follow from the offsets, and these are data that will be overwritten.
         return _differences(
             JaggedMeta(m.ragged_dim, m.has_lengths, None, None),
             JaggedMeta(target.ragged_dim, target.has_lengths, None, None),
@@ -225,7 +225,7 @@ class JaggedCodec:
         cache = {}
         for key, length in (("min_seqlen", m.min_length), ("max_seqlen", m.max_length)):
             if length is not None:
-                # The layout keeps a length as the size of an empty tensor.
+                # torch stores a cached length as the size of an empty tensor.
                 cache[key] = torch.empty(length, 0, device=target._values.device)
         target._metadata_cache.clear()
         target._metadata_cache.update(cache)
@@ -237,17 +237,20 @@ def _check_jagged(m: JaggedMeta, values: torch.Tensor, offsets: torch.Tensor, le
     if lengths is not None:
         _check_backed(lengths)
     if offsets.ndim != 1 or not len(offsets) or offsets.dtype not in whole or not 0 < m.ragged_dim <= values.ndim:
-        raise ValueError("a nested tensor whose offsets do not fit its values")
+        raise ValueError(
+            f"the offsets of a nested tensor ({offsets.dtype}, shape {tuple(offsets.shape)}) do not fit its values "
+            f"of {values.ndim} dimensions, ragged dimension {m.ragged_dim}"
+        )
     steps = offsets.diff()
-    # The range first: the difference of two of any size may wrap.
+    # The range is checked as well, because the difference of two arbitrary offsets may wrap around.
     if int(offsets.min()) < 0 or int(offsets.max()) > values.shape[m.ragged_dim - 1] or bool((steps < 0).any()):
-        raise ValueError("a nested tensor whose offsets reach beyond its values")
+        raise ValueError("the offsets of a nested tensor reach beyond its values, or fall")
     if lengths is not None:
         if lengths.shape != steps.shape or lengths.dtype not in whole:
-            raise ValueError("a nested tensor whose lengths do not fit its offsets")
+            raise ValueError("the lengths of a nested tensor do not fit its offsets: another number or dtype")
         if bool((lengths < 0).any()) or bool((lengths > steps).any()):
-            raise ValueError("a nested tensor whose lengths reach beyond its offsets")
+            raise ValueError("the lengths of a nested tensor reach beyond its offsets")
     real = steps if lengths is None else lengths
     for bound, found in ((m.min_length, real.min), (m.max_length, real.max)):
         if bound is not None and len(real) and bound != int(found()):
-            raise ValueError("a nested tensor whose cached lengths are not those of its offsets")
+            raise ValueError("the cached lengths of a nested tensor differ from those of its offsets")

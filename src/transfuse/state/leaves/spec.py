@@ -1,7 +1,7 @@
-"""A leaf's description, its *spec*, as it travels: ``0`` for a plain tensor, or ``[codec, flags, meta, children]``.
+"""A leaf's description on the wire, its *spec*: ``0`` for a plain tensor, or ``[codec, flags, meta, children]``.
 
-Children are specs again. What a spec's ``meta`` means is its codec's own business; what others may know of a leaf
-without asking its codec is here: whether it is a shard of a global tensor, and of what.
+Children are specs, too. Only the codec interprets ``meta``. This module answers what other modules ask about a leaf
+without its codec: whether the leaf is a shard of a global tensor, and of which kind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DTENSOR, SHARDED_TENSOR = "dtensor", "sharded"
 
 
 class Spec(NamedTuple):
-    """The spec of a leaf that is not a plain tensor, with names: ``Spec(*detail)``."""
+    """The spec of a leaf that is not a plain tensor, with named fields: ``Spec(*detail)``."""
 
     codec: str
     flags: int

@@ -1,4 +1,4 @@
-"""Traceable wrapper subclasses (torchao's quantized tensors, float8 weights): opened by ``__tensor_flatten__``."""
+"""Traceable wrapper subclasses (torchao's quantized tensors, float8 weights), opened by ``__tensor_flatten__``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WrapperMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 def allowed(cls: type) -> bool:
-    """Whether this process lets a peer name ``cls``: it is in torch's own allow-list."""
+    """Whether a peer may name ``cls``: only if it is in torch's allow-list in this process."""
     return any(
         (entry[0] if isinstance(entry, tuple) else entry) is cls for entry in torch.serialization.get_safe_globals()
     )
@@ -46,23 +46,23 @@ class WrapperCodec:
             name for name, child in zip(attributes, children, strict=True) if not isinstance(child, torch.Tensor)
         ]:
             raise CannotCarry(
-                f"tensor subclass {type(leaf).__qualname__} whose {', '.join(odd)} are no tensors; leave them out of "
-                "its __tensor_flatten__"
+                f"tensor subclass {type(leaf).__qualname__}: its attributes {', '.join(odd)} are not tensors; leave "
+                "them out of its __tensor_flatten__"
             )
         try:
             name, encoded = class_names.name_of(type(leaf)), values.encode(context)
         except (ValueError, values.Unencodable) as error:
             raise CannotCarry(
-                f"tensor subclass {type(leaf).__qualname__} with a context that cannot be carried: {error}"
+                f"tensor subclass {type(leaf).__qualname__}: its name or context cannot be carried: {error}"
             ) from error
         return Opened(WrapperMeta(name, tuple(attributes), encoded, tuple(leaf.shape), tuple(leaf.stride())), children)
 
     def _read(self, meta: Any, children: int) -> WrapperMeta:
         m = msgspec.convert(meta, WrapperMeta)
         if len(m.attributes) != children or len(set(m.attributes)) != children or len(m.sizes) != len(m.strides):
-            raise ValueError("a wrapped tensor whose attributes do not match its parts")
+            raise ValueError(f"a wrapper tensor names {len(m.attributes)} attributes for its {children} tensors")
         if any(n < 0 for n in (*m.sizes, *m.strides)):
-            raise ValueError("a wrapped tensor of negative size")
+            raise ValueError("a wrapper tensor has a negative size or stride")
         return m
 
     def _class(self, m: WrapperMeta) -> Any:
@@ -74,11 +74,11 @@ class WrapperCodec:
             ) from None
         if not allowed(cls):
             raise CannotCarry(
-                f"tensor subclass {m.cls} is not allowed here; torch.serialization.add_safe_globals([{cls.__name__}]), "
-                "or receive in place"
+                f"tensor subclass {m.cls} is not allowed here; call torch.serialization.add_safe_globals("
+                f"[{cls.__name__}]), or receive in place"
             )
         if not issubclass(cls, torch.Tensor) or not hasattr(cls, "__tensor_unflatten__"):
-            raise ValueError(f"{m.cls} is no traceable tensor subclass")
+            raise ValueError(f"{m.cls} is not a traceable tensor subclass")
         if issubclass(cls, (DTensor, NestedTensor)):
             raise ValueError(f"{m.cls} has a codec of its own")
         return cls
@@ -98,7 +98,7 @@ class WrapperCodec:
         except Exception as error:
             raise ValueError(f"{m.cls} cannot be built from what arrived: {error!r}") from error
         if not isinstance(built, torch.Tensor):
-            raise ValueError(f"{m.cls} built {type(built)}, no tensor")
+            raise ValueError(f"{m.cls}.__tensor_unflatten__ returned {type(built)}, expected a tensor")
         return built
 
     def differences(

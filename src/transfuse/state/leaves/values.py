@@ -1,11 +1,11 @@
-"""Plain Python values as what msgpack can carry, and back with type and value exact.
+"""Plain Python values in terms that msgpack can carry, and back with type and value exact.
 
-``None``, ``bool``, ``float``, ``bytes`` and nearly all ``int`` and ``str`` stay as they are. Everything else becomes
-``[tag, *parts]``, where the parts are values again. One table, ``_CODECS``, says for each type how to take a value
-apart and how to put it together; both directions follow from it.
+``None``, ``bool``, ``float``, ``bytes`` and nearly all ``int`` and ``str`` stay as they are. Every other value becomes
+``[tag, *parts]``, where each part is encoded like a value. One table, ``_CODECS``, says for each type how to take a
+value apart and how to build it again. Encoding and decoding both use this table.
 
-:func:`decode` reads what a peer sent. It looks names up in tables of what exists here, imports nothing, calls no
-constructor outside the standard library, numpy and torch, and allocates in proportion to its input.
+:func:`decode` reads what a peer sent. It looks names up in tables of names that exist in this process, imports nothing,
+calls no constructor outside the standard library, numpy and torch, and allocates in proportion to its input.
 """
 
 from __future__ import annotations
@@ -33,52 +33,54 @@ from transfuse.state import class_names
 
 __all__ = ["MAX_DEPTH", "Unencodable", "decode", "dtype_name", "dtype_named", "encode"]
 
-#: Nesting of containers. Fixed, so that a value is refused where it is sent, whatever stack the receiver has left.
+#: How deep containers may be nested. The limit is fixed, so that the source refuses a deeper value and the receiver's
+#: free stack does not matter.
 MAX_DEPTH = 100
 
-#: Bits in each part of a Fraction. Reducing one costs the square of its size, and a peer chooses the size.
+#: The most bits of a Fraction's numerator or denominator. Reducing a Fraction costs the square of its size, and a peer
+#: chooses the size.
 MAX_FRACTION_BITS = 1 << 16
 
 T = TypeVar("T")
 
 
 class Unencodable(TypeError):
-    """A value that cannot be carried exactly. The message names its type and the remedy."""
+    """A value cannot be carried exactly. The message names its type and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Codec:
     """How to carry one type, or each type that a predicate accepts."""
 
-    tag: int  # on the wire: never reuse one
+    tag: int  # stands for the type on the wire: never reuse a tag
     kind: type | Callable[[type], bool]
-    split: Callable[[Any], Iterable[object]]  # ValueError: this one value cannot be carried
-    join: Callable[..., object]  # takes the parts; whatever it raises becomes a ValueError
-    # The exact types allowed for each part, `object` for any. None: any number of any parts.
+    split: Callable[[Any], Iterable[object]]  # raises ValueError for a single value that cannot be carried
+    join: Callable[..., object]  # takes the parts; any exception becomes a ValueError
+    # The exact types allowed for each part; `object` allows any type. None allows any number of parts of any type.
     shape: tuple[type | tuple[type, ...], ...] | None = None
 
     def check(self, parts: list[object]) -> None:
         if self.shape is None:
             return
         if len(parts) != len(self.shape):
-            raise ValueError(f"{len(parts)} parts where {len(self.shape)} belong")
+            raise ValueError(f"{len(parts)} parts, expected {len(self.shape)}")
         for part, allowed in zip(parts, self.shape, strict=True):
             kinds = allowed if isinstance(allowed, tuple) else (allowed,)
             if allowed is not object and type(part) not in kinds:
                 wanted = " or ".join(kind.__name__ for kind in kinds)
-                raise ValueError(f"a part of type {type(part).__name__} where {wanted} belongs")
+                raise ValueError(f"a part of type {type(part).__name__}, expected {wanted}")
 
 
 def encode(value: object) -> object:
-    """The value in terms of None, bool, int, float, str, bytes and lists of them; else :class:`Unencodable`."""
+    """The value in terms of None, bool, int, float, str, bytes and lists of these; or raise :class:`Unencodable`."""
     try:
         return _encode(value, 0)
     except RecursionError:
-        raise Unencodable(f"{_shown(type(value))} is nested too deeply for the stack that is left here") from None
+        raise Unencodable(f"{_shown(type(value))} is nested too deeply for the rest of this thread's stack") from None
 
 
 def decode(plain: object) -> object:
-    """Inverse of :func:`encode`; ``ValueError`` for all that is malformed or names what this process does not have."""
+    """Inverse of :func:`encode`; ``ValueError`` for malformed data, and for names that this process does not know."""
     try:
         return _decode(plain, 0)
     except (ValueError, MemoryError):
@@ -122,14 +124,14 @@ def _decode(plain: object, depth: int) -> object:
     if plain is None or type(plain) in (bool, int, float, str, bytes):
         return plain
     if type(plain) is not list or not plain:
-        raise ValueError(f"malformed value: {type(plain).__name__} in place of a tagged list")
+        raise ValueError(f"malformed value: {type(plain).__name__}, expected a tagged list")
     if depth == MAX_DEPTH:
         raise ValueError(f"malformed value: nested more than {MAX_DEPTH} deep")
     codec = _BY_TAG.get(plain[0]) if type(plain[0]) is int else None
     if codec is None:
         raise ValueError("malformed value: a list without a known tag")
     if codec.shape is not None and len(codec.shape) != len(plain) - 1:
-        raise ValueError(f"malformed value: {len(plain) - 1} parts after tag {codec.tag}")
+        raise ValueError(f"malformed value: {len(plain) - 1} parts after tag {codec.tag}, expected {len(codec.shape)}")
     parts = [_decode(part, depth + 1) for part in itertools.islice(plain, 1, None)]
     codec.check(parts)
     return codec.join(*parts)
@@ -151,12 +153,12 @@ def _is_utf8(text: str) -> bool:
         return True
     try:
         text.encode()
-    except UnicodeEncodeError:  # lone surrogates, as in the name of a file that is not UTF-8
+    except UnicodeEncodeError:  # lone surrogates, for example in a file name that is not UTF-8
         return False
     return True
 
 
-# Tables of named constants of torch. The name is what `str` says, so that aliases share one.
+# Tables of torch's named constants. The name is that of `str()`, so that aliases have one name.
 
 
 def _constants(kind: type[T]) -> dict[str, T]:
@@ -166,7 +168,7 @@ def _constants(kind: type[T]) -> dict[str, T]:
 def _name_in(table: dict[str, T], constant: T) -> str:
     name = str(constant).removeprefix("torch.")
     if table.get(name) is not constant:
-        raise ValueError(f"{constant} is no constant of torch")
+        raise ValueError(f"{constant} is not a constant of torch")
     return name
 
 
@@ -213,7 +215,7 @@ def _dict_codec(tag: int, kind: type) -> _Codec:
 
 
 def _split_timezone(zone: Any) -> Iterable[object]:
-    # What pickle asks for: the only way to learn whether the name was given or made up from the offset.
+    # The method that pickle calls: the only way to learn whether the name was given or derived from the offset.
     offset, *name = zone.__getinitargs__()
     return offset, name[0] if name else None
 
@@ -234,7 +236,7 @@ def _zone_key(zone: zoneinfo.ZoneInfo) -> tuple[str]:
 
 
 def _join_zone(key: str) -> zoneinfo.ZoneInfo:
-    # ZoneInfo searches the file system and packages by its argument: not with a string of a peer's making.
+    # ZoneInfo searches the file system and packages for its argument, so it gets no string that a peer made up.
     if key not in _zones():
         raise ValueError(f"unknown time zone {key[:50]!a}")
     return zoneinfo.ZoneInfo(key)
@@ -242,7 +244,7 @@ def _join_zone(key: str) -> zoneinfo.ZoneInfo:
 
 def _split_path(path: pathlib.PurePath) -> tuple[str]:
     if type(path)(str(path)).parts != path.parts:  # './c:x' on Windows
-        raise ValueError("its text names another path")
+        raise ValueError("a path made from its text is another path; use a plain str")
     return (str(path),)
 
 
@@ -267,7 +269,7 @@ def _join_fraction(numerator: int, denominator: int) -> fractions.Fraction:
 
 def _join_decimal(text: str) -> decimal.Decimal:
     value = decimal.Decimal(text)
-    # With its trap off, InvalidOperation turns bad text into NaN. Contexts also choose between E and e.
+    # If the context does not trap InvalidOperation, bad text becomes NaN. The context also chooses between E and e.
     if str(value).lower() != text.lower():
         raise ValueError("not a decimal")
     return value
@@ -294,8 +296,8 @@ def _enum_member(cls: type, key: str | int) -> enum.Enum:
         if key not in cls.__members__:
             raise ValueError(f"{_shown(cls)} has no member {key[:50]!a}")
         return cls.__members__[key]
-    # A combination of flags is made by calling the class: only where that runs nothing but the enum module, and only
-    # within the bits of its members, since every combination ever made stays in the class.
+    # A combination of flags is made by calling the class. That is done only if the call runs no code outside the enum
+    # module, and only for bits that members have, because the class keeps every combination that was ever made.
     if (
         type(key) is int
         and issubclass(cls, enum.Flag)
@@ -304,31 +306,31 @@ def _enum_member(cls: type, key: str | int) -> enum.Enum:
         and 0 <= key < 1 << max((m._value_.bit_length() for m in cls.__members__.values()), default=0)
     ):
         made: object = cls(key)
-        if type(made) is cls and made._value_ == key:  # else the class has ejected or dropped bits
+        if type(made) is cls and made._value_ == key:  # otherwise the class has ejected or dropped bits
             return made
     raise ValueError(f"not a member of {_shown(cls)}, nor a plain combination of its flags")
 
 
 def _split_enum(member: enum.Enum) -> tuple[str, str | int]:
     cls, key = type(member), member._name_
-    if cls.__members__.get(key) is not member:  # the name of a combination of flags is None or made up
+    if cls.__members__.get(key) is not member:  # a combination of flags has no name, or a derived one
         key = member._value_
     if type(key) not in (str, int) or _enum_member(cls, key) is not member:
-        raise ValueError("not among the members of its class; use one of those")
+        raise ValueError("it is not among the members of its class; use one of the members")
     return class_names.name_of(cls), key
 
 
-# Classes that the user, or a library they imported, has declared safe to load.
+# Classes that the user, or a library that the user imported, has declared safe to load.
 
 
 def _is_listed(cls: type) -> bool:
-    # An entry is an object or a pair of an object and the name to find it by. Asked before all else about a class that
-    # a peer has named, since its metaclass may answer the rest with code.
+    # An entry is an object, or a pair of an object and the name to find it by. This is the first question about a class
+    # that a peer has named, because further questions may run code of its metaclass.
     return any((e[0] if type(e) is tuple else e) is cls for e in torch.serialization.get_safe_globals())
 
 
 def _is_safe_dataclass(cls: type) -> bool:
-    # Its own fields, not those of a base; and no constructor but object's, since none is run.
+    # The fields must be its own, not those of a base. It must have no constructor but object's, since none is run.
     return _is_listed(cls) and "__dataclass_fields__" in vars(cls) and vars(object)["__new__"] is cls.__new__
 
 
@@ -347,13 +349,13 @@ def _field_names(cls: Any) -> set[str]:
 def _split_dataclass(value: Any) -> tuple[str, dict[str, object]]:
     cls, names = type(value), _field_names(type(value))
     state: Any = object.__getstate__(value)
-    held = [d for d in (state if type(state) is tuple else (state,)) if d]  # __dict__ and slots, either may be missing
+    held = [d for d in (state if type(state) is tuple else (state,)) if d]  # __dict__ and slots; either may be missing
     if extra := sorted(set().union(*held) - names):
-        raise ValueError(f"it holds attributes that are not fields: {', '.join(map(str, extra))[:200]}")
+        raise ValueError(f"it has attributes that are not fields, remove them: {', '.join(map(str, extra))[:200]}")
     try:
         return class_names.name_of(cls), {name: getattr(value, name) for name in sorted(names)}
     except AttributeError as e:
-        raise ValueError(f"a field is not set: {e}") from None
+        raise ValueError(f"a field is not set ({e}); set all fields") from None
 
 
 def _join_dataclass(name: str, state: dict[str, object]) -> object:
@@ -368,7 +370,7 @@ def _join_dataclass(name: str, state: dict[str, object]) -> object:
 
 def _split_named_tuple(value: tuple[object, ...]) -> tuple[object, ...]:
     if getattr(value, "__dict__", None):
-        raise ValueError("it holds attributes besides its items")
+        raise ValueError("it has attributes besides its items; remove them")
     return class_names.name_of(type(value)), *tuple.__iter__(value)
 
 
@@ -384,26 +386,26 @@ def _join_named_tuple(name: str, *items: object) -> object:
 
 def _sizes(*sizes: object) -> torch.Size:
     if not all(type(n) is int and -(1 << 63) <= n < 1 << 63 for n in sizes):
-        raise ValueError("sizes are int; convert them")
+        raise ValueError("its sizes must be int of at most 64 bits; convert them")
     return torch.Size(sizes)  # type: ignore[arg-type]
 
 
 def _join_device(kind: str, index: int | None) -> torch.device:
     device = torch.device(kind) if index is None else torch.device(kind, index)
-    if device.type != kind or device.index != index:  # "cuda:1" parses, and an index wraps at 8 bits
+    if device.type != kind or device.index != index:  # torch would parse "cuda:1", and an index wraps at 8 bits
         raise ValueError("not a device")
     return device
 
 
-# Numbers by kind and size or by letter (np.longlong has no other name of its own), raw bytes, times. No objects; no
-# text either, for numpy makes strings that crash Python from code points that do not exist.
+# Allowed dtypes: numbers by kind and size or by letter (np.longlong has no other name of its own), raw bytes, times. No
+# objects. No text either: from code points that do not exist numpy makes strings that crash Python.
 _DTYPE = re.compile(
     r"[<>|](?:[hilqHILQefdgFDG]|[biufc]\d{1,2}|[SV]\d{1,9}|[mM]8(?:\[\d{0,9}[A-Za-z]{1,2}\])?)", re.ASCII
 )
 
 
 def _numpy_dtype(descr: object, size: int) -> np.dtype[Any]:
-    """The dtype of this description, refused before numpy sees it unless simple, and unless of this size."""
+    """The dtype of this description. A description that is not simple, or not of this size, never reaches numpy."""
     flat: list[Any] = [("", descr)] if type(descr) is str else descr  # type: ignore[assignment]
     total = 0
     for field in flat:
@@ -411,7 +413,7 @@ def _numpy_dtype(descr: object, size: int) -> np.dtype[Any]:
             raise ValueError("its dtype is not a number, raw bytes, a time or a flat structure of them; use a tensor")
         total += np.dtype(field[1]).itemsize
     if total != size:
-        raise ValueError(f"{size} bytes for a dtype of {total}")
+        raise ValueError(f"{size} bytes of data for a dtype of {total} bytes")
     return np.lib.format.descr_to_dtype(descr)  # type: ignore[arg-type]
 
 
@@ -429,7 +431,7 @@ def _split_numpy(value: Any) -> tuple[object, bytes]:
 
 def _join_numpy(descr: object, data: bytes) -> object:
     dtype = _numpy_dtype(descr, len(data))
-    # A structured scalar stays a view: of memory of its own that can be written, as before.
+    # A structured scalar stays a view of this array. A bytearray makes its memory writable, like the source's.
     return np.ndarray((), dtype, bytearray(data))[()]
 
 
@@ -481,7 +483,7 @@ _CODECS: tuple[_Codec, ...] = (
     _Codec(23, datetime.timedelta, lambda d: (d.days, d.seconds, d.microseconds), datetime.timedelta, (int, int, int)),
     _Codec(24, datetime.timezone, _split_timezone, _join_timezone, (datetime.timedelta, (_NONE, str))),
     _Codec(25, zoneinfo.ZoneInfo, _zone_key, _join_zone, (str,)),
-    # A path of the other family of systems cannot exist here, only be spoken of.
+    # A concrete path of the other operating system cannot be made here: it becomes a pure path.
     _path_codec(30, pathlib.PurePosixPath, pathlib.PurePosixPath),
     _path_codec(31, pathlib.PosixPath, pathlib.PosixPath if _POSIX else pathlib.PurePosixPath),
     _path_codec(32, pathlib.PureWindowsPath, pathlib.PureWindowsPath),
@@ -500,7 +502,7 @@ _CODECS: tuple[_Codec, ...] = (
     _constant_codec(42, torch.memory_format),
     _Codec(43, torch.device, lambda d: (d.type, d.index), _join_device, (str, (int, _NONE))),
     _Codec(44, torch.Size, lambda s: _sizes(*s), _sizes),
-    # The text and bytes of numpy by content: as arrays they would lose trailing zeros.
+    # numpy's str_ and bytes_ travel by content: as arrays they would lose trailing zeros.
     _Codec(50, np.str_, lambda s: (str.__str__(s),), np.str_, (str,)),
     _Codec(51, np.bytes_, lambda b: (bytes(b),), np.bytes_, (bytes,)),
     _Codec(52, lambda kind: issubclass(kind, np.generic), _split_numpy, _join_numpy, ((str, list), bytes)),
