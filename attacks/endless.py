@@ -218,8 +218,8 @@ def a_refusal_in_a_book(peer: Peer) -> None:
 
 
 TIRED = "says that it is working, but never that it is done"
-COMPARES = "compares the same again and again"
-ASKS = "asks and asks, but never says that it is done"
+COMPARES = "asked to compare no parcels, or the same parcels more than 3 times"
+ASKS = "sent [0-9]+ requests without a verdict"
 
 ATTACKS = {
     "signs of life before an offer": Attack(

@@ -1,8 +1,8 @@
-"""Every number that may be set, and what follows from them: how large things are, and how long what waits.
+"""Every number that a user may set, and the sizes and waits that follow from these numbers.
 
-``Limits()`` holds the defaults, ``Limits.from_environment()`` applies ``TRANSFUSE_<NAME>`` (upper case) to each
-field. ``Sizes`` has every rule for a size of a transfer, ``Patience`` every share of the timeout. Numbers that follow
-from how a module works stand in that module. This module imports nothing of the package.
+``Limits()`` holds the defaults. ``Limits.from_environment()`` replaces each field by ``TRANSFUSE_<NAME>`` (upper case)
+if that variable is set. ``Sizes`` has every rule for a size in a transfer, ``Patience`` every fraction of the timeout.
+A constant that only one module needs stands in that module. This module imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ def _physical_memory_bytes() -> int:
 class Limits:
     """Sizes in bytes unless the name says otherwise."""
 
-    #: Largest parcel. Small enough that four in flight overlap packing with the wire, large enough to fill it.
+    #: Largest parcel. Small enough that packing and sending overlap with four in flight, large enough to fill the wire.
     parcel_bytes: int = 4 * MIB
     #: Smallest parcel a peer may announce: bounds the number of parcels that a hostile offer can cause.
     min_parcel_bytes: int = 16 * KIB
-    #: With ``delta``, what is compared and kept or fetched as one.
+    #: Largest parcel with ``delta``: a parcel is compared as one, then kept or fetched as one.
     block_bytes: int = 128 * KIB
-    #: Longer descriptions are sent only to receivers that ask for them.
+    #: An offer longer than this is first sent without its description; receivers that need the description ask for it.
     brief_bytes: int = 256 * KIB
-    #: Bytes between two records, and so the grain in which progress is seen.
+    #: Bytes between two records. Progress is reported in steps of this size.
     burst_bytes: int = 24 * MIB
-    #: Bursts under way per peer. What they hold comes even after a cancel.
+    #: Bursts under way per peer. Bursts that are under way still arrive after a cancel.
     bursts_ahead: int = 2
-    #: A link as slow as this is not taken for a dead one.
+    #: Sizes are chosen so that a link as slow as this is not taken for a dead one.
     slowest_bytes_per_second: int = 1 * MIB
-    #: Smaller states are not worth a chain of receivers.
+    #: Receivers of a smaller state form no chain: it would not pay.
     min_relay_bytes: int = 4 * MIB
-    #: In a chain bursts are not cut smaller than this.
+    #: For a chain, or for several sources, parcels are not made smaller than this.
     min_chained_bytes: int = 64 * KIB
-    #: Memory beyond the tensors themselves that one end may use, however many peers it has.
+    #: Staging memory that one end may use besides the tensors themselves, for all its peers together.
     staging_bytes: int = 64 * MIB
-    #: Longest control message that is accepted (a description takes well under 1 KiB a leaf).
+    #: Longest control message that an end accepts. (A description takes well under 1 KiB a leaf.)
     max_message_bytes: int = 256 * MIB
-    #: Control messages travel in chunks of this size, so that an announced length alone allocates nothing.
+    #: Control messages travel in chunks of this size, so that a peer that only announces a length causes no allocation.
     chunk_bytes: int = 1 * MIB
     #: Most bytes that one receive may allocate for fresh tensors.
     max_receive_bytes: int = field(default_factory=_physical_memory_bytes)
-    #: Bytes and numpy values above this travel as storages rather than in the description.
+    #: Larger ``bytes`` and numpy values travel as storages, smaller ones in the description.
     inline_bytes: int = 4 * KIB
-    #: Largest pickled object that is sent to a receiver that may have opted in to ``weights_only_objects``.
+    #: Largest pickled object that a source sends. (Receivers accept objects only with ``weights_only_objects``.)
     max_object_bytes: int = 16 * MIB
     #: Deepest nesting of a state.
     max_depth: int = 128
-    #: Signs of life, one every quarter of the timeout, before a peer that only works is given up; every
-    #: ``min_parcel_bytes`` that it says have arrived allow it one more.
+    #: How many signs of life, one every quarter of the timeout, a peer may send without bytes before it is given up.
+    #: Every ``min_parcel_bytes`` that the peer reports as arrived allow it one more.
     max_working_records: int = 400
     #: How often a parcel with a wrong digest is asked for again.
     max_repairs: int = 3
@@ -92,14 +92,14 @@ class Offered(NamedTuple):
 
     parcel_bytes: int
     burst_bytes: int
-    #: Of a burst, what may pass through staging.
+    #: How many bytes of a burst may pass through staging.
     staged_bytes: int
     #: Bursts under way at a time.
     bursts_ahead: int
 
 
 class Sizes:
-    """Every rule for a size, under these limits and this timeout.
+    """Every rule for a size, with these limits and this timeout.
 
     ==================  ====================================  ==========================================================
     what                size                                  why
@@ -124,13 +124,13 @@ class Sizes:
     ==================  ====================================  ==========================================================
     """
 
-    #: So much is compared at a time.
+    #: Bytes that one request compares.
     COMPARE_BYTES = 256 * MIB
-    #: So much is read from memory between two looks at the lease.
+    #: Bytes that are read from a source's memory between two checks of its lease.
     READ_BYTES = 512 * MIB
-    #: What is under way at most between two receivers of a chain.
+    #: Most bytes and most parcels under way between two neighbours in a chain.
     CHAIN_BYTES, CHAIN_PARCELS = 4 * MIB, 12
-    #: Under a rate a burst holds the bytes of so many seconds.
+    #: With a rate limit, a burst holds the bytes of this many seconds.
     RATED_BURST_SECONDS = 0.05
 
     def __init__(self, limits: Limits, timeout: float = float("inf")) -> None:
@@ -138,7 +138,7 @@ class Sizes:
         self._timeout = timeout
 
     def offered(self, receivers: int, *, chained_bytes: int | None = None, rate: float | None = None) -> Offered:
-        """What a source offers to this many receivers; ``chained_bytes`` is the state's size if a chain is possible."""
+        """What a source offers to this many receivers. ``chained_bytes``: the state's size, if a chain is possible."""
         limits = self._limits
         parcel, burst = limits.parcel_bytes, limits.burst_bytes
         staged = limits.staging_bytes // (2 * max(receivers, 1) * limits.bursts_ahead)
@@ -153,7 +153,7 @@ class Sizes:
         return Offered(parcel, burst, staged, limits.bursts_ahead)
 
     def parcel(self, offered: int, total_bytes: int, *, sources: int, ahead: int, delta: bool = False) -> int:
-        """The parcels that a receiver asks for, of those that its sources ``offered``."""
+        """The size of the parcels that a receiver asks for, at most what its sources ``offered``."""
         limits = self._limits
         if delta:
             offered = max(min(offered, limits.block_bytes), limits.min_parcel_bytes)
@@ -164,7 +164,7 @@ class Sizes:
         return max(finest // 16 * 16, limits.min_parcel_bytes)
 
     def burst(self, offered: int, total_bytes: int, parcel_bytes: int, *, sources: int, ahead: int) -> int:
-        """The bursts that a receiver asks for. With several sources all of them are staged."""
+        """The size of the bursts that a receiver asks for. With several sources, all bursts pass through staging."""
         if sources == 1:
             return offered
         staged, fair = self._staged(sources, ahead), total_bytes // (16 * sources)
@@ -174,7 +174,7 @@ class Sizes:
         return self._limits.staging_bytes // (sources * ahead)
 
     def _timely(self) -> int:
-        """What arrives over the slowest link well before its source is taken for a silent one."""
+        """Bytes that arrive over the slowest link well before the receiver takes the source for silent."""
         return int(self._timeout / 4 * self._limits.slowest_bytes_per_second)
 
     @classmethod
@@ -183,33 +183,34 @@ class Sizes:
         return max(3, min(cls.CHAIN_BYTES // parcel_bytes, cls.CHAIN_PARCELS))
 
     def read(self, rate: float | None) -> int:
-        """How much of a source's memory is read before the lease is looked at."""
+        """How many bytes of a source's memory are read before the lease is checked."""
         return self.READ_BYTES if rate is None else min(self.READ_BYTES, int(rate * self._timeout / 8))
 
 
 class Patience:
-    """Every wait: what waits how long, as a share of the timeout T or in seconds.
+    """Every wait: who waits for what, and how long, as a fraction of the timeout T or in seconds.
 
     ============================================  =====================  ===============================================
     what waits                                    how long               why
     ============================================  =====================  ===============================================
     the decision, for sources without an offer    T/4 after the first    the receive goes on with those that are here
-    the same, for who chooses from what there is  T/2 after the first    what is missing then would be left out
-    the same, sources that come one by one        0                      the next one comes only after the first is done
+    the same, if the caller chooses from a        T/2 after the first    the caller cannot choose what a late source has
+    catalogue of all leaves
+    the same, if sources come one by one          0                      the next one comes only after the first is done
     a receive, for a silent source                T/2                    others bring its share, within the timeout
-    the same if nobody else holds its share       0.9 T                  its receivers can still be told why it ends
+    the same if nobody else holds its share       0.9 T                  there is time left to tell the peers the cause
     between two signs of life                     T/4 of the shorter     three may be late before the peer gives up
                                                   timeout; 0.05 s least
-    a chain, for receivers that want the same     1 ns a byte saved,     a chain saves about so much; a late receiver is
+    a chain, for receivers that want the same     1 ns a byte saved,     a chain saves about as much; a late receiver is
                                                   0.25 to 1 s, T/2 most  served by the source
-    a receiver, for its neighbour in a chain      T/4 (first) to T/2     who is next to a silent one notices first, and
+    a receiver, for its neighbour in a chain      T/4 (first) to T/2     the one next to a silent one notices first, and
                                                   (last)                 has parcels for the others before they do
     a receiver, until its neighbour has it all    T without progress     nobody else passes these parcels on
-    ``fetch``, for the other servers' doors       T/2 after the first    who has been met waits for a word, T at most
-    ``fetch``, for the other servers' states      T/4 after the first    who is ready holds up its training
-    a server, for a caller that says nothing      10 s, T at most        it may be no caller of this library
-    a caller that has been interrupted            1 s                    conversations that hold no tensors say goodbye
-    any other wait                                slices of 0.1 s        then it looks whether the caller wants to stop
+    ``fetch``, for the other servers to accept    T/2 after the first    a server that has accepted waits at most T
+    ``fetch``, for the other servers' states      T/4 after the first    a server that is ready holds up its training
+    a server, for a caller's handshake            10 s, T at most        the caller may be some other program
+    a call that has been interrupted              1 s                    conversations that use no tensors tell the peer
+    any other wait                                slices of 0.1 s        between slices it checks for a stop
     ============================================  =====================  ===============================================
     """
 
@@ -224,45 +225,45 @@ class Patience:
         self.timeout = timeout
 
     def decision(self, *, asks_for_all: bool = False, one_by_one: bool = False) -> float:
-        """How long the first offer waits for the others before it is decided without them."""
+        """How long the receiver waits, from the first offer on, before it decides without the missing offers."""
         if one_by_one:
             return 0.0
         return self.timeout / (2 if asks_for_all else 4)
 
     def silent_source(self, *, needed: bool) -> float:
-        """How long one of several sources may be silent."""
+        """How long one of several sources may be silent; ``needed``: only this source holds its share."""
         return self.timeout * (0.9 if needed else 0.5)
 
     def pulse(self, peer_timeout: float) -> float:
-        """Seconds between two signs of life: not more often than this, whatever the peer says that it needs."""
+        """Seconds between two signs of life. There is a minimum, however short a timeout the peer announces."""
         return max(min(self.timeout, peer_timeout) / 4, self.LEAST_PULSE_SECONDS)
 
     def chain_members(self, nbytes: int) -> float:
-        """How long the first receiver that could be in a chain waits for the others."""
+        """How long the first receiver that may join a chain waits for the others."""
         wait = min(max(nbytes * self.CHAIN_SECONDS_PER_BYTE, self.MIN_CHAIN_SECONDS), self.MAX_CHAIN_SECONDS)
         return min(wait, self.timeout / 2)
 
     def neighbour(self, position: int, receivers: int) -> float:
-        """How long the receiver at this position of a chain waits for the one before it."""
+        """How long the receiver at this position of a chain waits for the neighbour before it."""
         return self.timeout * (0.25 + 0.25 * position / receivers)
 
     @staticmethod
     def neighbour_slice(patience: float) -> float:
-        """How often it is looked whether a neighbour makes progress."""
+        """Seconds between two checks whether a neighbour makes progress."""
         return max(0.01, min(patience / 8, 0.5))
 
     @property
     def other_servers(self) -> float:
-        """How long ``fetch`` waits for the doors of the other servers once one has let it in."""
+        """How long ``fetch`` waits for the other servers to accept, once the first has."""
         return self.timeout / 2
 
     @property
     def other_states(self) -> float:
-        """How long ``fetch`` waits for the states of the other servers once one holds still."""
+        """How long ``fetch`` waits for the states of the other servers, once the first server holds its state still."""
         return self.timeout / 4
 
     def signs_of_life(self, most: int, every: float) -> int:
-        """How many are believed that come so often, if ``most`` of those are that come every quarter of the timeout."""
+        """How many signs of life are allowed at one every ``every`` seconds, if ``most`` are at one every T/4."""
         return int(most * max(1.0, self.timeout / 4 / every))
 
     @property
@@ -272,7 +273,7 @@ class Patience:
 
 
 def allows_same_host(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment leaves the memory route on."""
+    """Whether the environment allows the memory route (``TRANSFUSE_SAME_HOST`` is not 0)."""
     text = environ.get("TRANSFUSE_SAME_HOST", "1")
     if text not in ("0", "1"):
         raise ValueError(f"TRANSFUSE_SAME_HOST must be 0 or 1, got {text!r}")
