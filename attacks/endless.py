@@ -217,9 +217,9 @@ def a_refusal_in_a_book(peer: Peer) -> None:
     peer.flush()
 
 
-TIRED = "signs of life without a message"
-COMPARES = "compares the same again and again"
-ASKS = "asks and asks, but never says that it is done"
+TIRED = "says that it is working, but never that it is done"
+COMPARES = "asked to compare no parcels, or the same parcels more than 3 times"
+ASKS = "sent [0-9]+ requests without a verdict"
 
 ATTACKS = {
     "signs of life before an offer": Attack(

@@ -1,22 +1,19 @@
 """Transfuse moves a running PyTorch job's live state from healthy workers into others, exactly, from memory to memory.
 
-Modules, each importing only from those before it:
+Modules and packages; each imports only from those above it:
 
-    errors, limits, classes            what can go wrong, every number that may be set, naming classes
-    leaves, sharding                   one codec for each kind of leaf; which rank holds what of a global tensor
-    boxes, trees, manifest             a state as plain data
-    plan, holdings, picks, parcels     what travels, and in what pieces
-    contents                           what a state holds, to show
-    digest, messages                   what is said about it
-    places, matching, target           the memory it is read from, and lands in as it is
-    renaming, cohorts, spots, needs    what is needed here of what the sources hold
-    pieces, assembly                   a state put together from these
-    phases, report, progress, talks    what a caller sees
-    routes                             how bytes move
-    accepting, agreement, ledger       which sources are of one mind, which parcels are here and who brings the others
-    receive, source, receiver          a receive from all its sources; the two ends of each conversation
-    transport, dcp                     PGTransport; the same for users of torch.distributed.checkpoint
-    door, private, serving, fetching   the same for readers outside the group
+    errors, limits, rules              every error; every number that may be set; the rules that map_path= takes
+    phases, report, progress           what a caller sees of a transfer
+    state                              a state as plain data: its tree, leaves, tensors and storages
+    options, arguments                 what the caller chose, checked
+    plan                               which bytes go where, and which sources hold them; touches no bytes
+    memory                             this process's bytes: allocate, pack, hash, land
+    wire                               the messages between two ends, and the routes that bytes take
+    session                            one transfer: source, receiver, and all that they share
+    transport                          PGTransport
+    remote                             serve and fetch, for readers outside the group
+    dcp, dropin                        the same for users of torch.distributed.checkpoint, torch and torchft
+    cli                                the command
 """
 
 from transfuse.errors import (

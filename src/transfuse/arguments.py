@@ -1,6 +1,6 @@
-"""Arguments as callers give them: what can work becomes what is meant, and the rest is refused where it was given.
+"""Checks of the arguments that callers pass. Usable values are converted; all others are refused in the call itself.
 
-A wrong kind is a TypeError, an impossible value a ValueError; both name the argument, what it takes and what it got.
+A wrong type is a TypeError, an impossible value a ValueError. Both name the argument, what it takes and what it got.
 This module imports nothing of the package.
 """
 
@@ -34,12 +34,12 @@ __all__ = [
     "whole",
 ]
 
-#: Characters of a value in a message.
+#: How many characters of a value a message shows.
 SHOWN = 60
 
 
 def whole(name: str, value: object, takes: str = "an int") -> int:
-    """What is an integer, of whatever library, as an int. A bool is none."""
+    """An integer of any library, as an int. Bools are refused."""
     is_truth = isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype is torch.bool)
     if not is_truth:
         try:
@@ -50,7 +50,7 @@ def whole(name: str, value: object, takes: str = "an int") -> int:
 
 
 def number(name: str, value: object, takes: str = "a number") -> float:
-    """An integer or a float, of whatever library. What no float can hold is infinite."""
+    """An integer or a float of any library, as a float. An integer that is too large for a float becomes infinity."""
     try:
         return float(value if isinstance(value, float | np.floating) else whole(name, value, takes))
     except OverflowError:
@@ -58,7 +58,7 @@ def number(name: str, value: object, takes: str = "a number") -> float:
 
 
 def duration(timeout: timedelta | float, name: str = "timeout") -> timedelta:
-    """A timeout that can be waited for. Numbers are seconds."""
+    """A timeout as a positive timedelta. Numbers are seconds."""
     if not isinstance(timeout, timedelta):
         seconds = number(name, timeout, "a timedelta, or a number of seconds")
         try:
@@ -71,7 +71,7 @@ def duration(timeout: timedelta | float, name: str = "timeout") -> timedelta:
 
 
 def check_step(step: SupportsIndex | None, name: str = "step") -> int | None:
-    """A step as an int, or None. One that no message can carry is told to whoever made it up."""
+    """A step as an int, or None. A step of more than 64 bits is refused here, since no message can carry it."""
     if step is None:
         return None
     found = whole(name, step, "an int or None")
@@ -81,7 +81,7 @@ def check_step(step: SupportsIndex | None, name: str = "step") -> int | None:
 
 
 def ranks_of(name: str, ranks: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
-    """One rank, or several, as ints."""
+    """One rank or several, as a tuple of ints."""
     takes = "a rank, which is an int, or several of them"
     if isinstance(ranks, str | bytes):
         raise _wrong(name, takes, ranks)
@@ -96,7 +96,7 @@ def ranks_of(name: str, ranks: SupportsIndex | Sequence[SupportsIndex]) -> tuple
 
 
 def check_group(pg: object) -> None:
-    """Refuse what cannot be a process group. Anything with its two calls can."""
+    """Refuse what cannot be a process group. Any object with ``send`` and ``recv`` can."""
     if pg is None:
         raise TypeError(
             "pg is None: pass a process group, such as torch.distributed.group.WORLD (which is None until "
@@ -114,7 +114,7 @@ def check_group(pg: object) -> None:
 
 
 def device_of(device: object) -> torch.device:
-    """A device that can hold what a backend sends."""
+    """A device of this process on which a backend can send tensors."""
     takes = "a torch.device or its name, such as 'cpu' for gloo or 'cuda' for NCCL"
     try:
         found = torch.device(device)  # type: ignore[call-overload]
@@ -131,7 +131,7 @@ def device_of(device: object) -> torch.device:
 
 
 def check_state_dict(state_dict: object) -> None:
-    """Refuse what is no callback that gives the tree to receive into."""
+    """Refuse anything but None or a function that returns the tree to receive into."""
     is_module = isinstance(state_dict, torch.nn.Module)
     if state_dict is None or (callable(state_dict) and not is_module):
         return
@@ -145,13 +145,13 @@ def check_state_dict(state_dict: object) -> None:
 
 
 def check_no_module(state_dict: object, instead: str) -> None:
-    """Refuse a module where a state, or a callable that gives one, is meant: a module is callable too."""
+    """Refuse a module where a state, or a callable that returns one, is expected: modules are callable too."""
     if isinstance(state_dict, torch.nn.Module):
         raise TypeError(f"{type(state_dict).__name__} is a module, not a state: {instead}, not the module")
 
 
 def check_flags(verify: object, **flags: object) -> None:
-    """Refuse what is neither True nor False; ``verify`` may be None besides."""
+    """Refuse flags that are neither True nor False. ``verify`` may also be None."""
     if verify is not None and not isinstance(verify, bool):
         raise _wrong("verify", "True, False or None", verify)
     for name, value in flags.items():
@@ -184,7 +184,7 @@ def _wrong(name: str, takes: str, value: object, instead: str = "") -> TypeError
 
 
 def _got(value: object) -> str:
-    """A value in a few words. Containers and the like only by their type: they may be long."""
+    """A short description of a value. Containers are described by their type alone, since they may be long."""
     if value is None:
         return "None"
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Every error this library raises, as one tree. Branches follow what a caller does next.
+"""Every error that this library raises, as one tree. The branches follow what a caller does next.
 
     TransfuseError
     ├── StateError            the state itself: change it or the target, then try again
@@ -6,21 +6,21 @@
     │   ├── TargetMismatch        source and target do not fit
     │   ├── StepMismatch          not the step that the receiver named
     │   ├── SourcesDiffer         several sources do not offer the same state
-    │   ├── NotCovered            the sources together do not hold everything that is needed
-    │   ├── TornState             a half-received state, asked to be a source
-    │   └── LimitExceeded         more than a limit allows: one of ours, or one of the process
+    │   ├── NotCovered            the sources together do not hold everything that the receiver needs
+    │   ├── TornState             a send was asked for after a receive that left targets half-written
+    │   └── LimitExceeded         a limit would be exceeded: one of transfuse's, or one of the process
     ├── PeerError             the other end or the way to it: repair the group, choose another source
     │   ├── PeerTimeout           no progress within the timeout (also a TimeoutError)
     │   ├── PeerLost              the connection broke (also a ConnectionError)
     │   ├── PeerRefused           the peer declined, and said why
     │   ├── ProtocolError         bytes that no honest peer of this version sends
-    │   ├── CorruptData           digests stayed wrong after every repair
+    │   ├── CorruptData           digests were still wrong after every repair
     │   └── SourceMutated         the source's tensors changed while it sent them
-    ├── SendFailed            a send: a map from rank to cause
-    └── ReceiveFailed         a receive from several sources: a map from rank to cause
+    ├── SendFailed            a send to some receivers failed: a map from rank to cause
+    └── ReceiveFailed         a receive from several sources failed: a map from rank to cause
 
-An error raised by a receive says what became of it: ``received`` and ``missing`` leaves, ``torn`` targets, and in
-``partial`` what a later receive may go on from.
+An error of a receive names the ``received`` and the ``missing`` leaves and the ``torn`` targets. Its ``partial`` holds
+what has arrived, for a later receive to resume from.
 This module imports nothing of the package.
 """
 
@@ -54,12 +54,12 @@ __all__ = [
 class TransfuseError(Exception):
     """Root of the tree."""
 
-    #: Paths of the target leaves that a failed in-place receive touched. Empty: no target was touched.
+    #: Paths of the target leaves that a failed in-place receive may have written to. Empty: no target was written to.
     torn: tuple[str, ...] = ()
     #: After a failed receive: paths of the leaves that have arrived whole and verified, and of those that have not.
     received: Sequence[str] = ()
     missing: Sequence[str] = ()
-    #: What a failed receive has, for ``recv_checkpoint(…, resume=…)``. It does not travel to other processes.
+    #: What has arrived, for ``recv_checkpoint(…, resume=…)``. Not included when the error is pickled.
     partial: Any = None
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class TransfuseError(Exception):
         return text
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors travel between processes (launchers, pools), though constructors take more than the message.
+        # Launchers and pools pickle errors. The default would call the constructor with the message alone, and fail.
         return _restore, (type(self), self.args, {**self.__dict__, "partial": None})
 
 
@@ -91,7 +91,7 @@ class StateError(TransfuseError):
 
 
 class UnsupportedLeaf(StateError):
-    """A leaf that cannot be carried exactly. ``path`` names it, the message holds the remedy."""
+    """A leaf that cannot be carried exactly. ``path`` names the leaf, the message says what to do."""
 
     def __init__(self, path: str, reason: str) -> None:
         self.path = path
@@ -111,15 +111,15 @@ class TargetMismatch(StateError):
 
 
 class StepMismatch(StateError):
-    """The receiver named a step, and the source sends another one or does not say which."""
+    """The receiver asked for a step, and the source sends another step or does not say which."""
 
 
 class SourcesDiffer(StateError):
-    """Several sources offer states that are not the same. The message names the first difference."""
+    """Several sources offer different states. The message names the first difference."""
 
 
 class NotCovered(StateError):
-    """The sources together do not hold everything that is needed. ``blocks`` says what nobody holds."""
+    """The sources together do not hold everything that the receiver needs. ``blocks`` lists what nobody holds."""
 
     def __init__(self, blocks: Sequence[str]) -> None:
         self.blocks = tuple(blocks)
@@ -132,7 +132,7 @@ class NotCovered(StateError):
 
 
 class TornState(StateError):
-    """The last receive of this transport failed half-way: what it tore is not sent on. ``leaves`` names it."""
+    """The last receive of this transport failed and left ``leaves`` half-written, so this transport does not send."""
 
     def __init__(self, leaves: Sequence[str]) -> None:
         self.leaves = tuple(leaves)
@@ -143,11 +143,11 @@ class TornState(StateError):
 
 
 class LimitExceeded(StateError):
-    """A configured limit, or one of the process, would be exceeded. The message names it."""
+    """A configured limit, or a limit of the process, would be exceeded. The message names the limit."""
 
 
 class PeerError(TransfuseError):
-    """Something about the peer with this rank within the process group."""
+    """A problem with one peer. ``rank`` is the peer's rank within the process group."""
 
     def __init__(self, rank: int, message: str) -> None:
         self.rank = rank
@@ -168,7 +168,7 @@ class PeerLost(PeerError, ConnectionError):
 
 
 class PeerRefused(PeerError):
-    """The peer declined or cancelled the transfer. ``cause`` holds its own words, ``kind`` its error's class name."""
+    """The peer declined or cancelled the transfer. ``kind`` is its error's class name, ``cause`` its message."""
 
     def __init__(self, rank: int, kind: str, cause: str, *, name: str | None = None) -> None:
         self.kind = kind
@@ -177,11 +177,11 @@ class PeerRefused(PeerError):
 
 
 class ProtocolError(PeerError):
-    """The peer sent bytes that make no sense."""
+    """The peer sent bytes that no honest peer of this version sends."""
 
 
 class CorruptData(PeerError):
-    """Bytes arrived wrong and stayed wrong after every repair. ``leaves`` names them."""
+    """Parcels arrived with wrong digests, also after every repair. ``leaves`` names the leaves they belong to."""
 
     def __init__(self, rank: int, leaves: Sequence[str], message: str) -> None:
         self.leaves = tuple(leaves)
@@ -189,7 +189,7 @@ class CorruptData(PeerError):
 
 
 class SourceMutated(PeerError):
-    """The source's tensors were changed before ``send_checkpoint`` returned. ``leaves`` names them."""
+    """The source's tensors were changed before ``send_checkpoint`` returned. ``leaves`` names the changed leaves."""
 
     def __init__(self, rank: int, leaves: Sequence[str], message: str) -> None:
         self.leaves = tuple(leaves)
@@ -197,7 +197,7 @@ class SourceMutated(PeerError):
 
 
 class SendFailed(TransfuseError):
-    """A send failed for some receivers; all others have everything. ``causes`` maps rank to error."""
+    """A send failed for some receivers; all other receivers have everything. ``causes`` maps rank to error."""
 
     def __init__(self, causes: Mapping[int, BaseException], completed: Sequence[int]) -> None:
         self.causes = dict(causes)
@@ -208,7 +208,7 @@ class SendFailed(TransfuseError):
 
 
 class ReceiveFailed(TransfuseError):
-    """A receive from several sources failed: nobody left holds what is missing. ``causes`` maps rank to error."""
+    """A receive from several sources failed: nobody left holds what is missing. ``causes`` maps ranks to errors."""
 
     def __init__(self, causes: Mapping[int, BaseException], *, alone: bool = False) -> None:
         self.causes = dict(causes)
@@ -218,5 +218,5 @@ class ReceiveFailed(TransfuseError):
 
 
 def as_utf8(text: str) -> str:
-    """Text as UTF-8 can hold it: an error may quote what it cannot, the name of a file or what a peer made up."""
+    """Text with a backslash escape for what UTF-8 cannot hold: an error may quote a file name or a hostile peer."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,9 +1,9 @@
-"""What a caller chooses: every option once, with its default, its type and the check that refuses what cannot work.
+"""The caller's options: each once, with its type and default, and the check that refuses impossible values.
 
-:class:`Options` holds the choice; everything inside the package takes it from there. :class:`OptionKeywords` has the
-same names, for calls that take options as keywords and pass them on (``**options: Unpack[OptionKeywords]``): so type
-checkers and editors know them. :class:`FetchKeywords` and :class:`ServeKeywords` are the parts of it that ``fetch`` and
-``serve`` take. ``CONTRIBUTING.md`` says how to add an option; ``tests/test_options.py`` compares all places.
+:class:`Options` holds the values; all code inside the package reads them there. :class:`OptionKeywords` has the same
+names, for calls that take options as keywords and pass them on (``**options: Unpack[OptionKeywords]``), so that type
+checkers and editors know the names. :class:`FetchKeywords` and :class:`ServeKeywords` are the subsets that ``fetch``
+and ``serve`` take. ``CONTRIBUTING.md`` says how to add an option; ``tests/test_options.py`` compares all places.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["FetchKeywords", "OptionKeywords", "Options", "ServeKeywords", "check
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """All options of a transport. :class:`transfuse.PGTransport` says more about each, for those who set them."""
+    """All options of a transport. :class:`transfuse.PGTransport` explains each of them to users."""
 
     #: Both ends: receivers on the source's host may read the source's memory. ``TRANSFUSE_SAME_HOST=0`` forbids it.
     same_host: bool = True
-    #: Both ends: check what has landed. None: over the group, if the tensors are on the CPU.
+    #: Both ends: check the bytes that have landed. None: on the group route, if the tensors are on the CPU.
     verify: bool | None = None
-    #: Receivers: keep what the targets hold already and the source has too.
+    #: Receivers: keep parcels that the targets hold already, if they equal the source's.
     delta: bool = False
     #: Receivers: convert floating values for targets of another floating type.
     cast: bool = False
-    #: Receivers: translates the source's names into the target's.
+    #: Receivers: rules that translate the source's names into the target's.
     map_path: MapPath | None = None
-    #: Receivers: touch no target unless everything has arrived and been verified.
+    #: Receivers: write to no target before everything has arrived and been verified.
     atomic: bool = False
     #: Receivers: refuse leaves that only the source or only the target has.
     strict: bool = False
@@ -46,9 +46,9 @@ class Options:
     mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None
     #: Receivers: accept Python objects that ``torch.load(weights_only=True)`` accepts.
     weights_only_objects: bool = False
-    #: Both ends: receivers that want the same may pass parcels on to each other.
+    #: Both ends: receivers that want the same parcels may pass them on to each other.
     relay: bool = True
-    #: Sources: the most bytes that all receivers together get in a second. None: no cap.
+    #: Sources: the most bytes per second that a source sends, to all its receivers together. None: no limit.
     max_bytes_per_second: float | None = None
     #: Receivers: the most bytes that one receive may allocate for fresh tensors. None: what :class:`Limits` says.
     max_receive_bytes: int | None = None
@@ -56,9 +56,9 @@ class Options:
     progress: bool | Show = False
 
     def check(self, timeout: timedelta, limits: Limits, *, in_place: bool) -> Options:
-        """Refuse what cannot work: here, with this timeout and these limits, or without a target if not ``in_place``.
+        """Refuse options that cannot work with this timeout and these limits, or without a target if not ``in_place``.
 
-        Returns the options that hold: numbers as plain int and float, ``same_host`` only if the environment allows it.
+        Returns the options that apply: numbers as plain int and float, ``same_host`` only if the environment allows it.
         """
         flags = {item.name: getattr(self, item.name) for item in fields(self) if item.type == "bool"}
         arguments.check_flags(self.verify, **flags)
@@ -76,11 +76,11 @@ class Options:
             max_bytes_per_second=self._rate(timeout, limits),
             max_receive_bytes=most,
         )
-        held.apply_to(limits)  # It refuses what is not positive.
+        held.apply_to(limits)  # Limits refuses a max_receive_bytes that is not positive.
         return held
 
     def apply_to(self, limits: Limits) -> Limits:
-        """Limits with those that the caller chose in place of the environment's."""
+        """These limits, with the caller's ``max_receive_bytes`` in place of the environment's."""
         return limits if self.max_receive_bytes is None else replace(limits, max_receive_bytes=self.max_receive_bytes)
 
     def _rate(self, timeout: timedelta, limits: Limits) -> float | None:
@@ -97,11 +97,11 @@ class Options:
 
 
 def slowest_rate(limits: Limits, seconds: float) -> float:
-    """Bytes per second and receiver below which nothing would arrive within a timeout of so many seconds."""
+    """The slowest rate for a receiver, in bytes per second, at which bytes arrive within a timeout of ``seconds``."""
     return limits.min_parcel_bytes * 8 / seconds
 
 
-# Each name stands in one of the first three. A type checker refuses a name that two bases share.
+# Each name is in exactly one of these three: type checkers refuse a name that two bases share.
 
 
 class _BothEnds(TypedDict, total=False):
@@ -140,7 +140,7 @@ class OptionKeywords(_BothEnds, _Sources, _Receivers, total=False):
 
 
 def check_names(call: str, given: Iterable[str], keywords: type) -> None:
-    """Refuse an option that a call does not take, as Python does for calls that spell their keywords out."""
+    """Refuse an option that this call does not take, as Python does for keywords in a signature."""
     known = keywords.__annotations__
     for name in given:
         if name not in known:

@@ -1,4 +1,4 @@
-"""The phases of a transfer, at either end: one list for reports, progress, errors and traces."""
+"""The phases of a transfer at both ends. Reports, progress, errors and traces all use this list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Direction = Literal["send", "receive"]
 
 
 class Phase(enum.Enum):
-    """Its label is its name in reports and traces; ``doing`` is what progress and errors say of it."""
+    """One phase. Reports and traces show its ``label``; progress and errors show ``doing``."""
 
     # At the source
     DESCRIBE = "describe", "describing the state"
@@ -39,17 +39,17 @@ class Phase(enum.Enum):
         self.doing = doing
 
 
-#: What progress says of a conversation that is over.
+#: ``Progress.phase`` of a conversation that is over.
 DONE, FAILED = "done", "failed"
-#: What it says within a phase: of a receiver that is given its parcels by another; of a source that has nothing to do
-#: as long as others have; of a receiver that has been heard to read by itself.
+#: ``Progress.phase`` of a receiver that gets its parcels from a neighbour; of a source that has nothing to do while the
+#: receiver waits for others; and, at the source, of a receiver that reads the source's memory itself.
 RELAYING = "receiving relayed parcels"
 WAITING = "waiting for the other sources"
 READS = "waiting while the receiver reads"
-#: What it says while bytes move.
+#: The values of ``Progress.phase`` during which bytes move.
 MOVING = frozenset({Phase.SEND.doing, Phase.READ.doing, Phase.RECEIVE.doing, RELAYING, READS})
 
 
 def trace_name(direction: Direction, phase: Phase | None = None) -> str:
-    """The name of the range that a call, or a phase of it, is in a profiler's trace."""
+    """The name of a call's range, or of one of its phases, in a profiler's trace."""
     return f"transfuse::{direction}" + (f"/{phase.label}" if phase is not None else "")

@@ -1,4 +1,4 @@
-"""Progress: numbers that conversations keep and the calling thread shows."""
+"""Progress: numbers that the conversations' threads update and the calling thread shows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transfuse.phases import DONE, FAILED, MOVING, Phase
 
 __all__ = ["Bar", "Progress", "Show", "showing"]
 
-#: So often a bar is drawn again when nothing moves, so that its clock goes on.
+#: When nothing moves, the bar is drawn again after this many seconds, so that its clock goes on.
 STILL_SECONDS = 0.5
-#: So many phases a bar names at once.
+#: The most phases that a bar names at once.
 MOST_PHASES = 3
 
 
@@ -25,51 +25,51 @@ MOST_PHASES = 3
 class Progress:
     """How far the transfer with one peer is."""
 
-    #: What is to move. None until it is known: at a source whose receiver has others too, not before the end.
+    #: Bytes to move. None until known. A source whose receiver has other sources too knows it only at the end.
     total_bytes: int | None = None
-    #: What has moved of it. Falls when parcels arrived damaged and are sent again.
+    #: Bytes that have moved. Falls when parcels arrived damaged and are sent again.
     bytes: int = 0
-    #: What is being done: ``doing`` of a :class:`transfuse.phases.Phase`, or "done", or "failed".
+    #: The current phase: ``doing`` of a :class:`transfuse.phases.Phase`, or "done", or "failed".
     phase: str = "starting"
-    #: What need not move, since the target holds it already.
+    #: Bytes that need not move, since the target holds them already.
     kept_bytes: int = 0
-    #: Since the call began; and since bytes began to move.
+    #: Seconds since the call began, and since bytes began to move.
     seconds: float = 0.0
     moving_seconds: float = 0.0
 
     @property
     def fraction(self) -> float | None:
-        """From 0 to 1; None until it is known what is to move."""
+        """From 0 to 1; None until ``total_bytes`` is known."""
         if self.total_bytes is None:
             return None
         return self.bytes / self.total_bytes if self.total_bytes else float(self.phase == DONE)
 
     @property
     def bytes_per_second(self) -> float:
-        """On average since bytes began to move."""
+        """The average since bytes began to move."""
         return self.bytes / self.moving_seconds if self.bytes and self.moving_seconds else 0.0
 
     @property
     def seconds_left(self) -> float | None:
-        """If it goes on as fast as so far; None as long as that cannot be said."""
+        """Seconds to the end at the average rate so far; None while the total or the rate is unknown."""
         if self.total_bytes is None or not self.bytes_per_second:
             return None
         return (self.total_bytes - self.bytes) / self.bytes_per_second
 
 
-#: What is called with all conversations' progress, by rank, from the calling thread: at least every 100 ms, and once
-#: in the end. What it raises ends the transfer.
+#: A function that the calling thread calls with the progress of all conversations, by rank: at least every 100 ms, and
+#: once at the end. An exception that it raises ends the transfer.
 Show = Callable[[dict[int, Progress]], object]
 
 
 class _View:
-    """What the conversations' threads keep, as copies that stay as they are, with the time in them."""
+    """Takes copies of the live progress that the conversations' threads update, and adds the times."""
 
     def __init__(self, live: Mapping[int, Progress]) -> None:
         self._live = live
         self._began = time.monotonic()
-        #: When each was last seen without bytes, when it began to wait for what is wanted if it has sent nothing yet,
-        #: and when it was first seen to be over.
+        #: For each rank: when it was last seen without bytes; when it began to wait for the want (infinity once it
+        #: sends); and when it was first seen to be over.
         self._still = dict.fromkeys(live, self._began)
         self._waits: dict[int, float] = {}
         self._over: dict[int, float] = {}
@@ -81,7 +81,7 @@ class _View:
     def _copy(self, rank: int, live: Progress, now: float) -> Progress:
         copy = replace(live)
         if copy.total_bytes is not None:
-            # Its thread writes one number after the other, and may have come as far as the first.
+            # The conversation's thread updates the two numbers one after the other, and may be between them.
             copy.bytes = min(copy.bytes, copy.total_bytes)
         if copy.phase in (DONE, FAILED):
             now = self._over.setdefault(rank, now)
@@ -91,16 +91,16 @@ class _View:
             self._waits.setdefault(rank, now)
         elif copy.phase == Phase.SEND.doing:
             self._waits[rank] = float("inf")
-        # Of a receiver that reads by itself little is heard before the end, and nothing when it begins.
+        # A receiver that reads the source's memory itself reports little before its end, and not when it begins.
         since = min(self._still[rank], self._waits.get(rank, now)) if copy.bytes else self._still[rank]
         copy.seconds, copy.moving_seconds = now - self._began, now - since
         return copy
 
 
 class _Whole:
-    """A terminal to which each picture of a bar goes in one piece.
+    """A terminal that gets each drawing of a bar in one write.
 
-    tqdm goes down to its line, draws and comes up again in several writes, between which other processes may draw.
+    tqdm moves down to its line, draws and moves up again in several writes. Other processes may draw between them.
     """
 
     def __init__(self, terminal: TextIO) -> None:
@@ -112,11 +112,11 @@ class _Whole:
         return len(text)
 
     def flush(self) -> None:
-        """Not before the picture is complete."""
+        """Do nothing: ``commit`` writes, once the drawing is complete."""
 
     def commit(self) -> None:
         parts, self._parts = self._parts, []
-        # A terminal that is gone is no reason to end a transfer.
+        # A transfer does not fail because its terminal is gone.
         with suppress(OSError, ValueError):
             self._terminal.write("".join(parts))
             self._terminal.flush()
@@ -126,7 +126,7 @@ class _Whole:
 
 
 class Bar:
-    """A tqdm bar over all conversations, in a terminal or a notebook. Where there is neither it shows nothing."""
+    """A tqdm bar over all conversations, in a terminal or a notebook. Without either it shows nothing."""
 
     def __init__(self, label: str) -> None:
         from tqdm.auto import tqdm
@@ -154,13 +154,13 @@ class Bar:
         known = [one.total_bytes for one in progress.values() if one.total_bytes is not None]
         total = sum(known) if len(known) == len(progress) else None
         if total != bar.total and total is not None and not self._bytes:
-            # A notebook's bar learns of a total by this alone.
+            # A notebook's bar takes a new total only from reset().
             bar.reset(total)
         bar.total = total
-        # A bar does not go back: where parcels are sent again it waits.
+        # A bar does not go back. While parcels are sent again, it stands still.
         moved = max(sum(one.bytes for one in progress.values()) - self._bytes, 0)
         if not self._bytes and moved:
-            # The rate is that of bytes that move, not of the wait before.
+            # The rate counts from the first byte, without the wait before it.
             bar.start_t = bar.last_print_t = now - max(one.moving_seconds for one in progress.values() if one.bytes)
         self._bytes += moved
         text = _phases(progress)
@@ -185,14 +185,14 @@ class Bar:
     ) -> None:
         bar = self._tqdm
         bar.set_postfix_str("" if kind is None else f"failed: {kind.__name__}", refresh=False)
-        # Its last state is drawn where the cursor is, wherever it was before.
+        # close() draws the last state where the cursor is, so the old drawing is cleared first.
         bar.clear()
         bar.close()
         self._commit()
 
 
 def _phases(progress: Mapping[int, Progress]) -> str:
-    """Why nothing moves where nothing does: the phases of the conversations that wait or work on something else."""
+    """The phases of the conversations that move no bytes now and are not done."""
     waiting = {rank: one.phase for rank, one in progress.items() if one.phase not in MOVING and one.phase != DONE}
     if len(set(waiting.values())) == 1 and len(waiting) == len(progress):
         return next(iter(waiting.values()))
@@ -201,14 +201,14 @@ def _phases(progress: Mapping[int, Progress]) -> str:
 
 
 def _line_of_terminal() -> int | None:
-    """Workers that torchrun has started share a terminal: each has its own line. None: tqdm finds one."""
+    """The terminal line of this worker: torchrun's workers share a terminal. None: tqdm finds a line."""
     local = os.environ.get("LOCAL_RANK", "")
     return int(local) if local.isdecimal() and int(local) else None
 
 
 @contextmanager
 def showing(option: bool | Show, label: str, progress: Mapping[int, Progress]) -> Iterator[Callable[[], object]]:
-    """What the ``progress=`` option asks for: something to call now and then."""
+    """Set up what the ``progress=`` option asks for, and give a function that shows the progress when called."""
     if option is False:
         yield lambda: None
         return

@@ -1,4 +1,4 @@
-"""What happened in a transfer."""
+"""The report of a transfer: what moved, by which route, how long it took, and what failed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def human_bytes(count: float) -> str:
     raise AssertionError
 
 
-#: So much of an error is in a line of a log or a table; all of it is in ``error`` and ``failed``.
+#: The most characters of an error in a log line or a table. The whole text is in ``error`` and ``failed``.
 MOST_LETTERS = 200
-#: More peers than these are counted, not named.
+#: With more peers than this, the title gives their number instead of their ranks.
 MOST_PEERS = 8
 
-#: Conversations with several sources count in one report.
+#: Guards the numbers of a report: the conversations with several sources update one report.
 _counting = threading.Lock()
 
 
@@ -44,31 +44,31 @@ class Report:
     #: "group", or the name of a route such as "memory", or several joined by a plus; empty if nothing moved.
     route: str = ""
     leaves: int = 0
-    #: Payload that moved, without description and records; for a send, summed over receivers.
+    #: Payload that moved, without descriptions and records. For a send: the sum over all receivers.
     bytes: int = 0
-    #: Of these, read straight from the source's memory.
+    #: How many of ``bytes`` were read straight from the source's memory.
     read_bytes: int = 0
-    #: Of these, passed on by other receivers.
+    #: How many of ``bytes`` other receivers passed on.
     relayed_bytes: int = 0
-    #: For a receive, how much of it each source brought.
+    #: For a receive: how many of ``bytes`` each source brought.
     by_source: dict[int, int] = field(default_factory=dict)
-    #: What a receive with ``delta`` or ``resume`` had already.
+    #: Bytes that a receive with ``delta`` or ``resume`` had already.
     kept_bytes: int = 0
     parcels: int = 0
     #: Parcels that were sent again because their digest was wrong.
     repaired: int = 0
-    #: After a failed receive, paths of the target leaves that may hold new bytes.
+    #: After a failed receive: paths of the target leaves that may hold new bytes.
     torn: tuple[str, ...] = ()
     #: Whether digests were compared.
     verified: bool = False
     seconds: float = 0.0
-    #: Seconds by phase (:class:`transfuse.phases.Phase`), in the order in which they began. For a send, of the slowest
-    #: receiver; for a receive from several sources, of all of them together.
+    #: Seconds by phase (:class:`transfuse.phases.Phase`), in the order in which the phases began. For a send: the
+    #: longest of all receivers; for a receive from several sources: the sum over all sources.
     phases: dict[str, float] = field(default_factory=dict)
-    #: What the call has raised, as class and message. None: it has succeeded.
+    #: The error that the call raised, as class and message. None: the call succeeded.
     error: str | None = None
-    #: The peers with which it failed, and why: receivers that got nothing, or sources that were lost or not used. A
-    #: receive that could do without them succeeds all the same.
+    #: The peers with which the transfer failed, and why: receivers that do not have the state, or sources that were
+    #: lost or not used. A receive that did not need those sources succeeds all the same.
     failed: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -76,7 +76,7 @@ class Report:
         return self.bytes / self.seconds if self.seconds else 0.0
 
     def count(self, source: int, nbytes: int, parcels: int, route: str) -> None:
-        """A source has brought parcels."""
+        """Count parcels that a source has brought."""
         with _counting:
             self.bytes += nbytes
             self.parcels += parcels
@@ -85,13 +85,13 @@ class Report:
 
     @property
     def title(self) -> str:
-        """Direction and peers."""
+        """The direction and the peers, for example ``send to 1, 2``."""
         peers = ", ".join(map(str, self.peers)) if len(self.peers) <= MOST_PEERS else f"{len(self.peers)} ranks"
         return f"{self.direction} {'to' if self.direction == 'send' else 'from'} {peers}"
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Count the time of a phase; in a trace it is a range."""
+        """Add the time of this block to a phase, and show it as a range in a profiler's trace."""
         started = time.perf_counter()
         with _counting:
             self.phases.setdefault(phase.label, 0.0)
@@ -103,11 +103,11 @@ class Report:
                 self.phases[phase.label] += time.perf_counter() - started
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as what JSON knows. Keys that are ranks become strings there."""
+        """Everything, in types that JSON has. ``json.dumps`` turns the keys that are ranks into strings."""
         return {**asdict(self), "bytes_per_second": self.bytes_per_second}
 
     def line(self) -> str:
-        """The report in one line, as it is logged."""
+        """The report in one line, for the log."""
         step = "any step" if self.step is None else f"step {self.step}"
         route = f" by {self.route}" if self.route else ""
         text = (
@@ -150,22 +150,22 @@ class Report:
 
 
 def routes_of(*routes: str) -> str:
-    """All of these routes as a report names them, each of them one or several already."""
+    """All of these routes, joined by a plus. Each argument is one route, or several joined already."""
     return "+".join(sorted({name for route in routes for name in route.split("+")} - {""}, reverse=True))
 
 
 def said(error: BaseException) -> str:
-    """An error as a report has it. What it quotes may be no UTF-8; logs and files of reports are."""
+    """An error as a report holds it: class and message, safe for UTF-8 logs and files."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return as_utf8(text)
 
 
 def failed_with(failed: Mapping[int, BaseException]) -> dict[int, str]:
-    """Errors by rank as a report has them."""
+    """Errors by rank, as a report holds them."""
     return {rank: said(failed[rank]) for rank in sorted(failed)}
 
 
 def _brief(text: str) -> str:
-    """Text in one line that is not too long."""
+    """Text in one line, shortened to ``MOST_LETTERS``."""
     text = " ".join(text.split())
     return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"

@@ -1,12 +1,12 @@
-"""Rules that translate a source's names into a target's: what ``map_path=`` takes.
+"""The rules that ``map_path=`` takes: they translate a source's names into a target's.
 
-Two programs rarely name the same weights alike. The difference is declared as data: :class:`Rename`, :class:`Concat`,
-:class:`Split` and :class:`Slice`. ``plan.linking`` works out from it what goes where.
+Two programs rarely name the same weights alike. The caller declares the difference as data: :class:`Rename`,
+:class:`Concat`, :class:`Split` and :class:`Slice`. ``plan.linking`` works out from these rules which block goes where.
 
 Leaves are named by *dotted paths*: all keys down to a leaf, joined by dots. In a pattern ``*`` stands for one or more
-characters other than a dot, and ``**`` for one or more characters of any kind, as many as possible. What they stand
-for in a source's path is put, in order, into the target's, which has the same wildcards. A key that itself contains a
-star can be translated by a function only.
+characters other than a dot, and ``**`` for one or more characters of any kind, as many as possible. The text that each
+wildcard matches in the source's path replaces, in order, the same wildcard in the target's path. A key that itself
+contains a star can be translated only by a function.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 class Rule:
-    """What a list given as ``map_path`` holds: a :class:`Rename`, :class:`Concat` or :class:`Split`.
+    """The base of :class:`Rename`, :class:`Concat` and :class:`Split`, the items of a list for ``map_path``.
 
-    A class rather than a union of the three, so that type checkers see a list that mixes them as a list of rules.
+    A base class rather than a union, so that type checkers accept a list that mixes the three as a list of rules.
     """
 
     __slots__ = ()
@@ -32,7 +32,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a leaf along one dim, from ``start`` up to ``stop``, or to the end. It stands in place of a source path.
+    """Part of a leaf along one dim, from ``start`` up to ``stop``, or to the end. Use it in place of a source path.
 
     A negative ``dim`` counts from the end; ``start`` and ``stop`` do not. This takes the queries, the first 64 rows,
     out of a fused weight:
@@ -56,10 +56,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Rename(Rule):
-    """A leaf, or a :class:`Slice` of one, that becomes a leaf of another name and the same shape.
+    """A leaf, or a :class:`Slice` of one, becomes a leaf of another name and the same shape.
 
-    Of several renames that match a whole leaf, the first is used. A rename of a slice does not count: one leaf may
-    have many of those.
+    If several renames match a whole leaf, the first is used. Renames of slices do not count here: one leaf may have
+    many of those.
 
     >>> rules = [Rename("model.**", "**")]
     >>> link(rules, ["model.head.w"], [(4, 8)], ["head.w"], [(4, 6)]).problems[0]  # doctest: +ELLIPSIS
@@ -77,7 +77,7 @@ class Rename(Rule):
 
 @dataclass(frozen=True)
 class Concat(Rule):
-    """Leaves, or slices of them, that one after another along ``dim`` make up a target. Each has all its dims.
+    """Leaves, or slices of leaves, joined along ``dim`` in this order, become one target. All have the same dims.
 
     >>> rules = [Concat(["*.gate", "*.up"], "*.gate_up")]
     >>> for block in link(rules, ["0.gate", "0.up"], [(4, 8), (4, 8)], ["0.gate_up"], [(8, 8)]).links:
@@ -100,9 +100,9 @@ class Concat(Rule):
 
 @dataclass(frozen=True)
 class Split(Rule):
-    """A leaf that is cut along ``dim`` into targets. Without ``sizes``, each part is as large as its target.
+    """A leaf, cut along ``dim``, becomes several targets. Without ``sizes``, each part is as large as its target.
 
-    The parts make up the whole leaf; to take only some of it, rename a :class:`Slice`.
+    The parts must make up the whole leaf. To take only some of a leaf, rename a :class:`Slice`.
 
     >>> rules = [Split("*.qkv", ["*.q", "*.k", "*.v"], sizes=[4, 2, 2])]
     >>> shapes = [(4, 16), (2, 16), (2, 16)]
@@ -130,22 +130,22 @@ class Split(Rule):
         _expect_wildcards(self, [self.source, *self.targets])
 
 
-#: The rules there are.
+#: All kinds of rules.
 AnyRule: TypeAlias = Rename | Concat | Split
 
-#: How a source's paths become a receiver's: patterns to patterns, rules, or a function from a dotted path to another,
-#: or to None for a leaf that is left out.
+#: The types that ``map_path`` takes: a mapping from pattern to pattern, a list of rules, or a function from the
+#: source's dotted path to the target's, or to None to leave the leaf out.
 MapPath: TypeAlias = Mapping[str, str] | Sequence[Rule] | Callable[[str], str | None]
 
 
 def check(rules: object) -> None:
-    """Raise TypeError or ValueError for anything that ``plan.linking.link`` could not take as rules."""
+    """Raise TypeError or ValueError for anything that ``plan.linking.link`` does not take as rules."""
     if rules is not None and (isinstance(rules, Mapping) or not callable(rules)):
         listed(rules)
 
 
 def listed(rules: object) -> list[AnyRule]:
-    """Rules from a mapping or a sequence of them."""
+    """The rules of a mapping or of a sequence, as a list."""
     if isinstance(rules, Mapping):
         for source, target in rules.items():
             if not isinstance(source, str) or not isinstance(target, str):
@@ -169,7 +169,7 @@ def listed(rules: object) -> list[AnyRule]:
 
 
 def path_of(source: str | Slice) -> str:
-    """The pattern of a source, be it a part of the leaf or all of it."""
+    """The pattern of a source, which may be a :class:`Slice`."""
     return source.path if isinstance(source, Slice) else source
 
 
@@ -205,7 +205,7 @@ def _expect_ints(rule: Rule | Slice, numbers: Iterable[object]) -> None:
 
 
 def _tuple(rule: AnyRule, field: str, items: Sequence[T]) -> tuple[T, ...]:
-    """A sequence as a tuple, so that the rule can neither change nor lose its hash."""
+    """A sequence as a tuple, so that the rule cannot change and stays hashable."""
     if isinstance(items, str) or not isinstance(items, Sequence):
         raise TypeError(f"{rule!r}: expected a list or tuple of {field}, got {type(items).__name__}")
     if not items:

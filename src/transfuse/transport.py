@@ -1,4 +1,4 @@
-"""PGTransport: the two calls, and the options that go with them."""
+"""PGTransport: send_checkpoint and recv_checkpoint, and their options."""
 
 from __future__ import annotations
 
@@ -48,37 +48,38 @@ logger = logging.getLogger("transfuse")
 class PGTransport:
     """Moves a state between ranks of a process group, from memory to memory.
 
-    One rank calls :meth:`send_checkpoint`, the others :meth:`recv_checkpoint`, as often as they like. Everything
-    that arrives equals what was sent, or an error says why not, at both ends.
+    One rank calls :meth:`send_checkpoint`, the others :meth:`recv_checkpoint`, as often as they like. The state that
+    arrives equals the state that was sent, or both ends raise an error that says why not.
 
     Args:
         pg: a process group, or anything with its ``send(tensors, rank, tag)`` and ``recv(tensors, rank, tag)``.
-            All ranks below are ranks within it.
-        timeout: how long a transfer may go without progress before it fails, as a timedelta or in seconds. A source's
-            begins when it has described its state, a receiver's when its callback has returned: allow for the other
-            end's part of that.
+            All ranks below are ranks within this group.
+        timeout: how long a transfer may go without progress before it fails, as a timedelta or in seconds. The source's
+            timeout begins when it has described its state, the receiver's when its ``state_dict`` callback has
+            returned. So each end's timeout must allow for the time that the other end needs for that.
         device: where the backend wants its tensors (``cpu`` for gloo, an accelerator for NCCL).
-        state_dict: called at the start of a receive; the bytes then land in the tensors of the tree it returns.
-            Without it, tensors arrive fresh.
-        same_host: receivers on the source's host may read straight from its memory (the memory route). It must be
-            allowed at both ends, and ``TRANSFUSE_SAME_HOST=0`` in the environment forbids it.
-        verify: check what has landed. Over the group by a digest of every parcel, on the memory route by reading a
-            second time. None: over the group, on the CPU. True: always, False: never.
-        delta: keep what the targets hold already and the source has too, by 128-bit digests of blocks; fetch the rest.
-        cast: convert floating values for targets of another floating type, on the side where fewer bytes travel.
+        state_dict: a function that is called at the start of a receive. The bytes land in the tensors of the tree that
+            it returns. Without this function, tensors arrive fresh.
+        same_host: receivers on the source's host may read straight from the source's memory (the memory route). Both
+            ends must allow it, and ``TRANSFUSE_SAME_HOST=0`` in the environment forbids it.
+        verify: check the bytes that have landed: on the group route by a digest of every parcel, on the memory route by
+            reading a second time. None: on the group route, on the CPU. True: always. False: never.
+        delta: compare 128-bit digests of parcels, keep those that the targets hold already, and fetch the rest.
+        cast: convert floating values for targets of another floating type, at the end where fewer bytes travel.
         map_path: translates the source's key paths into the target's: a mapping, rules (:class:`Rename`,
             :class:`Concat`, :class:`Split`, with :class:`Slice`), or a callable. Needs ``state_dict``.
-        atomic: touch no target unless all has arrived and been verified; needs memory for a second copy.
-        strict: leaves that only the source or only the target has are an error.
+        atomic: write to no target before everything has arrived and been verified. Needs memory for a second copy.
+        strict: raise an error for leaves that only the source or only the target has.
         mesh: the DeviceMesh for DTensors that arrive fresh, or a callable that makes one from a
             :class:`MeshDescription`. Receiving never creates process groups by itself.
         weights_only_objects: accept Python objects that ``torch.load(weights_only=True)`` accepts.
-        relay: receivers that want the same may pass parcels on to each other, so that the source sends each byte once.
-        max_bytes_per_second: the most that a source gives away, to all its receivers together.
+        relay: receivers that want the same parcels may pass them on to each other, so that the source sends each byte
+            once.
+        max_bytes_per_second: the most that a source sends, to all its receivers together.
         max_receive_bytes: the most that one receive may allocate for fresh tensors. None: this machine's memory.
         progress: True for a bar, or a callable that gets a dict from rank to :class:`Progress`, in the calling thread,
-            at least every 100 ms and once in the end. What it raises ends the transfer: it is raised here, and the
-            peers are refused.
+            at least every 100 ms and once at the end. An exception that the callable raises ends the transfer: the call
+            raises it, and the peers are refused.
     """
 
     def __init__(
@@ -127,19 +128,19 @@ class PGTransport:
         self._group = Group(pg, arguments.device_of(device))
         self._state_dict = state_dict
         self._report: Report | None = None
-        #: Targets that a failed receive has half-written. Until one succeeds, this is no source.
+        #: Target leaves that a failed receive left half-written. Until a receive succeeds, it does not send.
         self._torn: tuple[str, ...] = ()
 
     @property
     def report(self) -> Report | None:
-        """What happened in the last transfer of this transport, also if it failed. None before the first."""
+        """The report of this transport's last transfer, also if it failed. None before the first transfer."""
         return self._report
 
     @property
     def torn(self) -> tuple[str, ...]:
-        """Targets that a failed receive has half-written. As long as there are any, this transport is no source.
+        """Target leaves that a failed receive left half-written. While there are any, ``send_checkpoint`` refuses.
 
-        It may be set, by who goes on with the same tensors in another transport.
+        Set it on a new transport that goes on with the same tensors.
         """
         return self._torn
 
@@ -154,13 +155,13 @@ class PGTransport:
         *,
         step: SupportsIndex | None = None,
     ) -> None:
-        """Send a state to these ranks, or to this one; each calls :meth:`recv_checkpoint`.
+        """Send a state to one rank or to several. Each of them calls :meth:`recv_checkpoint`.
 
-        Returns when every receiver has everything. A receiver that fails does not disturb the others; once they
-        are done, :class:`SendFailed` maps each failed rank to its cause. The tensors may be changed as soon as
-        this returns or raises, and not before.
+        Returns when every receiver has everything. A receiver that fails does not disturb the others: once they are
+        done, this raises :class:`SendFailed`, which maps each failed rank to its cause. The caller may change the
+        tensors as soon as this returns or raises, and not before.
 
-        ``step`` says which step the state is of. Without it, receivers that name a step refuse.
+        ``step`` says which step the state is of. Receivers that ask for a step refuse a source that does not give one.
         """
         ranks = self._check_ranks("dst_ranks", dst_ranks)
         step = check_step(step)
@@ -168,8 +169,12 @@ class PGTransport:
         if not ranks:
             return
         rate = self._options.max_bytes_per_second
-        if rate is not None and rate < len(ranks) * slowest_rate(self._limits, self._seconds):
-            raise ValueError(f"max_bytes_per_second={rate:g} is too slow for {len(ranks)} receivers and this timeout")
+        least = len(ranks) * slowest_rate(self._limits, self._seconds)
+        if rate is not None and rate < least:
+            raise ValueError(
+                f"max_bytes_per_second={rate:g} is too slow for {len(ranks)} receivers with a timeout of "
+                f"{self._seconds:g} s: expected at least {least:.0f}"
+            )
         with self._call(report) as context, Leases(same_host=self._options.same_host) as leases:
             self._send(state_dict, step, context, leases)
 
@@ -225,18 +230,18 @@ class PGTransport:
         step: SupportsIndex | None = None,
         resume: Partial | None = None,
     ) -> Any:
-        """Receive the state that ``src_rank`` sends, or several ranks: replicas, shards or stages of one state.
+        """Receive the state that ``src_rank`` sends: one rank, or several with replicas, shards or stages of one state.
 
-        With a ``state_dict`` callback the result holds the receiver's own tensors with the source's values; what
-        only the source has arrives fresh. With several sources each brings a part, and what one that is lost owed comes
-        from the others; :class:`ReceiveFailed` if none is left.
+        With a ``state_dict`` callback the result holds the receiver's own tensors with the source's values. Leaves that
+        only the source has arrive fresh. With several sources each brings a share. If one is lost, the others send its
+        share; if no other source holds it, this raises :class:`ReceiveFailed`.
 
-        With ``step``, what arrives is of that step: a source that sends another, or does not say which, is refused
-        with :class:`StepMismatch`. None takes whatever comes.
+        With ``step``, a source that sends another step, or does not say which, is refused with :class:`StepMismatch`.
+        None accepts any step.
 
-        On failure the error's ``torn`` lists the targets that may hold new bytes, ``received`` and ``missing`` the
-        leaves that have arrived and that have not. ``resume=error.partial``, here or in a new transport, then fetches
-        only what is missing, if it is offered the same state at the same step.
+        On failure, the error's ``torn`` lists the targets that may hold new bytes; ``received`` and ``missing`` list
+        the leaves that have arrived and those that have not. A later receive with ``resume=error.partial``, by this or
+        a new transport, fetches only what is missing, if the sources offer the same state at the same step.
         """
         return self.receive(src_rank, step=step, resume=resume)
 
@@ -249,19 +254,21 @@ class PGTransport:
         late: Late | None = None,
         absent: Mapping[str, BaseException] | None = None,
     ) -> Any:
-        """As :meth:`recv_checkpoint`; with ``late``, what goes where is said when it is known what there is.
+        """As :meth:`recv_checkpoint`, with two more arguments.
 
-        ``absent`` names sources that are not there, and why: what only they may hold is not left as it was.
+        ``late`` chooses the targets once the sources have offered: it is called with the catalogue of their leaves.
+        ``absent`` names sources that cannot be reached, and why. If only they may hold a leaf, the receive fails
+        instead of leaving that leaf as it was.
         """
         ranks = self._check_ranks("src_rank", src_rank)
         if not ranks:
-            raise ValueError("a receive needs a source")
+            raise ValueError("src_rank is empty: a receive needs at least one source")
         step = check_step(step)
         check_resume(resume)
         if resume is not None:
             self._torn = resume.torn or self._torn
         self._report = report = Report("receive", ranks, step)
-        # What arrives fresh touches no target.
+        # If everything arrives fresh, there is no target that ``atomic`` would protect.
         in_place = self._state_dict is not None or late is not None
         request = Request(
             step=step,
@@ -276,14 +283,14 @@ class PGTransport:
             return self._receive(request, context)
 
     def _ask_for_target(self, request: Request, context: Context) -> Request:
-        """Call the user's callback. What it raises is told to the sources first."""
+        """Call the user's callback. If it raises, the receive first tells the sources, then raises that error."""
         assert self._state_dict is not None
         with _calling(context, Phase.STATE_DICT):
             try:
                 context.show()
                 target = self._state_dict()
                 if target is None:
-                    raise StateError("the state_dict callback returned None; it returns the tree to receive into")
+                    raise StateError("the state_dict callback returned None; it must return the tree to receive into")
                 arguments.check_no_module(target, "the state_dict callback returns model.state_dict()")
             except BaseException as error:
                 if not isinstance(error, Exception):
@@ -314,7 +321,7 @@ class PGTransport:
                 raise receive.failure or (failed[ranks[0]] if len(ranks) == 1 else ReceiveFailed(failed))
         except BaseException as error:
             if receive.result:
-                self._torn = ()  # The caller stopped when everything was here.
+                self._torn = ()  # The caller stopped after everything had arrived.
             else:
                 receive.account_for(error)
                 self._torn = report.torn or self._torn
@@ -358,10 +365,10 @@ class PGTransport:
         body = messages.encode(offer)
         if len(body) > self._limits.max_message_bytes:
             raise TransfuseError(
-                f"the state's description takes {len(body)} bytes, more than "
-                f"TRANSFUSE_MAX_MESSAGE_BYTES={self._limits.max_message_bytes}"
+                f"the state's description takes {len(body)} bytes, more than TRANSFUSE_MAX_MESSAGE_BYTES="
+                f"{self._limits.max_message_bytes}: raise that limit at both ends, or send fewer leaves"
             )
-        # One copy, on the wire's device, for all receivers; a long one only for those that ask for it.
+        # All receivers share one copy, on the wire's device. A long offer goes only to receivers that ask for it.
         wire, whole = self._wire(body), None
         if len(body) > self._limits.brief_bytes:
             wire, whole = self._wire(messages.encode(messages.brief(offer))), wire
@@ -373,7 +380,7 @@ class PGTransport:
 
     @contextmanager
     def _call(self, report: Report) -> Iterator[Context]:
-        """Around a call: its range in a trace, its progress, and in the end its time and a line in the log."""
+        """Run a call: give it a range in the trace and its progress; at the end set its time and log its report."""
         started, wanted = time.perf_counter(), self._options.progress
         progress = {rank: Progress() for rank in report.peers}
         try:
@@ -403,15 +410,17 @@ class PGTransport:
         ranks, size = arguments.ranks_of(name, given), self._group.size()
         for rank in ranks:
             if rank < 0 or (size is not None and rank >= size):
-                raise ValueError(f"rank {rank} is not in the group of {size} (ranks are ranks within the group)")
+                raise ValueError(
+                    f"{name}: rank {rank} is not in the group of {size} (ranks are ranks within the group)"
+                )
         if len(set(ranks)) != len(ranks):
-            raise ValueError(f"ranks appear twice in {list(ranks)}")
+            raise ValueError(f"{name}: expected each rank once, but ranks appear twice in {list(ranks)}")
         return ranks
 
 
 @contextmanager
 def _calling(context: Context, phase: Phase) -> Iterator[None]:
-    """A phase of the calling thread."""
+    """Run a phase in the calling thread, and show it in the progress of all peers."""
     for one in context.progress.values():
         one.phase = phase.doing
     with context.report.phase(phase):
@@ -420,7 +429,7 @@ def _calling(context: Context, phase: Phase) -> Iterator[None]:
 
 @contextmanager
 def _noting(progress: Progress) -> Iterator[None]:
-    """Say in a conversation's progress how it has ended."""
+    """Set a conversation's progress to done or failed when it ends."""
     try:
         yield
     except BaseException:
@@ -430,15 +439,18 @@ def _noting(progress: Progress) -> Iterator[None]:
 
 
 def check_resume(resume: Partial | None) -> None:
-    """Refuse what a receive cannot go on from."""
+    """Refuse a ``resume=`` that a receive cannot resume from."""
     if resume is not None and not isinstance(resume, Partial):
-        raise TypeError(f"resume takes the partial of an error of an earlier receive, got {type(resume).__name__}")
+        raise TypeError(f"resume takes error.partial of an earlier receive, or None, got {type(resume).__name__}")
     if resume is not None and resume.spent:
-        raise ValueError("this partial has been resumed from before: its memory belongs to that receive")
+        raise ValueError(
+            "this partial has been resumed from before, and its memory belongs to that receive: if that receive "
+            "failed, resume from its own error.partial"
+        )
 
 
 def _sum_up(report: Report, single: list[Report]) -> None:
-    """Fold the reports of single receivers into one."""
+    """Add the reports of the single receivers to the report of the send. Of each phase the longest time counts."""
     for one in single:
         report.bytes += one.bytes
         report.read_bytes += one.read_bytes

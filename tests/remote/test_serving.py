@@ -153,7 +153,7 @@ def test_a_stage_whose_server_is_not_there_does_not_leave_its_targets_as_they_we
         target = {"a": torch.zeros(5), "b": torch.zeros(6)}
         with pytest.raises(transfuse.NotCovered) as raised:
             transfuse.fetch([one.address, dead], target, token=TOKEN)
-        assert f"['b']: {dead} may hold it, but is not there" in str(raised.value)
+        assert f"['b']: {dead} may hold it, but cannot be reached" in str(raised.value)
         assert not target["a"].any(), "nothing was written"
         transfuse.fetch([one.address, other.address], target, token=TOKEN)
         assert bool(target["a"].all() and target["b"].all())

@@ -1,1 +1,1 @@
-"""One transfer: both ends of it, and what the conversations of a receive share."""
+"""One transfer: the source's end, the receiver's end, and what the conversations of one receive share."""

@@ -1,4 +1,4 @@
-"""Agreement: which of several sources offer the same state, and in what the others differ. Pure."""
+"""Agreement: which of several sources offer the same state, and how the others differ. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Choice", "choose", "first_difference", "lacking", "why_not", "would_
 
 
 class Choice(NamedTuple):
-    """The sources that agree, with what they describe, and why the others are not used."""
+    """The sources that agree, their cohorts and offers, and why the other sources are not used."""
 
     cohorts: list[Cohort]
     offers: dict[int, Offer]
@@ -33,10 +33,10 @@ def choose(
     described: Mapping[bytes, Described],
     request: Request,
 ) -> Choice:
-    """The sources of which more agree than of any others. Those of another step than the wanted do not count.
+    """Choose the largest set of sources that agree. Sources that do not offer the requested step do not count.
 
-    Sources agree that describe the same state, or different shards or parts of it that complete each other. Of each
-    likeness one offer has been ``described``. :class:`SourcesDiffer` if no majority agrees: nothing says who is right.
+    Sources agree if they describe the same state, or shards or parts of it that complete each other. ``described`` has
+    one offer of each likeness. Raises :class:`SourcesDiffer` if no majority agrees: nothing says who is right in a tie.
     """
     dropped: dict[int, TransfuseError] = {}
     groups: dict[tuple[int | None, bytes], dict[int, Offer]] = {}
@@ -74,7 +74,7 @@ def choose(
             raise dropped[next(iter(families[1][0][1].members))]  # No majority: nothing says who is right.
     chosen = [cohort for _, cohort in families[0]] if families else []
     if len(chosen) > 1 and isinstance(request.target, Prepared):
-        # The description of those that have most of what is wanted is the state's.
+        # The first cohort describes the state: put the one first that has most of the target's leaves.
         wanted = set(trees.paths(request.target.root))
         chosen.sort(key=lambda cohort: -len(wanted & cohort.numbers.keys()))
     return Choice(chosen, {rank: offers[rank] for cohort in chosen for rank in cohort.members}, dropped)
@@ -85,7 +85,7 @@ def _count(family: Sequence[tuple[int | None, Cohort]]) -> int:
 
 
 def lacking(cohorts: Sequence[Cohort], request: Request) -> list[str]:
-    """Leaves of the target that get nothing from these sources, under the rules if there are any."""
+    """Leaves of the target that get nothing from these sources, after the rules if there are any."""
     target, rules = request.target, request.options.map_path
     if not isinstance(target, Prepared) or target.target is None:
         return []
@@ -99,13 +99,13 @@ def lacking(cohorts: Sequence[Cohort], request: Request) -> list[str]:
 
 
 def would_bring(manifest: Manifest, cohorts: Sequence[Cohort], request: Request) -> list[str]:
-    """Leaves of the target that get something only if a source of this manifest is there too."""
+    """Leaves of the target that get something only if a source with this manifest is used too."""
     with_it = lacking([*cohorts, Cohort(manifest, {})], request)
     return sorted(set(lacking(cohorts, request)).difference(with_it))
 
 
 def why_not(rank: int, offer: Offer, accepted: Accepted, request: Request) -> TransfuseError | None:
-    """Why a source that comes after it has been decided is not used, if it is not."""
+    """Why a source that offers after the decision is not used; None if it is used."""
     try:
         check(offer, request)
     except TransfuseError as mismatch:
@@ -114,11 +114,14 @@ def why_not(rank: int, offer: Offer, accepted: Accepted, request: Request) -> Tr
     if offer.step != decided.step:
         return SourcesDiffer(f"source {rank} offers another state than the others: {_steps(decided.step, offer.step)}")
     if not accepted.shares.joinable:
-        return SourcesDiffer(f"source {rank} came late: it had been decided already what each of the others brings")
+        return SourcesDiffer(f"source {rank} came late: the receiver had already decided what each of the others sends")
     if (offer.digest, offer.coordinates) != (decided.digest, decided.coordinates):
-        return SourcesDiffer(f"source {rank} came late and offers another state than the others, or shard of it")
+        return SourcesDiffer(f"source {rank} came late and offers another state or another shard than the others")
     if offer.parcel_bytes < accepted.parcel_bytes:
-        return SourcesDiffer(f"source {rank} came late and offers smaller parcels than the others")
+        return SourcesDiffer(
+            f"source {rank} came late and offers parcels of {offer.parcel_bytes} bytes, smaller than the "
+            f"{accepted.parcel_bytes} bytes that were decided on"
+        )
     return None
 
 
@@ -127,7 +130,7 @@ def _steps(one: int | None, other: int | None) -> str:
 
 
 def _difference(one: tuple[int | None, Cohort], other: tuple[int | None, Cohort], request: Request) -> str | None:
-    """In what two cohorts are not of the same state; None if they complete each other."""
+    """How two cohorts differ; None if they describe one state or complete each other."""
     if one[0] != other[0]:
         return _steps(one[0], other[0])
     mine, theirs = one[1], other[1]
@@ -137,7 +140,7 @@ def _difference(one: tuple[int | None, Cohort], other: tuple[int | None, Cohort]
             return found
         if mine.numbers.keys() == theirs.numbers.keys():
             return None
-        # Parts of one state (stages of a pipeline), unless each has all that the target wants.
+        # Different leaves: parts of one state (stages of a pipeline), unless each cohort has all leaves of the target.
         if request.late is not None or request.options.map_path is not None:
             return None
         if isinstance(request.target, Prepared) and request.target.target is not None:
@@ -150,7 +153,7 @@ def _difference(one: tuple[int | None, Cohort], other: tuple[int | None, Cohort]
 
 
 def first_difference(one: Manifest, other: Manifest) -> str:
-    """In what two manifests that are not the same differ first."""
+    """The first difference between two manifests that are not the same."""
     for i, (mine, theirs) in enumerate(zip(one.paths, other.paths, strict=False)):
         if mine != theirs:
             return f"leaf {i} is {mine} in one and {theirs} in the other"
@@ -164,7 +167,7 @@ def first_difference(one: Manifest, other: Manifest) -> str:
 
 
 def _leaf(manifest: Manifest, leaf: int) -> str:
-    """A leaf in a few words."""
+    """A short description of a leaf."""
     words = []
     for part in range(*manifest.first_parts[leaf : leaf + 2].tolist()):
         p = manifest.parts

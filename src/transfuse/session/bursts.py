@@ -1,8 +1,8 @@
-"""Bursts: parcels under way on one line, several bursts at a time, each followed by a record and answered by one.
+"""Bursts: parcels under way on one channel. A record follows each burst, and the receiver answers it with a record.
 
-Both ends post in one order, for backends that know no other. With ``ahead`` bursts under way: burst 0, sent 0, …
-burst ahead - 1, sent ahead - 1, got 0, burst ahead, sent ahead, got 1, … So whoever cancels still completes what the
-other end may have posted already.
+Several bursts are under way at a time. Both ends post in the same order, since some backends match messages by order
+alone. With ``ahead`` bursts under way: burst 0, sent 0, … burst ahead - 1, sent ahead - 1, got 0, burst ahead, sent
+ahead, got 1, … So an end that cancels still completes the operations that the other end may have posted already.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Incoming", "Outgoing", "Shape", "Supply"]
 
 
 class Shape(NamedTuple):
-    """How parcels are grouped and checked on a line. Both ends have the same."""
+    """How parcels are grouped and checked on a channel. Both ends derive the same shape."""
 
     most: Most
     ahead: int
@@ -44,26 +44,26 @@ class Shape(NamedTuple):
         if agreed.upstream is None and agreed.downstream is None:
             most = Most(want.burst_bytes, min(offer.staged_bytes, want.burst_bytes))
             return cls(most, offer.bursts_ahead, want.digests)
-        # In a chain whatever has arrived goes on at once: a parcel at a time, and more of them under way.
+        # In a chain each parcel is passed on as soon as it has arrived: bursts of one parcel, more of them under way.
         parcel = want.parcel_bytes
         return cls(Most(parcel, parcel), Sizes.chain_ahead(parcel), want.digests)
 
 
 @dataclass(frozen=True)
 class Supply:
-    """Where outgoing parcels come from, and what their owner says about them."""
+    """Where outgoing parcels come from, with their digests and rate limit."""
 
     memory: Places
     digest: Callable[[int, torch.Tensor], int]
-    #: Waits until these parcels can be sent, or says why they never will.
+    #: Waits until these parcels can be sent, or returns why they never can.
     ready: Callable[[Sequence[int]], BaseException | None] = lambda _: None
-    #: Told what the receiver asks for while parcels are under way.
+    #: Called with the parcels that the receiver asks for while others are under way.
     count_more: Callable[[range], object] = lambda more: None
     rate_limit: RateLimit = field(default_factory=lambda: RateLimit(None))
 
 
 class _Sending(NamedTuple):
-    """A burst under way: its sends and its record's, the staging buffers they use, and how many bytes it carries."""
+    """A burst under way: the sends of its parcels and record, the staging buffers in use, and its payload in bytes."""
 
     posted: list[Posted]
     buffers: list[torch.Tensor]
@@ -71,7 +71,7 @@ class _Sending(NamedTuple):
 
 
 class Outgoing:
-    """Sends parcels from a supply, and hears the answers."""
+    """Sends parcels from a supply, and reads the receiver's answers."""
 
     def __init__(
         self,
@@ -91,18 +91,19 @@ class Outgoing:
         self._staging = Staging(shape.most.staged_bytes, channel.group.device)
         self._caller = caller
         self._progress = progress
-        #: Whether the parcels' own memory stays out of the backend's hands, so that a silent peer can be left.
+        #: Whether parcels are always copied to staging, so that the backend never holds their own memory and a silent
+        #: peer can be abandoned.
         self._always_staged = always_staged
         self._flying: deque[_Sending] = deque()
         self._left = False
         self._memory_lock = threading.Lock()
-        #: What has been sent.
+        #: How many bytes and parcels have been sent.
         self.nbytes = self.parcels = 0
-        #: What went wrong here and the receiver has not been told yet.
+        #: An error of this end that the receiver has not been told yet.
         self.failure: BaseException | None = None
 
     def leave(self) -> None:
-        """From another thread: the peer is silent. The memory is not looked at from here any more."""
+        """Abandon a silent peer, from another thread. After this call, ``send`` does not read the parcels' memory."""
         with self._memory_lock:
             self._left = True
         self._channel.abandon()
@@ -115,11 +116,11 @@ class Outgoing:
             if sent < min(end, len(rounds)) and len(self._flying) < self._shape.ahead:
                 stopping = self._post(rounds[sent])
                 if cause is None and stopping is not None:
-                    # The receiver may have posted so many, those that it has just asked for included.
+                    # The receiver may have posted receives for this many bursts: complete them, then stop.
                     cause, end = stopping, sent + self._shape.ahead
                 sent += 1
             elif not self._flying or (cause is not None and sent - len(self._flying) + self._shape.ahead >= end):
-                break  # What is still under way says that it is cancelled, and is not answered.
+                break  # The records of the bursts still under way say cancel: the receiver does not answer them.
             else:
                 rounds += parcels.bursts(self._cut, self._hear_answer(), self._shape.most)
         if cause is not None:
@@ -127,14 +128,14 @@ class Outgoing:
             raise cause
 
     def _hear_answer(self) -> Sequence[int]:
-        """The receiver's record about the oldest burst; the parcels that it asks for in addition."""
+        """Read the receiver's answer to the oldest burst; return the further parcels that it asks for."""
         answer = Answer(Intent.GO_ON)
         try:
             header, _ = self._channel.expect(Message.GOT)
             answer = Answer.of(header.note)
         except ProtocolError as error:
-            # The receiver has receives for parcels posted: no refusal may meet these. Cancel with the next record; if
-            # there is none, after its verdict.
+            # The receiver may have posted receives for parcels, and a refusal must not arrive in them. So cancel with
+            # the next record or, if there is none, after the receiver's verdict.
             self.failure = self.failure or error
         burst = self._flying.popleft()
         for posted in burst.posted:
@@ -155,7 +156,7 @@ class Outgoing:
         return more
 
     def _post(self, numbers: Sequence[int]) -> BaseException | None:
-        """Post a burst and the record after it; why this end stops with it, if it does."""
+        """Post a burst and the record after it. Return why this end stops with this burst, or None."""
         burst = _Sending([], [], int(self._cut.payload[np.asarray(numbers, dtype=np.int64)].sum()))
         self.failure = self.failure or self._supply.ready(numbers)
         if self.failure is None:
@@ -166,10 +167,10 @@ class Outgoing:
             if buffer is not None:
                 burst.buffers.append(buffer)
             if self._shape.digests:
-                # First, so that the backend finds the bytes in the cache.
+                # Hash before posting, so that the backend finds the bytes in the cache.
                 digests.append(self._supply.digest(number, data) if self.failure is None else 0)
             burst.posted.append(self._channel.post_send(data))
-        # Decided now, not before: a parcel that could not be packed must not pass for one that could.
+        # Decide only now: if a parcel could not be packed, the record must say cancel.
         cause = self._caller.cause or self.failure
         burst.posted.append(self._channel.post_sent(Intent.CANCEL if cause else Intent.GO_ON, digests))
         self._flying.append(burst)
@@ -178,13 +179,13 @@ class Outgoing:
         return cause
 
     def _fetch(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A parcel's bytes on the wire's device, and the staging buffer that holds them, if any."""
+        """A parcel's bytes on the wire's device, and the staging buffer that holds them, or None."""
         size, buffer = int(self._cut.nbytes[number]), None
         try:
             with self._memory_lock:
                 if self._left:
                     raise PeerLost(
-                        self._channel.peer, f"rank {self._channel.peer} was silent for too long and was left"
+                        self._channel.peer, f"rank {self._channel.peer} was silent for too long and was abandoned"
                     )
                 if self.failure is None:
                     direct = packing.as_bytes(self._supply.memory, self._cut, number, self._channel.group.device)
@@ -196,7 +197,7 @@ class Outgoing:
                     return packing.pack(self._supply.memory, self._cut, number, buffer), buffer
         except Exception as error:
             self.failure = error
-        # The burst has been promised: complete it, and cancel with its record.
+        # The receiver expects this burst: send it with any bytes, and cancel with its record.
         buffer = self._staging.take(size) if buffer is None else buffer
         return buffer[:size], buffer
 
@@ -206,14 +207,14 @@ def nothing_more() -> tuple[int, Sequence[int]]:
 
 
 class _Receiving(NamedTuple):
-    """A burst under way: for each parcel its number, its receive, and the staging buffer if it has one."""
+    """A burst under way: for each parcel its number, its receive and its staging buffer, if any; and the record."""
 
     parcels: list[tuple[int, Posted, torch.Tensor | None]]
     record: Posted
 
 
 class Incoming:
-    """Receives parcels, takes them to their places, and answers."""
+    """Receives parcels, writes them to the landing, and answers each burst."""
 
     def __init__(
         self,
@@ -234,26 +235,26 @@ class Incoming:
         self._staging = Staging(shape.most.staged_bytes, channel.group.device)
         self._caller = caller
         self._progress = progress
-        #: Told about each burst that has landed: its parcels, the source's digests of them, and which are wrong.
+        #: Called for each burst that has landed: its parcels, the source's digests, and the parcels that are wrong.
         self._landed = landed
         self._always_staged = always_staged
         self._failure: BaseException | None = None
-        #: Parcels of the last take whose digest is wrong.
+        #: Parcels of the last ``take`` that arrived with a wrong digest.
         self.wrong: list[int] = []
         self._left = False
         self._landing_lock = threading.Lock()
 
     def leave(self) -> None:
-        """From another thread: the peer is silent, others bring the rest. Nothing lands from here any more."""
+        """Abandon a silent peer, from another thread. After this call, nothing of it lands; others bring the rest."""
         with self._landing_lock:
             self._left = True
         self._channel.abandon()
 
     def take(self, numbers: Sequence[int], more: Callable[[], tuple[int, Sequence[int]]] = nothing_more) -> list[int]:
-        """Receive the bursts of these parcels; the numbers of those with a wrong digest.
+        """Receive these parcels in bursts. Return the numbers of the parcels that arrived with a wrong digest.
 
-        When all are under way, ``more`` says what to ask for in addition: the source's number of the first parcel,
-        and the numbers here of all, which follow each other at the source.
+        When all are under way, ``more`` says which further parcels to ask for. It returns the source's number of the
+        first one, and our numbers of all of them. At the source their numbers are consecutive.
         """
         channel = self._channel
         rounds = deque(parcels.bursts(self._cut, numbers, self._shape.most))
@@ -269,21 +270,23 @@ class Incoming:
             stopped = cause is not None or source_stops or intent is Intent.CANCEL
             with self._landing_lock:
                 if self._left and self._failure is None:
-                    # Others bring the rest: cancel here as for any other cause.
-                    self._failure = PeerLost(channel.peer, f"rank {channel.peer} was silent for too long and was left")
+                    # Other peers bring the rest. Cancel here, as for any other cause.
+                    self._failure = PeerLost(
+                        channel.peer, f"rank {channel.peer} was silent for too long and was abandoned"
+                    )
                 expected: Sequence[int | None] = digests or [None] * len(burst.parcels)
                 computed = [
                     self._land(*parcel, digest, keep=not stopped)
                     for parcel, digest in zip(burst.parcels, expected, strict=True)
                 ]
             if stopped:
-                # What was posted ahead is completed, and no longer answered.
+                # Complete the bursts that were posted ahead, without answering them.
                 source_stops = source_stops or cause is None
                 continue
             brought = [number for number, _, _ in burst.parcels]
             bad: Sequence[int] = ()
             if self._shape.digests:
-                # Digests that are damaged themselves fit nothing.
+                # If the digests themselves arrived damaged, every parcel of the burst counts as wrong.
                 sent = digests or [~digest for digest in computed]
                 bad = [n for n, mine, theirs in zip(brought, computed, sent, strict=True) if mine != theirs]
                 wrong += bad
@@ -296,7 +299,7 @@ class Incoming:
             try:
                 channel.send(Message.GOT, note=Answer(intent, first, len(further)).note)
             except PeerError:
-                # With nothing more to come, a source that is gone by now no longer matters.
+                # If this was the last burst, it does not matter that the source is gone.
                 if rounds or cause is not None:
                     raise
             if rounds and cause is None:
@@ -336,9 +339,9 @@ class Incoming:
     def _land(
         self, number: int, posted: Posted, buffer: torch.Tensor | None, expected: int | None, *, keep: bool
     ) -> int:
-        """Take one parcel, which is here, to its places; the digest of what lies there then.
+        """Write one parcel that has arrived to its places. Return the digest of the bytes that lie there afterwards.
 
-        Where items are converted it is the digest of what has arrived, and only what is right is converted.
+        A parcel whose items are converted is hashed before it is converted, and is written only if its digest is right.
         """
         data = posted.wait()
         try:
@@ -359,12 +362,12 @@ class Incoming:
                     landed = packing.pack(self._landing, self._cut, number, buffer) if self._shape.digests else data
                 else:
                     landed.copy_(data)
-                data = landed  # The digest is of what lies there, not of what was copied from.
+                data = landed  # Hash the bytes where they landed, not the staging copy.
             return digest_of(data) if self._shape.digests else 0
         except Exception as error:
             if not isinstance(error, TransfuseError):
                 peer = self._channel.peer
-                error = ProtocolError(peer, f"rank {peer} sent data that cannot be put in its place: {error}")
+                error = ProtocolError(peer, f"rank {peer} sent data that cannot be written to its targets: {error}")
             self._failure = self._failure or error
             return 0
         finally:

@@ -1,4 +1,4 @@
-"""One call of a transport: its :class:`Context`, which both ends have, and a receive's :class:`Request`."""
+"""One call of a transport: its :class:`Context` (both ends have one), and the :class:`Request` of a receive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Context", "Request"]
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """In what a call is made, and whom it tells how it goes."""
+    """What all conversations of one call share: limits, timeout, report and progress."""
 
     #: The peers, as ranks within the group.
     ranks: tuple[int, ...]
@@ -31,25 +31,26 @@ class Context:
     timeout: float
     caller: Caller
     report: Report
-    #: How far the transfer with each peer is, and a function that shows it.
+    #: How far the transfer with each peer is, and a function that shows this progress.
     progress: dict[int, Progress]
     show: Callable[[], object] = lambda: None
-    #: The group's peers can only be talked to one after the other.
+    #: Whether the group allows conversations with its peers only one after another.
     one_by_one: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a receive is asked for."""
+    """What the caller of a receive asks for."""
 
     step: int | None = None
-    #: The state_dict callback's tree (later prepared), or None to receive fresh; ``failure`` if the callback raised.
+    #: The tree that the ``state_dict`` callback returned (later prepared), or None to receive fresh tensors.
+    #: ``failure`` is what the callback raised.
     target: object | None = None
     failure: BaseException | None = None
-    #: Instead of a target: called with what there is, says what of it goes where.
+    #: Instead of a target: a function that gets the catalogue of all leaves and chooses the targets.
     late: Late | None = None
-    #: What an earlier receive has left.
+    #: What an earlier, failed receive left.
     resume: Partial | None = None
-    #: Sources that the caller named and that cannot even be asked, and why.
+    #: Sources that the caller named but that cannot be reached, and why.
     absent: Mapping[str, BaseException] = field(default_factory=dict)
     options: Options = field(default_factory=Options)

@@ -1,7 +1,7 @@
-"""The ledger of a receive: which parcels are here and who brought them, who owes which, and which are still wanted.
+"""The ledger of a receive: which parcels have landed, which source brought each, and which source owes the others.
 
-A neighbour in a chain brings parcels for a source. It owes them as any source does; what it has brought still counts as
-the source's, which is asked whether that holds.
+A source *owes* a parcel that it has been asked for. A neighbour in a chain owes parcels as a source does, and brings
+them on behalf of a source. These parcels count as the source's: at the end the source is asked whether they still hold.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from transfuse.state.tensors import Bools, Ints
 
 __all__ = ["Ledger"]
 
-#: Instead of a rank: nobody has been asked; it was here before.
+#: In place of a rank: nobody has been asked for the parcel; the parcel, or something in its place, was here before.
 NOBODY, KEPT = -1, -2
 
 
 class Ledger:
-    """Columns of all parcels. Every entry is made under ``changed``, which is notified."""
+    """One column entry per parcel. Every change is made under ``changed``, and waiters are notified."""
 
     def __init__(self, nbytes: Ints, changed: threading.Condition) -> None:
         self._changed = changed
         self._nbytes = nbytes
-        #: Who owes a parcel, or brought it, or compares it.
+        #: The rank that owes, brought or compares each parcel; or NOBODY, or KEPT.
         self._holder = np.full(len(nbytes), NOBODY, dtype=np.int64)
         self._landed: Bools = np.zeros(len(nbytes), dtype=bool)
-        #: Parcels of which something was here before, and that no source has compared with its own yet.
+        #: Parcels that may have been here before, and that no source has compared with its own yet.
         self._uncompared: Bools = np.zeros(len(nbytes), dtype=bool)
-        #: Neighbours in a chain, and the source for which each brings parcels.
+        #: For each neighbour in a chain: the source on whose behalf it brings parcels.
         self._sources: dict[int, int] = {}
-        #: Where parcels are passed on: whether something has arrived, right or wrong, and the source's digests.
+        #: Only if this receiver passes parcels on: whether each has arrived, right or wrong, and the source's digest.
         self._arrived: Bools = np.zeros(0, dtype=bool)
         self._digests = np.zeros(0, dtype=np.uint64)
         #: Why no more parcels come.
@@ -48,32 +48,32 @@ class Ledger:
 
     @property
     def landed(self) -> Bools:
-        """Which parcels are here, and as they should be."""
+        """Which parcels are here and right."""
         with self._changed:
             return self._landed.copy()
 
     @property
     def uncompared(self) -> Bools:
-        """Which parcels may be here already."""
+        """Which parcels may be here already, but have not been compared."""
         with self._changed:
             return self._uncompared.copy()
 
-    # -- what was here before
+    # -- parcels that were here before
 
     def keep(self, numbers: Sequence[int] | Ints) -> None:
-        """Something is here that may be these. It is wanted from nobody until it has been compared."""
+        """These parcels may be here already. They are asked for only if a comparison finds them different."""
         with self._changed:
             chosen = np.asarray(numbers, dtype=np.int64)
             self._holder[chosen] = KEPT
             self._uncompared[chosen] = True
 
     def take_uncompared(self, rank: int, nbytes: float, among: Bools | None = None) -> Sequence[int]:
-        """Let a source compare parcels of about so many bytes; their numbers."""
+        """Assign about ``nbytes`` of uncompared parcels to ``rank``, to compare; return their numbers."""
         with self._changed:
             return self._give(rank, self._uncompared & (self._holder == KEPT), nbytes, among)
 
     def compared(self, rank: int, numbers: Sequence[int], same: Bools) -> None:
-        """A source has said which of the parcels that it compared are as it has them."""
+        """Record a comparison: ``same[i]`` says whether our parcel ``numbers[i]`` equals the source's."""
         with self._changed:
             chosen = np.asarray(numbers, dtype=np.int64)
             mine = (self._holder[chosen] == rank) & self._uncompared[chosen]
@@ -85,14 +85,14 @@ class Ledger:
 
     @property
     def kept_bytes(self) -> int:
-        """How much was here before and is as it should be."""
+        """Bytes of the parcels that were here before and are right."""
         with self._changed:
             return int(self._nbytes[self._landed & (self._holder == KEPT)].sum())
 
-    # -- what sources bring
+    # -- parcels that sources bring
 
     def take(self, rank: int, nbytes: float, among: Bools | None = None) -> Sequence[int]:
-        """Let a source owe wanted parcels of about so many bytes, one at least if there is any; their numbers."""
+        """Assign about ``nbytes`` of unassigned parcels to ``rank``, at least one if any; return their numbers."""
         with self._changed:
             return self._give(rank, (self._holder == NOBODY) & ~self._landed, nbytes, among)
 
@@ -111,7 +111,7 @@ class Ledger:
         return taken
 
     def take_run(self, rank: int, nbytes: float, order: Ints | None = None) -> range:
-        """The same for parcels that follow each other, in the ``order`` in which the source numbers those it holds."""
+        """As ``take``, for consecutive parcels in ``order``, the source's numbering of the parcels that it holds."""
         with self._changed:
             wanted = (self._holder == NOBODY) & ~self._landed
             wanted = wanted if order is None else wanted[order]
@@ -124,9 +124,10 @@ class Ledger:
             return range(first, first + length)
 
     def land(self, rank: int, numbers: Sequence[int], wrong: Sequence[int] = (), digests: Sequence[int] = ()) -> None:
-        """A source has brought these, some of them ``wrong``. What it no longer owes does not count: another brings it.
+        """Record that ``rank`` has brought these parcels, and that those in ``wrong`` had a wrong digest.
 
-        ``digests`` are the source's, if it sent any.
+        Parcels that ``rank`` no longer owes are ignored: another source brings them. ``digests`` are the source's, if
+        it sent any.
         """
         with self._changed:
             chosen = np.asarray(numbers, dtype=np.int64)
@@ -142,21 +143,21 @@ class Ledger:
             self._changed.notify_all()
 
     def give_back(self, rank: int) -> None:
-        """A source or neighbour does not bring what it owes: that is wanted again, or compared by another."""
+        """Release the parcels that ``rank`` owes: others may be asked for them, or may compare them."""
         with self._changed:
             owed = self._is_from(rank) & ~self._landed
             self._holder[owed] = np.where(self._uncompared[owed], KEPT, NOBODY)
             self._changed.notify_all()
 
     def disown(self, rank: int) -> None:
-        """What this source has brought does not count."""
+        """Discard everything that this source has brought: these parcels are wanted again."""
         with self._changed:
             theirs = self._is_from(rank)
             self._landed[theirs], self._holder[theirs] = False, NOBODY
             self._changed.notify_all()
 
     def _is_from(self, rank: int) -> Bools:
-        """For each parcel, whether a source owes or brought it, itself or through a neighbour."""
+        """For each parcel, whether ``rank`` owes or brought it, directly or through a neighbour."""
         theirs: Bools = self._holder == rank
         for neighbour, source in self._sources.items():
             if source == rank:
@@ -166,21 +167,21 @@ class Ledger:
     # -- chains
 
     def hand_over(self, rank: int, neighbour: int, numbers: Sequence[int]) -> None:
-        """A neighbour brings what a source owes of these."""
+        """Let ``neighbour`` owe those of these parcels that ``rank`` owes."""
         with self._changed:
             self._sources[neighbour] = rank
             chosen = np.asarray(numbers, dtype=np.int64)
             self._holder[chosen[self._holder[chosen] == rank]] = neighbour
 
     def keep_digests(self) -> None:
-        """From now on parcels are passed on as they arrive, with the source's digests."""
+        """Record arrivals and the source's digests from now on: this receiver passes parcels on."""
         with self._changed:
             self._arrived, self._digests = np.zeros(len(self), dtype=bool), np.zeros(len(self), dtype=np.uint64)
 
     def wait_for(self, numbers: Sequence[int]) -> BaseException | None:
-        """Wait until something has arrived for each of these, right or wrong; or why no more comes.
+        """Wait until each of these parcels has arrived, right or wrong. Return why no more parcels come, or None.
 
-        Whoever gets a wrong one next compares it too.
+        A wrong parcel may be passed on: the next receiver compares the source's digest too.
         """
         with self._changed:
             while not self._arrived[numbers].all():
@@ -194,20 +195,20 @@ class Ledger:
         return int(self._digests[number])
 
     def close(self, cause: BaseException) -> None:
-        """No more parcels come."""
+        """Wake all that wait for parcels: no more come, for this cause."""
         with self._changed:
             self._closed = self._closed or cause
             self._changed.notify_all()
 
-    # -- accounts
+    # -- totals
 
     def bytes_from(self, rank: int) -> int:
-        """How much a source has brought."""
+        """Bytes that a source has brought."""
         with self._changed:
             return int(self._nbytes[self._landed & self._is_from(rank)].sum())
 
     def bytes_with(self, rank: int) -> int:
-        """How much a source has brought or owes."""
+        """Bytes that a source has brought or owes."""
         with self._changed:
             return int(self._nbytes[self._is_from(rank) & ~self._uncompared].sum())
 

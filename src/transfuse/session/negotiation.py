@@ -1,13 +1,14 @@
-"""Negotiation: from the sources' offers to the moment at which the receive is decided.
+"""Negotiation: from the sources' offers to the decision which sources are used, and for what.
 
-Every source is awaited, has offered, or is gone. An offer is known once its description is here: from the source
-itself, or from another source whose offer has the same likeness. A receive is right only because of one rule: **a
-decision is about offers that are all known, and about all of them.** The rule holds by construction:
-:meth:`Negotiation.next_turn` checks that every offer is known and copies the offers, in one step. An offer that comes
-later is not part of that decision.
+Every source is awaited, has offered, or is gone. An offer is *described* once the receiver has its description: from
+the source itself, or from another source whose offer has the same likeness. Correctness rests on one rule: **when the
+receiver decides, every offer that it has is described, and the decision is about all of these offers.** The rule holds
+by construction: :meth:`Negotiation.next_turn` checks that every offer is described and copies the offers, in one step.
+An offer that comes later is not part of that decision.
 
-:class:`Negotiation` is a plain state machine: it has no lock, no clock and never waits. Its owner calls every method
-under one lock. :class:`Negotiator` is that owner: it lets the sources' conversations wait, describe, decide and plan.
+:class:`Negotiation` is a plain state machine: it has no lock and no clock, and never waits. Its owner calls every
+method under one lock. :class:`Negotiator` is that owner: it lets the sources' conversations wait, describe, decide and
+plan.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ logger = logging.getLogger("transfuse")
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do until something changes."""
+    """This conversation has nothing to do until something changes."""
 
 
 @dataclass(frozen=True)
 class Describe:
-    """Ask this conversation's source to describe its state, and hand in what it says."""
+    """Ask this conversation's source to describe its state, and hand the description in."""
 
 
 @dataclass(frozen=True)
 class Decide:
-    """Choose among these offers and plan, then say what came of it. Every one of them is described."""
+    """Choose among these offers and plan, then report the outcome. Every offer here is described."""
 
     offers: dict[int, Offer]
     described: dict[bytes, Described]
@@ -62,7 +63,7 @@ class Decide:
 
 @dataclass(frozen=True)
 class Done:
-    """It has been decided, without this source's offer (``late``) or with it; or this source is not used."""
+    """The decision stands, with this source's offer or without it (``late``); or this source is not used."""
 
     late: bool = False
 
@@ -71,37 +72,37 @@ Turn = Wait | Describe | Decide | Done
 
 
 class Negotiation:
-    """Who has offered what, who describes it, and when it is decided."""
+    """Tracks who has offered what and who is asked to describe it, and says when to decide."""
 
     def __init__(self, ranks: Iterable[int], patience: float) -> None:
-        #: Sources of which nothing has been heard yet.
+        #: Sources that have neither offered nor been lost.
         self.awaited = set(ranks)
-        #: What each source that is here has offered.
+        #: The offer of each source that is here.
         self.offers: dict[int, Offer] = {}
         #: Sources that are not used, and why.
         self.dropped: dict[int, TransfuseError] = {}
-        #: Whether a decision failed because the sources that had offered do not hold everything.
+        #: Whether a decision failed because the sources that had offered did not hold everything.
         self.uncovered = False
         #: Sources that are gone, and why.
         self.gone: dict[int, BaseException] = {}
-        #: The likeness that each source has ever offered.
+        #: The likeness of each source's offer, also of sources that are gone.
         self._likenesses: dict[int, bytes] = {}
-        #: How long awaited sources hold up the decision, and until when that is.
+        #: How many seconds the decision waits for awaited sources after the first offer, and when that time ends.
         self._patience = patience
         self._decide_at = float("inf")
-        #: For each likeness: the description, or the source that is being asked for one.
+        #: For each likeness: the description; and, until it is here, the source that has been asked for it.
         self._described: dict[bytes, Described] = {}
         self._asked: dict[bytes, int] = {}
-        #: The decision that somebody is working on.
+        #: The decision that a conversation is working on, if any.
         self._deciding: Decide | None = None
-        #: The sources that the last decision was about; of the decision that stands, if there is one.
+        #: The sources whose offers the last decision considered. If a decision stands, it is that one.
         self._considered: frozenset[int] = frozenset()
         self._decided = False
 
-    # -- what conversations say
+    # -- events that conversations report
 
     def hand_in(self, rank: int, offer: Offer, now: float) -> None:
-        """A source has offered. One that was given up before does not count any more."""
+        """Record a source's offer. The offer of a source that is already given up is ignored."""
         self.awaited.discard(rank)
         self._likenesses[rank] = offer.likeness
         if rank not in self.gone:
@@ -109,23 +110,23 @@ class Negotiation:
             self._decide_at = min(self._decide_at, now + self._patience)
 
     def hand_in_description(self, rank: int, described: Described) -> None:
-        """The source that was asked to describe its state has done so. What it says is right even if it is gone now."""
+        """Record the description that a source was asked for. It stays valid even if the source is gone by now."""
         likeness = described.offer.likeness
         self._described.setdefault(likeness, described)
         if self._asked.get(likeness) == rank:
             del self._asked[likeness]
 
     def lose(self, rank: int, error: BaseException) -> None:
-        """A source is gone. If it was asked for a description, another is."""
+        """Record that a source is gone. If it was asked for a description, another source will be."""
         self.gone.setdefault(rank, error)
         self.awaited.discard(rank)
         self.offers.pop(rank, None)
         self._asked = {likeness: asked for likeness, asked in self._asked.items() if asked != rank}
 
-    # -- what they are to do
+    # -- what conversations do next
 
     def next_turn(self, rank: int, now: float) -> Turn:
-        """What the conversation with this source has to do next."""
+        """What the conversation with this source does next."""
         if rank in self.dropped or rank in self.gone:
             return Done()
         if self._decided:
@@ -145,42 +146,42 @@ class Negotiation:
             return False
         if not self.awaited:
             return True
-        # A decision that failed is worth another try only with other offers.
+        # After a failed decision, decide again only if the offers have changed.
         return now >= self._decide_at and self.offers.keys() != self._considered
 
-    # -- what has been decided
+    # -- outcomes of a decision
 
     def may_still_change(self) -> bool:
-        """Whether sources are awaited, or have offered since the offers for the decision were copied."""
+        """Whether sources are still awaited, or have offered since the decision copied the offers."""
         return bool(self.awaited or self.offers.keys() - self._considered)
 
     def unused(self, dropped: Mapping[int, TransfuseError]) -> Iterator[tuple[int, BaseException, Manifest | None]]:
-        """The sources that a decision which drops these does without: why, and what they hold, if that is known."""
+        """The sources that are not used if ``dropped`` are dropped: rank, cause, and manifest if known."""
         for rank, why in {**self.gone, **self.dropped, **dropped}.items():
             described = self._described.get(self._likenesses.get(rank, b""))
             yield rank, why, None if described is None else described.manifest
 
     def decide(self, *, dropped: Mapping[int, TransfuseError], stands: bool) -> None:
-        """The decision is taken. It ``stands`` if any of the sources were chosen; otherwise others may still come."""
+        """Record a decision. It ``stands`` if it chose any source; otherwise other sources may still come."""
         self.dropped.update(dropped)
         for rank in dropped:
             self.offers.pop(rank, None)
         self._deciding, self._decided = None, stands
 
     def postpone(self) -> None:
-        """The sources that have offered do not hold everything, but others may."""
+        """Record that the decision failed: these sources do not hold everything, but others may."""
         self._deciding, self.uncovered = None, True
 
 
 class _TooEarly(NotCovered):
-    """Sources that are still awaited may hold what is lacking."""
+    """The sources so far lack something that sources still awaited may hold."""
 
 
 class Negotiator:
-    """Takes the sources' offers to a plan. Every method may be called from any conversation's thread.
+    """Makes a plan from the sources' offers. Any conversation's thread may call every method.
 
-    ``roster.changed`` guards the negotiation and what came of it: ``accepted`` and ``ledger``, which are set once.
-    ``request`` changes before there is a plan: under ``_preparing``, and by whoever decides, of which there is one.
+    ``roster.changed`` guards the negotiation and its outcome: ``accepted`` and ``ledger``, which are set once.
+    ``request`` changes only before there is a plan: under ``_preparing``, and by the one thread that decides.
     """
 
     def __init__(self, roster: Roster, request: Request, context: Context) -> None:
@@ -192,18 +193,18 @@ class Negotiator:
         self._one_by_one = context.one_by_one
         self._preparing = threading.Lock()
         self._prepared = False
-        # Who asks for what there is wants to hear of all of it.
+        # With ``late`` the caller chooses from a catalogue of all leaves: wait longer for all sources.
         patience = Patience(context.timeout)
         seconds = patience.decision(asks_for_all=request.late is not None, one_by_one=context.one_by_one)
         self.negotiation = Negotiation(roster.ranks, seconds)
-        #: The plan, once there is one, and which parcels of it are here.
+        #: The plan and its ledger, once decided.
         self.accepted: Accepted | None = None
         self.ledger: Ledger | None = None
-        #: Parcels that an earlier receive has left.
+        #: Which parcels an earlier receive left, or False if this receive does not resume.
         self.resumed: Bools | bool = False
 
     def prepare(self, channel: Channel) -> None:
-        """Take the target apart, once, while the sources describe their states."""
+        """Describe the target, once, while the sources describe their states."""
         with self._preparing:
             if self._prepared or self.request.failure is not None:
                 return
@@ -215,9 +216,9 @@ class Negotiator:
                     self.request = replace(self.request, failure=error)
 
     def agree(self, channel: Channel, offer: Offer, describe: Callable[[], Offer]) -> None:
-        """Hand in an offer, and wait until it is known what the sources agree on. :meth:`check` says whether this does.
+        """Hand in an offer, and wait for the decision. :meth:`check` then says whether this source is used.
 
-        If nobody has described this state yet, the source is asked to.
+        If no source has described this state yet, ``describe`` asks this one to.
         """
         rank, changed = channel.peer, self._roster.changed
         with changed:
@@ -240,25 +241,25 @@ class Negotiator:
             self._roster.check(rank)
 
     def covered_by(self, ranks: set[int]) -> bool:
-        """Whether these sources hold everything that is not here yet. Under the lock, once there is a plan."""
+        """Whether these sources hold all parcels that have not landed. Call it under the lock, once there is a plan."""
         assert self.accepted is not None
         assert self.ledger is not None
         return bool((self.ledger.landed | self.accepted.shares.covered_by(frozenset(ranks))).all())
 
     def look_for_orphans(self, rank: int, error: BaseException) -> None:
-        """End the receive if nobody else has what a lost source was to bring. Under the lock."""
+        """End the receive if no other source holds a parcel that the lost source held. Call it under the lock."""
         roster = self._roster
         if self.accepted is None or roster.failure is not None or not roster.several:
             return
         if self.accepted.shares.joinable:
-            return  # One that comes late may have it. If nobody does, the receive ends with all causes.
+            return  # A source that comes late may hold it. If none comes, the receive fails with all causes.
         if not self.covered_by(roster.present) and isinstance(error, TransfuseError):
             roster.failure = ReceiveFailed({rank: error}, alone=True)
 
     # -- turns
 
     def _next_turn(self, channel: Channel) -> Describe | Decide | Done:
-        """Wait until this conversation has to do something for all of them, or it has been decided."""
+        """Wait until this conversation has to describe or decide, or until the decision stands."""
         rank, roster = channel.peer, self._roster
         with channel.resting(), roster.changed:
             roster.progress[rank].phase = Phase.PLAN.doing
@@ -272,7 +273,7 @@ class Negotiator:
                 roster.changed.wait(Patience.SLICE_SECONDS)
 
     def _describe(self, channel: Channel, describe: Callable[[], Offer]) -> None:
-        """Ask this source what its state is like."""
+        """Ask this source for its description, and hand it in."""
         roster = self._roster
         with roster.abandonable(channel, channel.abandon if roster.several else None):
             whole = describe()
@@ -282,7 +283,7 @@ class Negotiator:
             roster.changed.notify_all()
 
     def _compare_late(self, rank: int, offer: Offer) -> None:
-        """An offer that comes after the others have been agreed on."""
+        """Decide whether to use a source whose offer came after the decision."""
         assert self.accepted is not None
         error = agreement.why_not(rank, offer, self.accepted, self.request)
         if error is not None:
@@ -293,7 +294,7 @@ class Negotiator:
     # -- the decision
 
     def _decide(self, turn: Decide) -> None:
-        """Choose the sources that agree, and plan. In the thread of the first conversation that finds it due."""
+        """Choose the sources that agree, and plan. Runs in the thread of the first conversation that finds it due."""
         roster, plan = self._roster, None
         dropped: Mapping[int, TransfuseError] = {}
         try:
@@ -319,12 +320,12 @@ class Negotiator:
                 roster.report.step = self.accepted.offer.step if self.request.step is None else self.request.step
                 roster.present = choice.offers.keys() & self.negotiation.offers.keys()
                 for rank in choice.offers.keys() & self.negotiation.gone.keys():
-                    # It was lost while it was planned what it brings.
+                    # This source was lost while the plan was made.
                     self.look_for_orphans(rank, self.negotiation.gone[rank])
             roster.changed.notify_all()
 
     def _postpone_or_fail(self, error: NotCovered, dropped: Mapping[int, TransfuseError]) -> None:
-        """The sources that were chosen do not hold everything. Others that come, or came meanwhile, may."""
+        """The chosen sources do not hold everything: wait for other sources if any may come, or fail."""
         with self._roster.changed:
             hope = isinstance(error, _TooEarly) or self.negotiation.may_still_change()
             if hope and not self._one_by_one:
@@ -336,12 +337,12 @@ class Negotiator:
             self._roster.fail(error)
 
     def _accept(self, choice: agreement.Choice, described: dict[bytes, Described]) -> Accepted:
-        """Plan, going on from what an earlier receive has left if that is possible."""
+        """Make the plan, and resume from an earlier receive if that is possible."""
         first = described[choice.offers[next(iter(choice.cohorts[0].members))].likeness].offer
         parcel_bytes = min(offer.parcel_bytes for offer in choice.offers.values())
         resume = self.request.resume
         if resume is not None and not self._continues(resume, first, parcel_bytes):
-            logger.warning("the sources offer another state than the one to be resumed: everything is fetched")
+            logger.warning("the sources offer another state than the one to resume: everything is fetched")
             self.request = replace(self.request, resume=None)
             resume = None
         fine = self._fine(first, parcel_bytes) if resume is None else resume.parcel_bytes
@@ -349,9 +350,9 @@ class Negotiator:
         return accept(choice.cohorts, choice.offers, first, self.request, self._context, fine)
 
     def _check_lacking(self, choice: agreement.Choice) -> None:
-        """Raise if a leaf of the target gets nothing from the chosen sources, but may from one that is not used.
+        """Raise if the chosen sources lack a leaf of the target that a source which is not used has, or may have.
 
-        A leaf that no source has at all keeps its value: ``strict`` is for those.
+        A leaf that no source has keeps its value, unless ``strict`` refuses it.
         """
         cohorts, request = choice.cohorts, self.request
         lacking = agreement.lacking(cohorts, request)
@@ -359,12 +360,12 @@ class Negotiator:
             return
         with self._roster.changed:
             if self.negotiation.may_still_change():
-                why = "over this group sources are heard one after another: name one that holds everything"
-                why = why if self._one_by_one else "no source that has come so far has it"
+                why = "this group talks with one source after another: name a source that holds everything"
+                why = why if self._one_by_one else "no source that has offered so far holds it"
                 raise _TooEarly([f"{path}: {why}" for path in lacking])
             unused = list(self.negotiation.unused(choice.dropped))
         blocks = [
-            f"{path}: {name} may hold it, but is not there: {why}"
+            f"{path}: {name} may hold it, but cannot be reached: {why}"
             for name, why in request.absent.items()
             for path in lacking
         ]
@@ -376,7 +377,7 @@ class Negotiator:
             raise NotCovered(blocks)
 
     def _fine(self, offer: Offer, parcel_bytes: int) -> int:
-        """A size of parcels that lets several sources end together, and their staging be within its bounds."""
+        """A parcel size that lets several sources end together and keeps their staging within its limit."""
         sizes = offer.described.storage_nbytes
         total = float(np.frombuffer(sizes[: len(sizes) // 8 * 8], dtype="<i8").astype(float).sum())
         return self._sizes.parcel(
@@ -393,9 +394,9 @@ class Negotiator:
         return same and resume.parcel_bytes <= parcel_bytes
 
     def _keep(self, accepted: Accepted) -> Ledger:
-        """Find what may be here already: what an earlier receive has left, or all that the targets hold.
+        """Make the ledger, and mark parcels that may be here already: left by an earlier receive, or in the targets.
 
-        Whether it is what the sources have, they will say.
+        A comparison with the sources' digests then shows which of these parcels are right.
         """
         cut, landing, resume = accepted.cut, accepted.landing, self.request.resume
         ledger = Ledger(cut.payload, self._roster.changed)
@@ -408,9 +409,9 @@ class Negotiator:
                 for number in np.flatnonzero(claimed).tolist():
                     landing.touch(range(int(cut.first[number]), int(cut.first[number] + cut.count[number])))
             else:
-                logger.warning("target or sources are others than those of the receive to be resumed: all is fetched")
+                logger.warning("the target or the plan differs from the receive to resume: everything is fetched")
         if self.request.options.delta:
-            if self.resumed is False:  # Otherwise what has landed in copies of the targets would be lost.
+            if self.resumed is False:  # Filling the copies would overwrite what an earlier receive left.
                 landing.fill_copies()
             claimed |= _for_all_regions(cut, landing.held)
         if claimed.any():
@@ -419,7 +420,7 @@ class Negotiator:
 
 
 def _for_all_regions(cut: Parcels, good: Bools) -> Bools:
-    """For each parcel, whether all its boxes are good."""
+    """For each parcel, whether all its regions are good."""
     bad = np.concatenate([[0], np.cumsum(~good)]).astype(np.int64)
     result: Bools = bad[cut.first + cut.count] == bad[cut.first]
     return result

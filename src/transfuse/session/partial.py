@@ -1,4 +1,4 @@
-"""What a failed receive leaves behind: parcels that have arrived and need not come again."""
+"""Partial: the parcels that a failed receive has, so that a later receive need not fetch them again."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["Partial"]
 
 @dataclass(eq=False)
 class Partial:
-    """Part of a state, received. Give it to ``recv_checkpoint(…, resume=…)``, and drop it afterwards."""
+    """The part of a state that a failed receive has. Pass it to ``recv_checkpoint(…, resume=…)`` once, then drop it."""
 
     step: int | None
-    #: What the sources' descriptions have in common.
+    #: The likeness that the sources' offers had.
     likeness: bytes
     parcel_bytes: int
-    #: Of what lands where, in which parcels.
+    #: Identifies the plan: what lands where, in which parcels.
     fingerprint: int
     #: Which parcels have arrived, and how many bytes each has.
     landed: Bools
     nbytes: npt.NDArray[np.int64]
-    #: Where those lie that have no target, or that lay aside (``atomic``). The others lie in the targets.
+    #: The memory of parcels that have no target or landed in a copy (``atomic``). All others lie in the targets.
     memory: FreshMemory
-    #: Target leaves that are half-written.
+    #: Paths of the target leaves that are half-written.
     torn: tuple[str, ...]
-    #: Whether a receive has gone on from here: the memory is then that one's.
+    #: Whether a receive has resumed from this: ``memory`` then belongs to that receive.
     spent: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""Accepting an offer: read, checked, matched with the target, and planned, before a byte of data moves."""
+"""Accepting offers: read and check them, match them with the target, and plan, before a byte of data moves."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ __all__ = [
 
 @dataclass
 class Accepted:
-    """Offers that have been read, checked, matched and planned. No byte of data has moved."""
+    """The plan that was made from the offers. No byte of data has moved."""
 
-    #: Of a source that has described the state.
+    #: The offer of a source that has described the state.
     offer: messages.Offer
     parcel_bytes: int
     manifest: Manifest
@@ -57,12 +57,12 @@ class Accepted:
 
     @property
     def shares(self) -> Shares:
-        """What each source can send."""
+        """The share of each source: what it can send."""
         return self.landing.shares
 
 
 def read_offer(body: bytes | bytearray, limits: Limits, peer: int) -> messages.Offer:
-    """Read an offer's bytes, which anybody may have written. Its manifest is looked at later."""
+    """Decode an offer and check its numbers; a hostile peer may have written it. The manifest is checked later."""
     try:
         offer = messages.decode(body, messages.Offer)
         if not 0 < offer.timeout < float("inf"):
@@ -89,14 +89,14 @@ def read_offer(body: bytes | bytearray, limits: Limits, peer: int) -> messages.O
 
 
 class Described(NamedTuple):
-    """An offer with its description, which has been read and speaks for all that claim to be like it."""
+    """An offer and its manifest, decoded. The manifest describes all offers with the same likeness."""
 
     offer: messages.Offer
     manifest: Manifest
 
 
 def read_description(offer: messages.Offer, limits: Limits, peer: int) -> Described:
-    """Read an offer's manifest, and make sure that it is what the offer's digests claim."""
+    """Decode an offer's manifest, and check that the offer's digests are those of this manifest."""
     wire = offer.described
     try:
         manifest = Manifest.decode(wire, limits, offer.coordinates)
@@ -110,9 +110,12 @@ def read_description(offer: messages.Offer, limits: Limits, peer: int) -> Descri
 
 
 def check(offer: messages.Offer, request: Request) -> None:
-    """Raise unless a source has what the caller asked for, as far as the offer itself says."""
+    """Raise if the offer itself shows that the source does not have what the caller asked for."""
     if request.options.verify and not offer.digests:
-        raise StateError("verify=True, but the source was made with verify=False and offers no digests")
+        raise StateError(
+            "the receiver has verify=True, but the source has verify=False and offers no digests: leave verify= out at "
+            "one of the two"
+        )
     if request.step is None or request.step == offer.step:
         return
     if offer.step is None:
@@ -131,9 +134,9 @@ def accept(
     context: Context,
     parcel_bytes: int,
 ) -> Accepted:
-    """Turn offers of sources that agree into a plan; or raise a ``transfuse`` error.
+    """Make a plan from the offers of sources that agree, or raise a ``transfuse`` error.
 
-    ``described`` is the offer whose manifest the first cohort has.
+    ``described`` is the offer that brought the first cohort's manifest.
     """
     options, limits = request.options, context.limits
     peer, manifest = next(iter(cohorts[0].members)), cohorts[0].manifest
@@ -162,20 +165,20 @@ def accept(
 
 
 def _all_have_the_same(cohorts: Sequence[Cohort], offers: Mapping[int, messages.Offer], request: Request) -> bool:
-    """Whether every source has the same state, byte by byte, and it keeps its names: it may land as it is."""
+    """Whether all sources have the same manifest and coordinates, and no rules apply: the state may land as it is."""
     if len(cohorts) > 1 or request.options.map_path is not None or request.late is not None:
         return False
     return len({(offer.digest, tuple(offer.coordinates)) for offer in offers.values()}) == 1
 
 
 def _may_be_assembled(manifest: Manifest, target: Prepared, options: Options) -> bool:
-    """Whether a state that does not land as it is may be put together all the same: converted, or sharded otherwise."""
+    """Whether a state that cannot land as it is may be assembled instead: converted, or sharded differently."""
     if options.cast or manifest.is_sharded:
         return True
     return any(isinstance(leaf, (DTensor, ShardedTensor)) for leaf in target.leaves)
 
 
 def compares_digests(offer: messages.Offer, request: Request, device: torch.device) -> bool:
-    """Whether digests are compared on the group route."""
-    # Elsewhere than on the CPU a digest would first copy every byte to the host: only on request.
+    """Whether the receiver compares digests on the group route."""
+    # On an accelerator, hashing first copies every byte to the host, so it is done only with verify=True.
     return offer.digests and (device.type == "cpu" if request.options.verify is None else request.options.verify)

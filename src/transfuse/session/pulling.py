@@ -1,4 +1,4 @@
-"""The pulling half of a conversation with one source: whatever a route can pull is not asked for over the group."""
+"""Pulling: a receiver reads parcels from one source by the routes that allow it, and asks the group for the rest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import closing, nullcontext
 import numpy as np
 
 from transfuse.errors import PeerLost, ProtocolError, SourceMutated
+from transfuse.sizes import Sizes
 from transfuse.phases import Phase
 from transfuse.plan.parcels import Parcels
 from transfuse.session.planning import Accepted
 from transfuse.session.receive_from_all import Receive
-from transfuse.sizes import Sizes
 from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools
 from transfuse.wire import route_table
@@ -28,9 +28,9 @@ logger = logging.getLogger("transfuse")
 
 
 class Pulling:
-    """Pulls from one source by every route that both ends know and allow, in the order of the table.
+    """Pulls parcels from one source, by every route that both ends know and allow, in the order of the table of routes.
 
-    ``describe`` gets from the source what its offer left out.
+    ``describe`` asks the source for the description, if its offer came without one.
     """
 
     def __init__(self, channel: Channel, shared: Receive, offer: Offer, describe: Callable[[Offer], Offer]) -> None:
@@ -46,18 +46,18 @@ class Pulling:
         self._share = shared.share(channel.peer)
         self._rate_limit = RateLimit(offer.max_bytes_per_second)
         self._routes = route_table.usable(offer.routes, same_host=shared.request.options.same_host)
-        #: Which parcels each route can pull, once that is known.
+        #: Which parcels each route can pull, for the routes of which this is known.
         self._readable: dict[str, Bools] = {}
-        #: How many bytes each route has brought.
+        #: How many bytes were pulled by each route.
         self.pulled: dict[str, int] = {}
 
     def can_pull(self, numbers: Sequence[int]) -> bool:
-        """Whether some route can pull one of these parcels."""
+        """Whether any route can pull any of these parcels."""
         chosen = np.asarray(numbers)
         return any(readable[chosen].any() for readable in self._readable.values())
 
     def pull(self) -> None:
-        """Pull whatever can be pulled of what is wanted."""
+        """Pull all wanted parcels that any route can pull."""
         channel, shared = self._channel, self._receive
         try:
             if not self._routes or not len(self._ledger):
@@ -66,13 +66,14 @@ class Pulling:
                 self._rate_limit.rate is not None
                 and self._rate_limit.rate * channel.timeout < channel.limits.min_parcel_bytes
             ):
-                return  # Slower than the timeout allows: over the group such a source is noticed.
+                return  # The rate is too slow for this timeout. The group route reports such a source.
             channel.phase = self._progress.phase = Phase.READ.doing
-            # Until it answers, the others wait for what could be pulled from it: it must not be silent for long.
+            # Until this source answers, other sources are not asked for what could be pulled from it. So it may be
+            # abandoned if it is silent for long.
             with shared.roster.abandonable(channel, channel.abandon if shared.roster.several else None):
                 self._offer = self._describe(self._offer)
             manifest, theirs = self._seen_from_there()
-            # One reader uses all threads, unless it is limited.
+            # One reader uses all threads, so readers take turns, unless a rate limit holds this one back anyway.
             turn = shared.reading if self._rate_limit.rate is None else nullcontext()
             with channel.holding_turn(lambda: self._progress.bytes), turn, shared.roster.phase(channel, Phase.READ):
                 for route in self._routes:
@@ -85,7 +86,7 @@ class Pulling:
             shared.done_reading(channel.peer)
 
     def _seen_from_there(self) -> tuple[Manifest, Parcels]:
-        """The source's own manifest, and all parcels with their boxes in its memory."""
+        """The source's own manifest, and all parcels with their regions in the source's memory."""
         offer = self._offer
         try:
             return self._share.seen_from_source(
@@ -95,14 +96,14 @@ class Pulling:
             raise Malformed(f"a malformed offer: {error}") from error
 
     def _pull_by(self, route: Route, manifest: Manifest, theirs: Parcels) -> None:
-        """Pull by one route what it can bring; if it can bring nothing, or no more, the next one has its turn."""
+        """Pull all that one route can bring. If the route stops working, leave the rest to the next one."""
         channel = self._channel
         readable = self._readable.get(route.name)
         if readable is not None and not readable.any():
             return
         entry = self._offer.routes.get(route.name)
         if entry is None:
-            raise Malformed("an offer that takes back what it has offered before")
+            raise Malformed(f"its description lacks the {route.name} route that its offer had")
         try:
             with closing(route.open(entry, self._told(manifest, theirs))) as puller:
                 if readable is None:
@@ -130,7 +131,7 @@ class Pulling:
         )
 
     def _pull_shares(self, name: str, puller: Puller, readable: Bools) -> None:
-        """Pull parcels as long as there are any; they have landed once the lease was found good after them."""
+        """Pull parcels while there are any. They count as landed only after a check that the lease still holds."""
         report, channel, ledger = self._report, self._channel, self._ledger
         unreadable, share = 0, Sizes(channel.limits, channel.timeout).read(self._rate_limit.rate)
         while len(numbers := self._receive.read_share(channel.peer, share, readable)):
@@ -150,10 +151,10 @@ class Pulling:
             report.read_bytes += nbytes
             report.verified = bool(self._receive.request.options.verify)
         if unreadable:
-            logger.info("rank %d: %d parcels cannot be read, they come over the group", channel.peer, unreadable)
+            logger.info("rank %d: %d parcels cannot be read; they come over the group", channel.peer, unreadable)
 
     def _settle_differences(self, puller: Puller, numbers: Sequence[int]) -> set[int]:
-        """Pull again what differs from a second look at the source; the parcels that cannot be pulled any more."""
+        """Read a second time, and pull parcels that differ again. Return the parcels that can no longer be pulled."""
         gone: set[int] = set()
         for _ in range(self._channel.limits.max_repairs + 1):
             numbers = puller.differing(numbers)
@@ -162,7 +163,7 @@ class Pulling:
             self._report.repaired += len(numbers)
             gone |= set(puller.pull(numbers))
             numbers = [n for n in numbers if n not in gone]
-        puller.recheck()  # What a source that has left does with its tensors is its own business.
+        puller.recheck()  # Raises if the lease has ended: after that the source may change its tensors.
         leaves = leaves_of(self._accepted, numbers)
         raise SourceMutated(
             self._channel.peer,
@@ -183,11 +184,11 @@ class Pulling:
 
 
 def leaves_of(accepted: Accepted, numbers: Sequence[int]) -> list[str]:
-    """Paths of the leaves that these parcels hold."""
+    """Paths of the leaves to which these parcels belong."""
     regions = [piece.region for number in numbers for piece in accepted.cut.pieces(number)]
     return accepted.landing.paths_of(regions)
 
 
 def some_of(leaves: Sequence[str]) -> str:
-    """Paths of leaves, as many as an error shows."""
+    """The first ten paths, for an error message."""
     return f"{', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}"

@@ -1,7 +1,7 @@
-"""One receive from all its sources: the tasks of their conversations, what becomes of a lost source, and the result.
+"""One receive from all its sources: the tasks of their conversations, the handling of lost sources, and the result.
 
-Each conversation hands in its offer and hears what was agreed on; then it asks for tasks until there are none. If a
-source dies, hangs or answers wrongly, what it owed becomes the others' tasks.
+Each conversation hands in its source's offer and waits for the decision; then it asks for tasks until there are none.
+If a source dies, hangs or answers wrongly, the parcels that it owed become tasks of the others.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ logger = logging.getLogger("transfuse")
 
 @dataclass(frozen=True)
 class Fetch:
-    """Bring these parcels."""
+    """Get these parcels from the source."""
 
     numbers: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Find out which of these parcels, of which something is here already, the source has too."""
+    """Find out which of these parcels, which may be here already, equal the source's."""
 
     numbers: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Confirm:
-    """Ask the source whether what it brought is still what it has."""
+    """Ask the source whether its tensors are unchanged since it described them."""
 
 
 class Receive:
-    """What the conversations of one receive do together. Every method may be called from any of their threads.
+    """What the conversations of one receive share. Any conversation's thread may call every method.
 
     ``roster.changed`` guards the attributes from ``_shares`` on.
     """
@@ -65,15 +65,15 @@ class Receive:
         self.roster = Roster(context)
         self.negotiator = Negotiator(self.roster, request, context)
         self._silent = SilentSources(self.roster, self.negotiator, Patience(context.timeout))
-        #: Held while parcels are read from a source's memory: one reader uses all threads.
+        #: Held while a conversation reads a source's memory: one reader uses all threads.
         self.reading = threading.Lock()
-        #: What each source can send.
+        #: The share of each source: what it can send.
         self._shares: dict[int, Share] = {}
-        #: Sources whose memory may yet be read at full speed. Nothing is asked for over the group before that.
+        #: Sources whose memory may still be read at full speed. What they hold is not asked for over the group.
         self._readers: set[int] = set()
-        #: Sources that have said that what they brought holds.
+        #: Sources that have confirmed that their tensors are unchanged.
         self._confirmed: set[int] = set()
-        #: Whether somebody builds the state, and the state in a list once it is built.
+        #: Whether a thread has begun to build the state; and a list that holds the state once it is built.
         self._finishing = False
         self._result: list[Any] = []
 
@@ -97,11 +97,11 @@ class Receive:
 
     @property
     def result(self) -> list[Any]:
-        """The state, once it is there."""
+        """A list that holds the state once it is built, and is empty before."""
         return self._result
 
     def agree(self, channel: Channel, offer: Offer, describe: Callable[[], Offer]) -> None:
-        """Hand in an offer, and wait until it is known what the sources agree on. Raises unless this one does."""
+        """Hand in an offer, and wait for the decision. Raises if this source is not used."""
         self.negotiator.agree(channel, offer, describe)
         with self.roster.changed:
             self.negotiator.check(channel.peer)
@@ -113,7 +113,7 @@ class Receive:
             self.roster.changed.notify_all()
 
     def share(self, rank: int) -> Share:
-        """What a source can send. It is worked out outside of the lock, before the source gets its first task."""
+        """What a source can send. It is computed outside the lock, before the source gets its first task."""
         with self.roster.changed:
             known = self._shares.get(rank)
         if known is None:
@@ -125,7 +125,7 @@ class Receive:
     # -- tasks
 
     def read_share(self, rank: int, nbytes: int, among: Any) -> Sequence[int]:
-        """Parcels to be read from this source's memory."""
+        """Assign about ``nbytes`` of parcels to be read from this source's memory."""
         with self.roster.changed:
             self.roster.check(rank)
             numbers = self.ledger.take(rank, nbytes, among)
@@ -138,7 +138,7 @@ class Receive:
             self.roster.changed.notify_all()
 
     def next_task(self, channel: Channel, nbytes: float) -> Fetch | Compare | Confirm | None:
-        """Wait until there is something for this source to do; None when the receive is over."""
+        """Wait for the next task of this source's conversation; None when the receive is over."""
         rank, roster = channel.peer, self.roster
         while True:
             with roster.changed:
@@ -162,7 +162,7 @@ class Receive:
         if len(numbers):
             return Compare(numbers)
         if self._readers and not self.ledger.complete:
-            # What can be read is read.
+            # Parcels that can be read from memory are not asked for over the group.
             held = held & ~self.accepted.shares.covered_by(frozenset(self._readers))
         numbers = self.ledger.take(rank, nbytes, held)
         if len(numbers):
@@ -174,7 +174,7 @@ class Receive:
         return None
 
     def more(self, rank: int, nbytes: float) -> range:
-        """What a source that is bringing parcels may bring next."""
+        """Assign further parcels to a source that is sending; return them in the source's own order."""
         with self.roster.changed:
             if self.roster.failure is not None or rank in self.roster.abandoned:
                 return range(0)
@@ -192,7 +192,7 @@ class Receive:
             self._count()
 
     def release(self, rank: int) -> None:
-        """Nothing is needed from this source."""
+        """Record that nothing is needed from this source."""
         with self.roster.changed:
             self.roster.present.discard(rank)
             self._readers.discard(rank)
@@ -206,13 +206,14 @@ class Receive:
     # -- losses
 
     def give_back(self, rank: int) -> None:
-        """A source that was abandoned brings nothing any more."""
+        """Release the parcels that an abandoned source owes."""
         if self.negotiator.ledger is not None:
             self.ledger.give_back(rank)
 
     def lost(self, rank: int, error: BaseException) -> None:
-        """A conversation has failed. What its source owes is wanted from others; what it brought stays, unless it has
-        been changed meanwhile.
+        """Record that a conversation has failed. The other sources send what this source owed.
+
+        What the source brought stays, unless its tensors have changed.
         """
         roster = self.roster
         with roster.changed:
@@ -228,17 +229,17 @@ class Receive:
                 self._count()
                 self.negotiator.look_for_orphans(rank, error)
             roster.changed.notify_all()
-            # Only a source that is gone leaves a receive that is over: not a caller that wants none.
+            # If everything has arrived, a lost source does not matter. A caller that stopped wants no result.
             stopped = roster.failure is not None or roster.caller.cause is not None or not isinstance(error, PeerError)
             finishes = not stopped and self._begin_to_finish()
         if finishes:
-            # Everything is here, and nobody else is left to notice.
+            # Everything has arrived, and no other conversation may be left to build the state.
             self._finish(rank)
         elif roster.several and isinstance(error, PeerError):
             logger.warning("source %d is lost, the others bring what it owed: %s", rank, error)
 
     def watch(self) -> None:
-        """Called by the calling thread from time to time: abandon sources that are silent while others are not."""
+        """Abandon sources that have been silent for too long. The calling thread calls this regularly."""
         with self.roster.changed:
             abandoned = self._silent.give_up(over=bool(self._result))
         for rank, error, leave in abandoned:
@@ -249,20 +250,20 @@ class Receive:
     # -- the result
 
     def _begin_to_finish(self) -> bool:
-        """Whether this thread is to build the state. Under the lock; True only once."""
+        """Whether this thread has to build the state. Call it under the lock. True only once."""
         finishes = self._is_over() and not self._finishing
         self._finishing |= finishes
         return finishes
 
     def _is_over(self) -> bool:
-        """Everything is here, and whoever brought it and is still here has said that it holds."""
+        """Whether everything has arrived, and every source that brought something and is still here has confirmed."""
         if self.negotiator.ledger is None or self._result or not self.ledger.complete:
             return False
         owing = {rank for rank in self.roster.present if self.ledger.bytes_from(rank)}
         return owing <= self._confirmed
 
     def _finish(self, rank: int) -> None:
-        """Build the state. A source is named for what may be wrong with it."""
+        """Build the state. If the data cannot be built, the error names ``rank``."""
         try:
             with self.roster.phase(self.roster.channels[rank], Phase.FINISH):
                 state = self._build(rank)
@@ -274,23 +275,23 @@ class Receive:
             self.roster.changed.notify_all()
 
     def _build(self, rank: int) -> Any:
-        """Build the state from what has landed, which may still be nonsense: indices of a sparse tensor are data."""
+        """Build the state. The data may still be invalid, for example the indices of a sparse tensor."""
         try:
             return self.accepted.landing.finish(self.accepted.build_context, self.accepted.kinds)
         except TransfuseError:
             raise
         except Exception as error:
-            raise ProtocolError(rank, f"rank {rank} sent data that cannot be built: {error}") from error
+            raise ProtocolError(rank, f"rank {rank} sent data from which the state cannot be built: {error}") from error
 
     def close(self) -> None:
-        """Nothing lands any more: tell autograd what has."""
+        """End the landing: bump the version counters of the tensors that were written, so that autograd notices."""
         if self.negotiator.accepted is not None:
             self.accepted.landing.bump_versions()
 
-    # -- accounts
+    # -- progress, and what an error says
 
     def _count(self) -> None:
-        """Say in each source's progress what it is to bring; what nobody owes yet stands with the first."""
+        """Set ``total_bytes`` in each source's progress. Parcels that no source owes yet count for the first source."""
         if self.negotiator.ledger is None:
             return
         ranks, progress = self.roster.ranks, self.roster.progress
@@ -301,12 +302,12 @@ class Receive:
         progress[ranks[0]].total_bytes = total - rest
 
     def account_for(self, error: BaseException) -> None:
-        """Say in an error what has become of the receive."""
+        """Fill in the error's ``received``, ``missing``, ``torn`` and ``partial``."""
         accepted, report = self.negotiator.accepted, self.roster.report
         if accepted is None:
             resume = self.request.resume
             if resume is not None and isinstance(error, TransfuseError):
-                error.partial, error.torn = resume, resume.torn  # It was not even looked at.
+                error.partial, error.torn = resume, resume.torn  # This receive has not touched it.
             return
         report.torn = accepted.landing.torn()
         if not isinstance(error, TransfuseError):
@@ -315,7 +316,7 @@ class Receive:
             return
         error.torn = report.torn
         with self.roster.changed:
-            # What an earlier receive had left, and nobody has looked at, is still left.
+            # Parcels that an earlier receive left and that nobody has compared yet can still be resumed from.
             landed = self.ledger.landed | (self.ledger.uncompared & self.negotiator.resumed)
         error.received, error.missing = accepted.landing.account(landed)
         if landed.any():

@@ -28,7 +28,7 @@ __all__ = ["describe", "receive"]
 
 
 def receive(channel: Channel, shared: Receive) -> None:
-    """Hear an offer, take from this source what it is to bring, and tell it how the receive has ended."""
+    """Run the conversation with one source: get its offer, do its tasks, and tell it how the receive has ended."""
     shared.roster.join(channel)
     shared.negotiator.prepare(channel)
     try:
@@ -36,7 +36,7 @@ def receive(channel: Channel, shared: Receive) -> None:
     except BaseException as error:
         left = shared.roster.why_abandoned(channel.peer)
         if left is not None:
-            channel.refuse(left)  # It has come back, too late.
+            channel.refuse(left)  # The source was abandoned and has come back too late.
             shared.give_back(channel.peer)
         else:
             if not channel.broken:
@@ -46,13 +46,13 @@ def receive(channel: Channel, shared: Receive) -> None:
 
 
 def _hear(channel: Channel, shared: Receive) -> Offer:
-    """Hear the source's offer, and that it is what the other sources offer too."""
+    """Wait for the source's offer, and for the decision that this source is used."""
     with shared.roster.phase(channel, Phase.WAIT_FOR_OFFER):
         try:
             _, body = channel.expect(Message.OFFER, tag=OFFER_TAG)
         except ProtocolError as error:
             if channel.tag != OFFER_TAG:
-                channel.refuse(error)  # The header was sound: the source can be told.
+                channel.refuse(error)  # The header was valid and gave a tag, so the refusal can be sent.
             else:
                 channel.broken = True
             raise
@@ -71,7 +71,7 @@ def _hear(channel: Channel, shared: Receive) -> Offer:
 
 
 def describe(channel: Channel, offer: Offer) -> Offer:
-    """Ask a source for what its offer left out."""
+    """Ask a source for its description, if its offer came without one."""
     if offer.manifest is not None:
         return offer
     channel.send(Message.DESCRIBE)
@@ -83,7 +83,7 @@ def describe(channel: Channel, offer: Offer) -> Offer:
 
 
 class _Conversation:
-    """With one source, from its offer on."""
+    """The conversation with one source, from its offer on."""
 
     def __init__(self, channel: Channel, shared: Receive, offer: Offer) -> None:
         self._channel = channel
@@ -95,18 +95,18 @@ class _Conversation:
         self._report = shared.roster.report
         self._progress = shared.roster.progress[channel.peer]
         self._pulling = Pulling(channel, shared, offer, partial(describe, channel))
-        #: What it can send.
+        #: What this source can send.
         self._share = shared.share(channel.peer)
         self._want: messages.Want | None = None
         self._shape: Shape | None = None
         self._relay: Relay | None = None
-        #: How often each parcel has arrived wrong.
+        #: How often each parcel has arrived from this source with a wrong digest.
         self._wrong: dict[int, int] = {}
 
     def run(self) -> None:
         channel, shared = self._channel, self._receive
         cause: BaseException | None = None
-        # Where nothing is needed from anybody, whoever comes first ends it.
+        # If there are no parcels at all, every conversation counts as needed, and the first one finishes the receive.
         needed = bool(self._share.held.any()) or not len(self._ledger)
         if not needed:
             shared.release(channel.peer)
@@ -119,7 +119,7 @@ class _Conversation:
                 if task is None:
                     break
                 if isinstance(task, Fetch) and self._pulling.can_pull(task.numbers):
-                    # Somebody else owed them.
+                    # These parcels were another source's task when this conversation pulled. Pull them now.
                     self._ledger.give_back(channel.peer)
                     self._pulling.pull()
                 elif isinstance(task, Fetch):
@@ -134,20 +134,20 @@ class _Conversation:
         finally:
             self._pass_on(cause)
         with suppress(PeerError), shared.roster.phase(channel, Phase.VERDICT):
-            # Everything is here and verified: whether the source still lives no longer matters.
+            # Everything is here and verified. It no longer matters whether the source is still alive.
             channel.send(Message.VERDICT, messages.encode(messages.Verdict(self._pulling.pulled)))
             if shared.roster.several:
-                shared.roster.may_abandon(channel, channel.abandon)  # A frozen one takes no verdict.
+                shared.roster.may_abandon(channel, channel.abandon)  # A frozen source takes no verdict.
             channel.settle()
 
     def _task_bytes(self) -> float:
-        """How much to ask this source for at a time: all, unless there are others."""
+        """How many bytes to ask this source for at a time: everything, if it is the only source."""
         if not self._receive.roster.several:
             return float("inf")
         return self._burst_bytes() * self._offer.bursts_ahead
 
     def _burst_bytes(self) -> int:
-        """With several sources bursts are small: all of them are staged, and the last ones should end together."""
+        """The size of a burst. With several sources it is small: all bursts are staged, and should end together."""
         return Sizes(self._channel.limits, self._channel.timeout).burst(
             self._offer.burst_bytes,
             self._accepted.cut.total_bytes,
@@ -156,10 +156,10 @@ class _Conversation:
             ahead=self._offer.bursts_ahead,
         )
 
-    # -- group
+    # -- the group route
 
     def _fetch(self, numbers: Sequence[int]) -> None:
-        """Ask for these parcels and receive them, or what comes of them."""
+        """Ask the source for these parcels, and receive them from it or from a neighbour."""
         agreed = self._ask(numbers)
         assert self._want is not None
         shape = self._shape = self._shape or Shape.of(self._offer, self._want, agreed)
@@ -193,22 +193,22 @@ class _Conversation:
         self._sort_out(incoming.wrong)
 
     def _check_own_memory(self) -> None:
-        """Raise if a connection broke because the backend could not write where it was told to."""
+        """Raise if the connection broke because our own target memory can no longer be written."""
         landing, regions = self._accepted.landing, self._accepted.cut.regions
         here = np.flatnonzero(landing.addresses > 0)
         packing.check_reach(landing, here, vm.ranges(landing.addresses[here], regions.nbytes[here]), write=True)
 
     def _more(self) -> tuple[int, Sequence[int]]:
-        """What to ask for in addition: the number that the source has for the first, and the numbers here."""
+        """Further parcels to ask for: the source's number of the first one, and our numbers of all."""
         run = self._receive.more(self._channel.peer, self._burst_bytes())
         return run.start, self._share.ours(run)
 
     def _pairs(self, numbers: Sequence[int]) -> list[int]:
-        """Parcels by the numbers that the source has for them."""
+        """These parcels as ranges of the source's numbers."""
         return messages.pairs_of(self._share.theirs(numbers))
 
     def _landed(self, rank: int, numbers: Sequence[int], digests: Sequence[int], wrong: Sequence[int]) -> None:
-        """A burst of the source or of the neighbour with this rank has landed; of its parcels, these are wrong."""
+        """Record a burst that the source, or the neighbour with this rank, has brought; ``wrong`` parcels included."""
         self._ledger.land(rank, numbers, wrong, digests)
         nbytes = self._ledger.bytes_of(numbers)
         self._report.count(self._channel.peer, nbytes, len(numbers), "group")
@@ -216,7 +216,7 @@ class _Conversation:
             self._report.relayed_bytes += nbytes
 
     def _sort_out(self, wrong: Sequence[int]) -> None:
-        """Let parcels that arrived wrong be wanted again, here or elsewhere; but not from here without end."""
+        """Release parcels that arrived wrong, so that any source may be asked again; give up after ``max_repairs``."""
         channel = self._channel
         self._report.repaired += len(wrong)
         for number in wrong:
@@ -235,7 +235,7 @@ class _Conversation:
         self._progress.bytes = self._ledger.bytes_from(channel.peer)
 
     def _ask(self, numbers: Sequence[int]) -> messages.Agreed:
-        """Ask for parcels; what the source agrees to."""
+        """Ask for parcels, and return the source's answer."""
         channel, accepted = self._channel, self._accepted
         with self._receive.roster.phase(channel, Phase.WANT):
             if self._want is not None:
@@ -269,27 +269,27 @@ class _Conversation:
         return agreed
 
     def _expect_agreed(self, *kinds: Message) -> bytearray:
-        """Wait for an answer, during which nothing of ours is in flight."""
+        """Wait for an answer. The source may be abandoned meanwhile, since no parcel is in flight."""
         channel = self._channel
         with self._receive.roster.abandonable(channel, channel.abandon):
             _, body = channel.expect(*(kinds or (Message.AGREED,)))
         return body
 
     def _take_relayed(self, agreed: messages.Agreed, numbers: Sequence[int]) -> None:
-        """Take parcels from the neighbour; what does not come from there is wanted from the source."""
+        """Receive parcels from the neighbour. Parcels that it does not bring are wanted from the source again."""
         assert agreed.upstream is not None
         assert self._relay is not None
         channel = self._channel
         channel.phase = self._progress.phase = RELAYING
         with channel.holding_turn(lambda: self._progress.bytes):
-            # Whatever the source thinks: no silence is longer than the caller allows.
+            # The source proposes the patience, but it is never longer than the caller's timeout.
             patience = min(agreed.patience, channel.timeout)
             landed = partial(self._landed, agreed.upstream.rank)
             wrong = self._relay.take(agreed.upstream, numbers, self._progress, landed, patience)
         self._report.repaired += len(wrong)
 
     def _pass_on(self, cause: BaseException | None = None) -> None:
-        """Wait until the neighbour after has everything; with a cause, until it has been told."""
+        """Wait until the next neighbour has everything or, with a cause, until it has been told the cause."""
         relay, self._relay = self._relay, None
         if relay is None:
             return
@@ -302,7 +302,7 @@ class _Conversation:
     # -- questions
 
     def _compare(self, numbers: Sequence[int]) -> None:
-        """Find out which of these parcels, of which something is here already, are as the source has them."""
+        """Find out which of these parcels, which may be here already, equal the source's."""
         channel = self._channel
         if self._want is None:
             self._ask(())
@@ -317,7 +317,7 @@ class _Conversation:
         self._receive.compared(channel.peer, numbers, ours == np.frombuffer(theirs, dtype="V16"))
 
     def _confirm(self) -> None:
-        """Ask the source whether its tensors are still what they were when it described them."""
+        """Ask the source whether its tensors are unchanged since it described them."""
         channel = self._channel
         self._pass_on()
         with self._receive.roster.phase(channel, Phase.CONFIRM):

@@ -1,9 +1,10 @@
 """Relays: receivers that want the same parcels pass them on in a chain, so that the source sends each byte once.
 
-The source lines the receivers up (:class:`Chains`), neighbours on one host next to each other; it serves the first, and
-each serves the next (:class:`Relay`). For a receiver the neighbour before it is one more source in the ledger, that of
-what the source itself would have brought: what the neighbour does not bring is wanted from the source again. Whatever
-is in flight between two receivers lies in staging, never in their tensors, so a silent neighbour can be abandoned.
+The source orders the receivers in a chain (:class:`Chains`), those on one host next to each other. It sends to the
+first, and each receiver sends to the next (:class:`Relay`). In a receiver's ledger the neighbour before it is one more
+source, which brings parcels on behalf of the source: parcels that the neighbour does not bring are wanted from the
+source again. All that is in flight between two receivers lies in staging, never in their tensors, so a silent neighbour
+can be abandoned.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ __all__ = ["Chains", "Relay", "this_host"]
 logger = logging.getLogger("transfuse")
 
 
-# ----------------------------------------------------------------------------------------- at the source: who gets what
+# ------------------------------------------------------------------------------------ at the source: forming the chains
 
 
 @cache
 def this_host() -> int:
-    """A number that two ranks of one host, and of one network within it, have in common. Only to order a chain by."""
+    """A number that is the same for all ranks on one host and network namespace. Used to order a chain."""
     names = [socket.gethostname()]
     with suppress(OSError):
         names.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -63,27 +64,27 @@ class _Member:
 
 
 class Chains:
-    """Where the conversations of one send agree on who gets parcels from whom."""
+    """Forms the chains of one send. All conversations of the send share one."""
 
     def __init__(self, ranks: Sequence[int], nbytes: int, timeout: float, share: float | None = None) -> None:
         self._changed = threading.Condition()
-        #: Receivers of which nothing is known yet: a chain is made without them when the wait is over.
+        #: Receivers that have neither joined nor left. When the wait is over, chains are formed without them.
         self._expected = set(ranks)
         self._waiting: list[_Member] = []
         self._patience = Patience(timeout)
         self._wait = self._patience.chain_members(nbytes)
         self._until = float("inf")
-        #: Bytes a second for each receiver, if they are limited: a chain goes at the sum of its members' shares.
+        #: The rate limit of one receiver in bytes per second, if any. A chain has the sum of its members' limits.
         self._share = share
 
     def leave(self, rank: int) -> None:
-        """This receiver will not be in any chain: nobody waits for it."""
+        """Record that this receiver joins no chain, so that nobody waits for it."""
         with self._changed:
             self._expected.discard(rank)
             self._changed.notify_all()
 
     def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, RateLimit]:
-        """Line up with those who want the same; what this receiver is told, and the pace of its whole chain."""
+        """Join the receivers that want the same. Return the answer to this receiver, and its chain's rate limit."""
         me = _Member(rank, key, host)
         with self._changed:
             self._expected.discard(rank)
@@ -122,7 +123,7 @@ class Chains:
 
 
 class Relay:
-    """Takes the parcels of one receive from the neighbour before, and passes them on to the one after."""
+    """Receives parcels from the neighbour before this receiver, and passes them on to the neighbour after it."""
 
     def __init__(self, source: Channel, accepted: Accepted, ledger: Ledger, shape: Shape, caller: Caller) -> None:
         self._source = source
@@ -130,7 +131,7 @@ class Relay:
         self._ledger = ledger
         self._shape = shape
         self._caller = caller
-        #: The conversation in which parcels are passed on, and with whom.
+        #: The conversation that passes parcels on, and the rank of the neighbour that gets them.
         self._passing: SideConversation | None = None
         self._after = -1
         self._passed_on = Progress()
@@ -146,7 +147,8 @@ class Relay:
         ledger.keep_digests()
 
         def ready(some: Sequence[int]) -> BaseException | None:
-            # What holds this line up is another one's wait, which may be overdue.
+            # This channel only waits for parcels from another channel. It must not keep that channel's wait, which may
+            # be overdue, from being ended.
             with channel.resting():
                 return ledger.wait_for(some)
 
@@ -170,10 +172,10 @@ class Relay:
         landed: Callable[[Sequence[int], Sequence[int], Sequence[int]], object],
         patience: float,
     ) -> list[int]:
-        """Let the neighbour before bring these parcels instead of the source; those that came with a wrong digest.
+        """Receive these parcels from the neighbour instead of the source. Return those that had a wrong digest.
 
-        What it has not brought when it is done, has failed or is silent for longer than ``patience``, is wanted from
-        the source again.
+        Ends when the neighbour is done, has failed, or has been silent for ``patience`` seconds. Parcels that it has
+        not brought by then are wanted from the source again.
         """
         channel = self._line_to(upstream, RELAYING)
         incoming = Incoming(
@@ -190,21 +192,21 @@ class Relay:
         try:
             error = SideConversation(channel, partial(incoming.take, numbers), incoming.leave).wait(progress, patience)
         finally:
-            # Only now: its thread has ended, or will not land anything any more.
+            # Release the parcels only now: the neighbour's thread has ended, or will not write to the landing any more.
             self._ledger.give_back(upstream.rank)
         if isinstance(error, PeerError) and error is not self._caller.cause:
-            logger.info("rank %d no longer passes parcels on (%s); the source brings the rest", upstream.rank, error)
+            logger.info("rank %d no longer passes parcels on (%s); the source sends the rest", upstream.rank, error)
         elif error is not None:
             raise error
         return incoming.wrong
 
     def finish(self, cause: BaseException | None = None) -> None:
-        """Wait until the neighbour after has everything, or is gone; with a cause, until it has been told."""
+        """Wait until the next neighbour has everything or is gone; with a cause, until it has been told the cause."""
         if cause is not None:
             self._ledger.close(cause)
         if self._passing is None:
             return
         error = self._passing.wait(self._passed_on, self._source.timeout)
         if error is not None and error is not cause:
-            # It gets the rest from the source: nothing that concerns this receive.
+            # The neighbour gets the rest from the source. This receive does not fail.
             logger.info("rank %d did not take what was passed on: %s", self._after, error)

@@ -1,4 +1,4 @@
-"""The roster of a receive: which of its sources are here, which are gone and why, and the one lock of them all."""
+"""The roster of a receive: which sources are here, which were abandoned and why, and the lock that all share."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ __all__ = ["Roster"]
 
 
 class Roster:
-    """What all conversations of one receive share.
+    """The sources of one receive, and the lock of everything that their conversations share.
 
-    ``changed`` is their only lock. It guards everything that they share: the attributes below it here, those of
-    :class:`~transfuse.session.negotiation.Negotiation` and of its ``Negotiator``, of
-    :class:`~transfuse.session.ledger.Ledger` and of :class:`~transfuse.session.receive_from_all.Receive`. It is
-    reentrant, and notified whenever any of them changes.
+    ``changed`` is the only lock. It guards the attributes below it here, and those of
+    :class:`~transfuse.session.negotiation.Negotiation` and its ``Negotiator``, of
+    :class:`~transfuse.session.ledger.Ledger` and of :class:`~transfuse.session.receive_from_all.Receive`. It is reentrant, and
+    is notified whenever any of these attributes changes.
 
-    A decision is acted on in the critical section in which it is taken. Where the act takes long (planning, building,
-    leaving a source), that section writes the decision down instead, so that nobody decides otherwise meanwhile: the
-    negotiation keeps who is deciding, ``Receive`` that somebody is building, ``abandoned`` who was given up.
+    A thread that decides something acts on it in the same critical section. If the act takes long (planning, building,
+    abandoning a source), the thread records its decision there instead, so that no other thread decides otherwise
+    meanwhile: ``Negotiation`` records the decision under way, ``Receive`` that the state is being built, ``abandoned``
+    which sources were given up.
     """
 
     def __init__(self, context: Context) -> None:
@@ -32,13 +33,13 @@ class Roster:
         self.report = context.report
         self.progress = context.progress
         self.changed = threading.Condition()
-        #: The sources whose conversation has begun.
+        #: The channels of the sources whose conversation has begun.
         self.channels: dict[int, Channel] = {}
-        #: The sources that are here, have been agreed on and are needed.
+        #: The sources that are here, were chosen, and are still needed.
         self.present: set[int] = set()
-        #: The sources that were silent for too long, and how that is said.
+        #: The sources that were abandoned because they were silent for too long, and the error that says so.
         self.abandoned: dict[int, BaseException] = {}
-        #: How to abandon each source of which that is possible now.
+        #: For each source that may be abandoned now: the function that does it.
         self.ways_out: dict[int, Callable[[], object]] = {}
         #: Why the receive has failed.
         self.failure: BaseException | None = None
@@ -49,42 +50,42 @@ class Roster:
 
     @contextmanager
     def phase(self, channel: Channel, phase: Phase) -> Iterator[None]:
-        """A conversation is in a phase."""
+        """Run a phase of a conversation: show it in errors, progress, report and trace."""
         channel.phase = self.progress[channel.peer].phase = phase.doing
         with self.caller.phase(self.report, phase):
             yield
 
     def join(self, channel: Channel) -> None:
-        """A conversation begins."""
+        """Record that a conversation begins."""
         with self.changed:
             self.channels[channel.peer] = channel
-            # In flight is only a receive for its first word.
+            # The source may be abandoned: only the receive for its first message is in flight.
             self.may_abandon(channel, channel.abandon if self.several else None)
 
     def fail(self, error: BaseException) -> None:
-        """The receive ends for a reason that no other source would mend."""
+        """End the receive, for a reason that no other source can repair."""
         with self.changed:
             self.failure = self.failure or error
             self.changed.notify_all()
 
     def check(self, rank: int) -> None:
-        """Raise what ends the receive, or this source's part in it."""
+        """Raise if the receive has failed or this source was abandoned."""
         with self.changed:
             for cause in (self.failure, self.abandoned.get(rank)):
                 if cause is not None:
                     raise cause
 
     def check_caller(self) -> None:
-        """Raise what the caller wants to stop for."""
+        """Raise the caller's cause if the caller wants to stop."""
         if self.caller.cause is not None:
             raise self.caller.cause
 
-    # -- how a source can be abandoned
+    # -- abandoning sources
 
     def may_abandon(self, channel: Channel, how: Callable[[], object] | None) -> None:
         """Set how to abandon this source. Allowed only while it can write to nothing but staging. None: not now."""
         with self.changed:
-            # Without tags what is left behind would be in the way of the next transfer.
+            # Without tags, the receive that is left in flight would take a message of the next transfer.
             if how is not None and channel.group.tagged and not channel.group.serial:
                 self.ways_out[channel.peer] = how
             else:
@@ -92,7 +93,7 @@ class Roster:
 
     @contextmanager
     def abandonable(self, channel: Channel, how: Callable[[], object] | None) -> Iterator[None]:
-        """While this source may be abandoned, and how. Raises afterwards if it was."""
+        """Allow that this source is abandoned during this block, by ``how``. Raises afterwards if it was."""
         self.may_abandon(channel, how)
         try:
             yield
@@ -103,12 +104,12 @@ class Roster:
             raise abandoned
 
     def why_abandoned(self, rank: int) -> BaseException | None:
-        """Why this source was abandoned, if it was. It gets no task any more."""
+        """Why this source was abandoned, or None. An abandoned source gets no more tasks."""
         with self.changed:
             return self.abandoned.get(rank)
 
     def park(self, rank: int) -> None:
-        """The caller stops while this conversation is still going on."""
+        """Park the channel of a conversation that is still running when the caller stops."""
         channel = self.channels.get(rank)
         if channel is not None:
             channel.park()

@@ -1,4 +1,4 @@
-"""Silent sources: when one of several is abandoned, and who is told."""
+"""Silent sources: when one of several sources is abandoned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Abandoned", "SilentSources"]
 
 
 class Abandoned(NamedTuple):
-    """A source that has just been given up, and how to leave its conversation."""
+    """A source that was just given up, and the function that leaves its conversation."""
 
     rank: int
     error: PeerTimeout
@@ -23,7 +23,7 @@ class Abandoned(NamedTuple):
 
 
 class SilentSources:
-    """Finds the sources that have been silent for too long while others are not."""
+    """Finds the sources that have been silent for too long, and marks them as abandoned."""
 
     def __init__(self, roster: Roster, negotiator: Negotiator, patience: Patience) -> None:
         self._roster = roster
@@ -31,18 +31,19 @@ class SilentSources:
         self._patience = patience
 
     def give_up(self, *, over: bool) -> list[Abandoned]:
-        """Give up whoever is silent for too long; if the receive is ``over``, also those that have not come.
+        """Give up sources that are silent for too long; if the receive is ``over``, also those that never offered.
 
-        Under the roster's lock. From here on nobody counts on these sources. Their conversations are still to be left,
-        and only then is what they owe wanted from others: until then they may write to its memory.
+        Call it under the roster's lock. From here on the receive does not count on these sources. The caller must still
+        leave their conversations. Only then may others be asked for the parcels that these sources owe: until then,
+        these sources may still write to the parcels' memory.
         """
         roster, negotiation = self._roster, self._negotiator.negotiation
         now, abandoned = time.monotonic(), []
         for rank, leave in roster.ways_out.items():
-            line = roster.channels[rank]
-            silent = 0.0 if line.waiting_since is None else now - max(line.waiting_since, line.heard_at)
+            channel = roster.channels[rank]
+            silent = 0.0 if channel.waiting_since is None else now - max(channel.waiting_since, channel.heard_at)
             if (over and rank in negotiation.awaited) or silent > self._most(rank):
-                abandoned.append(Abandoned(rank, PeerTimeout(rank, line.phase, silent), leave))
+                abandoned.append(Abandoned(rank, PeerTimeout(rank, channel.phase, silent), leave))
         for rank, error, _ in abandoned:
             del roster.ways_out[rank]
             roster.abandoned[rank] = error
@@ -53,15 +54,15 @@ class SilentSources:
         return abandoned
 
     def _most(self, rank: int) -> float:
-        """How long this source may be silent."""
+        """How many seconds this source may be silent."""
         ledger = self._negotiator.ledger
         needed = not (ledger is not None and ledger.complete) and not self._others_can(rank)
         if needed and len(self._roster.channels) == 1:
-            return float("inf")  # There is nobody to go on with: its line's own timeout ends it.
+            return float("inf")  # There is no other source to go on with: the channel's own timeout ends the wait.
         return self._patience.silent_source(needed=needed)
 
     def _others_can(self, rank: int) -> bool:
-        """Whether the sources that are here can bring everything without this one."""
+        """Whether the other sources that are here can send everything that is missing."""
         accepted, negotiation = self._negotiator.accepted, self._negotiator.negotiation
         others = self._roster.present - {rank}
         if accepted is None:

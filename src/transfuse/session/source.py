@@ -1,4 +1,4 @@
-"""The source's end of the conversation."""
+"""The source's end of the conversation with one receiver."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ __all__ = ["Cargo", "refuse", "serve"]
 
 @dataclass(frozen=True)
 class Cargo:
-    """What a source offers, the same to all its receivers."""
+    """What a source offers. All receivers of one send share it."""
 
     described: Described
     offer: messages.Offer
-    #: The offer as it is sent first, and, if that has no description, as it is sent to those who ask for one.
+    #: The offer as it is sent first; and, if that has no description, the whole offer for receivers that ask for it.
     body: torch.Tensor
     whole: torch.Tensor | None
     chains: Chains | None
     mutation_watch: MutationWatch
-    #: Digests of parcels that were sent already, by fingerprint of the plan: each is hashed once for all receivers.
+    #: Digests of parcels that were sent, by the plan's fingerprint: each parcel is hashed once for all receivers.
     digests: dict[int, dict[int, int]] = field(default_factory=dict)
 
     @cached_property
     def holdings(self) -> Holdings:
-        """What this rank holds, for receivers that want part of it."""
+        """What this rank holds of each global tensor, for receivers that want blocks of it."""
         return Holdings(self.described.manifest)
 
     @property
@@ -63,7 +63,7 @@ class Cargo:
 
 
 class _Memory:
-    """The source's own memory, as places."""
+    """The source's own memory, in the form that packing reads."""
 
     def __init__(self, described: Described, regions: Regions) -> None:
         self._described = described
@@ -91,7 +91,7 @@ class _Memory:
 
 
 def refuse(channel: Channel, transfer: int, tag: int, cause: BaseException) -> None:
-    """Instead of an offer: there will be none, and why."""
+    """Tell the receiver, instead of an offer, that there is none and why."""
     channel.phase = "sending a refusal"
     channel.transfer, channel.tag = transfer, tag
     channel.refuse(cause, tag=OFFER_TAG)
@@ -100,7 +100,7 @@ def refuse(channel: Channel, transfer: int, tag: int, cause: BaseException) -> N
 def serve(
     channel: Channel, transfer: int, tag: int, cargo: Cargo, *, caller: Caller, progress: Progress, report: Report
 ) -> None:
-    """Offer, hear what is wanted, send it, and hear that it arrived."""
+    """Run the conversation with one receiver: offer, answer its requests, send parcels, and wait for its verdict."""
     serving = _Serving(channel, transfer, tag, cargo, caller=caller, progress=progress, report=report)
     try:
         serving.serve()
@@ -130,24 +130,26 @@ class _Serving:
         self._caller = caller
         self._progress = progress
         self._report = report
-        #: Known once the receiver has said what it wants: how parcels are cut, and where they are.
+        #: Known once the receiver has sent its want: how parcels are cut, and where they lie in memory.
         self._cut: Parcels | None = None
         self._memory: _Memory | None = None
         self._outgoing: Outgoing | None = None
         self._known: dict[int, int] = {}
-        #: How often each parcel has been asked for, and a digest of it, how much else has been, and what is sent next.
+        #: For each parcel, how often the receiver has asked for it, and for its digest.
         self._sent: Ints | None = None
         self._asked: Ints | None = None
+        #: How many other requests the receiver has sent.
         self._requests = 0
-        #: Payload of the parcels that have been asked for, each counted once.
+        #: Payload of the parcels that the receiver has asked for, each counted once.
         self._asked_bytes = 0
+        #: The parcels to send next.
         self._numbers: Sequence[int] = ()
         progress.total_bytes = cargo.total_bytes
         channel.most_bytes = cargo.total_bytes
         channel.on_working = self._heard
 
     def _heard(self, nbytes: int) -> None:
-        """The receiver reads by itself, or gets its parcels from another."""
+        """Handle a sign of life of a receiver that reads by itself or gets its parcels from a neighbour."""
         if self._caller.cause is not None:
             raise self._caller.cause
         most = self._cargo.total_bytes if self._progress.total_bytes is None else self._progress.total_bytes
@@ -176,7 +178,7 @@ class _Serving:
                 with self._phase(Phase.ANSWER):
                     self._answer(header.kind, body)
             except BaseException as error:
-                # What comes after a failure of this end is its consequence.
+                # If this end failed first, that failure is the cause, and this error is its consequence.
                 cause = (self._outgoing.failure if self._outgoing is not None else None) or error
                 if not channel.broken:
                     channel.refuse(cause)
@@ -185,30 +187,31 @@ class _Serving:
                         raise cause from error
                     raise
                 finally:
-                    # Not kept in this frame, which the error refers to: with it would stay all of the state.
+                    # The error refers to this frame. A reference back to the error would be a cycle that keeps the
+                    # whole state in memory.
                     del cause
             self._send()
 
     def close(self) -> None:
-        """It is over. What refers to this is let go: otherwise the state would stay until garbage is collected."""
+        """Break the reference cycle through ``_outgoing``: it would keep the state until garbage is collected."""
         self._outgoing = None
 
     def _due(self) -> list[Message]:
-        """What the receiver may say now. It may ask for parcels once it has said how they are cut."""
+        """The messages that the receiver may send now. It may ask for more parcels only after its want."""
         asks = [Message.MORE, Message.COMPARE] if self._cut is not None else [Message.WANT, Message.DESCRIBE]
         return [*asks, Message.CHECK, Message.VERDICT]
 
     def _answer(self, kind: Message, body: bytearray) -> None:
-        """Answer a request; parcels that it asks for are to be sent then."""
+        """Answer a request. Parcels that it asks for are put into ``_numbers``, to be sent next."""
         channel, self._numbers = self._channel, ()
         if self._caller.cause is not None:
             raise self._caller.cause
-        # Parcels are counted one by one; of everything else there is no need for many.
+        # Requests for parcels are limited per parcel. An honest receiver needs few other requests.
         self._requests += kind not in (Message.MORE, Message.COMPARE)
         if kind not in (Message.WANT, Message.DESCRIBE) and self._cargo.chains is not None:
             self._cargo.chains.leave(channel.peer)
         if self._requests > channel.limits.max_working_records:
-            raise ProtocolError(channel.peer, f"rank {channel.peer} asks and asks, but never says that it is done")
+            raise ProtocolError(channel.peer, f"rank {channel.peer} sent {self._requests} requests without a verdict")
         if self._outgoing is not None and self._outgoing.failure is not None:
             channel.refuse(self._outgoing.failure)
             raise self._outgoing.failure
@@ -235,7 +238,7 @@ class _Serving:
         alone = messages.Agreed(), RateLimit(cargo.offer.max_bytes_per_second)
         agreed, rate_limit = self._line_up(want) or alone
         self._lend()
-        # Only now may the receiver post for parcels: a refusal must never meet a receive that was posted for data.
+        # The receiver posts receives for parcels only after this answer: a refusal must never arrive in such a receive.
         channel.send(Message.AGREED, messages.encode(agreed))
         known = self._known = cargo.digests.setdefault(want.fingerprint, {})
 
@@ -277,13 +280,13 @@ class _Serving:
         try:
             with self._phase(Phase.SEND):
                 self._outgoing.send(numbers)
-            self._caller.returned(channel.peer)  # Nothing of it is under way any more.
+            self._caller.returned(channel.peer)  # The backend holds none of the tensors any more.
         finally:
             report.bytes += self._outgoing.nbytes - nbytes
             report.parcels += self._outgoing.parcels - count
 
     def _read_more(self, body: bytearray) -> Sequence[int]:
-        """Parcels that the receiver asks for in addition, or again."""
+        """Read which further parcels the receiver asks for, or asks for again."""
         assert self._cut is not None
         peer = self._channel.peer
         try:
@@ -296,14 +299,14 @@ class _Serving:
         return numbers
 
     def _count_more(self, more: range) -> None:
-        """Parcels that the receiver asks for while others are under way."""
+        """Count parcels that the receiver asks for while others are under way."""
         assert self._cut is not None
         if more.stop > len(self._cut):
             peer = self._channel.peer
             raise ProtocolError(peer, f"rank {peer} asks for parcels that do not exist")
         self._count_sent(self._cut, more)
         if more:
-            # It has other sources too, and asks bit by bit.
+            # The receiver has other sources too and asks for a little at a time: the total is unknown.
             self._progress.total_bytes = None
 
     def _count_sent(self, cut: Parcels, numbers: Sequence[int]) -> None:
@@ -319,10 +322,11 @@ class _Serving:
         self._report.repaired += int((self._sent[chosen] > 1).sum())
 
     def _expect_to_move(self, payload: Ints, again: Bools) -> None:
-        """Parcels are asked for, some of them again."""
+        """Update the progress for parcels that the receiver asks for, some of them ``again``."""
         progress, new = self._progress, int(payload[~again].sum())
         if not self._asked_bytes:
-            # Until now it might have been everything. What the receiver has read by itself stays.
+            # Until now the total was the whole state. From here on it is what the receiver has read by itself, plus
+            # what it asks for.
             progress.total_bytes = progress.bytes if new else None
         self._asked_bytes += new
         progress.bytes = max(progress.bytes - int(payload[again].sum()), 0)
@@ -330,7 +334,7 @@ class _Serving:
             progress.total_bytes += new
 
     def _look_again(self, numbers: Sequence[int]) -> None:
-        """Parcels arrived wrong: are they still what they were when they were sent?"""
+        """Raise if parcels that the receiver asks for again have changed since they were sent."""
         assert self._cut is not None
         assert self._memory is not None
         with self._channel.holding_turn():
@@ -363,7 +367,7 @@ class _Serving:
         raise error
 
     def _compare(self, compare: messages.More) -> None:
-        """Send digests of parcels, for a receiver that may hold the same already."""
+        """Send digests of parcels that the receiver may hold already."""
         channel, cut = self._channel, self._cut
         assert cut is not None
         assert self._memory is not None
@@ -376,15 +380,19 @@ class _Serving:
         chosen = np.asarray(numbers, dtype=np.int64)
         self._asked[chosen] += 1
         if not len(chosen) or (self._asked[chosen] > channel.limits.max_repairs).any():
-            raise ProtocolError(channel.peer, f"rank {channel.peer} compares the same again and again")
+            raise ProtocolError(
+                channel.peer,
+                f"rank {channel.peer} asked to compare no parcels, or the same parcels more than "
+                f"{channel.limits.max_repairs} times",
+            )
         with channel.holding_turn():
             mine = wide_digests_of(cut, self._memory, numbers)
         channel.send(Message.DIGESTS, messages.encode(messages.Digests(b"".join(mine))))
 
     def _line_up(self, want: messages.Want) -> tuple[messages.Agreed, RateLimit] | None:
-        """Find this receiver's place among those that want the same; what it is told, and their pace. None: alone."""
+        """Put this receiver into a chain. Return the answer to it, and the chain's rate limit. None: no chain."""
         chains, peer = self._cargo.chains, self._channel.peer
-        # Within this host a chain would save no link, and cost every hop.
+        # On the source's own host a chain would save no network traffic, and would cost a hop.
         if chains is None or not want.relay or not want.parcels or want.wanted_blocks or want.host == this_host():
             if chains is not None:
                 chains.leave(peer)
@@ -403,7 +411,7 @@ class _Serving:
             report.read_bytes = nbytes
             report.bytes += nbytes
             report.route = routes_of(report.route, *pulled)
-        # Only now it is known what the receiver has taken from here, or from those it was passed on to.
+        # Only the verdict tells how much the receiver has taken, from this source or through neighbours.
         self._progress.total_bytes = self._progress.bytes = report.read_bytes + self._asked_bytes
 
     def _plan(self, want: messages.Want) -> tuple[Parcels, Sequence[int]]:
@@ -429,7 +437,7 @@ class _Serving:
             raise ProtocolError(peer, f"rank {peer} wants parcels that do not exist") from error
 
     def _cut_from(self, want: messages.Want) -> tuple[Parcels, int | None]:
-        """What parcels are cut from: everything, or what the receiver has picked."""
+        """Cut parcels from everything, or from the blocks that the receiver wants."""
         peer, manifest = self._channel.peer, self._cargo.described.manifest
         if want.wanted_blocks is None:
             return parcels.cut(lay_out(manifest, want.apart, want.parts), want.parcel_bytes), None

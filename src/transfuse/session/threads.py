@@ -1,7 +1,7 @@
-"""Conversations run in threads of their own, one for each peer; the calling thread waits in short slices.
+"""Threads: each conversation runs in a thread of its own, one for each peer, and the calling thread waits in slices.
 
-A backend's wait holds Ctrl-C until it returns, and one peer's wait must not delay another's: so no conversation
-runs in the calling thread, and none waits for another.
+A backend's wait holds back Ctrl-C until it returns, and waiting for one peer must not delay another. So no conversation
+runs in the calling thread, and no conversation waits for another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Caller", "SideConversation", "current_stream", "run"]
 
 
 class _Event(NamedTuple):
-    """A conversation is over; whether its thread is too."""
+    """A conversation is over. ``ended`` says whether its thread has ended too."""
 
     rank: int
     error: BaseException | None
@@ -36,31 +36,31 @@ class _Event(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """A conversation enters a phase, or leaves it."""
+    """A conversation enters or leaves a phase."""
 
     name: str
     enters: bool
 
 
 class Caller:
-    """What conversations know of the calling thread: whether it wants to stop, and how to wake it.
+    """The calling thread, as conversations see it: whether it wants to stop, and how to wake it.
 
-    It is made in the calling thread.
+    Create it in the calling thread.
     """
 
     def __init__(self, *, watching: bool = True) -> None:
         self._watching = watching
-        #: A profiler records the thread that started it, unless it records all: then this is False, and the
-        #: conversations' own ranges are in its trace.
+        #: Whether a profiler records this thread, so that the conversations' phases are shown as its ranges. If the
+        #: profiler records all threads, this is False: the trace then has the conversations' own ranges.
         self._traced = _profiler_enabled()
-        #: Why the caller wants to stop. Conversations look at it between bursts.
+        #: Why the caller wants to stop, or None. Conversations check it between bursts.
         self.cause: BaseException | None = None
         self._lock = threading.Lock()
         self._lent: set[int] = set()
         self.events: queue.SimpleQueue[_Event | _Mark | None] = queue.SimpleQueue()
 
     def lend(self, rank: int) -> None:
-        """Called before tensors are lent to the backend: from now on the caller waits until it has them back."""
+        """Record that the backend gets this conversation's tensors: the caller may not return before they are back."""
         with self._lock:
             if self.cause is not None:
                 raise self.cause
@@ -71,7 +71,7 @@ class Caller:
             self._lent.discard(rank)
 
     def leave(self, rank: int, why: BaseException) -> None:
-        """Go on without this conversation. Its thread stays in its wait until the peer goes on or is gone."""
+        """Go on without this conversation. Its thread stays in its wait until the peer answers or is gone."""
         self.returned(rank)
         self.events.put(_Event(rank, why, ended=False))
 
@@ -84,13 +84,13 @@ class Caller:
             return not self._lent
 
     def tick(self) -> None:
-        """There is progress to show, if anybody watches: to wake the caller costs the conversations time."""
+        """Wake the caller to show progress, if it shows any: waking costs the conversations time."""
         if self._watching:
             self.events.put(None)
 
     @contextmanager
     def phase(self, report: Report, phase: Phase) -> Iterator[None]:
-        """A conversation's phase: a range in its own thread, and in the caller's if that is being profiled."""
+        """Run a conversation's phase: a range in its own thread, and in the caller's thread if that is profiled."""
         name = trace_name(report.direction, phase)
         self._mark(name, enters=True)
         try:
@@ -105,10 +105,10 @@ class Caller:
 
 
 class _Ranges:
-    """The phases in which any conversation is, as ranges of the calling thread.
+    """The phases of all conversations, as ranges of the calling thread.
 
-    Conversations enter and leave as they like, ranges of one thread lie within each other: those inside of one that
-    ends are ended too, and begun again.
+    Conversations enter and leave phases in any order, but ranges of one thread must nest. So when a range ends, the
+    ranges inside it are ended too, and begun again.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class _Ranges:
         return name
 
     def close(self) -> None:
-        """Nobody is listened to any more."""
+        """End all open ranges."""
         while self._open:
             self._end()
 
@@ -149,20 +149,21 @@ def run(
     watch: Callable[[], None] = lambda: None,
     park: Callable[[int], None] = lambda rank: None,
 ) -> dict[int, BaseException]:
-    """Run one conversation for each rank; the errors of those that failed.
+    """Run one conversation for each rank, and return the errors of those that failed.
 
-    Between waits ``watch`` is called, and ``show`` unless the caller wants to stop. ``park`` is called for each
-    conversation that is still going on when the caller stops without it.
+    Between waits this calls ``watch``, and ``show`` unless the caller wants to stop. If the caller stops while
+    conversations are still running, this calls ``park`` for each of them.
     """
     stream = current_stream()
 
     def work(rank: int, talk: Callable[[], None]) -> None:
         try:
-            # In this order: inference_mode(False) turns gradients on.
+            # The order matters: inference_mode(False) turns gradients on, no_grad() turns them off again.
             with stream(), torch.inference_mode(False), torch.no_grad():
                 talk()
         except BaseException as error:
-            # Not kept in this frame, which the error refers to: with it would stay what a backend has lent.
+            # The error refers to this frame, so it is not stored in it: the cycle would keep tensors in memory that
+            # the backend has returned.
             caller.returned(rank)
             caller.events.put(_Event(rank, error, ended=True))
         else:
@@ -199,7 +200,7 @@ def _wait_for(
                 ranges.mark(event)
             elif event is not None and event.rank in waiting:
                 if event.ended:
-                    # A thread that outlived the call could be the last to hold the group while the interpreter ends.
+                    # A thread that outlives the call might be the last to hold the group when the interpreter exits.
                     threads[event.rank].join()
                 waiting.discard(event.rank)
                 if event.error is not None:
@@ -210,8 +211,8 @@ def _wait_for(
         except BaseException as interrupt:
             if caller.cause is not None:
                 if caller.may_leave():
-                    raise  # Asked twice to stop: at once, then.
-                continue  # The backend may still write to the caller's memory, until the timeout at the latest.
+                    raise  # The second request to stop takes effect at once.
+                continue  # The backend may still write to the caller's memory, at most until the timeout.
             caller.stop(interrupt)
             give_up = time.monotonic() + Patience.GOODBYE_SECONDS
         if time.monotonic() > give_up and caller.may_leave():
@@ -231,7 +232,7 @@ def _next(events: queue.SimpleQueue[_Event | _Mark | None]) -> _Event | _Mark | 
 
 
 class SideConversation:
-    """A conversation in a thread of its own, beside the one that waits for it, or goes on without it."""
+    """A conversation with a neighbour in a chain, in a thread of its own. Its owner waits for it, or abandons it."""
 
     def __init__(self, channel: Channel, talk: Callable[[], object], leave: Callable[[], object]) -> None:
         self._channel = channel
@@ -251,7 +252,7 @@ class SideConversation:
         self._ended.put(error)
 
     def wait(self, progress: Progress, patience: float) -> BaseException | None:
-        """Wait for its end; abandon it after ``patience`` seconds without progress. How it failed, if it did."""
+        """Wait for its end, or abandon it after ``patience`` seconds without progress. Return its error, or None."""
         seen, since = progress.bytes, time.monotonic()
         while True:
             try:
@@ -267,7 +268,7 @@ class SideConversation:
 
 
 def current_stream() -> Callable[[], AbstractContextManager[object]]:
-    """Make a thread's work run on the caller's current stream, so that it is ordered after what the caller did."""
+    """A context that runs a thread's work on the caller's current stream, after the work that the caller queued."""
     if not torch.accelerator.is_available():
         return nullcontext
     stream = torch.accelerator.current_stream()
