@@ -217,7 +217,7 @@ def a_refusal_in_a_book(peer: Peer) -> None:
     peer.flush()
 
 
-TIRED = "says that it is working, but never that it is done"
+TIRED = "signs of life without a message"
 COMPARES = "asked to compare no parcels, or the same parcels more than 3 times"
 ASKS = "sent [0-9]+ requests without a verdict"
 

@@ -14,14 +14,14 @@ class Offered(NamedTuple):
 
     parcel_bytes: int
     burst_bytes: int
-    #: Of a burst, what may pass through staging.
+    #: How many bytes of a burst may pass through staging.
     staged_bytes: int
     #: Bursts under way at a time.
     bursts_ahead: int
 
 
 class Sizes:
-    """Every rule for a size, under these limits and this timeout.
+    """Every rule for a size, with these limits and this timeout.
 
     ==================  ====================================  ==========================================================
     what                size                                  why
@@ -46,13 +46,13 @@ class Sizes:
     ==================  ====================================  ==========================================================
     """
 
-    #: So much is compared at a time.
+    #: Bytes that one request compares.
     COMPARE_BYTES = 256 * MIB
-    #: So much is read from memory between two looks at the lease.
+    #: Bytes that are read from a source's memory between two checks of its lease.
     READ_BYTES = 512 * MIB
-    #: What is under way at most between two receivers of a chain.
+    #: Most bytes and most parcels under way between two neighbours in a chain.
     CHAIN_BYTES, CHAIN_PARCELS = 4 * MIB, 12
-    #: Under a rate a burst holds the bytes of so many seconds.
+    #: With a rate limit, a burst holds the bytes of this many seconds.
     RATED_BURST_SECONDS = 0.05
 
     def __init__(self, limits: Limits, timeout: float = float("inf")) -> None:
@@ -60,7 +60,7 @@ class Sizes:
         self._timeout = timeout
 
     def offered(self, receivers: int, *, chained_bytes: int | None = None, rate: float | None = None) -> Offered:
-        """What a source offers to this many receivers; ``chained_bytes`` is the state's size if a chain is possible."""
+        """What a source offers to this many receivers. ``chained_bytes``: the state's size, if a chain is possible."""
         limits = self._limits
         parcel, burst = limits.parcel_bytes, limits.burst_bytes
         staged = limits.staging_bytes // (2 * max(receivers, 1) * limits.bursts_ahead)
@@ -75,7 +75,7 @@ class Sizes:
         return Offered(parcel, burst, staged, limits.bursts_ahead)
 
     def parcel(self, offered: int, total_bytes: int, *, sources: int, ahead: int, delta: bool = False) -> int:
-        """The parcels that a receiver asks for, of those that its sources ``offered``."""
+        """The size of the parcels that a receiver asks for, at most what its sources ``offered``."""
         limits = self._limits
         if delta:
             offered = max(min(offered, limits.block_bytes), limits.min_parcel_bytes)
@@ -86,7 +86,7 @@ class Sizes:
         return max(finest // 16 * 16, limits.min_parcel_bytes)
 
     def burst(self, offered: int, total_bytes: int, parcel_bytes: int, *, sources: int, ahead: int) -> int:
-        """The bursts that a receiver asks for. With several sources all of them are staged."""
+        """The size of the bursts that a receiver asks for. With several sources, all bursts pass through staging."""
         if sources == 1:
             return offered
         staged, fair = self._staged(sources, ahead), total_bytes // (16 * sources)
@@ -96,7 +96,7 @@ class Sizes:
         return self._limits.staging_bytes // (sources * ahead)
 
     def _timely(self) -> int:
-        """What arrives over the slowest link well before its source is taken for a silent one."""
+        """Bytes that arrive over the slowest link well before the receiver takes the source for silent."""
         return int(self._timeout / 4 * self._limits.slowest_bytes_per_second)
 
     @classmethod
@@ -105,5 +105,5 @@ class Sizes:
         return max(3, min(cls.CHAIN_BYTES // parcel_bytes, cls.CHAIN_PARCELS))
 
     def read(self, rate: float | None) -> int:
-        """How much of a source's memory is read before the lease is looked at."""
+        """How many bytes of a source's memory are read before the lease is checked."""
         return self.READ_BYTES if rate is None else min(self.READ_BYTES, int(rate * self._timeout / 8))

@@ -17,11 +17,11 @@ from transfuse.errors import TargetMismatch, UnsupportedLeaf
 from transfuse.limits import Limits
 from transfuse.plan.collisions import Collision, Written, clash, folds
 from transfuse.state import live_tensors, trees
-from transfuse.state.live_tensors import PLAIN
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import BuildContext, CannotCarry, Shared
 from transfuse.state.leaves.layout import Block
 from transfuse.state.leaves.registry import Registry
+from transfuse.state.live_tensors import PLAIN
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.state.memory_maps import Mappings
 from transfuse.state.region import Budget, Region, cover, crowds
@@ -68,7 +68,7 @@ class Prepared:
     root: trees.Node | None
     leaves: list[Any]
     #: The ordinary tensors among the leaves as columns, and for each leaf its row in ``tensors``, or -1.
-    tensors: live_tensors.Tensors
+    tensors: live_tensors.LiveTensors
     row: Ints
 
 
@@ -124,7 +124,9 @@ def compare(
         return _promise_fresh(manifest, result, build_context, kinds) or result
     merged = trees.merge(manifest.root, prepared.root)
     fitted = _fit(manifest, merged, prepared, build_context, kinds)
-    others = live_tensors.read_any([tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None])
+    others = live_tensors.read_any(
+        [tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None]
+    )
     problems = merged.conflicts + fitted.problems + _unwritable(manifest, fitted, prepared.tensors, others)
     if not len(fitted.quick) and not fitted.others and not problems:
         nothing = nothing_matches(manifest, prepared, kinds)
@@ -183,7 +185,7 @@ def _fit(
     return fitted
 
 
-def _alike(manifest: Manifest, parts: Ints, tensors: live_tensors.Tensors, rows: Ints) -> Bools:
+def _alike(manifest: Manifest, parts: Ints, tensors: live_tensors.LiveTensors, rows: Ints) -> Bools:
     """Which of these parts may be written into the tensor in the given row: same dtype, same shape, enough memory."""
     ours = manifest.parts
     numbers = {dtype: i for i, dtype in enumerate(tensors.dtypes)}
@@ -240,7 +242,9 @@ def _compare(manifest: Manifest, part: int, target: torch.Tensor) -> list[str]:
     return found
 
 
-def _unwritable(manifest: Manifest, fitted: _Fitted, quick: live_tensors.Tensors, others: live_tensors.Tensors) -> list[str]:
+def _unwritable(
+    manifest: Manifest, fitted: _Fitted, quick: live_tensors.LiveTensors, others: live_tensors.LiveTensors
+) -> list[str]:
     """Lines for targets whose memory is mapped read-only or not at all: a write there would end the process."""
     memory = Mappings()
     found = {int(fitted.quick[i]): why for i, why in quick.faults(fitted.rows, memory, write=True).items()}
@@ -265,7 +269,7 @@ class _Targets:
         self.address = np.zeros(n, dtype=np.int64)
         self.as_lies = np.zeros(n, dtype=bool)
 
-    def add(self, parts: Ints, tensors: live_tensors.Tensors, rows: Ints) -> None:
+    def add(self, parts: Ints, tensors: live_tensors.LiveTensors, rows: Ints) -> None:
         """Record that these parts go into the tensors in these rows."""
         self.placed[parts] = True
         self.device[parts] = tensors.device[rows] + len(self.devices)

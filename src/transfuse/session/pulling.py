@@ -9,11 +9,11 @@ from contextlib import closing, nullcontext
 import numpy as np
 
 from transfuse.errors import PeerLost, ProtocolError, SourceMutated
-from transfuse.sizes import Sizes
 from transfuse.phases import Phase
 from transfuse.plan.parcels import Parcels
 from transfuse.session.planning import Accepted
 from transfuse.session.receive_from_all import Receive
+from transfuse.sizes import Sizes
 from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools
 from transfuse.wire import route_table

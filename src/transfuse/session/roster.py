@@ -18,8 +18,8 @@ class Roster:
 
     ``changed`` is the only lock. It guards the attributes below it here, and those of
     :class:`~transfuse.session.negotiation.Negotiation` and its ``Negotiator``, of
-    :class:`~transfuse.session.ledger.Ledger` and of :class:`~transfuse.session.receive_from_all.Receive`. It is reentrant, and
-    is notified whenever any of these attributes changes.
+    :class:`~transfuse.session.ledger.Ledger` and of :class:`~transfuse.session.receive_from_all.Receive`. It is
+    reentrant, and is notified whenever any of these attributes changes.
 
     A thread that decides something acts on it in the same critical section. If the act takes long (planning, building,
     abandoning a source), the thread records its decision there instead, so that no other thread decides otherwise

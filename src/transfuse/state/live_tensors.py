@@ -21,7 +21,7 @@ from transfuse.state.leaves import dense
 from transfuse.state.memory_maps import Mappings
 from transfuse.state.tensors import Bools, Ints, Shapes, on_cpu
 
-__all__ = ["PLAIN", "Tensors", "Unusual", "read", "read_any", "read_carefully"]
+__all__ = ["PLAIN", "LiveTensors", "Unusual", "read", "read_any", "read_carefully"]
 
 #: Classes whose tensors the columns describe completely, if their layout is strided.
 PLAIN: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
@@ -45,7 +45,7 @@ class Unusual(Exception):
 
 
 @dataclass(eq=False, kw_only=True)
-class Tensors(Shapes):
+class LiveTensors(Shapes):
     """Columns of plain tensors."""
 
     #: The address of each tensor's first item; 0 for a tensor without items.
@@ -94,7 +94,7 @@ class Tensors(Shapes):
         return {int(here[i]): why for i, why in found.items()}
 
 
-def read(tensors: Sequence[torch.Tensor], *, roles: bool = True) -> Tensors:
+def read(tensors: Sequence[torch.Tensor], *, roles: bool = True) -> LiveTensors:
     """The columns of these tensors. Each must be a ``torch.Tensor`` or ``nn.Parameter``, not of a subclass.
 
     :class:`Unusual` if one of them is not strided, is quantized, nested or inside a ``torch.func`` transform, or has
@@ -111,7 +111,7 @@ def read(tensors: Sequence[torch.Tensor], *, roles: bool = True) -> Tensors:
         raise Unusual from error
     if any(map(dense.is_quantized, dtypes)):
         raise Unusual
-    result = Tensors(
+    result = LiveTensors(
         **{name: np.concatenate([columns[name] for columns in some]) for name in some[0]},
         dtypes=list(dtypes),
         devices=list(map(str, devices)),
@@ -145,7 +145,7 @@ def _read_some(
     }
 
 
-def read_any(tensors: Sequence[torch.Tensor]) -> Tensors:
+def read_any(tensors: Sequence[torch.Tensor]) -> LiveTensors:
     """The columns of plain tensors, unusual ones included."""
     try:
         return read(tensors)
@@ -153,12 +153,12 @@ def read_any(tensors: Sequence[torch.Tensor]) -> Tensors:
         return read_carefully(tensors)
 
 
-def read_carefully(tensors: Sequence[torch.Tensor]) -> Tensors:
+def read_carefully(tensors: Sequence[torch.Tensor]) -> LiveTensors:
     """The same columns as :func:`read`, for plain tensors of which some may be unusual: one tensor after the other."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     dtypes: dict[torch.dtype, int] = {}
     devices: dict[str, int] = {}
-    return Tensors(
+    return LiveTensors(
         ndim=_ints(tensor.ndim for tensor in tensors),
         sizes=_ints(size for tensor in tensors for size in tensor.shape),
         strides=_ints(stride for tensor in tensors for stride in tensor.stride()),

@@ -20,12 +20,12 @@ import xxhash
 from transfuse.errors import UnsupportedLeaf
 from transfuse.limits import Limits
 from transfuse.state import live_tensors, trees
-from transfuse.state.live_tensors import PLAIN
 from transfuse.state.leaves import dense, values
 from transfuse.state.leaves.codec import CannotCarry, Coordinate, MeshDescription, Shared
 from transfuse.state.leaves.distributed import check_place, read_meshes
 from transfuse.state.leaves.registry import Registry
 from transfuse.state.leaves.spec import is_dtensor, is_sharded
+from transfuse.state.live_tensors import PLAIN
 from transfuse.state.memory_maps import Mappings
 from transfuse.state.tensors import Ints, Parts, Storages
 
@@ -343,7 +343,7 @@ def _open_leaf(leaf: Any, kinds: Registry, shared: Shared, opened: _Opened) -> i
     return Leaf.COMPOSITE
 
 
-def _lay_down(root: trees.Node | None, opened: _Opened, found: live_tensors.Tensors) -> Described:
+def _lay_down(root: trees.Node | None, opened: _Opened, found: live_tensors.LiveTensors) -> Described:
     """Number the storages, find the window of each, and compute each part's offset in its window."""
     number, owners = _number(found.device, found.storage_key, found.storage_nbytes)
     start, end = found.offset * found.item, (found.offset + found.reach) * found.item
@@ -399,7 +399,7 @@ def _number(device: Ints, key: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
     return number, owners
 
 
-def _windows(number: Ints, count: int, start: Ints, end: Ints, found: live_tensors.Tensors) -> tuple[Ints, Ints]:
+def _windows(number: Ints, count: int, start: Ints, end: Ints, found: live_tensors.LiveTensors) -> tuple[Ints, Ints]:
     """For each storage, the first byte that a part shows, aligned to the largest item, and one past the last byte."""
     nowhere = np.iinfo(np.int64).max
     low, high = np.full(count, nowhere, dtype=np.int64), np.zeros(count, dtype=np.int64)
