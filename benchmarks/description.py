@@ -1,9 +1,9 @@
-"""How long it takes to say what a state is, and to plan its move: everything before the first byte of data.
+"""How long it takes to describe a state and to plan its move: everything before the first byte of data.
 
 python -m benchmarks.description [--leaves N] [--runs N] [--json FILE]
 
-Both ends' work, stage by stage, in one process and without a wire: the source describes its state and encodes the
-offer; the receiver decodes and checks it, matches it with a target of the same shape, and plans.
+Measures both ends' work, stage by stage, in one process and without a wire: the source describes its state and encodes
+the offer; the receiver decodes and checks it, matches it with a target of the same shape, and plans.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def flat(leaves: int, items: int) -> dict[str, Any]:
 
 
 def nested(leaves: int, items: int) -> dict[str, Any]:
-    """A hundred dicts in a dict."""
+    """A dict of a hundred dicts."""
     width = max(1, leaves // 100)
     return {f"layer{i}": flat(min(width, leaves - i), items) for i in range(0, leaves, width)}
 
@@ -113,7 +113,7 @@ def table(measured: dict[str, dict[str, float]], leaves: int) -> str:
 
 
 def record(measured: dict[str, dict[str, float]], options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Everything one needs to judge the numbers later."""
+    """Everything that is needed to judge the numbers later."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", "benchmarks.description", *argv]),

@@ -4,9 +4,9 @@
         for rank, said in workers:
             ...
 
-Links, addresses and the switch lie in namespaces of their own: nothing of them is seen or reached from outside, and
-all of it goes with the namespaces. These are removed when the block is left; those of a run that was killed, at the
-next start. The kernel, its memory and its process ids are shared by all hosts.
+Links, addresses and the switch are in namespaces of their own: nothing outside sees or reaches them, and they vanish
+with the namespaces. Leaving the block removes the namespaces; those of a run that was killed are removed at the next
+start. All hosts share the kernel, its memory and its process ids.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from transfuse.testing.ranks import listening
 
 __all__ = ["LINK", "Hosts", "Traffic", "Unavailable", "settle", "traffic"]
 
-#: Every host's one interface besides loopback.
+#: The name of every host's one interface besides loopback.
 LINK = "wire"
-#: What waits in a link's queue before packets are dropped, as time at its rate.
+#: How much a link's queue holds before packets are dropped, as time at the link's rate.
 QUEUE_SECONDS = 0.05
-#: So long a link may go unserved on a busy machine before rate is lost. After a pause this much goes through at once.
+#: How long a link may go unserved on a busy machine before rate is lost. After a pause this much goes through at once.
 BURST_SECONDS = 0.005
-#: Room for the largest packet that is handed to a link in one piece, whatever the rate.
+#: Space for the largest packet that is handed to a link at once, whatever the rate.
 LEAST_BURST_BYTES = 1 << 17
-#: Of the ranks' group: long, since one may wait for another that fills gigabytes with random numbers.
+#: Timeout of the ranks' group: long, since one rank may wait for another that fills gigabytes with random numbers.
 TIMEOUT = timedelta(minutes=5)
 
 _NAMESPACES = Path("/var/run/netns")
@@ -49,11 +49,11 @@ _serial = itertools.count()
 
 
 class Unavailable(Exception):
-    """Hosts cannot be made here, and why."""
+    """Hosts cannot be made here. The message says why."""
 
 
 class Traffic(NamedTuple):
-    """Bytes that went over a host's link, with one header for each packet as the host saw it."""
+    """Bytes that went over a host's link, including one header for each packet as the host saw it."""
 
     received: int
     sent: int
@@ -89,19 +89,19 @@ class Hosts:
         self._remove()
 
     def namespace(self, host: int) -> str:
-        """Its name, for ``ip netns exec``."""
+        """The namespace's name, for ``ip netns exec``."""
         return f"{self._prefix}host{range(self.count)[host]}"
 
     def address(self, host: int) -> str:
-        """Where the others reach it."""
+        """The address at which other hosts reach this host."""
         return f"10.231.0.{range(self.count)[host] + 1}"
 
     def workers(
         self, placement: Sequence[int], function: Callable[..., None], *args: object, timeout: timedelta = TIMEOUT
     ) -> AbstractContextManager[Iterator[tuple[int, Any]]]:
-        """A rank on each host that ``placement`` names, to enter with ``with``.
+        """Start a rank on each host that ``placement`` names, for the length of a ``with`` block.
 
-        As with :func:`listening`, the ``function(rank, *args)`` finds a default group; here it goes over the hosts'
+        As with :func:`listening`, ``function(rank, *args)`` finds a default group; here the group uses the hosts'
         links, and ``timeout`` is the group's.
         """
         return listening(len(placement), _work, [self.namespace(host) for host in placement], timeout, function, args)
@@ -115,11 +115,11 @@ class Hosts:
             _call("ip", "netns", "add", name)
             _call("ip", "-n", name, "link", "set", "lo", "up")
             _call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", LINK, "netns", name)
-            # No addresses of version 6: there is one way to reach a host.
+            # No IPv6 addresses: there is only one way to reach a host.
             _call("ip", "-n", name, "link", "set", LINK, "addrgenmode", "none", "up")
             _call("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", LINK)
             _call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
-            # A limit holds for what is sent: at the host's end for its uploads, at the switch's for its downloads.
+            # A rate limit applies to sending: at the host's end to its uploads, at the switch's end to its downloads.
             mbit = self._links.get(host, self.mbit)
             _limit(name, LINK, mbit)
             _limit(switch, port, mbit)
@@ -138,22 +138,22 @@ def _limit(namespace: str, device: str, mbit: float) -> None:
 
 
 def traffic() -> Traffic:
-    """In a worker: what has gone over its host's link so far."""
-    # Of the thread that reads, since a namespace is entered by threads.
+    """In a worker: the bytes that have gone over its host's link so far."""
+    # Of the thread that reads, because threads enter namespaces one by one.
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     numbers = next(line.split(":")[1] for line in lines if line.strip().startswith(f"{LINK}:")).split()
     return Traffic(int(numbers[0]), int(numbers[8]))
 
 
 def settle(namespace: str, timeout: timedelta = TIMEOUT) -> None:
-    """In the main thread of each rank of a default group over loopback, before it starts threads: move to a host.
+    """Called in the main thread of each rank of a default group over loopback, before it has threads: move to a host.
 
-    The group ends, and one over the hosts' links takes its place.
+    Replaces the group by one over the hosts' links.
     """
     rank, count = dist.get_rank(), dist.get_world_size()
-    # The connection to it stays what it is, one of the machine's own loopback.
+    # The connection to the store stays as it is, on the machine's own loopback.
     store = PrefixStore("hosts", dist.distributed_c10d._get_default_store())
-    # Until all have made the old group: to leave it earlier would break it for those who are still connecting.
+    # Wait until all ranks have made the old group: leaving it earlier would break it for ranks that still connect.
     store.set(f"rank{rank}", "here")
     store.wait([f"rank{other}" for other in range(count)], timeout)
     dist.destroy_process_group()
@@ -170,7 +170,7 @@ def _work(
 
 
 def _enter(namespace: str) -> None:
-    """For this thread and those that it starts from now on."""
+    """Enter a namespace, for this thread and the threads that it starts from now on."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(_NAMESPACES / namespace, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -181,11 +181,11 @@ def _enter(namespace: str) -> None:
 
 
 def _call(program: str, *args: str) -> str:
-    """What it prints."""
+    """Run a program and return what it prints."""
     path = shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
     if path is None:
         raise Unavailable(f"`{program}` is not installed (Debian: apt-get install iproute2)")
-    # In a session of its own, so that Ctrl-C reaches the caller alone.
+    # In a session of its own, so that Ctrl-C reaches only the caller.
     done = subprocess.run([path, *args], capture_output=True, text=True, timeout=30, start_new_session=True)
     if done.returncode != 0:
         raise Unavailable(f"`{shlex.join([program, *args])}` failed: {done.stderr.strip()}")
@@ -193,14 +193,14 @@ def _call(program: str, *args: str) -> str:
 
 
 def _namespaces() -> list[str]:
-    """Those of all runs."""
+    """The namespaces of all runs."""
     with suppress(FileNotFoundError):
         return sorted(name for name in os.listdir(_NAMESPACES) if _NAME.fullmatch(name))
     return []
 
 
 def _remove(namespaces: Iterable[str]) -> list[str]:
-    """Remove them all, and say what did not work."""
+    """Remove all of them, and report failures."""
     failures = []
     for name in namespaces:
         try:
@@ -211,14 +211,14 @@ def _remove(namespaces: Iterable[str]) -> list[str]:
 
 
 def _abandoned(namespace: str) -> bool:
-    """Whether its run has ended. A process id may be in use again, but not with the same time of its start."""
+    """Whether the namespace's run has ended. A process id may be reused, but not with the same start time."""
     match = _NAME.fullmatch(namespace)
     assert match is not None
     return _started(int(match["pid"])) != int(match["started"])
 
 
 def _started(pid: int) -> int | None:
-    """When this process was started, in ticks since the machine was."""
+    """When this process was started, in ticks since the machine booted."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     except (FileNotFoundError, ProcessLookupError):

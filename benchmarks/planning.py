@@ -1,10 +1,10 @@
-"""How long it takes to plan a move between a thousand ranks that hold a state in other pieces, and how much memory.
+"""How long it takes, and how much memory, to plan a move between a thousand ranks that shard a state differently.
 
 python -m benchmarks.planning [--quick] [--runs N] [--case NAME] [--profile] [--json FILE]
 
-One receiver's work, phase by phase, from the offers of all its sources until each source knows what to bring; and that
-of one source. No process groups and no wire: meshes of 1,024 ranks in two processes, one for each end, so that the
-memory of one end is not counted at the other. Tensors have the sizes of a real model's, and are never touched.
+Measures the work of one receiver, phase by phase, from the offers of all its sources until each source knows what to
+send; and the work of one source. No process groups and no wire: meshes of 1,024 ranks in two processes, one for each
+end, so that each end's memory is measured separately. Tensors have the sizes of a real model's, and are never touched.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ from transfuse.wire.memory_route import Entry
 
 T = TypeVar("T")
 
-#: Of a model with rows that a thousand ranks can share.
+#: Sizes of a model whose rows a thousand ranks can share.
 HIDDEN, WIDE = 4096, 16384
 CPU = torch.device("cpu")
 
 SOURCE_PHASES = ("describe", "offer", "answer")
 RECEIVER_PHASES = ("prepare", "read offers", "agree", "assemble", "shares", "wants")
-#: A plan is to be within these.
+#: A plan should stay within these.
 MOST_SECONDS, MOST_MIB = 2.0, 500
 
 
@@ -97,7 +97,7 @@ LAYER = (
 
 
 class Layout(NamedTuple):
-    """How all weights lie on the ranks of one side: what each dimension of the mesh does."""
+    """How all weights are spread over the ranks of one side: what each mesh dimension does."""
 
     mesh: tuple[int, ...]
     names: tuple[str, ...]
@@ -168,12 +168,12 @@ def cases(tensors: int = 10_000, ranks: int = 1024) -> list[Case]:
         case(replicated(ranks), whole),
         case(whole, replicated(ranks), tensors // 50),
     ]
-    # With few ranks some are the same.
+    # With few ranks some cases are the same.
     return list(dict.fromkeys(drawn))
 
 
 def state(layout: Layout, rank: int, tensors: int) -> dict[str, Any]:
-    """A rank's weights and, beside them, two tensors of an optimizer for each. Nobody writes to any of them."""
+    """A rank's weights and two optimizer tensors for each weight. No code writes to them."""
     ranks = torch.arange(layout.ranks).reshape(layout.mesh)
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=layout.names, _init_backend=False, _rank=rank)
     kinds: dict[str, tuple[list[Placement], tuple[int, ...], tuple[int, ...]]] = {}
@@ -209,12 +209,12 @@ def state(layout: Layout, rank: int, tensors: int) -> dict[str, Any]:
 
 
 class Memory:
-    """How much this process has ever had since a moment, beyond what it had then. Linux."""
+    """The peak memory of this process since a moment, beyond what it had then. Linux."""
 
     def __init__(self) -> None:
         gc.collect()
         with contextlib.suppress(OSError):
-            # Makes the most it has ever had what it has now.
+            # This resets the peak to the present memory.
             Path("/proc/self/clear_refs").write_text("5")
         self._before = _status("VmRSS")
 
@@ -235,7 +235,7 @@ def _status(name: str) -> int:
 
 @dataclass
 class Clock:
-    """By phase: seconds, and how many of these this thread was at work. With a profile of all phases, if asked for."""
+    """By phase: wall seconds, and this thread's CPU seconds. With a profile of all phases, if asked for."""
 
     profile: cProfile.Profile | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -267,7 +267,7 @@ def _most_called(profile: cProfile.Profile | None) -> str:
 
 @dataclass
 class Offered:
-    """What a source says: its offer with a description, and for all sources one without."""
+    """What a source says: its offer with a description, and an offer without one for every source."""
 
     whole: bytes
     briefs: dict[int, bytes]
@@ -308,7 +308,7 @@ def _offer(described: Described) -> tuple[messages.Offer, bytes]:
 
 
 def _source(say: Connection[Any, Any], case: Case, runs: int, profiled: bool) -> None:
-    """A process that describes a rank's state, and then finds what a receiver wants of another rank's."""
+    """A process that describes one rank's state, and then finds what a receiver wants of another rank's state."""
     for _ in range(runs + 1):
         mine = state(case.source, 0, case.tensors)
         clock = Clock()
@@ -318,7 +318,7 @@ def _source(say: Connection[Any, Any], case: Case, runs: int, profiled: bool) ->
         with clock.phase("offer"):
             offer, body = _offer(described)
         peak = memory.peak()
-        # All others say the same, but for their places in the mesh. The mesh is the first.
+        # All other sources say the same, except for their coordinates in the mesh. The mesh comes first.
         mesh = described.manifest.shared[0].shape
         places = [
             tuple(map(int, place)) for place in torch.cartesian_prod(*map(torch.arange, mesh)).reshape(-1, len(mesh))
@@ -368,7 +368,7 @@ class Planned:
     refused: str
     pieces: int
     parcels: int
-    #: Sources that hold something that is needed; what the one with most of it is asked, and what it should answer.
+    #: Sources that hold something needed; the request to the source with most of it, and the expected answer.
     needed: int
     busiest: int
     want: bytes
@@ -378,7 +378,7 @@ class Planned:
 
 
 def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool) -> Planned:
-    """Everything that a receiver does until all sources know what to bring."""
+    """Everything that a receiver does until all sources know what to send."""
     limits, profile = Limits(), cProfile.Profile() if profiled else None
     clock = Clock(profile)
     planned = Planned(clock.seconds, clock.cpu, 0, 0, "", 0, 0, 0, 0, b"", 0, 0, "")
@@ -408,11 +408,11 @@ def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool)
         planned.profile = _most_called(profile)
         return planned
     with clock.phase("shares"):
-        # Each conversation asks what its source can bring.
+        # Each conversation asks what its source can send.
         shares = {peer: plan.shares.of(peer) for peer in offers}
     most = -1
     with clock.phase("wants"):
-        # Each is sent by its own conversation, and not kept.
+        # Each conversation sends its own request and does not keep it.
         for peer, share in shares.items():
             if not share.held.any():
                 continue
@@ -439,7 +439,7 @@ def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool)
     planned.pieces, planned.parcels = len(cut.regions), len(cut)
     planned.fingerprint = shares[planned.busiest].fingerprint
     planned.profile = _most_called(profile)
-    # What is asked for is what there is, each byte once for each source that could bring it.
+    # The requests must cover what is needed, counting each byte once for each source that could send it.
     needed = sum(leaf.to_local().nbytes for leaf in prepared.leaves if isinstance(leaf, DTensor))
     regions = np.where(cut.low == 0, cut.count, 0)
     if cut.total_bytes != needed or any(_count(s.wanted_blocks) != regions[s.held].sum() for s in shares.values()):
@@ -464,7 +464,7 @@ def _receiver(say: Connection[Any, Any], case: Case, rank: int, runs: int, profi
 
 @dataclass
 class Result:
-    """One case. Seconds are medians; memory is the most of all runs, beyond the state's own."""
+    """One case. Seconds are medians; memory is the highest peak of all runs, beyond the state's own."""
 
     name: str
     sources: int
@@ -538,7 +538,7 @@ def measure(case: Case, runs: int, profiled: bool = False) -> Result:
                 if answered.fingerprint != planned.fingerprint:
                     raise AssertionError("the two ends do not agree")
             found.append((offered, planned, answered))
-    # The first run met cold caches; its memory counts.
+    # Leave out the first run's times: its caches were cold. Its memory counts.
     last, planned, answer = found[-1]
     counted = found[1:]
     source_seconds = {
@@ -613,7 +613,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def record(results: Sequence[Result], options: argparse.Namespace, argv: Sequence[str], load: float) -> dict[str, Any]:
-    """Everything one needs to judge the numbers later."""
+    """Everything that is needed to judge the numbers later."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", "benchmarks.planning", *argv]),

@@ -1,9 +1,9 @@
-"""What one more range costs `process_vm_readv`, and what picking items out of a span costs instead.
+"""What one more range costs `process_vm_readv`, and what it costs instead to pick items out of one span.
 
 python -m benchmarks.ranges [--mib N]
 
-The rule in `transfuse/reading.py` (RANGE_COST, ITEM_COST) rests on these numbers: strided memory is read run by run,
-or whole from its first run to its last with the runs picked out afterwards, whichever is cheaper.
+The rule in `transfuse/wire/memory_read.py` (RANGE_COST, ITEM_COST) rests on these numbers. Strided memory is read run
+by run, or in one span from its first run to its last, and then the runs are picked out, whichever is cheaper.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(nbytes: int) -> dict[str, float]:
-    """Bytes a second in one range, and the cost of a range and of an item, in bytes read meanwhile."""
+    """Bytes per second in one range; and the cost of a range and of an item, as bytes that could be read meanwhile."""
     source, target = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
     here, pid = np.array([0]), os.getpid()
 

@@ -1,12 +1,12 @@
-"""Moving a sharded state into other shards, beside what one would do without transfuse.
+"""Move a sharded state into other shards, compared with what one would do without transfuse.
 
 python -m benchmarks.resharding [--part NAME] [--quick] [--runs N] [--json FILE]
 
 - links: two hosts hold a state sharded by rows, three hosts want it in other shards. Network namespaces with links of
-  limited rate; times are multiples of what the bytes of the busiest link need, by a bare TCP stream in the same run.
-  Beside it, whole tensors are gathered on the sources and broadcast. Needs Linux, root and iproute2.
+  limited rate; times are multiples of what the busiest link's bytes need, by a bare TCP stream in the same run. For
+  comparison, whole tensors are gathered on the sources and broadcast. Needs Linux, root and iproute2.
 - host: the same on one host without limits: from memory, over the group, through DCP in /dev/shm, and by gathering.
-- delta: a receiver that has most of a state already, with and without ``delta``, on one host and over a limited link.
+- delta: a receiver that already has most of a state, with and without ``delta``, on one host and over a limited link.
 
 All moves are in place, in turns in the same processes, and every receiver compares every move bit for bit.
 """
@@ -50,7 +50,7 @@ from transfuse.testing.ranks import RanksFailed, listening, say
 SOURCES, RECEIVERS = (0, 1), (2, 3, 4)
 WORLD = len(SOURCES) + len(RECEIVERS)
 CPU = torch.device("cpu")
-#: Over limited links a move is to take no more than this many times what the busiest link's bytes need.
+#: Over limited links a move should take at most this many times what the busiest link's bytes need.
 MOST_TIMES = 1.2
 
 STREAM, GROUP, MEMORY, GATHER, DCP = (
@@ -76,7 +76,7 @@ class Weight(NamedTuple):
 
 
 def weights(nbytes: int) -> list[Weight]:
-    """Layers of a model with about so many bytes of float32: matrices of several forms, and vectors."""
+    """Layers of a model with about so many bytes of float32: matrices of several shapes, and vectors."""
     layers = 4
     side = max(12, round(math.sqrt(nbytes / 4 / layers / 10) / 12) * 12)
     layer = (
@@ -89,7 +89,7 @@ def weights(nbytes: int) -> list[Weight]:
     return [weight._replace(name=f"layers.{i}.{weight.name}") for i in range(layers) for weight in layer]
 
 
-#: How the receivers hold it. The sources have rows, as FSDP does.
+#: How the receivers shard the state. The sources have rows, as FSDP does.
 LAYOUTS: dict[str, Callable[[Weight], Placement]] = {
     "rows over 3": lambda weight: Shard(0),
     "columns over 3": lambda weight: Shard(len(weight.shape) - 1),
@@ -99,7 +99,7 @@ LAYOUTS: dict[str, Callable[[Weight], Placement]] = {
 
 
 def values(number: int, weight: Weight) -> torch.Tensor:
-    """Random numbers, always the same."""
+    """Random values, always the same."""
     return torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
 
 
@@ -115,7 +115,7 @@ def needed(some: Sequence[Weight], layout: str) -> int:
 
 
 def busiest_bytes(some: Sequence[Weight], layout: str) -> int:
-    """Of the link with the most to carry in one direction: each source has half of what every receiver needs."""
+    """Bytes over the busiest link in one direction: each source has half of what every receiver needs."""
     each = needed(some, layout)
     return max(each, each * len(RECEIVERS) // len(SOURCES))
 
@@ -125,7 +125,7 @@ def busiest_bytes(some: Sequence[Weight], layout: str) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """One move, as one rank saw it. The clock is the machine's, the same for all ranks."""
+    """One move, as one rank saw it. All ranks use the machine's clock."""
 
     rank: int
     turn: int
@@ -134,21 +134,21 @@ class Move:
     started: float
     ended: float
     cpu_seconds: float
-    #: Over its host's link until all ranks had ended; None without limits.
+    #: Traffic on its host's link until all ranks had ended; None without limits.
     traffic: Traffic | None
-    #: Payload that transfuse says it has received.
+    #: Payload that transfuse reports as received.
     payload: int
     wrong: list[str]
 
 
 class Rank:
-    """What one rank has for all its moves."""
+    """Everything that one rank needs for its moves."""
 
     def __init__(self, size: int, limit: float, directory: str, stream: socket.socket | None) -> None:
         self.rank = dist.get_rank()
         self.weights = weights(size)
         self.limit, self.directory, self.stream = limit, Path(directory), stream
-        # Groups are made by all ranks, in the same order.
+        # All ranks make the groups, in the same order.
         sources, receivers = dist.new_group(list(SOURCES)), dist.new_group(list(RECEIVERS))
         self.group: Any = sources if self.is_source else receivers
         self.broadcast: Any = dist.new_group([SOURCES[0], *RECEIVERS])
@@ -167,7 +167,7 @@ class Rank:
 
     @property
     def at(self) -> int:
-        """Its place among the sources, or the receivers."""
+        """Its index among the sources, or among the receivers."""
         return (SOURCES if self.is_source else RECEIVERS).index(self.rank)
 
     def _dtensor(self, weight: Weight, placement: Placement, local: torch.Tensor) -> DTensor:
@@ -176,7 +176,7 @@ class Rank:
         )
 
     def hold(self, layout: str) -> None:
-        """From now on, at a receiver: what it receives into, and what must be there afterwards."""
+        """At a receiver: set the target of the next moves, and what must be in it afterwards."""
         self.expected: dict[str, torch.Tensor] = {}
         if self.is_source:
             return
@@ -223,7 +223,7 @@ class Rank:
     # -- moves
 
     def _stream(self) -> None:
-        """As many bytes as a source holds, to one receiver."""
+        """A bare TCP stream of as many bytes as a source holds, to one receiver."""
         if self.stream is None:
             return
         if self.is_source:
@@ -292,7 +292,7 @@ def work(
     directory: str,
     listen: str,
 ) -> None:
-    """One rank. Tells of every move, those of the warm-up as turn 0."""
+    """The main function of one rank. Reports every move; moves of the warm-up are turn 0."""
     faulthandler.dump_traceback_later(4 * limit, exit=True)
     with ExitStack() as stack:
         stream = _connect(listen, limit) if STREAM in MOVES[part] else None
@@ -303,14 +303,14 @@ def work(
             me.hold(layout)
             for turn in range(runs + 1):
                 for name in MOVES[part]:
-                    # Whatever happens, a move ends: this prints where it hangs and ends the process.
+                    # A move that hangs must end: print where it hangs and end the process.
                     faulthandler.dump_traceback_later(4 * limit, exit=True)
                     say(me.move(turn, layout, name))
         faulthandler.cancel_dump_traceback_later()
 
 
 def _connect(listen: str, limit: float) -> socket.socket | None:
-    """A connection from the first source to the first receiver; None for the others."""
+    """A connection from the first source to the first receiver; None on other ranks."""
     rank, port = dist.get_rank(), torch.zeros(1, dtype=torch.int64)
     if rank == RECEIVERS[0]:
         with socket.create_server((listen, 0)) as server:
@@ -329,7 +329,7 @@ def _connect(listen: str, limit: float) -> socket.socket | None:
 
 class Change(NamedTuple):
     name: str
-    #: How much of the state the receiver has wrong.
+    #: The fraction of the state that is wrong at the receiver.
     share: float
     delta: bool
 
@@ -359,7 +359,7 @@ class Kept:
 
 
 def delta_work(rank: int, routes: Sequence[str], size: int, runs: int, limit: float) -> None:
-    """Rank 0 has a state, rank 1 most of it."""
+    """Rank 0 has a state, rank 1 has most of it."""
     world = cast(Any, dist.group.WORLD)
     each = size // DELTA_TENSORS // 4
     generator = torch.Generator().manual_seed(1)
@@ -372,7 +372,7 @@ def delta_work(rank: int, routes: Sequence[str], size: int, runs: int, limit: fl
                 faulthandler.dump_traceback_later(4 * limit, exit=True)
                 left = round(change.share * each * DELTA_TENSORS)
                 for name, tensor in target.items():
-                    # One run of all elements is wrong, from the first one on.
+                    # The first elements are wrong, in one run.
                     wrong_here = min(left, each)
                     tensor.copy_(state[name])
                     tensor[:wrong_here] += 1
@@ -419,14 +419,14 @@ def delta_work(rank: int, routes: Sequence[str], size: int, runs: int, limit: fl
 
 @dataclass
 class Result:
-    """All moves of one kind that count, over all ranks."""
+    """All counted moves of one kind, over all ranks."""
 
     name: str
     #: From a barrier until the last rank has returned.
     seconds: list[float] = field(default_factory=list)
-    #: Of all ranks together.
+    #: CPU time of all ranks together.
     cpu_seconds: list[float] = field(default_factory=list)
-    #: Bytes over the link that had the most to carry in one direction.
+    #: Bytes over the busiest link in one direction.
     busiest_link: list[int] = field(default_factory=list)
     payload: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -441,7 +441,7 @@ class Measured:
     """One layout."""
 
     state_bytes: int
-    #: What the link with the most to carry in one direction must carry at least, and how long that takes.
+    #: The least that the busiest link must carry in one direction, and how long that takes.
     busiest_bytes: int
     wire_seconds: float | None
     results: dict[str, Result]
@@ -472,7 +472,7 @@ def measure(part: str, layouts: Sequence[str], mib: float, mbit: float, runs: in
     some = weights(size)
     total = sum(4 * math.prod(weight.shape) for weight in some)
     nominal = total * 8 / (mbit * 1e6) if part == "links" else total / 1e8
-    # For one move: several times what it takes to send every receiver everything.
+    # The limit for one move: several times what it takes to send every receiver everything.
     limit = 20 + 4 * nominal * len(RECEIVERS)
     moves: dict[tuple[str, int, str], list[Move]] = {}
     with ExitStack() as stack:
@@ -513,7 +513,7 @@ def _shared_memory() -> str | None:
 
 
 def measure_delta(limited: bool, mib: float, mbit: float, runs: int) -> dict[str, dict[str, list[Kept]]]:
-    """By route and change, all runs that count (and what is wrong with any)."""
+    """By route and change, all counted runs, and their errors."""
     size = round(mib * MIB) // DELTA_TENSORS // 4 * 4 * DELTA_TENSORS
     limit = 20 + 4 * (size * 8 / (mbit * 1e6) if limited else size / 1e8)
     routes = ("group",) if limited else ("memory", "group")
@@ -581,12 +581,12 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def record(found: dict[str, Any], options: argparse.Namespace, argv: Sequence[str], load: float) -> dict[str, Any]:
-    """Everything one needs to judge the numbers later."""
+    """Everything that is needed to judge the numbers later."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", "benchmarks.resharding", *argv]),
         "machine": machine.describe(),
-        # Other work on the machine shows here.
+        # The load shows other work on the machine.
         "load_average_before": load,
         "load_average_after": os.getloadavg()[0],
         "versions": {
@@ -622,7 +622,7 @@ def _delta_record(found: dict[str, dict[str, list[Kept]]]) -> dict[str, Any]:
 
 
 def run(part: str, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Measure and show one part; for the record, and what was wrong. Raises :class:`Unavailable`."""
+    """Measure and show one part. Returns its record and errors. Raises :class:`Unavailable`."""
     if part == "delta":
         mib = 2 if options.quick else options.delta_mib
         found = measure_delta(False, mib, options.mbit, options.runs)

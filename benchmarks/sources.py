@@ -1,10 +1,10 @@
-"""One receiver from one, two and four sources, each on a host with a slow link: what replicas are worth.
+"""One receiver with one, two and four sources, each on a host with a slow link: how much replicas help.
 
 python -m benchmarks.sources [--mib N] [--mbit N] [--runs N] [--json FILE]
 
-The receiver's link is as fast as all the sources' together. Times are parts of that from one source, in the same run;
-all moves are in place and compared bit for bit. Network namespaces, so the memory route is off. Needs Linux, root and
-iproute2.
+The receiver's link is as fast as all the sources' links together. Times are fractions of the time with one source, in
+the same run; all moves are in place and compared bit for bit. Network namespaces, so the memory route is off. Needs
+Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def tensors(size: int) -> dict[str, torch.Tensor]:
 
 
 def work(rank: int, size: int, runs: int, limit: float) -> None:
-    """One rank. The receiver tells how long each move took, how much each source brought, and what differs."""
+    """The main function of one rank. The receiver reports each move's time, each source's bytes, and differences."""
     world = cast(Any, dist.group.WORLD)
     state = tensors(size)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}

@@ -1,1 +1,1 @@
-"""Transfuse beside what one would use instead: cases, peers, the machine's limits, and what comes out of them."""
+"""Compare transfuse with the alternatives: cases, peers, the machine's limits, and the results."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.compare``. Only the parent needs the command's packages: workers import this file as well."""
+"""``python -m benchmarks.compare``. Workers import this file too, but only the parent needs the command's packages."""
 
 if __name__ == "__main__":
     from transfuse.cli import run

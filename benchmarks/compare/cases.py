@@ -1,4 +1,4 @@
-"""What is moved: a handful of states, each to some receivers, in place or fresh."""
+"""The cases: a handful of states, each sent to some receivers, in place or fresh."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WIDTH, CONTEXT, VOCABULARY, BLOCKS = 768, 1024, 50257, 12
 
 @dataclass(frozen=True)
 class Case:
-    """One state and what becomes of it."""
+    """One state, and how it is moved."""
 
-    #: For ``--only``, and for people.
+    #: Its name for ``--only``, and for tables.
     key: str
     title: str
     #: Makes the state with uninitialized tensors; see :meth:`state`.
@@ -36,7 +36,7 @@ class Case:
     quick: bool = True
 
     def state(self) -> dict[str, Any]:
-        """The state, always with the same numbers."""
+        """The state, always with the same values."""
         return fill(self.make())
 
     @property
@@ -45,14 +45,14 @@ class Case:
         return f"{self.title}, {to}{self.mode}"
 
     def size(self) -> tuple[int, int]:
-        """How many bytes it has, memory with several names counted once, and in how many tensors."""
+        """How many bytes the state has, with shared memory counted once, and in how many tensors."""
         with torch.device("meta"):
             tensors = {id(leaf): leaf for leaf in _leaves(self.make())}
         return sum(t.nbytes for t in tensors.values()), len(tensors)
 
 
 def cases(scale: float = 1.0) -> list[Case]:
-    """All of them with about this part of their bytes. Small tensors stay as they are and become fewer."""
+    """All cases, scaled to about this fraction of their bytes. Small tensors keep their size and become fewer."""
     gib, some = _floats(1024 * MIB * scale), _floats(16 * MIB * scale)
     many = max(1, round(20_000 * scale))
     quarter = partial(tensors, 16, _floats(16 * MIB * scale))
@@ -93,7 +93,7 @@ def gpt2(scale: float) -> dict[str, Any]:
 
 
 def _parameters(scale: float) -> Iterator[tuple[str, tuple[int, ...]]]:
-    # One block is an eighth of the model and more; below that, it gets narrower.
+    # One block is at least an eighth of the model; for smaller scales the model gets narrower.
     width = WIDTH if scale >= 1 / 8 else 64 * max(1, round(WIDTH / 64 * scale * 8))
     yield "transformer.wte.weight", (max(1, round(VOCABULARY * scale)), width)
     yield "transformer.wpe.weight", (CONTEXT, width)
@@ -111,7 +111,7 @@ def _parameters(scale: float) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def fill(state: dict[str, Any]) -> dict[str, Any]:
-    """Random bits: quicker to make than random numbers, and as good for moving."""
+    """Fill with random bits: quicker to make than random numbers, and as good for a transfer."""
     generator = torch.Generator().manual_seed(SEED)
     for tensor in tensors_of(state).values():
         tensor.view(torch.int32).random_(generator=generator)

@@ -1,4 +1,4 @@
-"""Is what arrived what was sent, bit for bit? By digests, so that no receiver has to keep a second copy."""
+"""Check bit for bit that what arrived is what was sent. By digests, so that no receiver has to keep a second copy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from benchmarks.compare.peers import tensors_of
 
 __all__ = ["Digests", "differences", "digests"]
 
-#: By path: dtype, shape and XXH3 of a tensor's bytes, or another leaf's repr.
+#: By path: a tensor's dtype, shape and XXH3 of its bytes, or another leaf's repr.
 Digests = dict[str, tuple[object, ...]]
 
-#: A wrong move rarely has one wrong tensor.
+#: A wrong move rarely has just one wrong tensor.
 MOST_LINES = 5
 
 
 def digests(state: object) -> Digests:
-    """Of a tree; or of tensors by path, if they are in a dict that has paths for keys."""
+    """The digests of a tree, or of tensors in a dict whose keys are paths."""
     leaves, _ = tree_flatten_with_path(state)
     return {keystr(path): digest(leaf) for path, leaf in leaves}
 
@@ -33,9 +33,10 @@ def digest(leaf: Any) -> tuple[object, ...]:
 
 
 def differences(expected: Digests, unique: set[str], got: object, whole: bool, target: object | None) -> list[str]:
-    """One line for each way in which ``got`` is not as it should be.
+    """One line for each error in ``got``.
 
-    ``unique`` are the paths that ``got``, which need not be ``whole``, must have. A ``target`` is what it must be in.
+    ``unique`` are the paths that ``got`` must have; ``got`` need not be ``whole``. With ``target``, its tensors must be
+    the ones that ``got`` holds.
     """
     flat = isinstance(got, dict) and got.keys() == unique
     found = {path: digest(leaf) for path, leaf in got.items()} if flat and isinstance(got, dict) else digests(got)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.compare``: transfuse and what one would use instead, side by side on this machine."""
+"""``python -m benchmarks.compare``: measure transfuse and the alternatives side by side on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from transfuse.testing.ranks import Late, RanksFailed
 __all__ = ["app", "bench"]
 
 SHARED_MEMORY = Path("/dev/shm")
-#: The source's, the receivers', and what goes through files or stores.
+#: Copies of the state: the source's, the receivers', and one in files or stores.
 COPIES = 5
 PROCESSES_BYTES = 1 << 30
 LIMIT_BYTES = 512 << 20
@@ -41,7 +41,7 @@ LIMIT_BYTES = 512 << 20
 QUICK_SCALE, QUICK_RUNS = 0.125, 3
 QUICK_PEERS = (*OURS, REFERENCE, next(peer for peer in PEERS if peer.key == "torchft"))
 
-#: A case and who takes part in it.
+#: A case and the peers that take part in it.
 Entry = tuple[Case, list[type[Peer]]]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -139,7 +139,7 @@ def choose(scale: float, quick: bool, only: Sequence[str]) -> tuple[list[Entry],
                 f"Peers: {', '.join(peer.key for peer in wanted)}."
             )
     named = [peer for peer in wanted if any(peer in peers for _, peers in chosen)]
-    # Importing takes seconds: each module once, all at the same time.
+    # Importing takes seconds: import each module once, all at the same time.
     modules = {peer.module: peer for peer in named}
     with ThreadPoolExecutor() as pool:
         reasons = dict(zip(modules, pool.map(lambda peer: peer.absent(), modules.values()), strict=True))
@@ -164,7 +164,7 @@ def announce(console: Console, quick: bool, scale: float, absent: dict[type[Peer
 
 @dataclass
 class Bar:
-    """Where the run is, on a terminal."""
+    """Shows the progress of the run on a terminal."""
 
     progress: Progress
     task: TaskID
@@ -179,14 +179,14 @@ class Bar:
 def run(
     console: Console, entries: Sequence[Entry], runs: int, scale: float, timeout: float
 ) -> tuple[list[Outcome], dict[str, Limit]]:
-    """Measure everything, showing each table as soon as it is there."""
+    """Measure everything, and show each table as soon as it is complete."""
     with console.status("Measuring this machine's own limits …"):
         limits = machine.limits(max(1 << 20, int(LIMIT_BYTES * min(1.0, scale))))
     table.show_limits(console, limits)
     columns = (TextColumn("{task.description:<24}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
     total = (runs + 1) * sum(len(peers) for _, peers in entries)
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    # Short, since sockets lie in it, whose paths are limited.
+    # Keep the path short: sockets are made in it, and their paths are limited.
     with (
         tempfile.TemporaryDirectory(prefix="tf-", dir=place, ignore_cleanup_errors=True) as folder,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
@@ -199,7 +199,7 @@ def run(
 
 
 def check_memory(chosen: Sequence[Case]) -> None:
-    """Better said now than by the kernel in the middle."""
+    """Check the memory now, before the kernel kills a process in the middle."""
     needed = max(case.size()[0] * (COPIES + case.receivers - 1) for case in chosen) + PROCESSES_BYTES
     available = available_bytes()
     if available is not None and available < needed:
@@ -210,7 +210,7 @@ def check_memory(chosen: Sequence[Case]) -> None:
 
 
 def check_writable(file: Path | None) -> None:
-    """Better said now than after twenty minutes."""
+    """Check now that the file can be written, not after twenty minutes."""
     if file is not None and not os.access(file if file.exists() else file.parent, os.W_OK):
         raise OSError(f"{file} cannot be written")
 

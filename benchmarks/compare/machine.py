@@ -1,4 +1,4 @@
-"""The machine: what it is, and how fast it moves bytes with nothing around. The same run's numbers stand beside."""
+"""The machine: what it is, and how fast it moves bytes by itself, measured in the same run as the peers."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def _other_end(size: int) -> None:
         dist.broadcast_object_list([(os.getpid(), memory.ctypes.data, server.getsockname()[1])], src=0)
         connection, _ = server.accept()
     with connection:
-        # A byte asks for all of them.
+        # One byte asks for all of them.
         while connection.recv(1):
             connection.sendall(memory.data)
     permit(False)
 
 
 def _memory(size: int) -> np.ndarray:
-    """Touched, and from torch, whose tensors lie in other pages than numpy's arrays."""
+    """Touched memory from torch, whose tensors lie in other pages than numpy's arrays."""
     return torch.ones(size, dtype=torch.uint8).numpy()
 
 
@@ -119,7 +119,7 @@ def _touch(size: int, threads: int, huge: bool) -> list[float]:
             fresh.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
             array = np.frombuffer(fresh, np.uint8)
             start = array.ctypes.data
-            # The mapping cannot be closed under an array.
+            # The mapping cannot be closed while an array uses it.
             del array
             started = time.perf_counter()
             _split(partial(_write, start), size, threads)
@@ -132,7 +132,7 @@ def _write(start: int, at: int, length: int) -> None:
 
 
 def _split(work: Callable[[int, int], object], size: int, threads: int) -> None:
-    """Equal shares for all threads. ctypes lets go of the interpreter meanwhile."""
+    """Give all threads equal shares. ctypes releases the interpreter lock meanwhile."""
     share = -(-size // threads)
     with ThreadPoolExecutor(threads) as pool:
         for done in [pool.submit(work, at, min(share, size - at)) for at in range(0, size, share)]:
@@ -145,7 +145,7 @@ def _timed(work: Callable[[], object]) -> list[float]:
         started = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - started)
-    # The first met cold caches.
+    # Leave out the first run: its caches were cold.
     return seconds[1:]
 
 
@@ -157,6 +157,6 @@ def _read(path: str) -> str:
 
 
 def _line(path: str, name: str) -> str | None:
-    """What stands behind the colon in a file of the kernel's."""
+    """The text after the colon in one of the kernel's files."""
     lines = (line.partition(":") for line in _read(path).splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), None)

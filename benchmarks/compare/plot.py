@@ -1,4 +1,4 @@
-"""One picture of the measurements: an SVG that reads on light and on dark pages."""
+"""A picture of the measurements: an SVG that is readable on light and on dark pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.compare.table import duration
 
 __all__ = ["draw"]
 
-#: Greys that stand out from white and from black alike.
+#: Greys that contrast with both white and black.
 TEXT, BAR, LINE = "#7d8590", "#8c959f", "#d29922"
 OURS_COLOR = "#2da44e"
 
@@ -19,12 +19,12 @@ COLUMNS, PANEL, GAP = 2, 560, 40
 LABEL, VALUE = 214, 120
 ROW, BAR_HEIGHT, HEAD, FOOT = 19, 12, 34, 26
 TOP, MARGIN = 62, 16
-#: Of a small letter, roughly.
+#: Rough width of a small letter.
 WIDTH = 6.5
 
 
 def draw(outcomes: Sequence[Outcome], caption: str) -> str:
-    """Bars of speed, one panel for each case; as long as the panel is what the machine's memory can do."""
+    """Bars of speed, one panel for each case. The panel's width is the speed of the machine's memory."""
     shown = [outcome for outcome in outcomes if outcome.case.pictured] or list(outcomes)
     shown = [outcome for outcome in shown if any(_drawn(outcome))]
     columns = min(COLUMNS, max(1, len(shown)))
@@ -58,14 +58,14 @@ def draw(outcomes: Sequence[Outcome], caption: str) -> str:
 
 
 def _drawn(outcome: Outcome) -> list[Result]:
-    """The fastest on top. What failed has no bar."""
+    """The peers' bars, the fastest on top. A peer that failed has no bar."""
     timed = [r for r in outcome.results if r.median is not None and r.peer is not LIMIT]
     return sorted(timed, key=lambda result: result.median or 0.0)
 
 
 def _panel(outcome: Outcome, left: float, top: float) -> list[str]:
     results, limit = _drawn(outcome), outcome.median(LIMIT)
-    # The whole width is the fastest thing here, be it the limit or a peer.
+    # The full width is the fastest thing here, the limit or a peer.
     best = min(r.median for r in results if r.median)
     best = min(best, limit) if limit else best
     start, length = left + LABEL, PANEL - LABEL - VALUE
@@ -78,7 +78,7 @@ def _panel(outcome: Outcome, left: float, top: float) -> list[str]:
         fill, ink = (OURS_COLOR, OURS_COLOR) if ours else (BAR, TEXT)
         value = duration(result.median) + times(outcome.speed(result))
         at = start + size + 6
-        # Not across the line.
+        # Keep the text clear of the line.
         at = line + 6 if line and at - 6 < line < at + WIDTH * len(value) else at
         lines += [
             _text(start - 8, y + 10, label(result.peer), end=True, color=ink, bold=ours),

@@ -1,4 +1,4 @@
-"""Bare ``process_vm_readv``: the ranges of another process's memory, read by several threads. Nothing is checked."""
+"""Bare ``process_vm_readv``: several threads read ranges of another process's memory. Nothing is checked."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def cpus() -> int:
 
 
 def permit(allowed: bool) -> None:
-    """Let any process of this user read this one's memory, or no longer. Where Yama is not there, nothing happens."""
+    """Allow or forbid any process of this user to read this one's memory. Does nothing where there is no Yama."""
     _libc.prctl(_PR_SET_PTRACER, _ANY if allowed else ctypes.c_ulong(0), 0, 0, 0)
 
 
 class Reader:
-    """Reads from places in one process to places here; both are pairs of address and size, of the same sizes."""
+    """Reads ranges of another process into ranges here. Both are pairs of address and size, with the same sizes."""
 
     def __init__(self, pid: int, remote: Sequence[tuple[int, int]], local: Sequence[tuple[int, int]]) -> None:
         self._pid = pid
         self._remote, self._local = _pieces(remote), _pieces(local)
-        # Whole calls: each begins where the ranges or bytes of the one before are full.
+        # Divide the ranges into calls: a new call begins when the one before has its most ranges or bytes.
         self._calls: list[tuple[int, int, int]] = []
         first, size = 0, 0
         lengths = self._local[:, 1].tolist()
@@ -57,7 +57,7 @@ class Reader:
         if threads == 1:
             self._read(self._calls)
             return
-        # Taken from one iterator, so that nobody waits for a slow thread's share.
+        # All threads take calls from one iterator, so that no thread waits for a slow one.
         left = iter(self._calls)
         with ThreadPoolExecutor(threads) as pool:
             for done in [pool.submit(self._read, left) for _ in range(threads)]:
@@ -74,7 +74,7 @@ class Reader:
 
 
 def _pieces(places: Sequence[tuple[int, int]]) -> np.ndarray:
-    """An array of iovecs, large ones cut."""
+    """An array of iovecs; large ranges are split."""
     return np.array(
         [(start + at, min(CALL_BYTES, size - at)) for start, size in places for at in range(0, size, CALL_BYTES)],
         dtype=np.uint64,

@@ -1,4 +1,4 @@
-"""Everything one needs to judge the numbers later, as plain data."""
+"""Everything that is needed to judge the numbers later, as plain data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def record(
         "date": datetime.date.today().isoformat(),
         "command": command,
         "machine": machine.describe(),
-        # Other work on the machine shows here.
+        # The load shows other work on the machine.
         "load_average_before": load,
         "versions": {
             **versions,

@@ -1,4 +1,4 @@
-"""What was measured."""
+"""The measurements."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Limit", "Move", "Outcome", "Result"]
 
 @dataclass(frozen=True)
 class Move:
-    """One move, as all ranks together saw it."""
+    """One move, with the results of all ranks."""
 
     case: str
     peer: str
-    #: The first of each kind meets cold memory and connections. It is checked, but does not count.
+    #: The first move of each kind meets cold memory and connections. It is checked, but does not count.
     warm_up: bool
     #: From a barrier until the last rank has returned.
     seconds: float
-    #: What was not as it should be, one line each.
+    #: The errors that were found, one line each.
     wrong: list[str]
     route: str | None
 
@@ -34,7 +34,7 @@ class Result:
     seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     routes: set[str] = field(default_factory=set)
-    #: Why there are not all of them.
+    #: Why some of its moves are missing.
     failed: str | None = None
 
     def add(self, move: Move) -> None:
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def median(self) -> float | None:
-        """Of correct and complete runs only."""
+        """The median of correct and complete runs only."""
         return statistics.median(self.seconds) if self.seconds and not self.wrong and not self.failed else None
 
 
@@ -65,7 +65,7 @@ class Limit:
 
 @dataclass
 class Outcome:
-    """Everything of one case."""
+    """All results of one case."""
 
     case: Case
     bytes: int
@@ -81,9 +81,9 @@ class Outcome:
         return reference / result.median if reference and result.median else None
 
     def of_limit(self, result: Result, limits: dict[str, Limit]) -> float | None:
-        """Its speed as a part of what bounds it.
+        """Its speed as a fraction of its limit.
 
-        That is bare ``process_vm_readv`` of the same tensors, or one TCP stream, which only one receiver has.
+        The limit is bare ``process_vm_readv`` of the same tensors, or one TCP stream, which only a single receiver has.
         """
         if result.median is None or result.peer is LIMIT:
             return None

@@ -1,4 +1,4 @@
-"""Cases are run in worker processes, all peers in turns. One that fails or hangs is left out, and the rest goes on."""
+"""Runs cases in worker processes, with the peers in turns. A peer that fails or hangs is left out; the rest goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transfuse.testing.ranks import RanksFailed, listening, say
 __all__ = ["measure"]
 
 LOG = "workers.log"
-#: How a worker ends that is not done in time: the C library's, so that no hold on the interpreter prevents it.
+#: How a worker ends that misses its deadline: by the C library's exit, which works even if a call holds Python's lock.
 OVERDUE = "died: exit code 1"
 
 #: A case, and how many runs of each peer it still needs.
@@ -39,7 +39,7 @@ Todo = tuple[Case, dict[type[Peer], int]]
 
 @dataclass(frozen=True)
 class Begun:
-    """Said before each step, so that the parent knows whom to blame."""
+    """Sent before each step, so that the parent knows which peer failed."""
 
     case: str
     peer: str
@@ -52,7 +52,7 @@ def measure(
     folder: Path,
     show: Callable[[Begun | Move], None],
 ) -> list[Outcome]:
-    """Run each case with its peers. ``timeout`` is what each step of a peer may take."""
+    """Run each case with its peers. ``timeout`` limits each step of a peer."""
     results = {(case.key, peer.key): Result(peer) for case, peers in chosen for peer in peers}
 
     def todo(some: Sequence[tuple[Case, Sequence[type[Peer]]]]) -> list[Todo]:
@@ -85,7 +85,7 @@ def measure(
 
 
 def _reason(causes: dict[int, str], timeout: float, log: Path) -> str:
-    """One line. A rank that only lost its connection to another one is not the cause."""
+    """The cause in one line. A rank that only lost its connection to another rank is not the cause."""
     told = [cause for _, cause in sorted(causes.items())]
     first = next((cause for cause in told if "onnection" not in cause), told[0])
     if first == OVERDUE:
@@ -99,11 +99,11 @@ def _reason(causes: dict[int, str], timeout: float, log: Path) -> str:
 
 
 def work(rank: int, folder: Path, todo: list[Todo], timeout: float) -> None:
-    """One rank. Rank 0 does the talking."""
+    """The main function of one rank. Rank 0 reports to the parent."""
     torch.set_num_threads(cpus())
     warnings.simplefilter("ignore")
     with (folder / LOG).open("w") as log:
-        # Peers print a lot, some of them from below Python.
+        # Peers print a lot, some of them from C code.
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         for case, needed in todo:
@@ -115,15 +115,15 @@ def work(rank: int, folder: Path, todo: list[Todo], timeout: float) -> None:
 def contest(
     case: Case, needed: dict[type[Peer], int], folder: Path, timeout: float, log: TextIO
 ) -> Iterator[Begun | Move]:
-    """One case: a warm-up and the runs that are needed, in turns, every turn beginning with another peer."""
+    """One case: a warm-up and then the runs, in turns; every turn begins with another peer."""
     rank = dist.get_rank()
     state = case.state()
-    # A receiver makes the state itself, so that what it compares with has not travelled. Its memory, touched and
-    # warm, is then what the others' values land in.
+    # A receiver makes the state itself, so that it compares with a state that has not travelled. The memory of that
+    # state, touched and warm, is then the target.
     expected, unique = (digests(state), set(tensors_of(state))) if rank else ({}, set())
     kept = state if rank == 0 or case.mode == "in place" else None
     del state
-    # What is there now stays: collecting a peer's garbage before the next one's move would cost more than the move.
+    # Freeze what exists now: collecting garbage before each peer's move would otherwise cost more than the move.
     gc.collect()
     gc.freeze()
     scene = Scene(case.mode, rank, tuple(range(1, case.receivers + 1)), kept, tensors_of(kept), folder)
@@ -148,7 +148,7 @@ def contest(
 
 
 def move(peer: Peer) -> tuple[float, object]:
-    """One move, from the same beginning for everyone: no garbage, and zeros in the target."""
+    """One move, under the same conditions for every peer: no garbage, and zeros in the target."""
     scene = peer.scene
     if not scene.sending and scene.state is not None:
         torch._foreach_zero_(list(scene.tensors.values()))
@@ -168,7 +168,7 @@ def move(peer: Peer) -> tuple[float, object]:
 def judged(
     case: Case, peer: Peer, warm_up: bool, seconds: float, got: object, expected: Digests, unique: set[str]
 ) -> Move:
-    """Every receiver compares; rank 0 gets to know what they found."""
+    """Every receiver compares; rank 0 collects what they found."""
     wrong: list[str] = []
     if not peer.scene.sending:
         found = differences(expected, unique, peer.arrived(got), peer.whole, peer.scene.state)
@@ -181,7 +181,7 @@ def judged(
 
 @contextmanager
 def bounded(seconds: float, log: TextIO) -> Iterator[None]:
-    """Ends this process if what is inside is not done in time. Whoever hangs in C holds up everything else."""
+    """End this process if the block is not done in time. A call that hangs in C would hold up everything else."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=log)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The measurements as tables: on a terminal drawn by rich, elsewhere as plain lines."""
+"""The measurements as tables: drawn by rich on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _row(outcome: Outcome, result: Result, limits: dict[str, Limit]) -> tuple[st
     if result.wrong or result.median is None:
         return name, "wrong", "", "", "", "", f"DIFFERS: {result.wrong[0]}"
     speed, part = outcome.speed(result), outcome.of_limit(result, limits)
-    # Said where it is not the route that was asked for.
+    # Name the route if it is not the one that was asked for.
     routes = ", ".join(sorted(result.routes - {result.peer.key.partition("-")[0]}))
     return (
         f"{name} (took: {routes})" if routes else name,
@@ -85,7 +85,7 @@ def rate(bytes_per_second: float) -> str:
 
 
 def say(console: Console, text: str = "") -> None:
-    # Lines of a file or pipe are not broken at anybody's width.
+    # Do not wrap lines that go to a file or pipe.
     console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
 
 

@@ -1,4 +1,4 @@
-"""All contenders, in the order in which tables show them."""
+"""All peers, in the order in which tables show them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LIMIT", "OURS", "PEERS", "REFERENCE", "Mode", "Peer", "Scene", "tens
 
 OURS: tuple[type[Peer], ...] = (Memory, Group, GroupUnverified)
 
-#: What the others' speed is given in multiples of.
+#: The peer to which the others' speeds are compared.
 REFERENCE: type[Peer] = TorchPGTransport
 
 PEERS: tuple[type[Peer], ...] = (
@@ -30,5 +30,5 @@ PEERS: tuple[type[Peer], ...] = (
     Nixl,
 )
 
-#: Runs in turns with them, in every case.
+#: The limit of this machine. It runs in turns with the peers, in every case.
 LIMIT: type[Peer] = BareRead

@@ -1,4 +1,4 @@
-"""No contender but the limit of all of them on one host: the same bytes read by the kernel, and nothing else."""
+"""Not a peer but the limit of all peers on one host: the kernel reads the same bytes, and nothing else happens."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Nixl(Peer):
         from nixl._api import nixl_agent, nixl_agent_config
 
         scene = self.scene
-        # Both ends make progress while they wait, so that no thread spins while others are measured.
+        # Both ends make progress only while they wait, so that no thread spins while other peers are measured.
         self.agent: Any = nixl_agent(f"rank{scene.rank}", nixl_agent_config(enable_prog_thread=False))
         own = list(scene.tensors.values())
         places = [(t.data_ptr(), t.nbytes, 0) for t in own]
@@ -93,7 +93,7 @@ class Mooncake(Peer):
 
 
 def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours joined: its handshake lists everything registered, and takes minutes for thousands of entries."""
+    """Join neighbouring ranges: Mooncake's handshake lists every registered range, and takes minutes for thousands."""
     spans: list[tuple[int, int]] = []
     for start, size in sorted(places):
         first, length = spans[-1] if spans else (start, 0)

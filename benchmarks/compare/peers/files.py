@@ -1,4 +1,4 @@
-"""Through files in shared memory: what a job without a transport would do."""
+"""Files in shared memory: what a job without a transport would use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DistributedCheckpoint", "Safetensors", "TorchSave"]
 
 
 class _File(Peer):
-    """The source writes, all meet, the receivers read."""
+    """The source writes, all ranks meet at a barrier, the receivers read."""
 
     def prepare(self) -> None:
         self.path = self.scene.folder / self.key

@@ -58,7 +58,7 @@ class Ray(Peer):
             self.ray.get(self.shelf.keep.remote([]))
 
     def close(self) -> None:
-        # The source's ends the store, which the others should have left by then.
+        # The source's process ends the store; the others should have left it by then.
         if not self.scene.sending:
             self.ray.shutdown()
         self.scene.meet()
@@ -77,6 +77,6 @@ def _shelf(ray: Any) -> Any:
             return self.references
 
     shelf = ray.remote(Shelf).options(name="shelf", num_cpus=0).remote()
-    # It has started once it answers.
+    # The actor has started once it answers.
     ray.get(shelf.keep.remote([]))
     return shelf

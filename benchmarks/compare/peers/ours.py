@@ -1,4 +1,4 @@
-"""transfuse by its routes."""
+"""transfuse, by each of its routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every contender does, behind one set of calls; and what it finds on its rank."""
+"""The interface that every peer implements, and what a peer finds on its rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def world() -> dist.ProcessGroup:
 
 
 def tensors_of(state: object) -> dict[str, torch.Tensor]:
-    """The tensors by path; memory that has several names appears under the first."""
+    """The tensors by path. Memory with several names appears under the first."""
     leaves, _ = tree_flatten_with_path(state)
     found, seen = {}, set()
     for path, leaf in leaves:
@@ -48,16 +48,16 @@ def tensors_of(state: object) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Scene:
-    """One rank's part of a case. Rank 0 is the source, all others are receivers."""
+    """One rank's side of a case. Rank 0 is the source, all others are receivers."""
 
     mode: Mode
     rank: int
     receivers: tuple[int, ...]
-    #: At the source, what is sent. At a receiver, what it lands in if in place, else None.
+    #: At the source, the state to send. At a receiver, the target if in place, else None.
     state: Any
-    #: The same, flat: tensors by path, memory that has several names under the first.
+    #: The same, flat: tensors by path. Memory with several names appears under the first.
     tensors: dict[str, torch.Tensor]
-    #: In shared memory, for those who go through files.
+    #: A directory in shared memory, for peers that use files.
     folder: Path
 
     @property
@@ -72,32 +72,32 @@ class Scene:
         dist.barrier()
 
     def tell(self, what: object = None) -> Any:
-        """What the source passes here, on every rank."""
+        """Return on every rank what the source passes here."""
         region = [what]
         dist.broadcast_object_list(region, src=SOURCE)
         return region[0]
 
 
 class Peer(ABC):
-    """One way to move a state. Every rank makes its own, and all make the same calls in the same order.
+    """One way to move a state. Every rank makes its own peer, and all ranks make the same calls in the same order.
 
-    ``prepare`` once. Then for each move: ``ready``; ``send`` at the source and ``receive`` at the receivers, which
-    alone are timed; ``arrived``, ``tidy``. ``close`` at last. Whoever raises or hangs is out of this case.
+    ``prepare`` once. Then for each move: ``ready``; ``send`` at the source and ``receive`` at the receivers, and only
+    these two are timed; ``arrived``, ``tidy``. ``close`` at the end. A peer that raises or hangs is out of this case.
     """
 
-    #: For ``--only``, and for people.
+    #: Its name for ``--only``, and for tables.
     key: ClassVar[str]
     name: ClassVar[str]
-    #: What is imported, and the distribution that brings it. None: always there.
+    #: The module to import, and the distribution that provides it. None: always there.
     module: ClassVar[str | None] = None
     package: ClassVar[str | None] = None
     modes: ClassVar[frozenset[Mode]] = frozenset({"in place", "fresh"})
     most_receivers: ClassVar[int] = 16
     #: Whether it carries a whole state, or only tensors.
     whole: ClassVar[bool] = True
-    #: What bounds it: the machine's memory, or one TCP stream.
+    #: What limits it: the machine's memory, or one TCP stream.
     bound: ClassVar[Literal["memory", "tcp"]] = "memory"
-    #: What one should know about how it is measured.
+    #: What a reader should know about how it is measured.
     note: ClassVar[str] = ""
 
     def __init__(self, scene: Scene) -> None:
@@ -105,7 +105,7 @@ class Peer(ABC):
 
     @classmethod
     def absent(cls) -> str | None:
-        """Why it cannot take part here, or None if it can. A real import, in a process of its own."""
+        """Why the peer cannot take part here, or None if it can. Tries a real import, in a process of its own."""
         if cls.module is None:
             return None
         if importlib.util.find_spec(cls.module.partition(".")[0]) is None:
@@ -134,7 +134,7 @@ class Peer(ABC):
         return
 
     def ready(self) -> None:
-        """Everything is about to begin."""
+        """Called right before a move."""
         return
 
     @abstractmethod
@@ -142,14 +142,14 @@ class Peer(ABC):
 
     @abstractmethod
     def receive(self) -> Any:
-        """Return what came, complete and usable."""
+        """Receive, and return the result, complete and usable."""
 
     def arrived(self, got: Any) -> Any:
-        """What came, as a state, or as tensors by path where only tensors are carried."""
+        """The received state, or tensors by path if the peer carries only tensors."""
         return got
 
     def route(self) -> str | None:
-        """Which way the last move took, where there are several."""
+        """The route that the last move took, if there are several."""
         return None
 
     def tidy(self) -> None:
@@ -157,5 +157,5 @@ class Peer(ABC):
         return
 
     def close(self) -> None:
-        """Give back what ``prepare`` took."""
+        """Release what ``prepare`` took."""
         return

@@ -1,4 +1,4 @@
-"""The transports that jobs use today: PyTorch's, and torchft's two."""
+"""The transports in use today: PyTorch's, and torchft's two."""
 
 from __future__ import annotations
 
