@@ -191,7 +191,7 @@ def want(
         "parcels": messages.pairs_of(range(len(cut))),
         "relay": relay,
         "host": host,
-        "picks": None,
+        "wanted_blocks": None,
     } | changes
     return msgspec.msgpack.encode([fields[name] for name in messages.Want.__struct_fields__]), cut
 

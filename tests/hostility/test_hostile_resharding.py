@@ -111,7 +111,7 @@ def picked(member: Member, plain: dict[str, Any], **changes: Any) -> bytes:
     fields: dict[str, Any] = {
         "fingerprint": fingerprint,
         "parcels": [0, count] if count else [],
-        "picks": list(plain.values()),
+        "wanted_blocks": list(plain.values()),
     }
     return want(member, digests=True, **fields | changes)[0]
 
@@ -192,8 +192,8 @@ def test_picks_and_the_rest_of_a_want_fit(change: str, sharded: Member) -> None:
         "fingerprint": {"fingerprint": 1},
         "parcels": {"parcels": [0, 2]},
         "parcel_bytes": {"parcel_bytes": 16},
-        "no picks": {"picks": None},
-        "other picks": {"picks": list(columns(ROW, (PLAIN, 0, [0], [5])).values())},
+        "no picks": {"wanted_blocks": None},
+        "other picks": {"wanted_blocks": list(columns(ROW, (PLAIN, 0, [0], [5])).values())},
     }
     with pytest.raises(ProtocolError):
         serve(sharded, picked(sharded, plain, **changes[change]))
