@@ -194,7 +194,7 @@ PICKS: dict[str, tuple[list[Any], str]] = {
 def picking(picked: list[Any], words: str = "", **changes: Any) -> Any:
     sound = not words.startswith("wants blocks") and all(isinstance(picked[at], bytes) for at in (0, 4))
     made = picked_fingerprint(picked) if sound else 0
-    return wanted({"picks": picked, "fingerprint": made} | changes)
+    return wanted({"wanted_blocks": picked, "fingerprint": made} | changes)
 
 
 def honest_picks(peer: Peer) -> None:

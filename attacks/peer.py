@@ -86,7 +86,7 @@ OFFER_FIELDS = (
 )  # fmt: skip
 
 WANT_FIELDS = (
-    "fingerprint", "parcel_bytes", "burst_bytes", "digests", "apart", "parts", "parcels", "relay", "host", "picks",
+    "fingerprint", "parcel_bytes", "burst_bytes", "digests", "apart", "parts", "parcels", "relay", "host", "wanted_blocks",
 )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def want(nbytes: int = 2 * PARCEL, **changes: Any) -> list[Any]:
         "parcels": [0, -(-nbytes // honest)],
         "relay": False,
         "host": 0,
-        "picks": None,
+        "wanted_blocks": None,
     } | changes
     return [plain[name] for name in WANT_FIELDS]
 
