@@ -378,7 +378,7 @@ class Local:
         (IntPerm(1 | 64), "combination"),
         (Custom.A | Custom.B, "combination"),
         (zoneinfo.ZoneInfo.from_file(io.BytesIO(TZIF)), "convert to UTC"),
-        (dt.datetime(1, 1, 1, tzinfo=type("Z", (dt.tzinfo,), {})()), "NoneType or timezone or ZoneInfo belongs"),
+        (dt.datetime(1, 1, 1, tzinfo=type("Z", (dt.tzinfo,), {})()), "expected NoneType or timezone or ZoneInfo"),
         (Fraction(1 << 70000, 3), "numerator and denominator"),
         (torch.Size([typing.cast(int, np.int64(3))]), "convert them"),
         (torch.zeros(1), "plain data"),

@@ -211,7 +211,7 @@ class ObjectCodec(_Blob):
             torch.save(leaf, buffer)
         except Exception as error:
             raise CannotCarry(
-                f"{cls} is not plain data and cannot be pickled ({error}); remove it, or convert it to plain data"
+                f"{cls} cannot be carried: pickling it failed ({error}); remove it, or convert it to plain data"
             ) from error
         if buffer.tell() > self._max_bytes:
             raise CannotCarry(

@@ -351,7 +351,7 @@ def _split_dataclass(value: Any) -> tuple[str, dict[str, object]]:
     state: Any = object.__getstate__(value)
     held = [d for d in (state if type(state) is tuple else (state,)) if d]  # __dict__ and slots; either may be missing
     if extra := sorted(set().union(*held) - names):
-        raise ValueError(f"it has attributes that are not fields, remove them: {', '.join(map(str, extra))[:200]}")
+        raise ValueError(f"it has attributes that are not fields: {', '.join(map(str, extra))[:200]}; remove them")
     try:
         return class_names.name_of(cls), {name: getattr(value, name) for name in sorted(names)}
     except AttributeError as e:
