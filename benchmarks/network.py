@@ -2,9 +2,9 @@
 
 python -m benchmarks.network [--mib N] [--mbit N] [--runs N] [--topology NAME] [--json FILE]
 
-Times are multiples of one copy's wire time: that of a bare TCP stream of as many bytes between two of the hosts, in the
-same run. All moves are in place, in turns over the same group, and every receiver compares every move bit for bit. The
-hosts share a kernel, so transfuse's memory route is off. Needs Linux, root and iproute2.
+Times are multiples of the wire time of one copy: the time of a bare TCP stream of as many bytes between two of the
+hosts, in the same run. All moves are in place, in turns over the same group, and every receiver compares every move
+bit for bit. The hosts share a kernel, so transfuse's memory route is off. Needs Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOPOLOGIES = {
     "one-to-four": (0, 1, 2, 3, 4),
     "one-to-eight": (0, 1, 2, 3, 4, 5, 6, 7, 8),
     "two-by-two": (0, 1, 1, 2, 2),
-    # The same hosts, with neighbours in rank on different ones. Only if asked for.
+    # The same hosts, but ranks next to each other are on different hosts. Only on request.
     "two-by-two-mixed": (0, 1, 2, 1, 2),
 }
 DEFAULT = tuple(TOPOLOGIES)[:4]
@@ -57,43 +57,43 @@ STREAM, RELAY, NO_RELAY, TORCH = NAMES = (
     "torch PGTransport",
 )
 SOURCE = 0
-#: The stream goes to this rank alone.
+#: The rank that alone receives the stream.
 NEXT = 1
-#: A state is this many tensors.
+#: Number of tensors in a state.
 PARTS = 16
-#: A warm-up moves this part of it: connections and code are warm then, and memory is touched before every move.
+#: A warm-up moves this fraction of the state: it warms connections and code; memory is touched before every move.
 WARM_UP = 1 / 16
 
 
 @dataclass(frozen=True)
 class Move:
-    """One move, as one rank saw it. The clock is the machine's, the same for all ranks."""
+    """One move, as one rank saw it. All ranks use the machine's clock."""
 
     rank: int
     turn: int
     name: str
     started: float
     ended: float
-    #: Of this rank's process, all threads.
+    #: CPU time of this rank's process, all threads.
     cpu_seconds: float
-    #: Over its host's link until all ranks had ended.
+    #: Traffic on its host's link until all ranks had ended.
     traffic: Traffic
-    #: What was not as it should be, one line each.
+    #: The errors that were found, one line each.
     wrong: list[str]
 
 
 @dataclass
 class Result:
-    """All moves of one kind that count, over all ranks."""
+    """All counted moves of one kind, over all ranks."""
 
     name: str
     #: From a barrier until the last rank has returned.
     seconds: list[float] = field(default_factory=list)
-    #: Of all ranks together. Where it nears the seconds times the machine's cores, they are what is measured.
+    #: CPU time of all ranks together. If it nears seconds × cores, the run measures the machine's cores.
     cpu_seconds: list[float] = field(default_factory=list)
     #: Bytes that left the source's host, as copies of the state.
     source_sent: list[float] = field(default_factory=list)
-    #: Bytes over the link that had the most to carry in one direction, likewise.
+    #: Bytes over the busiest link in one direction, as copies of the state.
     busiest_link: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -108,13 +108,13 @@ class Measured:
 
     placement: tuple[int, ...]
     state_bytes: int
-    #: One copy at the link's rate, if there were no headers.
+    #: Time of one copy at the link's rate, without headers.
     nominal_seconds: float
     results: dict[str, Result]
 
     @property
     def wire_seconds(self) -> float:
-        """One copy's wire time, as measured."""
+        """The measured wire time of one copy."""
         return self.results[STREAM].median
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,19 +141,19 @@ class Measured:
 
 
 def tensors(count: int, size: int) -> dict[str, torch.Tensor]:
-    """Random numbers, always the same."""
+    """Random values, always the same."""
     generator = torch.Generator().manual_seed(1)
     return {f"tensor{i}": torch.randn(size // 4, generator=generator) for i in range(count)}
 
 
 def work(rank: int, listen: str, size: int, runs: int, limit: float) -> None:
-    """One rank. Tells of every move, those of the warm-up as turn 0."""
-    # Whatever happens, a move ends: this prints where it hangs and ends the process, if no timeout has ended it before.
+    """The main function of one rank. Reports every move; moves of the warm-up are turn 0."""
+    # A move that hangs must end: if no timeout has ended it, print where it hangs and end the process.
     faulthandler.dump_traceback_later(2 * limit, exit=True)
     with ExitStack() as stack:
         if (stream := _stream(listen, limit)) is not None:
             stack.enter_context(stream)
-        # What is sent, and at a receiver what must be there afterwards.
+        # The state to send; at a receiver, what must be there afterwards.
         states = [tensors(PARTS, max(4, round(size * part) // 4 * 4)) for part in (WARM_UP, 1)]
         targets = [{name: torch.zeros_like(t) for name, t in state.items()} for state in states]
         for turn in range(runs + 1):
@@ -164,7 +164,7 @@ def work(rank: int, listen: str, size: int, runs: int, limit: float) -> None:
 
 
 def _stream(listen: str, limit: float) -> socket.socket | None:
-    """A connection from the source to the next rank; None for the others."""
+    """A connection from the source to the next rank; None on other ranks."""
     rank, port = dist.get_rank(), torch.zeros(1, dtype=torch.int64)
     if rank == NEXT:
         with socket.create_server((listen, 0)) as server:
@@ -191,7 +191,7 @@ def _move(
         tensor.fill_(-1)
     move = _streaming(state, target, stream) if name == STREAM else _transporting(name, state, target, limit)
     with warnings.catch_warnings():
-        # PyTorch's transport warns of its own ways.
+        # PyTorch's transport warns about itself.
         warnings.filterwarnings("ignore", module=re.escape(_pg_transport.__name__))
         before = traffic()
         dist.barrier()
@@ -260,7 +260,7 @@ def measure(placement: tuple[int, ...], mib: float, mbit: float, runs: int) -> M
     """One topology, with one set of processes."""
     size = max(4, round(mib * MIB / PARTS) // 4 * 4)
     nominal = size * PARTS * 8 / (mbit * 1e6)
-    # For one move: several times what it takes to send every receiver its own copy.
+    # The limit for one move: several times what it takes to send every receiver its own copy.
     limit = 20 + 4 * nominal * (len(placement) - 1)
     timeout = datetime.timedelta(seconds=limit)
     moves: dict[tuple[int, str], list[Move]] = {}
@@ -305,7 +305,7 @@ def table(measured: dict[str, Measured]) -> str:
 
 
 def record(measured: dict[str, Measured], options: argparse.Namespace, argv: Sequence[str], load: float) -> Any:
-    """Everything one needs to judge the numbers later."""
+    """Everything that is needed to judge the numbers later."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", "benchmarks.network", *argv]),
@@ -313,7 +313,7 @@ def record(measured: dict[str, Measured], options: argparse.Namespace, argv: Seq
             **machine.describe(),
             "tcp_congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
         },
-        # Other work on the machine shows here.
+        # The load shows other work on the machine.
         "load_average_before": load,
         "versions": {
             "transfuse": transfuse.__version__,

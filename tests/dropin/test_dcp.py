@@ -336,7 +336,7 @@ def test_a_reader_takes_names_from_the_planner_only() -> None:
         with pytest.raises(ValueError, match="without map_path"):
             PeerReader(renaming, 0)
         reader = PeerReader(transport(ranks.pgs[0]), 0)
-        with pytest.raises(RuntimeError, match="call that first"):
+        with pytest.raises(RuntimeError, match="without read_metadata"):
             reader.read_data(LoadPlan([]), DefaultLoadPlanner())
     assert not PeerReader.validate_checkpoint_id("/checkpoints/1")
 

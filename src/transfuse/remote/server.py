@@ -203,8 +203,8 @@ class Server:
         self._thread.join()
         with self._lock:
             threads = list(self._readers)
-            doors = list(self._readers.values() if cancel else self._strangers)
-        for control in doors:
+            controls = list(self._readers.values() if cancel else self._strangers)
+        for control in controls:
             control.hang_up()
         return threads
 
