@@ -86,7 +86,8 @@ OFFER_FIELDS = (
 )  # fmt: skip
 
 WANT_FIELDS = (
-    "fingerprint", "parcel_bytes", "burst_bytes", "digests", "apart", "parts", "parcels", "relay", "host", "wanted_blocks",
+    "fingerprint", "parcel_bytes", "burst_bytes", "digests", "apart", "parts", "parcels", "relay", "host",
+    "wanted_blocks",
 )  # fmt: skip
 
 

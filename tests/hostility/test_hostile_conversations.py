@@ -197,7 +197,7 @@ def test_hostile_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             finally:
                 assert time.monotonic() - began < 2 * HONEST_SECONDS + 1
 
-        with mock.patch.object(relay, "Line", new_line):
+        with mock.patch.object(relay, "Channel", new_line):
             sent, *received = ranks.outcomes(one)
     honest = received[(3 - liar) - 1]
     assert lied == [3 - liar]
