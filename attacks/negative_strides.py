@@ -38,7 +38,7 @@ def backwards(sizes: list[int], strides: list[int], offset: int) -> Any:
     return hostile
 
 
-EXPECTED = Expected("receiver", "ProtocolError", "malformed offer: a size, stride or offset out of range")
+EXPECTED = Expected("receiver", "ProtocolError", "malformed offer: a size or stride of a tensor is out of range")
 
 ATTACKS = {name: Attack(receive(in_place=True), backwards(*view), EXPECTED) for name, view in VIEWS.items()}
 

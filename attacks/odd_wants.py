@@ -139,18 +139,18 @@ def compare_all(**changes: Any) -> Any:
 
 # -- picks
 
-NOT_HELD = "wants blocks that were not offered: .*is not held here"
-COLUMNS = "wants blocks that were not offered: columns of different length"
-DIMENSIONS = "wants blocks that were not offered: blocks of other dimensions"
-IMPOSSIBLE = "wants blocks that were not offered: blocks of impossible sizes"
+NOT_HELD = "wants blocks that were not offered: this rank does not hold block"
+COLUMNS = "wants blocks that were not offered: .* have different lengths"
+DIMENSIONS = "wants blocks that were not offered: [0-9]+ starts and [0-9]+ sizes for blocks"
+IMPOSSIBLE = "wants blocks that were not offered: a wanted block has a size below 1 or a start below 0"
 
 #: Blocks of a leaf of N bytes, and what the source says about them.
 PICKS: dict[str, tuple[list[Any], str]] = {
-    "leaf 1 of 1": (wanted_blocks((0, N), leaf=ints("i", 1)), "leaf 1 of 1"),
-    "leaf -1": (wanted_blocks((0, N), leaf=ints("i", -1)), "leaf -1 of 1"),
-    "the last of all leaves": (wanted_blocks((0, N), leaf=ints("i", (1 << 31) - 1)), "leaf 2147483647 of 1"),
-    "tensor 1 of 1": (wanted_blocks((0, N), tensor=ints("i", 1)), "tensor 1 of a leaf that has 1"),
-    "tensor -1": (wanted_blocks((0, N), tensor=ints("i", -1)), "tensor -1 of a leaf that has 1"),
+    "leaf 1 of 1": (wanted_blocks((0, N), leaf=ints("i", 1)), "leaf 1 does not exist"),
+    "leaf -1": (wanted_blocks((0, N), leaf=ints("i", -1)), "leaf -1 does not exist"),
+    "the last of all leaves": (wanted_blocks((0, N), leaf=ints("i", (1 << 31) - 1)), "leaf 2147483647 does not exist"),
+    "tensor 1 of 1": (wanted_blocks((0, N), tensor=ints("i", 1)), "tensor 1 of leaf 0 does not exist"),
+    "tensor -1": (wanted_blocks((0, N), tensor=ints("i", -1)), "tensor -1 of leaf 0 does not exist"),
     "no dimensions": (
         wanted_blocks((0, N), ndim=b"\0", starts=b"", sizes=b""),
         "a block of 0 dimensions of a tensor of 1",
@@ -165,10 +165,10 @@ PICKS: dict[str, tuple[list[Any], str]] = {
     "before the beginning": (wanted_blocks((-1, 2)), IMPOSSIBLE),
     "nothing": (wanted_blocks((0, 0)), IMPOSSIBLE),
     "less than nothing": (wanted_blocks((0, -(1 << 63))), IMPOSSIBLE),
-    "everything, over and over": (wanted_blocks(*[(0, N)] * 65), "more than the whole state 64 times"),
+    "everything, over and over": (wanted_blocks(*[(0, N)] * 65), "more than 64 times the whole state"),
     "a byte thousands of times, and then everything": (
         wanted_blocks(*[(0, 1)] * 5000, *[(0, N)] * 64),
-        "more than the whole state 64 times",
+        "more than 64 times the whole state",
     ),
     "a leaf too few": (wanted_blocks((0, 1), (1, 1), leaf=ints("i", 0)), COLUMNS),
     "a tensor too many": (wanted_blocks((0, 1), tensor=ints("i", 0, 0)), COLUMNS),
@@ -178,12 +178,12 @@ PICKS: dict[str, tuple[list[Any], str]] = {
     "a size too many": (wanted_blocks((0, 1), sizes=ints("q", 1, 1)), DIMENSIONS),
     "more dimensions than there are columns": (wanted_blocks((0, 1), ndim=b"\xff"), DIMENSIONS),
     "half a number": (wanted_blocks((0, 1), starts=bytes(7)), "wants blocks that were not offered"),
-    "a type that was not named": (wanted_blocks((0, N), dtype=b"\x01"), "a dtype that was not named"),
+    "a type that was not named": (wanted_blocks((0, N), dtype=b"\x01"), "a dtype that is not listed"),
     "a type that does not exist": (wanted_blocks((0, N), dtype=b"\x01", dtypes=["float99"]), "float99"),
     "a type that is none": (wanted_blocks((0, N), dtype=b"\x01", dtypes=["nn"]), "blocks that were not offered"),
     "bytes as numbers": (
         wanted_blocks((0, N), dtype=b"\x01", dtypes=["float32"]),
-        "uint8 is not sent as torch.float32",
+        "uint8 cannot be sent as torch.float32",
     ),
     "no picks at all": ([b"", b"", b"", b"", b"", b"", [], b""], "parcels that do not exist"),
     "columns of text": (wanted_blocks((0, N), leaf="0"), "malformed want"),
