@@ -222,7 +222,7 @@ def want(data: bytes) -> None:
     """A want, as a source takes it; the first byte says which state it serves."""
     name = list(DESCRIBED)[(data[0] if data else 0) % len(DESCRIBED)]
     serving = SimpleNamespace(
-        _line=SimpleNamespace(peer=PEER, limits=LIMITS, holding_turn=contextlib.nullcontext),
+        _channel=SimpleNamespace(peer=PEER, limits=LIMITS, holding_turn=contextlib.nullcontext),
         _cargo=SimpleNamespace(
             described=DESCRIBED[name], offer=OFFERS[name], holdings=Holdings(DESCRIBED[name].manifest)
         ),

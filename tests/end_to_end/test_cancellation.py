@@ -22,8 +22,20 @@ pytestmark = pytest.mark.usefixtures("small_parcels")
 # -------------------------------------------------------------------------------------------------------- cancellation
 
 
+_before: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def count_threads() -> None:
+    """Other tests of this process may have left threads behind, in conversations with silent peers."""
+    _before.clear()
+    _before.update(threading.enumerate())
+
+
 def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("transfuse")]
+    """The threads of transfers that have begun in this test and are still there."""
+    new = set(threading.enumerate()) - _before
+    return [thread.name for thread in new if thread.name.startswith("transfuse")]
 
 
 @pytest.mark.usefixtures("group_route")

@@ -122,8 +122,8 @@ def test_a_group_that_hears_one_source_at_a_time_does_not_leave_out_the_others()
     target = {"a": torch.zeros(5), "b": torch.zeros(6)}
     stages = [{"a": torch.ones(5)}, {"b": torch.ones(6)}]
     outcomes, _ = gather(2, lambda rank: stages[rank], target=target, wrap=lambda rank, pg: OneByOne(pg))
-    assert isinstance(outcomes[-1].error, transfuse.NotCovered)
-    assert "['b']: over this group sources are heard one after another" in str(outcomes[-1].error)
+    assert type(outcomes[-1].error) is transfuse.NotCovered
+    assert "['b']: this group talks with one source after another" in str(outcomes[-1].error)
     assert not target["a"].any()
 
 

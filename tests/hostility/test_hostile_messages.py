@@ -127,11 +127,11 @@ def test_hostile_messages(corpus: list[Member], every: int) -> None:
     assert not [thread.name for thread in left if thread.name.startswith("transfuse")]
     for mode in ("fresh", "in place", "atomic", "strict"):
         for route in ("memory", "group"):
-            assert run.outcomes[f"{mode}: state, {route}"] > 50, run.outcomes
-    assert sum(n for outcome, n in run.outcomes.items() if outcome.endswith("memory+group")) > 10, run.outcomes
+            assert run.outcomes[f"{mode}: state, {route}"] > 50 // every, run.outcomes
+    assert sum(n for outcome, n in run.outcomes.items() if outcome.endswith("memory+group")) > 10 // every, run.outcomes
     for kind in ("agreed", "compared", "two"):
-        assert run.outcomes[f"{kind}: state"] > 50, run.outcomes
-    assert run.outcomes["serve: done"] > 200, run.outcomes
+        assert run.outcomes[f"{kind}: state"] > 50 // every, run.outcomes
+    assert run.outcomes["serve: done"] > 200 // every, run.outcomes
 
 
 def test_hostile_sharded_tensors(corpus: list[Member]) -> None:

@@ -194,5 +194,5 @@ def test_a_factory_that_cannot_be_pickled_is_told_so() -> None:
 
 def test_a_transport_that_dies_of_nothing_is_told_so() -> None:
     """What does not pass through the group cannot be stopped midway."""
-    with pytest.raises(AssertionError, match="did not pass through its group"):
+    with pytest.raises(AssertionError, match="too few bytes passed through its group"):
         BY_NAME["death/source-killed"].run(Cheat, patience=1.0)

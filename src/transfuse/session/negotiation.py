@@ -332,6 +332,7 @@ class Negotiator:
                 self.negotiation.postpone()
                 self._roster.changed.notify_all()
                 return
+            error = NotCovered(error.blocks) if isinstance(error, _TooEarly) else error  # A name that users know.
             for rank, why in dropped.items():
                 error.add_note(f"source {rank} is not used: {why}")
             self._roster.fail(error)
