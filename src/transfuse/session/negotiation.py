@@ -356,15 +356,18 @@ class Negotiator:
         A leaf that no source has keeps its value, unless ``strict`` refuses it.
         """
         cohorts, request = choice.cohorts, self.request
+        with self._roster.changed:
+            may_change = self.negotiation.may_still_change()
+            unused = list(self.negotiation.unused(choice.dropped))
+        if not (may_change or unused or request.absent):
+            return  # Every source is here and used. To compare all names would cost more than to plan.
         lacking = agreement.lacking(cohorts, request)
         if not lacking:
             return
-        with self._roster.changed:
-            if self.negotiation.may_still_change():
-                why = "this group talks with one source after another: name a source that holds everything"
-                why = why if self._one_by_one else "no source that has offered so far holds it"
-                raise _TooEarly([f"{path}: {why}" for path in lacking])
-            unused = list(self.negotiation.unused(choice.dropped))
+        if may_change:
+            why = "this group talks with one source after another: name a source that holds everything"
+            why = why if self._one_by_one else "no source that has offered so far holds it"
+            raise _TooEarly([f"{path}: {why}" for path in lacking])
         blocks = [
             f"{path}: {name} may hold it, but cannot be reached: {why}"
             for name, why in request.absent.items()
