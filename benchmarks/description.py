@@ -68,20 +68,21 @@ class Clock:
 def once(state: object, target: object) -> dict[str, float]:
     """Everything that both ends do before the first parcel."""
     limits, clock = Limits(), Clock()
-    kinds = Registry(limits)
+    registry = Registry(limits)
     described = clock.time("describe", lambda: describe(state, limits))
     body = clock.time("encode", lambda: msgspec.msgpack.encode(described.manifest.encode()))
     manifest = clock.time("decode", lambda: Manifest.decode(msgspec.msgpack.decode(body, type=Wire), limits))
     ready = clock.time("prepare", lambda: prepare(target, limits))
     build_context = BuildContext(manifest.shared)
     found = clock.time(
-        "match", lambda: match(manifest, ready, build_context=build_context, kinds=kinds, strict=False, limits=limits)
+        "match",
+        lambda: match(manifest, ready, build_context=build_context, registry=registry, strict=False, limits=limits),
     )
     regions = clock.time("lay out", lambda: lay_out(manifest, found.apart, found.wanted))
     cut = clock.time("cut", lambda: parcels.cut(regions, limits.parcel_bytes))
     mine = clock.time("fingerprint", lambda: parcels.fingerprint(cut))
     theirs = parcels.fingerprint(parcels.cut(lay_out(described.manifest), limits.parcel_bytes))
-    if mine != theirs or len(found.destinations) != len(manifest.parts) or None in set(map(type, found.destinations)):
+    if mine != theirs or len(found.destinations) != len(manifest.tensors) or None in set(map(type, found.destinations)):
         raise AssertionError("the two ends do not agree")
     return clock.seconds
 

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from transfuse.testing.ranks import listening
 
-__all__ = ["LINK", "Hosts", "Traffic", "Unavailable", "settle", "traffic"]
+__all__ = ["LINK", "Hosts", "Traffic", "Unavailable", "call", "settle", "traffic"]
 
 #: The name of every host's one interface besides loopback.
 LINK = "wire"
@@ -39,6 +39,8 @@ QUEUE_SECONDS = 0.05
 BURST_SECONDS = 0.005
 #: Space for the largest packet that is handed to a link at once, whatever the rate.
 LEAST_BURST_BYTES = 1 << 17
+#: Into how many rates connections are divided, a power of two.
+FLOWS = 256
 #: Timeout of the ranks' group: long, since one rank may wait for another that fills gigabytes with random numbers.
 TIMEOUT = timedelta(minutes=5)
 
@@ -62,16 +64,25 @@ class Traffic(NamedTuple):
 class Hosts:
     """``count`` hosts, each with a link of ``mbit`` Mbit/s in both directions. Raises :class:`Unavailable` on entry.
 
-    ``links`` says which hosts have links of another rate.
+    ``links`` says which hosts have links of another rate. With ``flow_mbit`` each connection has that rate of its own
+    too, as in clouds: uploads are divided by the lower bits of their port.
     """
 
-    def __init__(self, count: int, mbit: float = 400.0, links: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        mbit: float = 400.0,
+        links: Mapping[int, float] | None = None,
+        *,
+        flow_mbit: float | None = None,
+    ) -> None:
         if not 1 <= count <= 200:
             raise ValueError(f"1 to 200 hosts, got {count}")
         if mbit <= 0:
             raise ValueError(f"mbit must be positive, got {mbit}")
         self.count, self.mbit = count, mbit
         self._links = dict(links or {})
+        self._flow_mbit = flow_mbit
         self._prefix = f"transfuse-{os.getpid()}-{_started(os.getpid())}-{next(_serial)}-"
 
     def __enter__(self) -> Self:
@@ -92,6 +103,11 @@ class Hosts:
         """The namespace's name, for ``ip netns exec``."""
         return f"{self._prefix}host{range(self.count)[host]}"
 
+    @property
+    def switch(self) -> str:
+        """The namespace of the switch. There the link of host ``i`` ends in the interface ``port{i}``."""
+        return self._prefix + "switch"
+
     def address(self, host: int) -> str:
         """The address at which other hosts reach this host."""
         return f"10.231.0.{range(self.count)[host] + 1}"
@@ -107,21 +123,21 @@ class Hosts:
         return listening(len(placement), _work, [self.namespace(host) for host in placement], timeout, function, args)
 
     def _make(self) -> None:
-        switch = self._prefix + "switch"
-        _call("ip", "netns", "add", switch)
-        _call("ip", "-n", switch, "link", "add", "bridge", "up", "type", "bridge")
+        switch = self.switch
+        call("ip", "netns", "add", switch)
+        call("ip", "-n", switch, "link", "add", "bridge", "up", "type", "bridge")
         for host in range(self.count):
             name, port = self.namespace(host), f"port{host}"
-            _call("ip", "netns", "add", name)
-            _call("ip", "-n", name, "link", "set", "lo", "up")
-            _call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", LINK, "netns", name)
+            call("ip", "netns", "add", name)
+            call("ip", "-n", name, "link", "set", "lo", "up")
+            call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", LINK, "netns", name)
             # No IPv6 addresses: there is only one way to reach a host.
-            _call("ip", "-n", name, "link", "set", LINK, "addrgenmode", "none", "up")
-            _call("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", LINK)
-            _call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
+            call("ip", "-n", name, "link", "set", LINK, "addrgenmode", "none", "up")
+            call("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", LINK)
+            call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
             # A rate limit applies to sending: at the host's end to its uploads, at the switch's end to its downloads.
             mbit = self._links.get(host, self.mbit)
-            _limit(name, LINK, mbit)
+            _limit(name, LINK, mbit) if self._flow_mbit is None else _limit_flows(name, LINK, self._flow_mbit)
             _limit(switch, port, mbit)
 
     def _remove(self) -> None:
@@ -134,7 +150,17 @@ def _limit(namespace: str, device: str, mbit: float) -> None:
     burst = max(LEAST_BURST_BYTES, round(bytes_per_second * BURST_SECONDS))
     limit = burst + max(LEAST_BURST_BYTES, round(bytes_per_second * QUEUE_SECONDS))
     bucket = ("tbf", "rate", f"{round(bytes_per_second)}bps", "burst", str(burst), "limit", str(limit))
-    _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+    call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+
+
+def _limit_flows(namespace: str, device: str, mbit: float) -> None:
+    """Give each connection a rate of its own. Two whose ports have the same lower bits share one."""
+    lines = [f"qdisc add dev {device} root handle 1: htb"]
+    for port in range(FLOWS):
+        lines.append(f"class add dev {device} parent 1: classid 1:{port + 1:x} htb rate {mbit}mbit burst 128k")
+        match = f"match ip sport {port} {FLOWS - 1:#x}"
+        lines.append(f"filter add dev {device} parent 1: protocol ip prio 1 u32 {match} flowid 1:{port + 1:x}")
+    call("tc", "-n", namespace, "-batch", "-", said="\n".join(lines))
 
 
 def traffic() -> Traffic:
@@ -145,10 +171,10 @@ def traffic() -> Traffic:
     return Traffic(int(numbers[0]), int(numbers[8]))
 
 
-def settle(namespace: str, timeout: timedelta = TIMEOUT) -> None:
+def settle(namespace: str, timeout: timedelta = TIMEOUT, *, interface: str = LINK) -> None:
     """Called in the main thread of each rank of a default group over loopback, before it has threads: move to a host.
 
-    Replaces the group by one over the hosts' links.
+    Replaces the group by one over this interface of the hosts.
     """
     rank, count = dist.get_rank(), dist.get_world_size()
     # The connection to the store stays as it is, on the machine's own loopback.
@@ -158,7 +184,7 @@ def settle(namespace: str, timeout: timedelta = TIMEOUT) -> None:
     store.wait([f"rank{other}" for other in range(count)], timeout)
     dist.destroy_process_group()
     _enter(namespace)
-    os.environ["GLOO_SOCKET_IFNAME"] = LINK
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)
 
 
@@ -180,13 +206,14 @@ def _enter(namespace: str) -> None:
         os.close(fd)
 
 
-def _call(program: str, *args: str) -> str:
-    """Run a program and return what it prints."""
+def call(program: str, *args: str, said: str | None = None) -> str:
+    """Run a program, to which ``said`` is said, and return what it prints."""
     path = shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
     if path is None:
         raise Unavailable(f"`{program}` is not installed (Debian: apt-get install iproute2)")
     # In a session of its own, so that Ctrl-C reaches only the caller.
-    done = subprocess.run([path, *args], capture_output=True, text=True, timeout=30, start_new_session=True)
+    command = [path, *args]
+    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=120, start_new_session=True)
     if done.returncode != 0:
         raise Unavailable(f"`{shlex.join([program, *args])}` failed: {done.stderr.strip()}")
     return done.stdout
@@ -204,7 +231,7 @@ def _remove(namespaces: Iterable[str]) -> list[str]:
     failures = []
     for name in namespaces:
         try:
-            _call("ip", "netns", "delete", name)
+            call("ip", "netns", "delete", name)
         except Unavailable as error:
             failures.append(str(error))
     return failures

@@ -1,10 +1,14 @@
 """One state to many hosts, against PyTorch's own PGTransport: network namespaces, links of limited rate, gloo.
 
-python -m benchmarks.network [--mib N] [--mbit N] [--runs N] [--topology NAME] [--json FILE]
+python -m benchmarks.network [--mib N] [--mbit N] [--runs N] [--topology NAME] [--chains] [--json FILE]
 
 Times are multiples of the wire time of one copy: the time of a bare TCP stream of as many bytes between two of the
 hosts, in the same run. All moves are in place, in turns over the same group, and every receiver compares every move
 bit for bit. The hosts share a kernel, so transfuse's memory route is off. Needs Linux, root and iproute2.
+
+The *bare gloo chain* is the least that a chain over gloo can cost: receivers pass on parcels of the same size as
+transfuse's, each followed by a short mark, out of the memory in which they arrived. Nothing is planned, checked, copied
+or answered, and nobody could be left. CPU time is also given per GiB and hop, a hop being one receiver's copy.
 """
 
 from __future__ import annotations
@@ -12,16 +16,20 @@ from __future__ import annotations
 import argparse
 import datetime
 import faulthandler
+import itertools
 import json
 import os
 import platform
 import re
+import resource
 import shlex
 import socket
 import statistics
 import sys
+import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -50,12 +58,18 @@ TOPOLOGIES = {
 }
 DEFAULT = tuple(TOPOLOGIES)[:4]
 
-STREAM, RELAY, NO_RELAY, TORCH = NAMES = (
+STREAM, RELAY, NO_DIGESTS, BARE, NO_RELAY, TORCH = NAMES = (
     "bare TCP stream",
     "transfuse",
+    "transfuse, verify=False",
+    "bare gloo chain",
     "transfuse, relay=False",
     "torch PGTransport",
 )
+#: With ``--chains``: only these.
+CHAINS = NAMES[:4]
+#: Of the bare gloo chain: parcels that are received ahead, the length of a mark, and the tag.
+AHEAD, MARK_BYTES, TAG = 8, 72, 7
 SOURCE = 0
 #: The rank that alone receives the stream.
 NEXT = 1
@@ -74,8 +88,9 @@ class Move:
     name: str
     started: float
     ended: float
-    #: CPU time of this rank's process, all threads.
-    cpu_seconds: float
+    #: CPU time of this rank's process, all threads: in its own code, and in the kernel.
+    user_seconds: float
+    system_seconds: float
     #: Traffic on its host's link until all ranks had ended.
     traffic: Traffic
     #: The errors that were found, one line each.
@@ -96,6 +111,8 @@ class Result:
     #: Bytes over the busiest link in one direction, as copies of the state.
     busiest_link: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    #: For each move: CPU time of each rank, in its own code and in the kernel.
+    ranks_cpu_seconds: list[list[tuple[float, float]]] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -117,6 +134,11 @@ class Measured:
         """The measured wire time of one copy."""
         return self.results[STREAM].median
 
+    def cost(self, result: Result) -> float:
+        """CPU seconds of all ranks for each GiB and receiver."""
+        hops = 1 if result.name == STREAM else len(self.placement) - 1
+        return statistics.median(result.cpu_seconds) / (self.state_bytes / (1024 * MIB) * hops)
+
     def to_dict(self) -> dict[str, Any]:
         moves = [
             {
@@ -124,6 +146,7 @@ class Measured:
                 "median_seconds": result.median,
                 "wire_times": result.median / self.wire_seconds,
                 "nominal_times": result.median / self.nominal_seconds,
+                "cpu_seconds_per_gib_and_hop": self.cost(result),
                 "verified": not result.wrong,
             }
             for result in self.results.values()
@@ -146,7 +169,7 @@ def tensors(count: int, size: int) -> dict[str, torch.Tensor]:
     return {f"tensor{i}": torch.randn(size // 4, generator=generator) for i in range(count)}
 
 
-def work(rank: int, listen: str, size: int, runs: int, limit: float) -> None:
+def work(rank: int, listen: str, names: Sequence[str], size: int, runs: int, limit: float) -> None:
     """The main function of one rank. Reports every move; moves of the warm-up are turn 0."""
     # A move that hangs must end: if no timeout has ended it, print where it hangs and end the process.
     faulthandler.dump_traceback_later(2 * limit, exit=True)
@@ -157,7 +180,7 @@ def work(rank: int, listen: str, size: int, runs: int, limit: float) -> None:
         states = [tensors(PARTS, max(4, round(size * part) // 4 * 4)) for part in (WARM_UP, 1)]
         targets = [{name: torch.zeros_like(t) for name, t in state.items()} for state in states]
         for turn in range(runs + 1):
-            for name in NAMES:
+            for name in names:
                 faulthandler.dump_traceback_later(2 * limit, exit=True)
                 say(_move(turn, name, states[turn > 0], targets[turn > 0], stream, limit))
         faulthandler.cancel_dump_traceback_later()
@@ -189,15 +212,20 @@ def _move(
     rank = dist.get_rank()
     for tensor in target.values():
         tensor.fill_(-1)
-    move = _streaming(state, target, stream) if name == STREAM else _transporting(name, state, target, limit)
+    if name == STREAM:
+        move = _streaming(state, target, stream)
+    elif name == BARE:
+        move = _passing_on(state if rank == SOURCE else target)
+    else:
+        move = _transporting(name, state, target, limit)
     with warnings.catch_warnings():
         # PyTorch's transport warns about itself.
         warnings.filterwarnings("ignore", module=re.escape(_pg_transport.__name__))
         before = traffic()
         dist.barrier()
-        cpu, started = time.process_time(), time.perf_counter()
+        used, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         got = move()
-        ended, cpu = time.perf_counter(), time.process_time() - cpu
+        ended, after_all = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     dist.barrier()
     after = traffic()
     wrong = []
@@ -206,7 +234,9 @@ def _move(
         if [t.data_ptr() for t in got.values()] != [t.data_ptr() for t in target.values()]:
             wrong.append("tensors did not land in the target's own memory")
     moved = Traffic(after.received - before.received, after.sent - before.sent)
-    return Move(rank, turn, name, started, ended, cpu, moved, [f"rank {rank}, {name}: {line}" for line in wrong])
+    user, system = after_all.ru_utime - used.ru_utime, after_all.ru_stime - used.ru_stime
+    lines = [f"rank {rank}, {name}: {line}" for line in wrong]
+    return Move(rank, turn, name, started, ended, user, system, moved, lines)
 
 
 def _streaming(
@@ -229,6 +259,49 @@ def _streaming(
     return move
 
 
+def _passing_on(memory: dict[str, torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
+    """The bare gloo chain, rank by rank. ``memory``: what the source sends, or where a receiver receives."""
+    group, rank, last = dist.group.WORLD, dist.get_rank(), dist.get_world_size() - 1
+    assert group is not None
+    size = max(1, sum(tensor.nbytes for tensor in memory.values()) // (16 * last))
+    parcels = [part for tensor in memory.values() for part in torch.split(tensor.view(torch.uint8), size)]
+    marks = torch.zeros(len(parcels), MARK_BYTES, dtype=torch.uint8)
+    changed, arrived = threading.Condition(), [len(parcels) if rank == SOURCE else 0]
+
+    def send() -> None:
+        works = []
+        for i, parcel in enumerate(parcels):
+            with changed:
+                changed.wait_for(lambda i=i: arrived[0] > i)  # type: ignore[misc]
+            works += [group.send([parcel], rank + 1, TAG), group.send([marks[i]], rank + 1, TAG)]
+        for posted in works:
+            posted.wait()
+
+    def receive() -> None:
+        flying: deque[tuple[Any, Any]] = deque()
+        coming = iter(range(len(parcels)))
+        for i in range(len(parcels)):
+            for new in itertools.islice(coming, AHEAD - len(flying)):
+                flying.append((group.recv([parcels[new]], rank - 1, TAG), group.recv([marks[new]], rank - 1, TAG)))
+            for posted in flying.popleft():
+                posted.wait()
+            with changed:
+                arrived[0] = i + 1
+                changed.notify()
+
+    def move() -> dict[str, torch.Tensor]:
+        sender = threading.Thread(target=send, daemon=True) if rank < last else None
+        if sender is not None:
+            sender.start()
+        if rank != SOURCE:
+            receive()
+        if sender is not None:
+            sender.join()
+        return memory
+
+    return move
+
+
 def _transporting(
     name: str, state: dict[str, torch.Tensor], target: dict[str, torch.Tensor], limit: float
 ) -> Callable[[], dict[str, torch.Tensor]]:
@@ -239,8 +312,9 @@ def _transporting(
     if name == TORCH:
         transport = _pg_transport.PGTransport(group, timeout, device, lambda: target)
     else:
+        verify = False if name == NO_DIGESTS else None
         transport = transfuse.PGTransport(
-            group, timeout, device, lambda: target, same_host=False, relay=name != NO_RELAY
+            group, timeout, device, lambda: target, same_host=False, relay=name != NO_RELAY, verify=verify
         )
 
     def move() -> dict[str, torch.Tensor]:
@@ -256,7 +330,7 @@ def _transporting(
 # In the parent
 
 
-def measure(placement: tuple[int, ...], mib: float, mbit: float, runs: int) -> Measured:
+def measure(placement: tuple[int, ...], mib: float, mbit: float, runs: int, names: Sequence[str] = NAMES) -> Measured:
     """One topology, with one set of processes."""
     size = max(4, round(mib * MIB / PARTS) // 4 * 4)
     nominal = size * PARTS * 8 / (mbit * 1e6)
@@ -266,17 +340,21 @@ def measure(placement: tuple[int, ...], mib: float, mbit: float, runs: int) -> M
     moves: dict[tuple[int, str], list[Move]] = {}
     with (
         Hosts(max(placement) + 1, mbit) as hosts,
-        hosts.workers(placement, work, hosts.address(placement[NEXT]), size, runs, limit, timeout=timeout) as workers,
+        hosts.workers(
+            placement, work, hosts.address(placement[NEXT]), names, size, runs, limit, timeout=timeout
+        ) as workers,
     ):
         for _, move in workers:
             moves.setdefault((move.turn, move.name), []).append(move)
-    results = {name: Result(name) for name in NAMES}
+    results = {name: Result(name) for name in names}
     for (turn, name), ranks in moves.items():
         result = results[name]
         result.wrong += [line for move in ranks for line in move.wrong]
         if turn > 0:
             result.seconds.append(max(move.ended for move in ranks) - min(move.started for move in ranks))
-            result.cpu_seconds.append(sum(move.cpu_seconds for move in ranks))
+            ranks.sort(key=lambda move: move.rank)
+            result.ranks_cpu_seconds.append([(move.user_seconds, move.system_seconds) for move in ranks])
+            result.cpu_seconds.append(sum(move.user_seconds + move.system_seconds for move in ranks))
             result.busiest_link.append(max(max(move.traffic) for move in ranks) / (size * PARTS))
             (source,) = (move for move in ranks if move.rank == SOURCE)
             result.source_sent.append(source.traffic.sent / (size * PARTS))
@@ -284,7 +362,8 @@ def measure(placement: tuple[int, ...], mib: float, mbit: float, runs: int) -> M
 
 
 def table(measured: dict[str, Measured]) -> str:
-    lines = [("topology", "", "median", "range", "x wire time", "x nominal", "CPU", "source sent", "checked")]
+    heads = ("topology", "", "median", "range", "x wire time", "x nominal", "CPU", "per GiB, hop")
+    lines = [(*heads, "source sent", "checked")]
     for topology, one in measured.items():
         for i, r in enumerate(one.results.values()):
             lines.append(
@@ -296,6 +375,7 @@ def table(measured: dict[str, Measured]) -> str:
                     f"{r.median / one.wire_seconds:.2f}",
                     f"{r.median / one.nominal_seconds:.2f}",
                     f"{statistics.median(r.cpu_seconds):.2f} s",
+                    f"{one.cost(r):.2f} s",
                     f"{statistics.median(r.source_sent):.2f} copies",
                     "DIFFERS" if r.wrong else "bit for bit",
                 )
@@ -336,6 +416,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mbit", type=float, default=400, help="rate of every host's link (default 400)")
     parser.add_argument("--runs", type=int, default=3, help="moves of each kind that count (default 3)")
     parser.add_argument("--topology", choices=TOPOLOGIES, action="append", help="only this one; may be given again")
+    parser.add_argument("--chains", action="store_true", help="only what chains cost: not relay=False, not PyTorch's")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
     options = parser.parse_args(argv)
     if options.runs < 1 or options.mib <= 0 or options.mbit <= 0:
@@ -344,7 +425,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured: dict[str, Measured] = {}
     try:
         for name in options.topology or DEFAULT:
-            measured[name] = measure(TOPOLOGIES[name], options.mib, options.mbit, options.runs)
+            names = CHAINS if options.chains else NAMES
+            measured[name] = measure(TOPOLOGIES[name], options.mib, options.mbit, options.runs, names)
     except Unavailable as error:
         print(f"cannot make hosts on this machine: {error}", file=sys.stderr)
         return 2

@@ -43,8 +43,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import transfuse
 from transfuse.errors import TargetMismatch
 from transfuse.limits import MIB, Limits
-from transfuse.memory.arena import Supply
 from transfuse.memory.assembled import assemble
+from transfuse.memory.fresh import MemorySupply
 from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
@@ -303,6 +303,7 @@ def _offer(described: Described) -> tuple[messages.Offer, bytes]:
         xxhash.xxh3_128_digest(msgspec.msgpack.encode(manifest.of_any_device())),
         described.manifest.likeness(manifest),
         list(described.manifest.coordinates),
+        structure=manifest.structure(),
     )
     return offer, messages.encode(offer)
 
@@ -320,17 +321,17 @@ def _source(say: Connection[Any, Any], case: Case, runs: int, profiled: bool) ->
         peak = memory.peak()
         # All other sources say the same, except for their coordinates in the mesh. The mesh comes first.
         mesh = described.manifest.shared[0].shape
-        places = [
-            tuple(map(int, place)) for place in torch.cartesian_prod(*map(torch.arange, mesh)).reshape(-1, len(mesh))
+        coordinates = [
+            tuple(map(int, one)) for one in torch.cartesian_prod(*map(torch.arange, mesh)).reshape(-1, len(mesh))
         ]
         brief = messages.brief(offer)
         briefs = {
             rank: messages.encode(
                 msgspec.structs.replace(
-                    brief, digest=rank.to_bytes(16, "little") if rank else brief.digest, coordinates=[place]
+                    brief, digest=rank.to_bytes(16, "little") if rank else brief.digest, coordinates=[coordinate]
                 )
             )
-            for rank, place in enumerate(places)
+            for rank, coordinate in enumerate(coordinates)
         }
         say.send(Offered(body, briefs, clock.seconds, clock.cpu, peak, len(described.manifest)))
         del mine, described, offer, body, briefs
@@ -400,7 +401,7 @@ def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool)
                 BuildContext(manifest.shared, manifest.coordinates),
                 Registry(limits),
                 Options(),
-                Supply(CPU, limits),
+                MemorySupply(CPU, limits),
                 parcel_bytes=described.parcel_bytes,
             )
     except TargetMismatch as error:

@@ -1,0 +1,123 @@
+"""One large tensor between two processes over gloo on loopback: seconds, and what they cost in CPU.
+
+python -m benchmarks.loopback [--mib N] [--runs N] [--json FILE]
+
+PyTorch's own transport and a bare ``dist.send`` beside transfuse with one, two and three connections, with digests and
+without. All take turns. Medians of the runs after a warm-up; CPU is user and system time of both processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import resource
+import shlex
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._pg_transport import PGTransport
+
+import transfuse
+from benchmarks.compare import machine
+from transfuse.limits import MIB
+from transfuse.testing.ranks import listening, say
+
+CONNECTIONS = (1, 2, 3)
+
+
+def work(rank: int, size: int, runs: int) -> None:
+    warnings.simplefilter("ignore")
+    world, device, timeout = cast(Any, dist.group.WORLD), torch.device("cpu"), datetime.timedelta(seconds=120)
+    state = {"tensor": torch.zeros(size // 4)}
+
+    def mover(transport: Any) -> Callable[[], object]:
+        if rank == 0:
+            return lambda: transport.send_checkpoint([1], state)
+        return lambda: transport.recv_checkpoint(0)
+
+    def bare() -> None:
+        if rank == 0:
+            dist.send(state["tensor"], 1)
+        else:
+            dist.recv(state["tensor"], 0)
+
+    ways: dict[str, Callable[[], object]] = {
+        "PyTorch": mover(PGTransport(world, timeout, device, lambda: state)),
+        "dist.send": bare,
+    }
+    for verify in (False, None):
+        for lanes in CONNECTIONS:
+            name = f"transfuse, {lanes} connection{'s' * (lanes > 1)}, {'no ' if verify is False else ''}digests"
+            ways[name] = mover(
+                transfuse.PGTransport(
+                    world, timeout, device, lambda: state, same_host=False, lanes=lanes, verify=verify
+                )
+            )
+    for turn in range(runs + 1):
+        for name, move in ways.items():
+            state["tensor"].fill_(turn if rank == 0 else -1)
+            dist.barrier()
+            started, before = time.perf_counter(), _cpu()
+            move()
+            say((name, turn, time.perf_counter() - started, _cpu() - before))
+            if not bool((state["tensor"] == turn).all()):
+                raise AssertionError(f"{name}: wrong bytes")
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="benchmarks.loopback", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--mib", type=float, default=1024, help="size of the tensor (default 1024)")
+    parser.add_argument("--runs", type=int, default=7, help="moves of each kind that count (default 7)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
+    given = parser.parse_args(argv)
+    seconds: dict[str, list[float]] = {}
+    cpu: dict[str, dict[int, float]] = {}
+    with listening(2, work, int(given.mib * MIB), given.runs) as said:
+        for rank, (name, turn, took, used) in said:
+            if turn:
+                cpu.setdefault(name, {}).setdefault(turn, 0.0)
+                cpu[name][turn] += used
+                if rank == 1:
+                    seconds.setdefault(name, []).append(took)
+    found: dict[str, dict[str, Any]] = {
+        name: {"seconds": statistics.median(ones), "cpu_seconds": statistics.median(cpu[name].values()), "all": ones}
+        for name, ones in seconds.items()
+    }
+    for name, one in found.items():
+        print(f"{name:40} {one['seconds'] * 1000:6.0f} ms  {one['cpu_seconds']:5.2f} s of CPU")
+    if given.json is not None:
+        written = {
+            "date": datetime.date.today().isoformat(),
+            "command": shlex.join(["python", "-m", "benchmarks.loopback", *argv]),
+            "machine": machine.describe(),
+            "load_average_now": os.getloadavg()[0],
+            "versions": {
+                "transfuse": transfuse.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "mib": given.mib,
+            "ways": found,
+        }
+        given.json.write_text(json.dumps(written, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
