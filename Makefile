@@ -7,12 +7,17 @@ RESULTS := benchmarks/results
 TODAY   := $(shell date +%Y-%m-%d)
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
+# Tests start many processes: each would compile our modules again where bytecode may not be written.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: install demo test test-fast check docs bench peers soak format clean
 
+# NIXL without its build for another CUDA; where there is no build of it, its tests are skipped with a reason.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint constraints.txt torch
 	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	-$(PIP) install --constraint constraints.txt --no-deps nixl nixl-cu12
 	touch $(STAMP) $(COMMAND_STAMP)
 
 # What the command and the demo need, and nothing else: the tools of development take minutes more.
@@ -28,8 +33,8 @@ install: $(STAMP)
 demo: $(COMMAND_STAMP)
 	$(BIN)/python -m examples.demo
 
-# Most tests wait for timeouts and for each other's processes: four at once keep two cores busy.
-WORKERS ?= 4
+# Most tests wait for timeouts and for each other's processes: five at once keep two cores busy.
+WORKERS ?= 5
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
@@ -54,19 +59,25 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.compare --json $(RESULTS)/$(TODAY)-bench.json --plot $(RESULTS)/$(TODAY)-bench.svg
 	$(BIN)/python -m benchmarks.resharding --part host --part delta --json $(RESULTS)/$(TODAY)-resharding.json
 	$(BIN)/python -m benchmarks.planning --json $(RESULTS)/$(TODAY)-planning.json
+	$(BIN)/python -m benchmarks.repeat --json $(RESULTS)/$(TODAY)-repeat.json
 
-# Without dependencies where those would pull builds of torch with CUDA. Mooncake also needs Debian's libibverbs1,
-# ibverbs-providers, librdmacm1 and libnuma1.
+# Mooncake also needs Debian's libibverbs1, ibverbs-providers, librdmacm1 and libnuma1.
 peers: $(STAMP)
 	$(PIP) install --constraint constraints.txt ray safetensors mooncake-transfer-engine-non-cuda
-	$(PIP) install --constraint constraints.txt --no-deps nixl nixl-cu12
 
 .PHONY: network
 network: $(STAMP)
 	mkdir -p $(RESULTS)
 	$(BIN)/python -m benchmarks.network
 	$(BIN)/python -m benchmarks.sources
+	$(BIN)/python -m benchmarks.lanes --json $(RESULTS)/$(TODAY)-lanes.json
 	$(BIN)/python -m benchmarks.resharding --part links --json $(RESULTS)/$(TODAY)-resharding-network.json
+
+# The tests of accelerators with CUDA and NCCL in the place of the imitation: one device for each rank. Tests that need
+# more devices than there are, or what only the imitation can do, are skipped with a reason.
+.PHONY: gpu
+gpu: $(STAMP)
+	TRANSFUSE_TEST_DEVICE=cuda $(BIN)/python -m pytest -m 'gpu or not soak' tests/device tests/memory/test_devices.py
 
 # Where there is no build of atheris, fuzzing is skipped with a reason.
 soak: $(STAMP)

@@ -82,13 +82,13 @@ def many_tensors(count: int) -> list[Any]:
         kinds=b"\x01" * count,
         storage_nbytes=ones,
         storage_device=bytes(count),
-        part_storage=np.arange(count, dtype="<i4").tobytes(),
-        part_dtype=bytes(count),
-        part_flags=bytes(count),
-        part_ndim=bytes(count),
-        part_offset=bytes(8 * count),
-        part_sizes=b"",
-        part_strides=b"",
+        tensor_storage=np.arange(count, dtype="<i4").tobytes(),
+        tensor_dtype=bytes(count),
+        tensor_flags=bytes(count),
+        tensor_ndim=bytes(count),
+        tensor_offset=bytes(8 * count),
+        tensor_sizes=b"",
+        tensor_strides=b"",
     )
 
 
@@ -151,7 +151,7 @@ ATTACKS = {
     ),
     "an element that repeats 2**50 times, and then nothing": Attack(
         receive(timeout=0.4),
-        offered(lambda: offer(manifest({"w": 64}, part_sizes=ints("q", 1 << 50), part_strides=ints("q", 0)))),
+        offered(lambda: offer(manifest({"w": 64}, tensor_sizes=ints("q", 1 << 50), tensor_strides=ints("q", 0)))),
         Expected("receiver", "PeerTimeout", "sending the want"),
     ),
     # -- parcels and bursts
@@ -196,7 +196,7 @@ ATTACKS = {
     ),
     "a want of a million tensors": Attack(
         send(),
-        wanted(lambda: want(apart=[0], parts=list(range(1_000_000)))),
+        wanted(lambda: want(apart=[0], tensors=list(range(1_000_000)))),
         Expected("source", "ProtocolError", "wants tensors that were not offered"),
     ),
     # -- small messages, large demands

@@ -15,6 +15,8 @@ from attacks.peer import FIRST_LINK_TAG, FIRST_TAG, OFFER_TAG, PARCEL, Peer, hea
 from attacks.stage import ATTACKER, VICTIM, Attack, Expected, main, receive
 
 N = 4 * PARCEL
+#: Of parcels this small twelve are under way in a chain, and one answer is for six.
+ANSWERED = 6
 LINK = [ATTACKER, FIRST_LINK_TAG, 7]
 
 LINKS: dict[str, tuple[Any, Any, Any]] = {
@@ -54,7 +56,7 @@ def silent_neighbour(peer: Peer) -> None:
     peer.say_offer(offer(nbytes=N))
     peer.hear()
     peer.say(8, [LINK, None, 0.3])
-    peer.serve(pattern(N))
+    peer.serve(pattern(N), answered=ANSWERED)
 
 
 def lying_neighbour(peer: Peer) -> None:
@@ -65,7 +67,7 @@ def lying_neighbour(peer: Peer) -> None:
     for number in range(2):
         peer.send(bytes(PARCEL), FIRST_LINK_TAG)
         peer.send(record(7 + number, [number]), FIRST_LINK_TAG)
-    peer.serve(pattern(N))
+    peer.serve(pattern(N), answered=ANSWERED)
 
 
 def greedy_neighbour(peer: Peer) -> None:
@@ -79,7 +81,7 @@ def greedy_neighbour(peer: Peer) -> None:
         parcel = pattern(N)[number * PARCEL : (number + 1) * PARCEL]
         peer.send(parcel)
         peer.send(record(peer.transfer, [xxhash.xxh3_64_intdigest(parcel)]))
-    peer.serve(pattern(N))
+    peer.serve(pattern(N), answered=ANSWERED)
 
 
 ATTACKS = {

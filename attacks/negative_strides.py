@@ -27,10 +27,10 @@ VIEWS: dict[str, tuple[list[int], list[int], int]] = {
 def backwards(sizes: list[int], strides: list[int], offset: int) -> Any:
     def hostile(peer: Peer) -> None:
         geometry = {
-            "part_ndim": bytes([len(sizes)]),
-            "part_sizes": ints("q", *sizes),
-            "part_strides": ints("q", *strides),
-            "part_offset": ints("q", offset),
+            "tensor_ndim": bytes([len(sizes)]),
+            "tensor_sizes": ints("q", *sizes),
+            "tensor_strides": ints("q", *strides),
+            "tensor_offset": ints("q", offset),
         }
         peer.say_offer(offer(manifest({"w": N}, **geometry)))
         peer.hear_end()

@@ -24,11 +24,11 @@ from attacks.peer import (
     VERDICT,
     WANT,
     Peer,
+    blocks_fingerprint,
     fingerprint,
     ints,
     pack,
     pattern,
-    picked_fingerprint,
     want,
     wanted_blocks,
 )
@@ -36,7 +36,7 @@ from attacks.stage import Attack, Expected, main, send
 
 N = 2 * PARCEL
 ABSENT = "wants parcels that do not exist"
-PARTS = "wants tensors that were not offered"
+TENSORS = "wants tensors that were not offered"
 SIZE = "wants parcels of an impossible size"
 BURST = "wants bursts of an impossible size"
 
@@ -59,11 +59,11 @@ WANTS: dict[str, tuple[dict[str, Any], str]] = {
     "half a range": ({"parcels": [0]}, ABSENT),
     "an empty range": ({"parcels": [1, 1]}, ABSENT),
     "a range twice": ({"parcels": [0, 1, 0, 1]}, ABSENT),
-    "a storage that is not there": ({"apart": [1]}, PARTS),
-    "storage -1": ({"apart": [-1]}, PARTS),
-    "a storage twice": ({"apart": [0, 0]}, PARTS),
-    "a tensor that is not there": ({"apart": [0], "parts": [7]}, PARTS),
-    "a tensor of all bits": ({"apart": [0], "parts": [(1 << 64) - 1]}, PARTS),
+    "a storage that is not there": ({"apart": [1]}, TENSORS),
+    "storage -1": ({"apart": [-1]}, TENSORS),
+    "a storage twice": ({"apart": [0, 0]}, TENSORS),
+    "a tensor that is not there": ({"apart": [0], "tensors": [7]}, TENSORS),
+    "a tensor of all bits": ({"apart": [0], "tensors": [(1 << 64) - 1]}, TENSORS),
     "a field of another type": ({"parcels": "all"}, "malformed want"),
     "a number that is none": ({"host": 1.5}, "malformed want"),
 }  # fmt: skip
@@ -137,7 +137,7 @@ def compare_all(**changes: Any) -> Any:
     return hostile
 
 
-# -- picks
+# -- blocks
 
 NOT_HELD = "wants blocks that were not offered: this rank does not hold block"
 COLUMNS = "wants blocks that were not offered: .* have different lengths"
@@ -145,7 +145,7 @@ DIMENSIONS = "wants blocks that were not offered: [0-9]+ starts and [0-9]+ sizes
 IMPOSSIBLE = "wants blocks that were not offered: a wanted block has a size below 1 or a start below 0"
 
 #: Blocks of a leaf of N bytes, and what the source says about them.
-PICKS: dict[str, tuple[list[Any], str]] = {
+BLOCKS: dict[str, tuple[list[Any], str]] = {
     "leaf 1 of 1": (wanted_blocks((0, N), leaf=ints("i", 1)), "leaf 1 does not exist"),
     "leaf -1": (wanted_blocks((0, N), leaf=ints("i", -1)), "leaf -1 does not exist"),
     "the last of all leaves": (wanted_blocks((0, N), leaf=ints("i", (1 << 31) - 1)), "leaf 2147483647 does not exist"),
@@ -185,23 +185,23 @@ PICKS: dict[str, tuple[list[Any], str]] = {
         wanted_blocks((0, N), dtype=b"\x01", dtypes=["float32"]),
         "uint8 cannot be sent as torch.float32",
     ),
-    "no picks at all": ([b"", b"", b"", b"", b"", b"", [], b""], "parcels that do not exist"),
+    "no blocks at all": ([b"", b"", b"", b"", b"", b"", [], b""], "parcels that do not exist"),
     "columns of text": (wanted_blocks((0, N), leaf="0"), "malformed want"),
     "a column too many": ([*wanted_blocks((0, N)), b""], "malformed want"),
 }
 
 
-def picking(picked: list[Any], words: str = "", **changes: Any) -> Any:
-    sound = not words.startswith("wants blocks") and all(isinstance(picked[at], bytes) for at in (0, 4))
-    made = picked_fingerprint(picked) if sound else 0
-    return wanted({"wanted_blocks": picked, "fingerprint": made} | changes)
+def wanting(blocks: list[Any], words: str = "", **changes: Any) -> Any:
+    sound = not words.startswith("wants blocks") and all(isinstance(blocks[at], bytes) for at in (0, 4))
+    made = blocks_fingerprint(blocks) if sound else 0
+    return wanted({"wanted_blocks": blocks, "fingerprint": made} | changes)
 
 
-def honest_picks(peer: Peer) -> None:
+def honest_blocks(peer: Peer) -> None:
     """The middle of the tensor, in two blocks the wrong way round."""
-    picked = wanted_blocks((PARCEL, PARCEL // 2), (PARCEL // 2, PARCEL // 2))
+    blocks = wanted_blocks((PARCEL, PARCEL // 2), (PARCEL // 2, PARCEL // 2))
     peer.hear_offer()
-    peer.say(WANT, want(N, wanted_blocks=picked, fingerprint=picked_fingerprint(picked), parcels=[0, 2]))
+    peer.say(WANT, want(N, wanted_blocks=blocks, fingerprint=blocks_fingerprint(blocks), parcels=[0, 2]))
     assert peer.hear().kind == AGREED
     data = peer.recv(PARCEL // 2) + peer.recv(PARCEL // 2)
     peer.recv(HEADER.size + 24)
@@ -213,9 +213,9 @@ def honest_picks(peer: Peer) -> None:
 
 
 def the_same_blocks(peer: Peer) -> None:
-    picked = wanted_blocks(*[(0, N)] * 4)
+    blocks = wanted_blocks(*[(0, N)] * 4)
     peer.hear_offer()
-    peer.say(WANT, want(N, wanted_blocks=picked, fingerprint=picked_fingerprint(picked), parcels=[0, 8]))
+    peer.say(WANT, want(N, wanted_blocks=blocks, fingerprint=blocks_fingerprint(blocks), parcels=[0, 8]))
     assert peer.hear().kind == AGREED
     data = b"".join(peer.take_burst() for _ in range(8))
     assert data == pattern(N) * 4
@@ -252,20 +252,20 @@ ATTACKS = {
     "a comparison with a source without digests": Attack(
         send(verify=False), compare_all(digests=False), Expected("source", None)
     ),
-    "blocks that it has": Attack(send(), honest_picks, Expected("source", None)),
+    "blocks that it has": Attack(send(), honest_blocks, Expected("source", None)),
     "the same blocks several times": Attack(send(), the_same_blocks, Expected("source", None)),
     **{
-        f"picks: {name}": Attack(send(), picking(picked, words), source_says(words))
-        for name, (picked, words) in PICKS.items()
+        f"blocks: {name}": Attack(send(), wanting(blocks, words), source_says(words))
+        for name, (blocks, words) in BLOCKS.items()
     },
-    "picks of another plan": Attack(
-        send(), picking(wanted_blocks((0, N)), fingerprint=fingerprint(N)), source_says("derived other parcels")
+    "blocks of another plan": Attack(
+        send(), wanting(wanted_blocks((0, N)), fingerprint=fingerprint(N)), source_says("derived other parcels")
     ),
-    "a plan of picks without them": Attack(
-        send(), wanted({"fingerprint": picked_fingerprint(wanted_blocks((0, N)))}), source_says("derived other parcels")
+    "a plan of blocks without them": Attack(
+        send(), wanted({"fingerprint": blocks_fingerprint(wanted_blocks((0, N)))}), source_says("derived other parcels")
     ),
-    "a mebibyte of picks": Attack(
-        send(), picking(wanted_blocks(*[(0, 1)] * 40_000), fingerprint=1), source_says("derived other parcels")
+    "a mebibyte of blocks": Attack(
+        send(), wanting(wanted_blocks(*[(0, 1)] * 40_000), fingerprint=1), source_says("derived other parcels")
     ),
     "a want twice in a row": Attack(send(), then(WANT, want(N)), source_says("sent WANT where MORE")),
     "a check that nobody needs": Attack(

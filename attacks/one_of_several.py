@@ -158,10 +158,10 @@ ATTACKS = {
     "a malformed offer": Attack(receive(sources=TWO), says(b"\xc1" * 50), EXACT, helpers=1),
     "impossible sizes": Attack(receive(sources=TWO), says(honest_offer(parcel_bytes=16)), EXACT, helpers=1),
     "a malformed manifest against one": Attack(
-        receive(sources=TWO), says(offer(manifest({"w": N}, part_sizes=ints("q", N + 1)))), EXACT, helpers=1
+        receive(sources=TWO), says(offer(manifest({"w": N}, tensor_sizes=ints("q", N + 1)))), EXACT, helpers=1
     ),
     "a malformed manifest against two": Attack(
-        receive(sources=THREE), says(offer(manifest({"w": N}, part_sizes=ints("q", -1)))), EXACT, helpers=2
+        receive(sources=THREE), says(offer(manifest({"w": N}, tensor_sizes=ints("q", -1)))), EXACT, helpers=2
     ),
     "a device that is none": Attack(
         receive(sources=TWO), says(offer(manifest({"w": N}, devices=["cpu:nowhere"]))), EXACT, helpers=1

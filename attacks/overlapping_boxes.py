@@ -47,10 +47,10 @@ def into(make: Any) -> Any:
 
 def view(sizes: list[int], strides: list[int], offset: int = 0) -> dict[str, Any]:
     return {
-        "part_ndim": bytes([len(sizes)]),
-        "part_sizes": ints("q", *sizes),
-        "part_strides": ints("q", *strides),
-        "part_offset": ints("q", offset),
+        "tensor_ndim": bytes([len(sizes)]),
+        "tensor_sizes": ints("q", *sizes),
+        "tensor_strides": ints("q", *strides),
+        "tensor_offset": ints("q", offset),
     }
 
 
@@ -60,13 +60,13 @@ def windows(state: Any) -> bool:
     return torch.equal(state["w"], line.as_strided((N // 2, 100), (1, 1)))
 
 
-#: Two parts of one storage: the second begins in the middle of the first.
+#: Two tensors of one storage: the second begins in the middle of the first.
 HALVES = manifest(
     {"a": N, "b": N},
     storage_nbytes=ints("q", N + N // 2),
     storage_device=b"\0",
-    part_storage=ints("i", 0, 0),
-    part_offset=ints("q", 0, N // 2),
+    tensor_storage=ints("i", 0, 0),
+    tensor_offset=ints("q", 0, N // 2),
 )
 
 
@@ -93,8 +93,8 @@ ATTACKS = {
                 {"a": N, "b": N},
                 storage_nbytes=ints("q", N + 1),
                 storage_device=b"\0",
-                part_storage=ints("i", 0, 0),
-                part_offset=ints("q", 0, 1),
+                tensor_storage=ints("i", 0, 0),
+                tensor_offset=ints("q", 0, 1),
             )
         ),
         Expected("receiver", "TargetMismatch", "'b'"),

@@ -5,6 +5,7 @@ Nothing of the library is used here. Every state is flat: uint8 tensors, each in
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -56,7 +57,7 @@ def header(
     body: bytes = b"",
     length: int | None = None,
     magic: bytes = b"TFUS",
-    version: int = 5,
+    version: int = 7,
     damage: int = 0,
 ) -> bytes:
     digest = xxhash.xxh3_64_intdigest(body) ^ damage
@@ -76,18 +77,19 @@ def record(transfer: int, digests: Sequence[int], intent: int = GO_ON, kind: int
 # -------------------------------------------------------------------------------------------------- what is offered
 
 MANIFEST_FIELDS = (
-    "tree", "kinds", "details", "shared", "dtypes", "devices", "storage_nbytes", "storage_device", "part_storage",
-    "part_dtype", "part_flags", "part_ndim", "part_offset", "part_sizes", "part_strides",
+    "tree", "kinds", "details", "shared", "dtypes", "devices", "storage_nbytes", "storage_device", "tensor_storage",
+    "tensor_dtype", "tensor_flags", "tensor_ndim", "tensor_offset", "tensor_sizes", "tensor_strides",
 )  # fmt: skip
 
 OFFER_FIELDS = (
     "step", "parcel_bytes", "burst_bytes", "staged_bytes", "bursts_ahead", "timeout", "digests", "routes",
     "max_bytes_per_second", "manifest", "digest", "likeness", "coordinates",
+    "connections", "host", "structure", "values",
 )  # fmt: skip
 
 WANT_FIELDS = (
-    "fingerprint", "parcel_bytes", "burst_bytes", "digests", "apart", "parts", "parcels", "relay", "host",
-    "wanted_blocks",
+    "fingerprint", "parcel_bytes", "burst_bytes", "digests", "apart", "tensors", "parcels", "relay", "host",
+    "wanted_blocks", "lanes",
 )  # fmt: skip
 
 
@@ -104,13 +106,13 @@ def manifest(sizes: dict[str, int], **changes: Any) -> list[Any]:
         "devices": ["cpu"],
         "storage_nbytes": ints("q", *counts),
         "storage_device": bytes(n),
-        "part_storage": ints("i", *range(n)),
-        "part_dtype": bytes(n),
-        "part_flags": bytes(n),
-        "part_ndim": b"\x01" * n,
-        "part_offset": ints("q", *[0] * n),
-        "part_sizes": ints("q", *counts),
-        "part_strides": ints("q", *[1] * n),
+        "tensor_storage": ints("i", *range(n)),
+        "tensor_dtype": bytes(n),
+        "tensor_flags": bytes(n),
+        "tensor_ndim": b"\x01" * n,
+        "tensor_offset": ints("q", *[0] * n),
+        "tensor_sizes": ints("q", *counts),
+        "tensor_strides": ints("q", *[1] * n),
     } | changes
     return [plain[name] for name in MANIFEST_FIELDS]
 
@@ -132,8 +134,22 @@ def offer(described: list[Any] | None = None, *, nbytes: int = 2 * PARCEL, **cha
         "digest": xxhash.xxh3_128_digest(pack(described)),
         "likeness": likeness(described),
         "coordinates": [],
+        "connections": 1,
+        "host": 0,
+        "structure": structure(described),
+        "values": None,
     } | changes
     return [plain[name] for name in OFFER_FIELDS]
+
+
+def structure(described: list[Any]) -> bytes:
+    """A digest of a manifest without its values."""
+    plain = dict(zip(MANIFEST_FIELDS, described, strict=False))
+    kinds, details = plain.get("kinds"), plain.get("details")
+    if isinstance(kinds, bytes) and isinstance(details, list):
+        codes = kinds.replace(b"\x01", b"")
+        plain["details"] = [detail for code, detail in zip(codes, details, strict=False) if code]
+    return hashlib.sha256(pack(list(plain.values()))).digest()
 
 
 #: Flags of a conjugate and of a negative view.
@@ -144,12 +160,12 @@ def likeness(described: list[Any]) -> bytes:
     """Of a manifest without DTensors, as far as its columns are bytes."""
     plain = dict(zip(MANIFEST_FIELDS, described, strict=False))
     digest = xxhash.xxh3_128(pack([plain.get(name) for name in ("tree", "details", "shared", "dtypes")]))
-    for name in ("kinds", "part_storage", "part_dtype", "part_flags", "part_ndim"):
+    for name in ("kinds", "tensor_storage", "tensor_dtype", "tensor_flags", "tensor_ndim"):
         column = plain.get(name)
         if isinstance(column, bytes):
-            digest.update(bytes(flags & SIGNS for flags in column) if name == "part_flags" else column)
+            digest.update(bytes(flags & SIGNS for flags in column) if name == "tensor_flags" else column)
             digest.update(ints("q", len(column)))
-    for name in ("part_offset", "part_sizes", "part_strides"):
+    for name in ("tensor_offset", "tensor_sizes", "tensor_strides"):
         column = plain.get(name)
         digest.update(column if isinstance(column, bytes) else b"")
     return digest.digest()
@@ -162,7 +178,7 @@ def fingerprint(nbytes: int, parcel_bytes: int = PARCEL) -> int:
     return xxhash.xxh3_64_intdigest(b"".join(ints("q", *column) for column in columns))
 
 
-PICKS_FIELDS = ("leaf", "tensor", "ndim", "starts", "sizes", "dtype", "dtypes", "begins")
+BLOCKS_FIELDS = ("leaf", "tensor", "ndim", "starts", "sizes", "dtype", "dtypes", "begins")
 
 
 def wanted_blocks(*blocks: tuple[int, int], **changes: Any) -> list[Any]:
@@ -178,21 +194,21 @@ def wanted_blocks(*blocks: tuple[int, int], **changes: Any) -> list[Any]:
         "dtypes": [],
         "begins": b"\x01" * n,
     } | changes
-    return [plain[name] for name in PICKS_FIELDS]
+    return [plain[name] for name in BLOCKS_FIELDS]
 
 
-def picked_fingerprint(picked: list[Any], parcel_bytes: int = PARCEL) -> int:
+def blocks_fingerprint(blocks: list[Any], parcel_bytes: int = PARCEL) -> int:
     """Of the parcels of blocks of bytes, none of which is small, each of which begins a parcel."""
     columns: list[list[int]] = [[] for _ in range(5)]
-    sizes = [n for (n,) in struct.iter_unpack("<q", picked[4])]
+    sizes = [n for (n,) in struct.iter_unpack("<q", blocks[4])]
     for number, size in enumerate(sizes):
         for low in range(0, size, parcel_bytes):
             for column, value in zip(columns[2:], (number, 1, low), strict=True):
                 column.append(value)
     columns[0], columns[1] = sizes, [1] * len(sizes)
-    inner = xxhash.xxh3_64(repr(picked[6]).encode())
+    inner = xxhash.xxh3_64(repr(blocks[6]).encode())
     for at in (0, 1, 2, 3, 4, 5, 7):
-        inner.update(picked[at])
+        inner.update(blocks[at])
     data = b"".join(ints("q", *column) for column in columns) + ints("Q", inner.intdigest())
     return xxhash.xxh3_64_intdigest(data)
 
@@ -207,11 +223,12 @@ def want(nbytes: int = 2 * PARCEL, **changes: Any) -> list[Any]:
         "burst_bytes": PARCEL,
         "digests": True,
         "apart": [],
-        "parts": [],
+        "tensors": [],
         "parcels": [0, -(-nbytes // honest)],
         "relay": False,
         "host": 0,
         "wanted_blocks": None,
+        "lanes": None,
     } | changes
     return [plain[name] for name in WANT_FIELDS]
 
@@ -347,8 +364,12 @@ class Peer:
         damage: Callable[[int, bytes], bytes] = lambda number, parcel: parcel,
         digest: Callable[[int, int], int] = lambda number, digest: digest,
         rounds: int = 100,
+        answered: int = 1,
     ) -> list[Heard]:
-        """Answer as the source of one flat tensor, until a verdict or a refusal; all that was heard."""
+        """Answer as the source of one flat tensor, until a verdict or a refusal; all that was heard.
+
+        ``answered``: for how many parcels one answer is, which is more than one in a chain.
+        """
         heard: list[Heard] = []
         parcel_bytes, digests = PARCEL, True
         for _ in range(rounds):
@@ -357,6 +378,8 @@ class Peer:
             except Silence:
                 break
             heard.append(said)
+            if said.kind == VERDICT:
+                self.say(AGREED)
             if said.kind in (VERDICT, REFUSAL):
                 break
             numbers: list[int] = []
@@ -369,7 +392,7 @@ class Peer:
             if said.kind in (WANT, MORE, CHECK):
                 self.agree()
             try:
-                heard += self.feed(data, numbers, parcel_bytes, digests, damage, digest)
+                heard += self.feed(data, numbers, parcel_bytes, digests, damage, digest, answered)
             except Silence:
                 break
         return heard
@@ -382,12 +405,13 @@ class Peer:
         digests: bool = True,
         damage: Callable[[int, bytes], bytes] = lambda number, parcel: parcel,
         digest: Callable[[int, int], int] = lambda number, digest: digest,
+        answered: int = 1,
     ) -> list[Heard]:
-        """Send parcels, one a burst, two bursts under way, and hear the answers."""
+        """Send parcels, one a burst, twice as many bursts under way as one answer is for, and hear the answers."""
         heard: list[Heard] = []
         waiting, flying = list(numbers), 0
         while waiting or flying:
-            while waiting and flying < 2:
+            while waiting and flying < 2 * answered:
                 number = waiting.pop(0)
                 parcel = data[number * parcel_bytes : (number + 1) * parcel_bytes]
                 self.send(damage(number, parcel))
@@ -398,7 +422,7 @@ class Peer:
             heard.append(said)
             if said.kind != GOT:
                 break
-            flying -= 1
+            flying -= min(answered, flying)
             _, first, number = answer(said.note)
             waiting += range(first, first + number)
         return heard

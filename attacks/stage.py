@@ -11,6 +11,7 @@ import logging
 import os
 import pathlib
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -233,6 +234,16 @@ def _peak() -> int:
     return _status("VmHWM")
 
 
+def left(rank: int, seconds: float) -> list[str]:
+    """In a worker: threads of the library that have not ended after so many seconds."""
+    until = time.monotonic() + seconds
+    while True:
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("transfuse")]
+        if not names or time.monotonic() > until:
+            return names
+        time.sleep(0.05)
+
+
 class Stage:
     """Processes for many attacks, one after another."""
 
@@ -246,6 +257,11 @@ class Stage:
 
     def __exit__(self, *_: object) -> None:
         self._pool.close()
+
+    def left(self, seconds: float) -> list[str]:
+        """What the attacks so far have left in the honest process, that does not end by itself within some seconds."""
+        names: list[str] = self._pool.run(left, seconds, ranks=[VICTIM], deadline=seconds + 20)[0].get()
+        return names
 
     def play(self, module: str, name: str) -> Result:
         """Play one attack. It raises if the honest process dies or does not come back."""

@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 MIB = 1 << 20
-NAMES = ("header", "record", "body", "numbers", "tree", "value", "offer", "want", "picks", "sharding", "memory")
+NAMES = ("header", "record", "body", "numbers", "tree", "value", "offer", "want", "blocks", "sharding", "memory")
 
 
 def main() -> int:

@@ -99,9 +99,10 @@ def offer_of(described: manifest.Described, *, with_memory: bool = False) -> mes
     routes = {"memory": LEASE.describe(described.addresses).encode()} if with_memory else {}
     wire = described.manifest.encode()
     digest = wire.digest()
-    places = list(described.manifest.coordinates)
+    coordinates = list(described.manifest.coordinates)
     likeness = described.manifest.likeness(wire)
-    return messages.Offer(4, PARCEL, PARCEL, PARCEL, 2, 5.0, True, routes, None, wire, digest, likeness, places)
+    offer = messages.Offer(4, PARCEL, PARCEL, PARCEL, 2, 5.0, True, routes, None, wire, digest, likeness, coordinates)
+    return msgspec.structs.replace(offer, structure=wire.structure())
 
 
 STATES = _states()
@@ -114,25 +115,25 @@ def _wants() -> list[bytes]:
     found = []
     for described in DESCRIBED.values():
         for apart in ([], [0] if len(described.manifest.storages) else []):
-            parts = np.flatnonzero(np.isin(described.manifest.parts.storage, apart)).tolist()
-            cut = parcels.cut(lay_out(described.manifest, apart, parts), PARCEL)
+            tensors = np.flatnonzero(np.isin(described.manifest.tensors.storage, apart)).tolist()
+            cut = parcels.cut(lay_out(described.manifest, apart, tensors), PARCEL)
             numbers = messages.pairs_of(range(len(cut)))
             found.append(
                 messages.encode(
-                    messages.Want(parcels.fingerprint(cut), PARCEL, PARCEL, True, apart, parts, numbers, True, 7)
+                    messages.Want(parcels.fingerprint(cut), PARCEL, PARCEL, True, apart, tensors, numbers, True, 7)
                 )
             )
     return found
 
 
-def picks_of(described: manifest.Described) -> WantedBlocks:
+def wanted_blocks_of(described: manifest.Described) -> WantedBlocks:
     """All that a rank holds, in halves."""
     rows = []
     m, held = described.manifest, Holdings(described.manifest)
     for leaf in range(len(m)):
         for tensor in range(held.count(leaf)):
             with contextlib.suppress(ValueError):  # What is no shard of plain tensors.
-                for _, runs in held.of(leaf, tensor).pieces:
+                for _, runs in held.of(leaf, tensor).shards:
                     rows += [(leaf, tensor, half) for block, _ in blocks_of(runs) for half in _halves(block)]
     columns = (
         [leaf for leaf, _, _ in rows],
@@ -158,15 +159,15 @@ def _halves(block: Block) -> list[Block]:
     ]
 
 
-def _picked_wants() -> list[bytes]:
+def _wants_of_blocks() -> list[bytes]:
     found = []
     for described in DESCRIBED.values():
-        picked = picks_of(described)
-        cut = parcels.cut(regions_in(Holdings(described.manifest), picked), PARCEL, all_staged=True)
+        blocks = wanted_blocks_of(described)
+        cut = parcels.cut(regions_in(Holdings(described.manifest), blocks), PARCEL, all_staged=True)
         numbers = messages.pairs_of(range(len(cut)))
-        fingerprint = parcels.fingerprint(cut, picked.fingerprint())
+        fingerprint = parcels.fingerprint(cut, blocks.fingerprint())
         found.append(
-            messages.encode(messages.Want(fingerprint, PARCEL, PARCEL, True, [], [], numbers, False, 7, picked))
+            messages.encode(messages.Want(fingerprint, PARCEL, PARCEL, True, [], [], numbers, False, 7, blocks))
         )
     return found
 
@@ -177,7 +178,7 @@ def _bodies() -> dict[type, list[bytes]]:
         messages.Offer: [messages.encode(offer) for offer in OFFERS.values()]
         + [messages.encode(offer_of(DESCRIBED["flat"], with_memory=True))]
         + [messages.encode(messages.brief(offer)) for offer in OFFERS.values()],
-        messages.Want: _wants() + _picked_wants(),
+        messages.Want: _wants() + _wants_of_blocks(),
         messages.Refusal: [messages.encode(messages.Refusal("StepMismatch", "no"))],
         messages.Verdict: [messages.encode(messages.Verdict({"memory": 100}))],
         messages.Agreed: [messages.encode(messages.Agreed()), messages.encode(messages.Agreed(link, link, 0.5))],
@@ -208,9 +209,10 @@ def seeds_for(target: str) -> list[bytes]:
     if target == "want":
         wholes, n = BODIES[messages.Want], len(STATES)
         return [bytes([i // 2 if i < 2 * n else i - 2 * n]) + body for i, body in enumerate(wholes)]
-    if target == "picks":
+    if target == "blocks":
         return [
-            bytes([i]) + msgspec.msgpack.encode(picks_of(described)) for i, described in enumerate(DESCRIBED.values())
+            bytes([i]) + msgspec.msgpack.encode(wanted_blocks_of(described))
+            for i, described in enumerate(DESCRIBED.values())
         ]
     if target == "sharding":
         return [msgspec.msgpack.encode(case) for case in (

@@ -32,10 +32,11 @@ from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import agreement, planning, source
 from transfuse.session.context import Context, Request
+from transfuse.session.remembered import Remembered
 from transfuse.session.threads import Caller
 from transfuse.state import trees
 from transfuse.state.leaves import values
-from transfuse.state.leaves.distributed import layout_of, place_in, read_meshes
+from transfuse.state.leaves.distributed import checked_coordinate, layout_of, read_meshes
 from transfuse.state.manifest import Manifest
 from transfuse.wire import messages
 from transfuse.wire.memory_route import Entry, Reader
@@ -65,7 +66,7 @@ CLASSES = (
     messages.More,
     messages.Digests,
 )
-#: Shape, mesh, placements, a place in the mesh, a dimension, and two places along it.
+#: Shape, mesh, placements, a coordinate in the mesh, a dimension, and two indices along it.
 Sharding = tuple[list[int], list[int], list[list[str | int]], list[int] | None, int, int, int]
 #: Other processes are none of a fuzzer's business.
 ABSENT_PID = int(pathlib.Path("/proc/sys/kernel/pid_max").read_text()) - 1
@@ -172,7 +173,7 @@ def resealed(read: messages.Offer) -> messages.Offer:
         likeness = Manifest.decode(wire, LIMITS, read.coordinates).likeness(wire)
     except Exception:
         return read
-    return msgspec.structs.replace(read, digest=wire.digest(), likeness=likeness)
+    return msgspec.structs.replace(read, digest=wire.digest(), likeness=likeness, structure=wire.structure())
 
 
 def offer(data: bytes) -> None:
@@ -210,10 +211,10 @@ def offer(data: bytes) -> None:
     ends = np.array([regions.region(i).end for i in range(min(len(regions), 500))], dtype=np.float64)
     sizes = accepted.manifest.storages.nbytes[regions.storage][: len(ends)]
     _promised((ends <= sizes).all(), "a box beyond its storage")
-    _promised(target is None or all(0 <= n < len(accepted.manifest.parts) for n in share.parts), "wanted parts")
+    _promised(target is None or all(0 <= n < len(accepted.manifest.tensors) for n in share.tensors), "wanted tensors")
     if target is None and cut.total_bytes <= MIB:
         try:
-            accepted.landing.finish(accepted.build_context, accepted.kinds)  # Of whatever bytes the memory holds.
+            accepted.landing.finish(accepted.build_context, accepted.registry)  # Of whatever bytes the memory holds.
         except Exception as error:
             _within_memory(error)
 
@@ -223,9 +224,13 @@ def want(data: bytes) -> None:
     name = list(DESCRIBED)[(data[0] if data else 0) % len(DESCRIBED)]
     serving = SimpleNamespace(
         _channel=SimpleNamespace(peer=PEER, limits=LIMITS, holding_turn=contextlib.nullcontext),
-        _cargo=SimpleNamespace(
-            described=DESCRIBED[name], offer=OFFERS[name], holdings=Holdings(DESCRIBED[name].manifest)
+        _offered=SimpleNamespace(
+            described=DESCRIBED[name],
+            offer=OFFERS[name],
+            holdings=Holdings(DESCRIBED[name].manifest),
+            remembered=Remembered(),
         ),
+        _report=Report("send", (PEER,)),
     )
     serving._cut_from = partial(source._Serving._cut_from, cast(Any, serving))
     try:
@@ -241,15 +246,15 @@ def want(data: bytes) -> None:
 
 
 def wanted_blocks(data: bytes) -> None:
-    """Blocks that a receiver picks; the first byte says of which state."""
+    """Blocks that a receiver wants; the first byte says of which state."""
     described = list(DESCRIBED.values())[(data[0] if data else 0) % len(DESCRIBED)]
     try:
-        picked = msgspec.msgpack.decode(data[1:], type=WantedBlocks)
+        wanted = msgspec.msgpack.decode(data[1:], type=WantedBlocks)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
-    picked.fingerprint()
+    wanted.fingerprint()
     try:
-        regions = regions_in(Holdings(described.manifest), picked)
+        regions = regions_in(Holdings(described.manifest), wanted)
     except ValueError as error:
         _within_memory(error)
         return
@@ -262,9 +267,9 @@ def wanted_blocks(data: bytes) -> None:
 
 
 def sharding(data: bytes) -> None:
-    """Who holds what, of a layout and a place in it."""
+    """Who holds what, of a layout and a coordinate in its mesh."""
     try:
-        shape, mesh, placements, place, dim, low, high = msgspec.msgpack.decode(data, type=Sharding)
+        shape, mesh, placements, coordinate, dim, low, high = msgspec.msgpack.decode(data, type=Sharding)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
     ranks = math.prod(mesh)
@@ -274,7 +279,7 @@ def sharding(data: bytes) -> None:
     try:
         meshes = read_meshes([["cpu", mesh, list(range(ranks)), None]])
         layout = layout_of([shape, shape, placements, 0], meshes)
-        here = place_in(layout, place)
+        here = checked_coordinate(layout, coordinate)
         runs = None if here is None else layout.runs(here)
         cuts = layout.cuts(dim, low, high) if 0 <= dim < len(shape) else []
     except ValueError as error:
@@ -317,7 +322,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "value": value,
     "offer": offer,
     "want": want,
-    "picks": wanted_blocks,
+    "blocks": wanted_blocks,
     "sharding": sharding,
     "memory": memory,
 }
@@ -333,7 +338,7 @@ INTS = [*range(-2, 20), 63, 64, 65, 127, 128, 255, 256, 65535, 65536, (1 << 31) 
 def mutate(target: str, data: bytes, plainly: Callable[[bytes], bytes], seed: int) -> bytes:
     """Change one node of what the bytes say, where they say something; otherwise their bits."""
     rng = random.Random(seed)
-    at = 1 if target in ("body", "offer", "want", "picks") else 0
+    at = 1 if target in ("body", "offer", "want", "blocks") else 0
     if target in ("header", "record") or rng.random() < 0.3:
         return plainly(data)
     try:

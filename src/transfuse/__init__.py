@@ -45,7 +45,7 @@ from transfuse.session.partial import Partial
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.transport import PGTransport
 
-__version__ = "0.6.0"
+__version__ = "0.8.0"
 
 __all__ = [
     "Concat",

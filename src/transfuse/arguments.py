@@ -6,6 +6,7 @@ This module imports nothing of the package.
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ __all__ = [
     "check_flags",
     "check_group",
     "check_mesh",
+    "check_nixl",
     "check_no_module",
     "check_progress",
     "check_state_dict",
@@ -157,6 +159,17 @@ def check_flags(verify: object, **flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise _wrong(name, "True or False", value)
+
+
+def check_nixl(nixl: object) -> None:
+    """Refuse ``nixl`` unless it is True, False or None, and True where NIXL is not installed."""
+    if nixl is not None and not isinstance(nixl, bool):
+        raise _wrong("nixl", "True, False or None", nixl)
+    if nixl and importlib.util.find_spec("nixl") is None:
+        raise ImportError(
+            "nixl=True (or TRANSFUSE_NIXL=1) asks for the NIXL route, but NIXL is not installed: pip install "
+            "transfuse[nixl], or, for one build only, pip install --no-deps nixl nixl-cu12"
+        )
 
 
 def check_mesh(mesh: object) -> None:

@@ -33,10 +33,10 @@ from torch.futures import Future
 from transfuse.arguments import check_step, ranks_of
 from transfuse.errors import StateError, TransfuseError, UnsupportedLeaf
 from transfuse.limits import Limits
-from transfuse.memory.needed_blocks import Catalogue
+from transfuse.memory import streams
 from transfuse.plan.apply_rules import Link
+from transfuse.plan.catalogue import Catalogue
 from transfuse.plan.cohorts import Cohort
-from transfuse.session.threads import current_stream
 from transfuse.state import trees
 from transfuse.state.leaves import values
 from transfuse.state.leaves.registry import Registry
@@ -205,7 +205,7 @@ class _Contents:
         self._refused: dict[str, str] = {}
         self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         mappings: dict[str, Any] = {}
-        numbers = {row: number for number, row in enumerate(catalogue.rows)}
+        numbers = {leaf: number for number, leaf in enumerate(catalogue.leaves)}
         for i, cohort in enumerate(catalogue.cohorts):
             mappings = self._add(cohort, {leaf: number for (j, leaf), number in numbers.items() if i == j}) | mappings
         self.metadata = Metadata(dict(self._entries), planner_data=mappings)
@@ -216,14 +216,14 @@ class _Contents:
 
     def _add(self, cohort: Cohort, numbers: Mapping[int, int]) -> dict[str, Any]:
         """Flatten the state of some sources as DCP would, with a placeholder for each tensor."""
-        kinds, manifest = Registry(Limits()), cohort.manifest
+        registry, manifest = Registry(Limits()), cohort.manifest
         leaves: list[Any] = []
         number_of: dict[int, int] = {}
         for leaf in range(len(manifest)):
             if cohort.is_value(leaf):
                 leaves.append(values.decode(manifest.detail(leaf)))
                 continue
-            blob = manifest.kinds[leaf] == Leaf.COMPOSITE and kinds.is_blob(manifest.detail(leaf))
+            blob = manifest.kinds[leaf] == Leaf.COMPOSITE and registry.is_blob(manifest.detail(leaf))
             leaves.append(_Elsewhere() if blob else torch.empty(0, device="meta"))
             number_of[id(leaves[-1])] = leaf
         state = trees.unflatten(manifest.root, leaves)
@@ -350,14 +350,14 @@ class _Load:
         self._given_up: str | None = None
         self._over = False
         self._error: BaseException | None = None
-        self._stream = current_stream()
+        self._streams = streams.Streams(streams.current())
         self._thread = threading.Thread(target=self._run, name="transfuse-dcp", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            with self._stream():
+            with self._streams.conversation():
                 self._transport.receive(self._src_ranks, step=self._step, late=self._late)
         except BaseException as caught:
             error = caught
@@ -403,6 +403,7 @@ class _Load:
             except KeyboardInterrupt as caught:
                 interrupt = caught  # The receive writes to the caller's memory: do not raise while it may still do so.
         self.join()
+        self._streams.join()
         error = interrupt or self._error
         if error is not None:
             raise error

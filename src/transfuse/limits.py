@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-__all__ = ["KIB", "MIB", "Limits", "allows_same_host"]
+__all__ = ["KIB", "MIB", "Limits", "allows_same_host", "asks_for_nixl"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -84,6 +84,14 @@ class Limits:
                 except ValueError:
                     raise ValueError(f"TRANSFUSE_{item.name.upper()} must be a whole number, got {text!r}") from None
         return cls(**values)
+
+
+def asks_for_nixl(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment asks for the NIXL route (``TRANSFUSE_NIXL`` is 1)."""
+    text = environ.get("TRANSFUSE_NIXL", "0")
+    if text not in ("0", "1"):
+        raise ValueError(f"TRANSFUSE_NIXL must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def allows_same_host(environ: Mapping[str, str] = os.environ) -> bool:

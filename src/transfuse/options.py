@@ -16,12 +16,16 @@ from typing import TypedDict
 from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import arguments, rules
-from transfuse.limits import Limits, allows_same_host
+from transfuse.limits import Limits, allows_same_host, asks_for_nixl
 from transfuse.progress import Show
 from transfuse.rules import MapPath
 from transfuse.state.leaves.codec import MeshDescription
 
 __all__ = ["FetchKeywords", "OptionKeywords", "Options", "ServeKeywords", "check_names", "slowest_rate"]
+
+
+#: The most connections between two ends.
+MOST_LANES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,10 @@ class Options:
 
     #: Both ends: receivers on the source's host may read the source's memory. ``TRANSFUSE_SAME_HOST=0`` forbids it.
     same_host: bool = True
-    #: Both ends: check the bytes that have landed. None: on the group route, if the tensors are on the CPU.
+    #: Both ends: receivers may read the source's memory through NIXL. None: if ``TRANSFUSE_NIXL`` is 1.
+    nixl: bool | None = None
+    #: Both ends: check the bytes that have landed. None: on the NIXL route, and on the group
+    #: route if the tensors are on the CPU.
     verify: bool | None = None
     #: Receivers: keep parcels that the targets hold already, if they equal the source's.
     delta: bool = False
@@ -48,6 +55,8 @@ class Options:
     weights_only_objects: bool = False
     #: Both ends: receivers that want the same parcels may pass them on to each other.
     relay: bool = True
+    #: Both ends: how many connections a source and a receiver use. None: as many as are worth their while.
+    lanes: int | None = None
     #: Sources: the most bytes per second that a source sends, to all its receivers together. None: no limit.
     max_bytes_per_second: float | None = None
     #: Receivers: the most bytes that one receive may allocate for fresh tensors. None: what :class:`Limits` says.
@@ -58,23 +67,33 @@ class Options:
     def check(self, timeout: timedelta, limits: Limits, *, in_place: bool) -> Options:
         """Refuse options that cannot work with this timeout and these limits, or without a target if not ``in_place``.
 
-        Returns the options that apply: numbers as plain int and float, ``same_host`` only if the environment allows it.
+        Returns the options that apply: numbers as plain int and float, ``same_host`` only if the environment allows it,
+        ``nixl`` also if the environment asks for it.
         """
         flags = {item.name: getattr(self, item.name) for item in fields(self) if item.type == "bool"}
         arguments.check_flags(self.verify, **flags)
+        nixl = True if self.nixl is None and asks_for_nixl() else self.nixl
+        arguments.check_nixl(nixl)
         arguments.check_mesh(self.mesh)
         arguments.check_progress(self.progress)
         most = self.max_receive_bytes
         if most is not None:
             most = arguments.whole("max_receive_bytes", most, "an int, a number of bytes, or None")
+        lanes = self.lanes
+        if lanes is not None:
+            lanes = arguments.whole("lanes", lanes, "an int, a number of connections, or None")
+            if not 1 <= lanes <= MOST_LANES:
+                raise ValueError(f"lanes must be from 1 to {MOST_LANES}, got {lanes}")
         if self.map_path is not None and not in_place:
             raise ValueError("map_path= translates names into those of a target: it needs state_dict=")
         rules.check(self.map_path)
         held = replace(
             self,
             same_host=self.same_host and allows_same_host(),
+            nixl=nixl,
             max_bytes_per_second=self._rate(timeout, limits),
             max_receive_bytes=most,
+            lanes=lanes,
         )
         held.apply_to(limits)  # Limits refuses a max_receive_bytes that is not positive.
         return held
@@ -106,7 +125,9 @@ def slowest_rate(limits: Limits, seconds: float) -> float:
 
 class _BothEnds(TypedDict, total=False):
     same_host: bool
+    nixl: bool | None
     verify: bool | None
+    lanes: int | None
 
 
 class _Sources(TypedDict, total=False):

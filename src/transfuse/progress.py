@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +22,10 @@ STILL_SECONDS = 0.5
 MOST_PHASES = 3
 
 
+#: Guards the bytes that several threads count.
+_counting = threading.Lock()
+
+
 @dataclass
 class Progress:
     """How far the transfer with one peer is."""
@@ -36,6 +41,11 @@ class Progress:
     #: Seconds since the call began, and since bytes began to move.
     seconds: float = 0.0
     moving_seconds: float = 0.0
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes that have moved. Several threads may do so."""
+        with _counting:
+            self.bytes += nbytes
 
     @property
     def fraction(self) -> float | None:

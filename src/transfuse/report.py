@@ -55,6 +55,10 @@ class Report:
     #: Bytes that a receive with ``delta`` or ``resume`` had already.
     kept_bytes: int = 0
     parcels: int = 0
+    #: How many connections brought parcels. For a send: the most to one receiver.
+    connections: int = 1
+    #: What was made for an earlier transfer and used again: "description", "plan", "parcels".
+    reused: tuple[str, ...] = ()
     #: Parcels that were sent again because their digest was wrong.
     repaired: int = 0
     #: After a failed receive: paths of the target leaves that may hold new bytes.
@@ -81,7 +85,14 @@ class Report:
             self.bytes += nbytes
             self.parcels += parcels
             self.by_source[source] = self.by_source.get(source, 0) + nbytes
-            self.route = routes_of(self.route, route)
+            if self.route != route:
+                self.route = routes_of(self.route, route)
+
+    def reuse(self, what: str) -> None:
+        """Record that something made for an earlier transfer was used again."""
+        with _counting:
+            if what not in self.reused:
+                self.reused = (*self.reused, what)
 
     @property
     def title(self) -> str:
@@ -137,6 +148,7 @@ class Report:
             ),
             *((("  relayed", human_bytes(self.relayed_bytes)),) if self.relayed_bytes else ()),
             *((("kept", human_bytes(self.kept_bytes)),) if self.kept_bytes else ()),
+            *((("used again", ", ".join(self.reused)),) if self.reused else ()),
             ("integrity", f"{verified}, {self.repaired} parcels repaired"),
             *((("torn", f"{len(self.torn):,} leaves: {_brief(', '.join(self.torn))}"),) if self.torn else ()),
             ("time", f"{self.seconds:.3f} s ({human_bytes(self.bytes_per_second)}/s)"),

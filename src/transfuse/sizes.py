@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from transfuse.limits import MIB, Limits
+from transfuse.timeouts import Patience
 
 __all__ = ["Offered", "Sizes"]
 
@@ -39,10 +41,21 @@ class Sizes:
     parcel of a delta   ``block_bytes`` at most               kept or fetched as one
     request             one source: everything; several:      the last requests end together
                         ``bursts_ahead`` bursts
-    burst in a chain    one parcel, 4 MiB or 12 under way,    what has arrived goes on at once
-                        3 at least
+    burst in a chain    one parcel, 4 MiB or 12 under way,    what has arrived goes on at once; one answer for half
+                        3 at least                            of those under way
+    connections         between hosts 4, from 8 MiB on; on    one connection uses one core, and clouds limit its rate;
+                        one host one for each core, 3 at      over the slowest link a parcel arrives on each of them
+                        most, from 64 MiB on;                 before one is taken for a silent one
+                        timeout / 2 x slowest link / parcel
+    burst with lanes    1 / connections of a burst, state /   staging stays within its bound, all connections end
+                        4 / connections; timeout / 2 x        together; the same
+                        slowest link / connections / ahead
     comparison          256 MiB                               several sources share the work
     read from memory    512 MiB, timeout / 8 x rate           after each the lease is checked, and the bytes count
+    read over the       4 MiB, staging / 16, timeout / 8 x    it is staged, and arrives in time over the slowest link;
+    network             1 MiB                                 four are under way
+    the same, between   32 MiB                                several sources share the work
+    two checks
     ==================  ====================================  ==========================================================
     """
 
@@ -50,8 +63,12 @@ class Sizes:
     COMPARE_BYTES = 256 * MIB
     #: Bytes that are read from a source's memory between two checks of its lease.
     READ_BYTES = 512 * MIB
+    #: The same, if the bytes cross the network.
+    REMOTE_READ_BYTES = 32 * MIB
     #: Most bytes and most parcels under way between two neighbours in a chain.
     CHAIN_BYTES, CHAIN_PARCELS = 4 * MIB, 12
+    #: The least bytes for which lanes are worth their while, on one host and between hosts.
+    LANES_BYTES, FAR_LANES_BYTES = 64 * MIB, 8 * MIB
     #: With a rate limit, a burst holds the bytes of this many seconds.
     RATED_BURST_SECONDS = 0.05
 
@@ -92,6 +109,24 @@ class Sizes:
         staged, fair = self._staged(sources, ahead), total_bytes // (16 * sources)
         return max(min(offered, staged, fair, self._timely()), min(parcel_bytes, staged), 1)
 
+    def connections(self, total_bytes: int, parcel_bytes: int, *, same_host: bool) -> int:
+        """How many connections two ends use, if their callers do not say."""
+        if total_bytes < (self.LANES_BYTES if same_host else self.FAR_LANES_BYTES):
+            return 1
+        useful = min(3, os.cpu_count() or 1) if same_host else 4
+        return int(max(1, min(useful, self._before_silence() // parcel_bytes)))
+
+    def shared_burst(self, burst: int, total_bytes: int, parcel_bytes: int, *, connections: int, ahead: int) -> int:
+        """The size of the bursts on each of several connections, of which a single one would have ``burst``."""
+        if connections == 1:
+            return burst
+        fair, timely = total_bytes // (4 * connections), int(self._before_silence() / (connections * ahead))
+        return max(min(burst // connections, fair, timely), min(parcel_bytes, burst))
+
+    def _before_silence(self) -> float:
+        """Bytes that arrive over the slowest link before a connection is taken for a silent one."""
+        return Patience(self._timeout).lane * self._limits.slowest_bytes_per_second
+
     def _staged(self, sources: int, ahead: int) -> int:
         return self._limits.staging_bytes // (sources * ahead)
 
@@ -104,6 +139,12 @@ class Sizes:
         """How many bursts of one parcel each are under way between two receivers of a chain."""
         return max(3, min(cls.CHAIN_BYTES // parcel_bytes, cls.CHAIN_PARCELS))
 
-    def read(self, rate: float | None) -> int:
+    @staticmethod
+    def chain_answered(ahead: int) -> int:
+        """For how many of these bursts one answer is."""
+        return ahead // 2
+
+    def read(self, rate: float | None, *, same_host: bool) -> int:
         """How many bytes of a source's memory are read before the lease is checked."""
-        return self.READ_BYTES if rate is None else min(self.READ_BYTES, int(rate * self._timeout / 8))
+        most = self.READ_BYTES if same_host else self.REMOTE_READ_BYTES
+        return most if rate is None else min(most, int(rate * self._timeout / 8))

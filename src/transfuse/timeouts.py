@@ -15,10 +15,18 @@ class Patience:
     the same, if the caller chooses from a        T/2 after the first    the caller cannot choose what a late source has
     catalogue of all leaves
     the same, if sources come one by one          0                      the next one comes only after the first is done
+    a receive without tags, for needed offers     T after the first      ranks may wait for each other's turns
+    the same, for the turn of a lower source      T/4                    it may be absent
     a receive, for a silent source                T/2                    others bring its share, within the timeout
     the same if nobody else holds its share       0.9 T                  there is time left to tell the peers the cause
     between two signs of life                     T/4 of the shorter     three may be late before the peer gives up
                                                   timeout; 0.05 s least
+    parcels on an accelerator, for completion     T without progress     every parcel that completes begins it anew
+    a queue, for a peer that owes a message        T/2                    then other conversations may use the queue
+    a lane, for the other end                     T/2                    the other connections bring its parcels
+    gloo, for a lane's connection                 1 s                    gloo waits five times as long, and nobody
+                                                                         waits for it; see ``lane_connection``
+    a read over the network, for up to 4 MiB      T/4                    the group brings the rest
     a chain, for receivers that want the same     1 ns a byte saved,     a chain saves about as much; a late receiver is
                                                   0.25 to 1 s, T/2 most  served by the source
     a receiver, for its neighbour in a chain      T/4 (first) to T/2     the one next to a silent one notices first, and
@@ -38,6 +46,10 @@ class Patience:
     LEAST_PULSE_SECONDS = 0.05
     CHAIN_SECONDS_PER_BYTE = 1e-9
     MIN_CHAIN_SECONDS, MAX_CHAIN_SECONDS = 0.25, 1.0
+    #: The timeout that gloo gets for the connection of a new lane. gloo gives up after five times as long, and ends the
+    #: process if the connection fails at that very moment. The kernel reports failures when it has sent a packet: at
+    #: once and after 1, 3 and 7 seconds. So gloo gives up in between, whatever the caller's timeout is.
+    lane_connection = 1.0
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -64,6 +76,16 @@ class Patience:
     def neighbour(self, position: int, receivers: int) -> float:
         """How long the receiver at this position of a chain waits for the neighbour before it."""
         return self.timeout * (0.25 + 0.25 * position / receivers)
+
+    @property
+    def lane(self) -> float:
+        """How long a lane waits for its other end."""
+        return self.timeout / 2
+
+    @property
+    def remote_read(self) -> float:
+        """How long one read of a source's memory over the network may take."""
+        return self.timeout / 4
 
     @staticmethod
     def neighbour_slice(patience: float) -> float:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from typing import Any, SupportsIndex
+from functools import cache, partial
+from typing import Any, Self, SupportsIndex
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,10 +21,12 @@ from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
 from transfuse.limits import Limits
+from transfuse.memory import streams
 from transfuse.memory.mutation import MutationWatch
-from transfuse.memory.needed_blocks import Late
+from transfuse.memory.streams import Streams, devices_of
 from transfuse.options import Options, slowest_rate
 from transfuse.phases import DONE, FAILED, Phase, trace_name
+from transfuse.plan.catalogue import Late
 from transfuse.progress import Progress, Show, showing
 from transfuse.report import Report, failed_with, routes_of, said
 from transfuse.rules import MapPath
@@ -31,14 +34,17 @@ from transfuse.session import receive_from_one, source, threads
 from transfuse.session.context import Context, Request
 from transfuse.session.partial import Partial
 from transfuse.session.receive_from_all import Receive
-from transfuse.session.relay import Chains
+from transfuse.session.relay import Chains, this_host
+from transfuse.session.remembered import Remembered
 from transfuse.sizes import Sizes
 from transfuse.state.leaves.codec import MeshDescription
-from transfuse.state.manifest import describe
-from transfuse.wire import messages
+from transfuse.timeouts import Patience
+from transfuse.wire import messages, nixl_agent
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group, ProcessGroupLike
+from transfuse.wire.lanes import Pool
 from transfuse.wire.route_table import Leases
+from transfuse.wire.turns import Line
 
 __all__ = ["PGTransport", "check_resume", "check_step"]
 
@@ -62,8 +68,11 @@ class PGTransport:
             it returns. Without this function, tensors arrive fresh.
         same_host: receivers on the source's host may read straight from the source's memory (the memory route). Both
             ends must allow it, and ``TRANSFUSE_SAME_HOST=0`` in the environment forbids it.
+        nixl: receivers on any host may read the source's memory through NIXL (the NIXL route). Both ends must allow
+            it. None: if ``TRANSFUSE_NIXL`` in the environment is 1. True where NIXL is not installed is an error.
         verify: check the bytes that have landed: on the group route by a digest of every parcel, on the memory route by
-            reading a second time. None: on the group route, on the CPU. True: always. False: never.
+            reading a second time, on the NIXL route by comparing with the source's digests. None: on the NIXL route,
+            and on the group route on the CPU. True: always. False: never.
         delta: compare 128-bit digests of parcels, keep those that the targets hold already, and fetch the rest.
         cast: convert floating values for targets of another floating type, at the end where fewer bytes travel.
         map_path: translates the source's key paths into the target's: a mapping, rules (:class:`Rename`,
@@ -75,6 +84,8 @@ class PGTransport:
         weights_only_objects: accept Python objects that ``torch.load(weights_only=True)`` accepts.
         relay: receivers that want the same parcels may pass them on to each other, so that the source sends each byte
             once.
+        lanes: how many connections a source and a receiver use, at most as many as the other end allows. None: several
+            if they move much and the group's backend is gloo, by the number of cores and whether they share a host.
         max_bytes_per_second: the most that a source sends, to all its receivers together.
         max_receive_bytes: the most that one receive may allocate for fresh tensors. None: this machine's memory.
         progress: True for a bar, or a callable that gets a dict from rank to :class:`Progress`, in the calling thread,
@@ -90,6 +101,7 @@ class PGTransport:
         state_dict: Callable[[], object] | None = None,
         *,
         same_host: bool = True,
+        nixl: bool | None = None,
         verify: bool | None = None,
         delta: bool = False,
         cast: bool = False,
@@ -99,6 +111,7 @@ class PGTransport:
         mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None,
         weights_only_objects: bool = False,
         relay: bool = True,
+        lanes: int | None = None,
         max_bytes_per_second: float | None = None,
         max_receive_bytes: int | None = None,
         progress: bool | Show = False,
@@ -109,6 +122,7 @@ class PGTransport:
         limits = Limits.from_environment()
         options = Options(
             same_host=same_host,
+            nixl=nixl,
             verify=verify,
             delta=delta,
             cast=cast,
@@ -118,15 +132,21 @@ class PGTransport:
             mesh=mesh,
             weights_only_objects=weights_only_objects,
             relay=relay,
+            lanes=lanes,
             max_bytes_per_second=max_bytes_per_second,
             max_receive_bytes=max_receive_bytes,
             progress=progress,
         )
         self._options = options.check(timeout, limits, in_place=state_dict is not None)
+        if self._options.nixl:
+            nixl_agent.begin()
         self._limits = self._options.apply_to(limits)
         self._seconds = timeout.total_seconds()
         self._group = Group(pg, arguments.device_of(device))
         self._state_dict = state_dict
+        self._lanes = Pool(self._group)
+        weakref.finalize(self, self._lanes.close)
+        self._remembered = Remembered()
         self._report: Report | None = None
         #: Target leaves that a failed receive left half-written. Until a receive succeeds, it does not send.
         self._torn: tuple[str, ...] = ()
@@ -135,6 +155,28 @@ class PGTransport:
     def report(self) -> Report | None:
         """The report of this transport's last transfer, also if it failed. None before the first transfer."""
         return self._report
+
+    def close(self) -> None:
+        """Close the connections that this transport has made beside the group's own. It goes on without them."""
+        self._lanes.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def remembered(self) -> Remembered:
+        """What this transport remembers of its transfers, to do nothing twice. It holds no tensor.
+
+        Set it on a new transport that goes on in the place of this one.
+        """
+        return self._remembered
+
+    @remembered.setter
+    def remembered(self, remembered: Remembered) -> None:
+        self._remembered = remembered
 
     @property
     def torn(self) -> tuple[str, ...]:
@@ -175,17 +217,19 @@ class PGTransport:
                 f"max_bytes_per_second={rate:g} is too slow for {len(ranks)} receivers with a timeout of "
                 f"{self._seconds:g} s: expected at least {least:.0f}"
             )
-        with self._call(report) as context, Leases(same_host=self._options.same_host) as leases:
-            self._send(state_dict, step, context, leases)
+        with self._call(report) as context, Leases(self._options) as leases:
+            self._send(state_dict, context, leases)
 
-    def _send(self, state_dict: object, step: int | None, context: Context, leases: Leases) -> None:
+    def _send(self, state_dict: object, context: Context, leases: Leases) -> None:
         ranks, report, progress, caller = context.ranks, context.report, context.progress, context.caller
-        cargo, failure = None, None
+        offered, failure = None, None
         with _calling(context, Phase.DESCRIBE):
             try:
                 context.show()
-                cargo = self._load(state_dict, step, ranks, leases)
-                report.leaves = len(cargo.described.manifest)
+                offered = self._load(state_dict, report.step, ranks, leases)
+                if offered.sent_before:
+                    report.reuse("description")
+                report.leaves = len(offered.described.manifest)
             except BaseException as error:
                 failure = error
                 if not isinstance(error, Exception):
@@ -197,18 +241,24 @@ class PGTransport:
         def talk(rank: int) -> None:
             channel = channels[rank]
             transfer, tag = secrets.randbits(63), self._group.new_tag(rank)
-            with _noting(progress[rank]), self._group.turn(rank, self._group.rank() or 0), channel:
-                if cargo is None:
+            with _noting(progress[rank]), self._group.turn(channel, self._group.rank() or 0), channel:
+                if offered is None:
                     assert failure is not None
                     source.refuse(channel, transfer, tag, failure)
                 else:
                     source.serve(
-                        channel, transfer, tag, cargo, caller=caller, progress=progress[rank], report=reports[rank]
+                        channel, transfer, tag, offered, caller=caller, progress=progress[rank], report=reports[rank]
                     )
 
         try:
             conversations = {rank: partial(talk, rank) for rank in ranks}
-            failed = threads.run(conversations, caller, context.show, park=lambda rank: channels[rank].park())
+            failed = threads.run(
+                conversations,
+                caller,
+                context.show,
+                park=lambda rank: channels[rank].park(),
+                streams=Streams(self._involved(() if offered is None else offered.described.devices)),
+            )
         finally:
             leases.end()
             _sum_up(report, list(reports.values()))
@@ -301,10 +351,11 @@ class PGTransport:
     def _receive(self, request: Request, context: Context) -> Any:
         ranks, report = context.ranks, context.report
         receive = Receive(request, context)
+        line = Line([rank for rank in ranks if rank != self._group.rank()], Patience(self._seconds).decision())
 
         def talk(rank: int) -> None:
             channel = Channel(self._group, rank, self._seconds, self._limits)
-            with _noting(context.progress[rank]), self._group.turn(rank, rank), channel:
+            with _noting(context.progress[rank]), self._group.turn(channel, rank, line), channel:
                 receive_from_one.receive(channel, receive)
 
         try:
@@ -314,6 +365,7 @@ class PGTransport:
                 context.show,
                 receive.watch,
                 receive.roster.park,
+                Streams(self._involved(devices_of(request.target) if request.late is None else streams.current())),
             )
             report.failed = failed_with(failed)
             if not receive.result:
@@ -330,15 +382,17 @@ class PGTransport:
             receive.close()
         self._torn = ()
         context.show()
+        if not failed:
+            receive.remember()
         return receive.result[0]
 
     # ----------------------------------------------------------------------------------------------------- helpers
 
-    def _load(self, state_dict: object, step: int | None, ranks: Sequence[int], leases: Leases) -> source.Cargo:
+    def _load(self, state_dict: object, step: int | None, ranks: Sequence[int], leases: Leases) -> source.OfferedState:
         if self._torn:
             raise TornState(self._torn)
         arguments.check_no_module(state_dict, "pass model.state_dict()")
-        described = describe(state_dict, self._limits)
+        described = self._remembered.describe(state_dict, self._limits)
         nbytes = int(described.manifest.storages.nbytes.sum())
         options = self._options
         relay = options.relay and self._group.relays and len(ranks) > 1 and nbytes >= self._limits.min_relay_bytes
@@ -347,6 +401,8 @@ class PGTransport:
             len(ranks), chained_bytes=nbytes if relay else None, rate=rate
         )
         manifest = described.manifest.encode()
+        structure = described.manifest.structure
+        known = self._remembered.sent(structure)
         offer = messages.Offer(
             step=step,
             parcel_bytes=sizes.parcel_bytes,
@@ -361,22 +417,45 @@ class PGTransport:
             digest=manifest.digest(),
             likeness=described.manifest.likeness(manifest),
             coordinates=list(described.manifest.coordinates),
+            connections=options.lanes or messages.MOST_LANES + 1,
+            host=this_host(),
+            structure=structure,
         )
+        # All receivers share one copy, where messages travel. A long offer goes only to receivers that ask for it.
+        whole = cache(lambda: self._encode(offer))
+        wire = None
+        if known or len(whole()) > self._limits.brief_bytes:
+            # Who has received this structure before needs only the values, and where the bytes lie.
+            wire = self._wire(messages.encode(messages.brief(offer, manifest.values if known else None)))
+        chains = Chains(ranks, nbytes, self._seconds, offer.max_bytes_per_second) if relay else None
+        return source.OfferedState(
+            described,
+            offer,
+            whole() if wire is None else wire,
+            whole,
+            chains,
+            MutationWatch(described),
+            sent_before=known,
+            remembered=self._remembered,
+            lanes=self._lanes,
+        )
+
+    def _encode(self, offer: messages.Offer) -> torch.Tensor:
+        """The whole offer, where messages travel."""
         body = messages.encode(offer)
         if len(body) > self._limits.max_message_bytes:
             raise TransfuseError(
                 f"the state's description takes {len(body)} bytes, more than TRANSFUSE_MAX_MESSAGE_BYTES="
                 f"{self._limits.max_message_bytes}: raise that limit at both ends, or send fewer leaves"
             )
-        # All receivers share one copy, on the wire's device. A long offer goes only to receivers that ask for it.
-        wire, whole = self._wire(body), None
-        if len(body) > self._limits.brief_bytes:
-            wire, whole = self._wire(messages.encode(messages.brief(offer))), wire
-        chains = Chains(ranks, nbytes, self._seconds, offer.max_bytes_per_second) if relay else None
-        return source.Cargo(described, offer, wire, whole, chains, MutationWatch(described))
+        return self._wire(body)
 
     def _wire(self, body: bytes) -> torch.Tensor:
-        return torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.device)
+        return torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.control)
+
+    def _involved(self, devices: Iterable[torch.device]) -> list[torch.device]:
+        """The devices that a transfer involves: where the state or the target lies, and the wire's."""
+        return [*devices, self._group.device]
 
     @contextmanager
     def _call(self, report: Report) -> Iterator[Context]:
@@ -398,6 +477,8 @@ class PGTransport:
                     progress=progress,
                     show=show,
                     one_by_one=self._group.serial,
+                    lanes=self._lanes,
+                    remembered=self._remembered,
                 )
         except BaseException as error:
             report.error = said(error)
@@ -455,8 +536,11 @@ def _sum_up(report: Report, single: list[Report]) -> None:
         report.bytes += one.bytes
         report.read_bytes += one.read_bytes
         report.parcels += one.parcels
+        report.connections = max(report.connections, one.connections)
         report.repaired += one.repaired
         report.verified = report.verified or one.verified
         report.route = routes_of(report.route, one.route)
+        for what in one.reused:
+            report.reuse(what)
         for name, seconds in one.phases.items():
             report.phases[name] = max(report.phases.get(name, 0.0), seconds)

@@ -54,7 +54,7 @@ def test_any_state_is_shown_and_a_peers_the_same(state: Any) -> None:
     assert [row.path for row in shown.rows] == [printable(path) for path in manifest.paths]
     totals = shown.totals
     assert (totals.leaves, totals.tensors) == (len(manifest), sum(row.is_tensor for row in shown.rows))
-    assert totals.bytes == sum(part.numel() * part.element_size() for part in described.parts)
+    assert totals.bytes == sum(tensor.numel() * tensor.element_size() for tensor in described.tensors)
     assert totals.bytes_once <= totals.bytes
     for row in shown.rows:
         assert all(text.isprintable() for text in (row.label, row.what, row.dtype, row.value or "", row.device))
@@ -164,7 +164,7 @@ def test_a_leaf_with_other_parts_than_its_kind_has_is_named() -> None:
     manifest = describe({"good": 1, "bad": torch.eye(2).to_sparse()}, Limits()).manifest
     spec = manifest.details[1]
     manifest.details[1] = ["dtensor", *spec[1:]]
-    with pytest.raises(ValueError, match=r"leaf \['bad'\]: a leaf with other parts"):
+    with pytest.raises(ValueError, match=r"leaf \['bad'\]: a leaf with other tensors"):
         Contents.of(manifest)
 
 

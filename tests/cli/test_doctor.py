@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import socket
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ from typer.testing import CliRunner
 import filtered
 from commands import Running
 from transfuse.cli.app import app
-from transfuse.cli.doctor import network, permission, setup
+from transfuse.cli.doctor import network, nixl, permission, setup
 from transfuse.cli.doctor.permission import Facts
+from transfuse.wire import nixl_agent
 
 THERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5"]}
 FREE = Facts(available=True, yama=None, filtered=False, capable=False, user_namespace=False, dumpable=True)
@@ -149,3 +151,17 @@ def test_facts_of_this_machine() -> None:
     yama = Path("/proc/sys/kernel/yama/ptrace_scope")
     assert facts.yama == (int(yama.read_text()) if yama.exists() else None)
     assert facts.dumpable
+
+
+def test_nixl_is_tried_or_said_to_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    if nixl_agent.installed() is not None:
+        found = nixl.look()
+        assert found.status == "ok", found.text
+        assert re.match(r"NIXL \d[\w.]* works: an agent reads another's memory through .*\w+/\w+", found.text)
+        # A transport that there is not: UCX has nothing to connect with.
+        monkeypatch.setenv("UCX_TLS", "rc")
+        assert nixl.look().status == "warn"
+    monkeypatch.setattr(nixl_agent, "installed", lambda: None)
+    found = nixl.look()
+    assert found.status == "note"
+    assert "pip install transfuse[nixl]" in found.remedy

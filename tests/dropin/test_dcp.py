@@ -60,9 +60,10 @@ def values(outcomes: list[Outcome[Any]]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())  # Another test of this process may have abandoned a neighbour.
     yield
     until = time.monotonic() + 5
-    while left := [thread.name for thread in threading.enumerate() if thread.name.startswith("transfuse-")]:
+    while left := [t.name for t in set(threading.enumerate()) - before if t.name.startswith("transfuse-")]:
         assert time.monotonic() < until, left
         time.sleep(0.05)
 

@@ -219,7 +219,9 @@ def test_all_that_are_behind_heal_then_one_then_nobody_sends(kind: str, in_place
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.soak] if "Baby" in kind else []) for kind in KINDS]
+)
 def test_a_new_quorum_is_a_new_group(kind: str) -> None:
     """Also after a timeout, which is the end of a gloo group; and with the ranks the other way round."""
     sent = state()

@@ -175,7 +175,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def test_a_vigil_looks_at_every_view_of_a_storage_and_all_over_it() -> None:
+def test_the_watch_looks_at_every_view_of_a_storage_and_all_over_it() -> None:
     for _ in range(20):
         base, square = torch.randn(1000), torch.randn(64, 64)
         state = {"head": base[:10], "tail": base[10:], "square": square.t()}
@@ -187,7 +187,7 @@ def test_a_vigil_looks_at_every_view_of_a_storage_and_all_over_it() -> None:
 
 @pytest.mark.parametrize("name", [name for name in watched() if name != "empty"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_vigil_notices_whatever_is_done_to_a_tensor(name: str, change: str) -> None:
+def test_the_watch_notices_whatever_is_done_to_a_tensor(name: str, change: str) -> None:
     state = watched()
     mutation_watch = MutationWatch(describe(state, Limits()))
     assert mutation_watch.changed() == []

@@ -92,7 +92,8 @@ def test_a_killed_worker_is_healed_bit_for_bit(tmp_path: pathlib.Path) -> None:
     restarted = result["restart_from_file"]
     assert list(restarted["parts"])[:3] == ["noticing", "ending the others", "starting"]
     assert (restarted["step"], restarted["steps"]) == (4, 2), "one step since the file was lost"
-    assert [save["step"] for save in result["saves"]] == [1, 3, 5, 7]
+    # If the kill comes late, a step that had been saved is done and saved again.
+    assert sorted({save["step"] for save in result["saves"]}) == [1, 3, 5, 7]
     # The folder for these files is gone.
     assert not list(tmp_path.glob("transfuse*"))
     root = ElementTree.parse(picture).getroot()

@@ -64,13 +64,13 @@ def test_uneven_and_empty_shards(pool4: ProcessPool) -> None:
     assert outcomes[3] == ([(2, 3), (0, 3), (0, 3)], True)
 
 
-def test_partial_travels_only_onto_the_same_place(pool4: ProcessPool) -> None:
+def test_partial_travels_only_onto_the_same_coordinate(pool4: ProcessPool) -> None:
     """What rank 3 holds of a sum is none of rank 1's."""
     outcomes = values(pool4, partial_in_place)
     kind, text, refused, left = outcomes[1]
     assert (kind, refused, left) == ("NotCovered", "TargetMismatch", [[-1.0, -1.0], [-1.0, -1.0]])
     assert "['w']" in text
-    assert "place (1,)" in text
+    assert "coordinate (1,)" in text
     assert outcomes[3] == ("SendFailed", "SendFailed")
 
 

@@ -12,10 +12,10 @@ from subprocess import PIPE
 import pytest
 
 import forking
-from example_outputs import ALONE, EXAMPLES, RANKS, heal_hsdp, reshard, shrink
+from example_outputs import ALONE, EXAMPLES, RANKS, elastic, heal_hsdp, reshard, shrink
 from transfuse.testing.ranks import run_program
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 #: For real processes, each of which imports torch, on two cores that they share with other tests.
 SECONDS = 150
@@ -56,12 +56,12 @@ def test_forked(check: Callable[[str], None]) -> None:
     check(fork(check.__name__, RANKS[check]))
 
 
-@pytest.mark.parametrize("check", ALONE, ids=lambda check: check.__name__)
+# `elastic` starts the real torchrun, twice: in the soak.
+@pytest.mark.parametrize("check", [check for check in ALONE if check is not elastic], ids=lambda check: check.__name__)
 def test_alone(check: Callable[[str], None]) -> None:
     check(fork(check.__name__, None))
 
 
-# In the ordinary run `elastic` is what starts the real torchrun.
 @pytest.mark.soak
 @pytest.mark.parametrize("check", RANKS, ids=lambda check: check.__name__)
 def test_by_torchrun(check: Callable[[str], None]) -> None:

@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -23,13 +22,13 @@ import torch
 import torch.distributed as dist
 from benchmarks import hosts as hosts_module
 from benchmarks import network, resharding
-from benchmarks.hosts import LINK, Hosts, Unavailable, settle, traffic
+from benchmarks.hosts import LINK, Hosts, Unavailable, traffic
 
 import transfuse
+from several_hosts import SECONDS, make, ranks_on, run
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet, announce
 
-SECONDS = 20
 NOBODY = 65534
 
 
@@ -37,33 +36,6 @@ NOBODY = 65534
 def available() -> None:
     with make(1):
         pass
-
-
-@contextlib.contextmanager
-def make(count: int) -> Iterator[Hosts]:
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(Hosts(count, mbit=1000))
-        except Unavailable as error:
-            pytest.skip(str(error))
-        yield hosts
-
-
-@contextlib.contextmanager
-def ranks_on(hosts: Hosts, placement: Sequence[int]) -> Iterator[Fleet]:
-    """Processes whose default group goes over the hosts' links."""
-    with Fleet(len(placement)) as fleet:
-        run(fleet, move_in, [hosts.namespace(host) for host in placement])
-        yield fleet
-
-
-def run(fleet: Fleet, function: Any, *args: Any) -> list[Any]:
-    fleet.start(function, *args)
-    return [outcome.get() for outcome in fleet.outcomes(deadline=3 * SECONDS)]
-
-
-def move_in(rank: int, namespaces: list[str]) -> None:
-    settle(namespaces[rank], timedelta(seconds=SECONDS))
 
 
 def made_by(pid: int) -> list[str]:
@@ -102,7 +74,7 @@ def test_hosts_reach_each_other_over_their_links() -> None:
 
 def test_every_link_is_limited_in_both_directions() -> None:
     with make(2):
-        shown = [hosts_module._call("tc", "-n", name, "qdisc", "show") for name in made_by(os.getpid())]
+        shown = [hosts_module.call("tc", "-n", name, "qdisc", "show") for name in made_by(os.getpid())]
         limited = [line for text in shown for line in text.splitlines() if " tbf " in line and "rate 1Gbit" in line]
         assert sorted(line.split(" dev ")[1].split()[0] for line in limited) == ["port0", "port1", LINK, LINK]
 
@@ -121,7 +93,7 @@ def test_leaving_removes_everything(error: type[BaseException]) -> None:
 @pytest.mark.usefixtures("available", "interruptible")
 @pytest.mark.parametrize("calls", [1, 5, 12])
 def test_an_interrupted_start_removes_everything(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, left = hosts_module._call, calls
+    call, left = hosts_module.call, calls
 
     def interrupted(*args: str) -> str:
         nonlocal left
@@ -131,7 +103,7 @@ def test_an_interrupted_start_removes_everything(calls: int, monkeypatch: pytest
             signal.raise_signal(signal.SIGINT)
         return shown
 
-    monkeypatch.setattr(hosts_module, "_call", interrupted)
+    monkeypatch.setattr(hosts_module, "call", interrupted)
     with pytest.raises(KeyboardInterrupt), Hosts(2):
         raise AssertionError("not interrupted")
     assert made_by(os.getpid()) == []
@@ -148,7 +120,7 @@ def test_a_start_removes_what_killed_runs_left_and_nothing_else() -> None:
     with Fleet(2) as fleet:
         fleet.start(hold)
         for rank in range(2):
-            fleet.wait_for(rank, "made")
+            fleet.wait_for(rank, "made", 120)
         killed, alive = fleet.pids
         fleet.kill(0)
         fleet.outcomes(SECONDS, [0])

@@ -30,11 +30,11 @@ def lose_and_resume(rank: int, in_place: bool, spoil: bool, verify: bool | None)
     timeout = timedelta(seconds=8)
     rest = dist.new_group([1, 2])
     if rank == 0:
-        transfuse.PGTransport(Ending(40, signal.SIGKILL), timeout, CPU, verify=verify).send_checkpoint(
-            [1], state(), step=3
-        )
+        ending = Ending(40, signal.SIGKILL, after=1.0)
+        transfuse.PGTransport(ending, timeout, CPU, verify=verify).send_checkpoint([1], state(), step=3)
     if rank == 2:
-        return transfuse.PGTransport(cast(Any, rest), timeout, CPU).send_checkpoint([0], state(), step=3)
+        # Rank 1 comes here only when it has given up rank 0.
+        return transfuse.PGTransport(cast(Any, rest), 4 * timeout, CPU).send_checkpoint([0], state(), step=3)
     target = blank(state())
     give = (lambda: target) if in_place else None
     taker = transfuse.PGTransport(cast(Any, dist.group.WORLD), timeout, CPU, give, verify=verify)

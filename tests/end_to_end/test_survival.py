@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -123,7 +124,7 @@ def test_a_group_that_hears_one_source_at_a_time_does_not_leave_out_the_others()
     stages = [{"a": torch.ones(5)}, {"b": torch.ones(6)}]
     outcomes, _ = gather(2, lambda rank: stages[rank], target=target, wrap=lambda rank, pg: OneByOne(pg))
     assert type(outcomes[-1].error) is transfuse.NotCovered
-    assert "['b']: this group talks with one source after another" in str(outcomes[-1].error)
+    assert re.search(r"\['[ab]'\]: this group talks with one source after another", str(outcomes[-1].error))
     assert not target["a"].any()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -88,12 +89,13 @@ class Wrapped(Passing):
 class Ending(Passing):
     """The world's group; its process ends itself, or freezes, at the send with a certain number."""
 
-    def __init__(self, number: int, how: signal.Signals) -> None:
+    def __init__(self, number: int, how: signal.Signals, after: float = 0.0) -> None:
         super().__init__(dist.group.WORLD)
-        self._left, self._how = number, how
+        self._left, self._how, self._after = number, how, after
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         self._left -= 1
         if self._left == 0:
+            time.sleep(self._after)  # what was sent before arrives first
             os.kill(os.getpid(), self._how)
         return super().send(tensors, rank, tag)

@@ -74,7 +74,7 @@ def accept_offer(rng: random.Random, corpus: list[Member]) -> str:
     member = rng.choice(corpus)
     same_host = rng.random() < 0.4
     if same_host and rng.random() < 0.1:  # honest but for where its memory is
-        member = max(corpus, key=lambda m: m.cargo.total_bytes)
+        member = max(corpus, key=lambda m: m.offered.total_bytes)
         memory = hostile.forge_memory(rng, member, len(member.manifest.storages))
         body = msgspec.msgpack.encode(hostile.put(member.plain, (hostile.ROUTES,), hostile.routed(memory)))
     else:
@@ -128,11 +128,11 @@ def refuse_out_of_memory(error: BaseException | None) -> None:
 def serve_want(rng: random.Random, corpus: list[Member]) -> str:
     """One forged want, or an honest one of some of the parcels, through the whole of a send."""
     member = rng.choice(corpus)
-    m, offer = member.manifest, member.cargo.offer
+    m, offer = member.manifest, member.offered.offer
     apart = sorted(rng.sample(range(len(m.storages)), rng.randrange(min(len(m.storages), 3) + 1)))
-    parts = [p for p in range(len(m.parts)) if int(m.parts.storage[p]) in apart and rng.random() < 0.8]
+    tensors = [row for row in range(len(m.tensors)) if int(m.tensors.storage[row]) in apart and rng.random() < 0.8]
     size = rng.choice([offer.parcel_bytes, offer.parcel_bytes, LIMITS.min_parcel_bytes, LIMITS.min_parcel_bytes + 16])
-    cut = parcels.cut(lay_out(m, apart, parts), size)
+    cut = parcels.cut(lay_out(m, apart, tensors), size)
     burst = rng.choice([offer.burst_bytes, offer.burst_bytes, 1, rng.randrange(1, offer.burst_bytes)])
     honest = [
         parcels.fingerprint(cut),
@@ -140,7 +140,7 @@ def serve_want(rng: random.Random, corpus: list[Member]) -> str:
         burst,
         True,
         apart,
-        parts,
+        tensors,
         messages.pairs_of(range(len(cut))),
         False,
         0,
@@ -150,6 +150,8 @@ def serve_want(rng: random.Random, corpus: list[Member]) -> str:
         honest[6:9] = [hostile.forge_pairs(rng, len(cut)), rng.random() < 0.8, rng.choice(hostile.INTS)]
     if rng.random() < 0.1:
         honest[rng.choice([1, 2])] = rng.choice([*hostile.INTS, size + 16, offer.burst_bytes + 1])
+    if rng.random() < 0.5:
+        honest.append(hostile.forge_lanes(rng))
     body = _lie(rng, honest) if rng.random() < 0.6 else msgspec.msgpack.encode(honest)
     return _serve(rng, member, cut, [body, (Message.VERDICT, msgspec.msgpack.encode([{}]))])
 
@@ -179,7 +181,7 @@ def want(
     member: Member, *, digests: bool = False, relay: bool = False, host: int = 0, **changes: Any
 ) -> tuple[bytes, parcels.Parcels]:
     """An honest want of all parcels of a member but for what is changed, and these parcels."""
-    offer = member.cargo.offer
+    offer = member.offered.offer
     cut = parcels.cut(lay_out(member.manifest), offer.parcel_bytes)
     fields = {
         "fingerprint": parcels.fingerprint(cut),
@@ -187,11 +189,12 @@ def want(
         "burst_bytes": offer.burst_bytes,
         "digests": digests,
         "apart": [],
-        "parts": [],
+        "tensors": [],
         "parcels": messages.pairs_of(range(len(cut))),
         "relay": relay,
         "host": host,
         "wanted_blocks": None,
+        "lanes": None,
     } | changes
     return msgspec.msgpack.encode([fields[name] for name in messages.Want.__struct_fields__]), cut
 
@@ -216,17 +219,17 @@ def _serve(
         answers.insert(rng.randrange(len(answers) + 1), rng.choice(hostile.NOTES))
     wire = Wire(rng, member, answers, more=more)
     chains = rng.choice([None, hostile.Lined(rng.choice(hostile.AGREED))])
-    cargo, progress, report = dataclasses.replace(member.cargo, chains=chains), Progress(), Report("send", (PEER,))
+    offered, progress, report = dataclasses.replace(member.offered, chains=chains), Progress(), Report("send", (PEER,))
     try:
-        source.serve(wire, 1, FIRST_TAG, cargo, caller=Caller(), progress=progress, report=report)
+        source.serve(wire, 1, FIRST_TAG, offered, caller=Caller(), progress=progress, report=report)
         outcome = "done"
     except TransfuseError as error:
         str(error)
         refuse_out_of_memory(error)
         outcome = type(error).__name__
-    assert 0 <= report.read_bytes <= cargo.total_bytes
+    assert 0 <= report.read_bytes <= offered.total_bytes
     # What it says that it has read, and every parcel as often as it may ask for it.
-    assert 0 <= progress.bytes <= cargo.total_bytes + (LIMITS.max_repairs + 1) * cut.total_bytes
+    assert 0 <= progress.bytes <= offered.total_bytes + (LIMITS.max_repairs + 1) * cut.total_bytes
     str(report)
     return f"serve: {outcome}"
 
@@ -531,14 +534,14 @@ def one_tensor(nbytes: int, sizes: list[int], strides: list[int], *, copies: int
     return plain
 
 
-def with_leaf(name: str, meta: Any, parts: list[tuple[str, list[int], list[int]]]) -> list[Any]:
-    """An offer of one composite leaf with parts of these dtypes, sizes and strides, each in 64 bytes of its own."""
+def with_leaf(name: str, meta: Any, tensors: list[tuple[str, list[int], list[int]]]) -> list[Any]:
+    """An offer of one composite leaf with tensors of these dtypes, sizes and strides, each in 64 bytes of its own."""
     plain = one_tensor(64, [1], [1])
     wire = plain[hostile.MANIFEST]
     wire[hostile.KINDS] = bytes([Leaf.COMPOSITE])
-    wire[hostile.DETAILS] = [[name, 0, meta, [0] * len(parts)]]
-    wire[hostile.DTYPES_AT] = [dtype for dtype, _, _ in parts]
-    count = len(parts)
+    wire[hostile.DETAILS] = [[name, 0, meta, [0] * len(tensors)]]
+    wire[hostile.DTYPES_AT] = [dtype for dtype, _, _ in tensors]
+    count = len(tensors)
     plain[hostile.MANIFEST] = hostile.with_columns(
         wire,
         {
@@ -547,10 +550,10 @@ def with_leaf(name: str, meta: Any, parts: list[tuple[str, list[int], list[int]]
             hostile.STORAGE: list(range(count)),
             hostile.DTYPE: list(range(count)),
             hostile.FLAGS: [0] * count,
-            hostile.NDIM: [len(sizes) for _, sizes, _ in parts],
+            hostile.NDIM: [len(sizes) for _, sizes, _ in tensors],
             hostile.OFFSET: [0] * count,
-            hostile.SIZES: [n for _, sizes, _ in parts for n in sizes],
-            hostile.STRIDES: [n for _, _, strides in parts for n in strides],
+            hostile.SIZES: [n for _, sizes, _ in tensors for n in sizes],
+            hostile.STRIDES: [n for _, _, strides in tensors for n in strides],
         },
     )
     return plain
@@ -679,7 +682,7 @@ class Received:
 
 def described(member: Member, **changes: Any) -> Any:
     """What a member's offer says about its memory, with changes; ``storages`` is a function of their addresses."""
-    memory = Entry.decode(member.cargo.offer.routes["memory"])
+    memory = Entry.decode(member.offered.offer.routes["memory"])
     found = np.frombuffer(memory.storages, dtype="<u8").tolist()
     if "storages" in changes:
         changed = changes["storages"](found)
@@ -704,10 +707,16 @@ def compare(**how: Any) -> tuple[BaseException | None, Report]:
         transports[0].recv_checkpoint(0, resume=kept)
 
     def lie(pg: Any, ended: threading.Event) -> None:
-        cargo = new_transport(pg, seconds=1)._load(state, kept.step, (1,), Leases(same_host=False))
+        offered = new_transport(pg, seconds=1)._load(state, kept.step, (1,), Leases(Options(same_host=False)))
         with (liar := Liar(pg, 1, ended=ended, **how)):
             source.serve(
-                liar, 9, liar.group.new_tag(1), cargo, caller=Caller(), progress=Progress(), report=Report("send", (1,))
+                liar,
+                9,
+                liar.group.new_tag(1),
+                offered,
+                caller=Caller(),
+                progress=Progress(),
+                report=Report("send", (1,)),
             )
 
     error = converse(honest, lie, 1)

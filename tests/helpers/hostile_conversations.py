@@ -31,9 +31,10 @@ from transfuse.limits import Limits
 from transfuse.testing.ranks import Ranks
 from transfuse.transport import PGTransport
 from transfuse.wire import messages
-from transfuse.wire.channel import Channel, Posted
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group
 from transfuse.wire.messages import Intent, Message
+from transfuse.wire.operations import Posted
 
 # ---------------------------------------------------------------------------------------------- whole conversations
 
@@ -93,8 +94,10 @@ class Liar(Channel):
         if kind is self._last:
             self.expect()  # Whatever the answer is, it ends this end's part.
 
-    def expect(self, *kinds: Message, tag: int | None = None) -> tuple[messages.Header, bytearray]:
-        header, body = super().expect(*kinds, tag=tag)
+    def expect(
+        self, *kinds: Message, tag: int | None = None, early: Posted | None = None
+    ) -> tuple[messages.Header, bytearray]:
+        header, body = super().expect(*kinds, tag=tag, early=early)
         if header.kind is self._deaf:
             assert self._ended is not None
             self._ended.wait()
@@ -249,10 +252,10 @@ SOURCE_LIES = {
         )
         for name, size in (("digest", 0), ("digest", 17), ("likeness", 8), ("likeness", 1 << 16))
     },
-    "a place in no mesh": Lie(
+    "a coordinate in no mesh": Lie(
         "1 coordinates for 0 described meshes", message=altered(Message.OFFER, messages.Offer, coordinates=[[0]])
     ),
-    "places that are no numbers": Lie(
+    "coordinates that are no numbers": Lie(
         "sent a malformed offer", message=altered(Message.OFFER, messages.Offer, coordinates=[["x"]])
     ),
     "a brief offer, and then silence": Lie(
@@ -357,7 +360,7 @@ RECEIVER_LIES = {
     },
     "fingerprint": wanting("derived other parcels", fingerprint=1),
     "absent storages": wanting("wants tensors that were not", apart=[9]),
-    "negative parts": wanting("wants tensors that were not", apart=[0], parts=[-1]),
+    "negative tensors": wanting("wants tensors that were not", apart=[0], tensors=[-1]),
     **{
         f"parcels {pairs}": wanting("wants parcels that do not", parcels=pairs)
         for pairs in ([1, 2], [0, 1 << 63], [-1, 1], [1, 0], [0], [0, 0], [0, 1, 0, 1])

@@ -242,8 +242,8 @@ def serve_here(rank: int) -> None:
 def give_a_false_address(address: str, tamper: Callable[[bytearray], bytearray]) -> None:
     control = connect(address, key_of(TOKEN), 20.0, 0)
     try:
-        theirs = control.expect(Call, 20.0, "forming a group", 400)
-        with contextlib.suppress(transfuse.PeerError):
+        with contextlib.suppress(transfuse.PeerError):  # On a busy machine the server may have given up before.
+            theirs = control.expect(Call, 20.0, "forming a group", 400)
             control.send(Call(theirs.key.replace("0/0", "0/1"), bytes(tamper(bytearray(theirs.value)))), 20.0)
             while True:
                 control.expect(Ready, 20.0, "waiting", 400)

@@ -37,6 +37,18 @@ def test_attack(module: str, name: str, stage: Stage) -> None:
     assert not result.faults(expected), result
 
 
+def test_false_lanes_leave_no_threads(stage: Stage) -> None:
+    """What waits for a lane that never comes ends with its own deadline, after the transfer."""
+    for name in (
+        "no proof",
+        "a wrong proof",
+        "the address: nobody listens there",
+        "a proof from the source, and silence",
+    ):
+        stage.play("attacks.false_lanes", name)
+    assert stage.left(20.0) == []
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_script_says_what_it_expects(module: str) -> None:
     script = importlib.import_module(f"attacks.{module}")

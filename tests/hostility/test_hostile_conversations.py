@@ -32,6 +32,7 @@ from hostile_conversations import (
 )
 from transfuse.errors import PeerError, PeerRefused, PeerTimeout, ProtocolError, SendFailed
 from transfuse.limits import Limits
+from transfuse.options import Options
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session import receive_from_one, relay, source
@@ -57,10 +58,16 @@ def test_hostile_source(name: str) -> None:
     w = torch.zeros(1000)
 
     def lie(pg: Any, ended: threading.Event) -> None:
-        cargo = new_transport(pg, seconds=1)._load(STATE, None, (1,), Leases(same_host=False))
+        offered = new_transport(pg, seconds=1)._load(STATE, None, (1,), Leases(Options(same_host=False)))
         with (liar := Liar(pg, 1, ended=ended, **SOURCE_LIES[name].how)):
             source.serve(
-                liar, 9, liar.group.new_tag(1), cargo, caller=Caller(), progress=Progress(), report=Report("send", (1,))
+                liar,
+                9,
+                liar.group.new_tag(1),
+                offered,
+                caller=Caller(),
+                progress=Progress(),
+                report=Report("send", (1,)),
             )
 
     error = converse(lambda pg: new_transport(pg, {"w": w, "step": 0}).recv_checkpoint(0), lie, 1)
@@ -109,7 +116,7 @@ def test_questions_without_end_are_not_answered(kind: Message, large: Member) ->
     compares = kind is Message.COMPARE
     with pytest.raises(ProtocolError, match="same parcels more than" if compares else "without a verdict"):
         source.serve(
-            wire, 1, FIRST_TAG, large.cargo, caller=Caller(), progress=Progress(), report=Report("send", (PEER,))
+            wire, 1, FIRST_TAG, large.offered, caller=Caller(), progress=Progress(), report=Report("send", (PEER,))
         )
     assert told[Message.REFUSAL] == 1
     answers = told[Message.AGREED] + told[Message.DIGESTS] + told[Message.OFFER] - 1  # The offer itself.
@@ -138,15 +145,15 @@ def test_patience_ends_with_the_timeout(patience: float) -> None:
         transports[1].recv_checkpoint(0)
 
     def lie(pg: Any, ended: threading.Event) -> None:
-        cargo = new_transport(pg)._load(STATE, None, (1,), Leases(same_host=False))
+        offered = new_transport(pg)._load(STATE, None, (1,), Leases(Options(same_host=False)))
         chain = hostile.Lined(Agreed(Link(0, FIRST_LINK_TAG, 7), None, patience))
         with Channel(Group(pg, CPU), 1, 10.0, Limits()) as channel:
-            cargo = dataclasses.replace(cargo, chains=chain)
+            offered = dataclasses.replace(offered, chains=chain)
             source.serve(
                 channel,
                 9,
                 channel.group.new_tag(1),
-                cargo,
+                offered,
                 caller=Caller(),
                 progress=Progress(),
                 report=Report("send", (1,)),

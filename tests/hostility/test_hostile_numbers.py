@@ -194,14 +194,14 @@ def test_impossible_numbers_of_bytes_read_are_not_counted(read_bytes: int, first
     answers: list[Any] = [verdict] if first else [body, verdict]
     progress, report = Progress(), Report("send", (PEER,))
     wire = Wire(random.Random(0), large, answers)
-    source.serve(wire, 1, FIRST_TAG, large.cargo, caller=Caller(), progress=progress, report=report)
+    source.serve(wire, 1, FIRST_TAG, large.offered, caller=Caller(), progress=progress, report=report)
     assert report.read_bytes == 0
     assert report.bytes == (0 if first else cut.total_bytes)
     assert progress.bytes <= cut.total_bytes
 
 
 def test_signs_of_life_do_not_count_beyond_what_there_is(large: Member) -> None:
-    progress, total = Progress(), large.cargo.total_bytes
+    progress, total = Progress(), large.offered.total_bytes
     shown: list[int] = []
     notes = [0, 5, 3, total, total + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
     wire = Wire(random.Random(0), large, [*notes, (Message.VERDICT, msgspec.msgpack.encode([{"memory": total}]))])
@@ -210,7 +210,7 @@ def test_signs_of_life_do_not_count_beyond_what_there_is(large: Member) -> None:
         def tick(self) -> None:
             shown.append(progress.bytes)
 
-    source.serve(wire, 1, FIRST_TAG, large.cargo, caller=Shown(), progress=progress, report=Report("send", (PEER,)))
+    source.serve(wire, 1, FIRST_TAG, large.offered, caller=Shown(), progress=progress, report=Report("send", (PEER,)))
     assert shown == [0, 5, 5, *[total] * 5]
 
 
@@ -222,15 +222,15 @@ def test_a_chain_of_one_is_no_chain(host: int, large: Member) -> None:
 
     class Told(Wire):
         def send(self, kind: Message, body: Any = b"", *, note: int = 0, tag: int | None = None) -> None:
-            if kind is Message.AGREED:
+            if kind is Message.AGREED and body:  # The answer to the verdict has none.
                 told.append(messages.decode(body, Agreed))
             super().send(kind, body, note=note, tag=tag)
 
-    chains = Chains([PEER, PEER + 1], large.cargo.total_bytes, 1.0)
+    chains = Chains([PEER, PEER + 1], large.offered.total_bytes, 1.0)
     began = time.monotonic()
     wire = Told(random.Random(0), large, [body, (Message.VERDICT, msgspec.msgpack.encode([{}]))])
-    cargo = dataclasses.replace(large.cargo, chains=chains)
-    source.serve(wire, 1, FIRST_TAG, cargo, caller=Caller(), progress=Progress(), report=Report("send", (PEER,)))
+    offered = dataclasses.replace(large.offered, chains=chains)
+    source.serve(wire, 1, FIRST_TAG, offered, caller=Caller(), progress=Progress(), report=Report("send", (PEER,)))
     assert time.monotonic() - began < 2
     assert [(agreed.upstream, agreed.downstream) for agreed in told] == [(None, None)]
     late, _ = chains.join(PEER + 1, None, host)

@@ -1,5 +1,5 @@
-"""Hostile peers of a receive that is put together: forged picks, forged places in meshes, and sources that lie about,
-or die with, what only they hold.
+"""Hostile peers of a receive that is put together: forged wants of blocks, forged coordinates in meshes, and sources
+that lie about, or die with, what only they hold.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def shard(full: torch.Tensor, ranks: int, rank: int, placement: Placement | None
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- picks
+# ------------------------------------------------------------------------------------------------------------- blocks
 
 FULL = torch.arange(32.0).view(8, 4)
 FLOAT, INTS, NEGATIVE, PLAIN, VALUE = range(5)
@@ -81,7 +81,7 @@ def sharded() -> Member:
 
 
 def columns(*rows: tuple[int, int, list[int], list[int]], **changes: Any) -> dict[str, Any]:
-    """Picks of rows of leaf, tensor, start and sizes."""
+    """Wanted blocks, from rows of leaf, tensor, start and sizes."""
 
     def pack(code: str, column: list[int]) -> bytes:
         return np.array(column, dtype=code).tobytes()
@@ -98,12 +98,12 @@ def columns(*rows: tuple[int, int, list[int], list[int]], **changes: Any) -> dic
     } | changes
 
 
-def picked(member: Member, plain: dict[str, Any], **changes: Any) -> bytes:
+def want_of(member: Member, plain: dict[str, Any], **changes: Any) -> bytes:
     """A want of these, with the fingerprint that they have if they can be had."""
     try:
         wanted_blocks = WantedBlocks(**plain)
         cut = parcels.cut(
-            regions_in(Holdings(member.manifest), wanted_blocks), member.cargo.offer.parcel_bytes, all_staged=True
+            regions_in(Holdings(member.manifest), wanted_blocks), member.offered.offer.parcel_bytes, all_staged=True
         )
         fingerprint, count = parcels.fingerprint(cut, wanted_blocks.fingerprint()), len(cut)
     except (ValueError, TypeError):
@@ -120,7 +120,7 @@ def serve(member: Member, body: bytes) -> Report:
     """What becomes of a want at an honest source."""
     wire = Wire(random.Random(0), member, [body, (Message.VERDICT, msgspec.msgpack.encode([{}]))])
     report = Report("send", (PEER,))
-    source.serve(wire, 1, FIRST_TAG, member.cargo, caller=Caller(), progress=Progress(), report=report)
+    source.serve(wire, 1, FIRST_TAG, member.offered, caller=Caller(), progress=Progress(), report=report)
     return report
 
 
@@ -175,28 +175,28 @@ PICK_LIES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PICK_LIES)
-def test_forged_picks_are_refused(name: str, sharded: Member) -> None:
+def test_forged_blocks_are_refused(name: str, sharded: Member) -> None:
     plain, text = PICK_LIES[name]
     before = [bytes(window) for window in sharded.windows]
     with pytest.raises(ProtocolError, match=text) as caught:
-        serve(sharded, picked(sharded, plain))
+        serve(sharded, want_of(sharded, plain))
     assert caught.value.rank == PEER
     assert sharded.windows == before
 
 
-@pytest.mark.parametrize("change", ["fingerprint", "parcels", "parcel_bytes", "no picks", "other picks"])
-def test_picks_and_the_rest_of_a_want_fit(change: str, sharded: Member) -> None:
+@pytest.mark.parametrize("change", ["fingerprint", "parcels", "parcel_bytes", "no blocks", "other blocks"])
+def test_blocks_and_the_rest_of_a_want_fit(change: str, sharded: Member) -> None:
     plain = columns(ROW, (PLAIN, 0, [1], [5]))
-    assert serve(sharded, picked(sharded, plain)).bytes == 36
+    assert serve(sharded, want_of(sharded, plain)).bytes == 36
     changes: dict[str, dict[str, Any]] = {
         "fingerprint": {"fingerprint": 1},
         "parcels": {"parcels": [0, 2]},
         "parcel_bytes": {"parcel_bytes": 16},
-        "no picks": {"wanted_blocks": None},
-        "other picks": {"wanted_blocks": list(columns(ROW, (PLAIN, 0, [0], [5])).values())},
+        "no blocks": {"wanted_blocks": None},
+        "other blocks": {"wanted_blocks": list(columns(ROW, (PLAIN, 0, [0], [5])).values())},
     }
     with pytest.raises(ProtocolError):
-        serve(sharded, picked(sharded, plain, **changes[change]))
+        serve(sharded, want_of(sharded, plain, **changes[change]))
 
 
 @pytest.mark.parametrize(
@@ -205,16 +205,16 @@ def test_picks_and_the_rest_of_a_want_fit(change: str, sharded: Member) -> None:
 def test_a_cast_to_any_type_ends_in_words_or_bytes(name: str, sharded: Member) -> None:
     """Not every pair of types has a conversion in torch."""
     try:
-        report = serve(sharded, picked(sharded, columns(ROW, dtype=b"\x01", dtypes=[name])))
+        report = serve(sharded, want_of(sharded, columns(ROW, dtype=b"\x01", dtypes=[name])))
     except TransfuseError as error:
         refuse_out_of_memory(error)
     else:
         assert report.bytes == 4 * getattr(torch, name).itemsize
 
 
-def test_many_picks_take_memory_in_proportion(sharded: Member) -> None:
+def test_many_blocks_take_memory_in_proportion(sharded: Member) -> None:
     large = hostile.member("many", {"w": torch.zeros(100_000)})
-    body = picked(large, columns(*[(0, 0, [i % 1000], [1]) for i in range(20_000)]), fingerprint=1)
+    body = want_of(large, columns(*[(0, 0, [i % 1000], [1]) for i in range(20_000)]), fingerprint=1)
     for trace in (False, True):
         gc.collect()
         began = time.monotonic()
@@ -230,8 +230,8 @@ def test_many_picks_take_memory_in_proportion(sharded: Member) -> None:
         assert peak < 64 * len(body) + 16 * MIB, f"{len(body)} bytes of message, {peak} bytes of memory"
 
 
-def test_random_picks_stay_in_bounds(sharded: Member) -> None:
-    """Whatever is picked: boxes of the shard, or an error of the library."""
+def test_random_blocks_stay_in_bounds(sharded: Member) -> None:
+    """Whatever is wanted: blocks of the shard, or an error of the library."""
     rng, outcomes = random.Random(3), {"boxes": 0, "refused": 0}
     sizes = sharded.manifest.storages.nbytes
     for _ in range(1500):
@@ -264,17 +264,17 @@ def test_random_picks_stay_in_bounds(sharded: Member) -> None:
 # ----------------------------------------------------------------------------------------------------- meshes, places
 
 
-def with_mesh(shape: list[int], ranks: int, placements: list[Any], size: int, place: Any) -> list[Any]:
+def with_mesh(shape: list[int], ranks: int, placements: list[Any], size: int, coordinate: Any) -> list[Any]:
     """An offer of one DTensor of bytes on a mesh."""
     plain = with_leaf("dtensor", [[size], [1], placements, 0], [("uint8", [1], [1])])
     plain[hostile.MANIFEST][hostile.SHARED] = [["cpu", shape, list(range(ranks)), None]]
-    plain[hostile.COORDINATES] = [place]
+    plain[hostile.COORDINATES] = [coordinate]
     return plain
 
 
 MESHES: dict[str, Callable[[], list[Any]]] = {
     "a split factor of 2**40": lambda: with_mesh([2], 2, [["X", 0, 1 << 40]], 1 << 40, [0]),
-    "a split factor of 2**40, at the other place": lambda: with_mesh([2], 2, [["X", 0, 1 << 40]], 1 << 40, [1]),
+    "a split factor of 2**40, at the other coordinate": lambda: with_mesh([2], 2, [["X", 0, 1 << 40]], 1 << 40, [1]),
     "a split factor of 2**40 of little": lambda: with_mesh([2], 2, [["X", 0, 1 << 40]], 1 << 19, [1]),
     "a split factor of 2**62": lambda: with_mesh([1], 1, [["X", 0, 1 << 62]], 1 << 19, [0]),
     "two large split factors": lambda: with_mesh([2, 2], 4, [["X", 0, 60000]] * 2, 1 << 19, [0, 0]),
@@ -291,12 +291,12 @@ MESHES: dict[str, Callable[[], list[Any]]] = {
     "a shape whose product wraps": lambda: with_mesh([1 << 32, 1 << 32], 0, [["S", 0], ["R"]], 64, [0, 0]),
     "no ranks": lambda: with_mesh([0], 0, [["S", 0]], 64, [0]),
     "a negative shape": lambda: with_mesh([-1, -2], 2, [["S", 0], ["R"]], 64, [0, 0]),
-    "a place beyond the mesh": lambda: with_mesh([2], 2, [["S", 0]], 64, [2]),
-    "place -1": lambda: with_mesh([2], 2, [["S", 0]], 64, [-1]),
-    "a far place": lambda: with_mesh([2], 2, [["S", 0]], 64, [(1 << 63) - 1]),
-    "a place of two dimensions": lambda: with_mesh([2], 2, [["S", 0]], 64, [0, 0]),
-    "a place of no dimensions": lambda: with_mesh([2], 2, [["S", 0]], 64, []),
-    "a place of 2**16 dimensions": lambda: with_mesh([2], 2, [["S", 0]], 64, [0] * (1 << 16)),
+    "a coordinate beyond the mesh": lambda: with_mesh([2], 2, [["S", 0]], 64, [2]),
+    "coordinate -1": lambda: with_mesh([2], 2, [["S", 0]], 64, [-1]),
+    "a far coordinate": lambda: with_mesh([2], 2, [["S", 0]], 64, [(1 << 63) - 1]),
+    "a coordinate of two dimensions": lambda: with_mesh([2], 2, [["S", 0]], 64, [0, 0]),
+    "a coordinate of no dimensions": lambda: with_mesh([2], 2, [["S", 0]], 64, []),
+    "a coordinate of 2**16 dimensions": lambda: with_mesh([2], 2, [["S", 0]], 64, [0] * (1 << 16)),
     "outside of the mesh": lambda: with_mesh([2], 2, [["S", 0]], 64, None),
     "more placements than the mesh has dimensions": lambda: with_mesh([2], 2, [["S", 0], ["S", 0]], 64, [0]),
     "a dimension that the tensor has not": lambda: with_mesh([2], 2, [["S", 1]], 64, [0]),
@@ -391,13 +391,15 @@ def put_together(
             if rank > 1:
                 new_transport(pg, seconds=2 * HONEST_SECONDS).send_checkpoint([0], state)
                 return
-            cargo = new_transport(pg, seconds=HONEST_SECONDS)._load(state, None, (0,), Leases(same_host=False))
+            offered = new_transport(pg, seconds=HONEST_SECONDS)._load(
+                state, None, (0,), Leases(Options(same_host=False))
+            )
             with Liar(pg, 0, ended=ended, **liar) as line:
                 source.serve(
                     line,
                     9,
                     line.group.new_tag(0),
-                    cargo,
+                    offered,
                     caller=Caller(),
                     progress=Progress(),
                     report=Report("send", (0,)),
@@ -479,14 +481,14 @@ def test_a_source_of_what_others_hold_too_is_done_without(name: str) -> None:
 
 
 PLACES: dict[str, list[Any]] = {
-    "the place of the other": [[1]],
+    "the coordinate of the other": [[1]],
     "beyond the mesh": [[2]],
     "far beyond the mesh": [[(1 << 63) - 1]],
     "before the mesh": [[-1]],
     "two dimensions": [[0, 0]],
     "no dimensions": [[]],
     "outside": [None],
-    "no place": [],
+    "no coordinate": [],
     "a mesh too many": [[0], [0]],
 }
 

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_bench(tmp_path: pathlib.Path) -> None:
     """The real thing: everything here that needs no daemon, in place and fresh."""
@@ -259,11 +260,11 @@ def test_planning(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize(
     ("case", "count"),
-    [pytest.param("shard 16 to shard 16, 200", 1, marks=pytest.mark.soak), ("shard 16 to replica 16", 16)],
+    [("shard 8 to shard 8, 100", 1), ("shard 8 to replica 8, 2", 8)],
 )
 def test_planning_knows_how_much_is_needed(case: str, count: int) -> None:
-    """Of 16 ranks with rows each, a receiver that holds the same rows needs one, and one that holds all needs all."""
-    (found,) = (one for one in planning.cases(200, 16) if case in one.name)
+    """Of 8 ranks with rows each, a receiver that holds the same rows needs one, and one that holds all needs all."""
+    (found,) = (one for one in planning.cases(100, 8) if case in one.name)
     assert planning.measure(found, 1).sources_needed == count
 
 

@@ -530,6 +530,7 @@ RUN, READ = table("Run"), table("Read, not run")
 
 
 # One test, because whoever runs tests on several workers would have each of them ask everything.
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # Others warn about their pickles, in ways that are not thread-safe.
 def test_every_cell_says_what_running_it_says() -> None:

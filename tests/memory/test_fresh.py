@@ -23,7 +23,7 @@ from torch import nn
 from moves import CPU, Pair, pair
 from transfuse.limits import KIB, MIB
 from transfuse.memory import arena
-from transfuse.memory.arena import ALIGNMENT, BLOCK_BYTES, LARGE_BYTES, Arena
+from transfuse.memory.arena import ALIGNMENT, LARGE_BYTES, MAPPING_BYTES, Arena
 from transfuse.state.leaves.values import dtype_name
 
 #: All but the quantized, and those of less than a byte.
@@ -75,12 +75,12 @@ def test_no_two_pieces_overlap_and_each_is_aligned(wanted: list[tuple[int, bool]
         assert storage.resizable() == (size == 0 or size >= LARGE_BYTES)
     spans.sort()
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert all(len(block) <= BLOCK_BYTES for block in made.blocks)
+    assert all(len(mapping) <= MAPPING_BYTES for mapping in made.mappings)
 
 
-def test_small_storages_take_few_blocks() -> None:
+def test_small_storages_take_few_mappings() -> None:
     made = of([4 * KIB] * 20_000)
-    assert len(made.blocks) == 5
+    assert len(made.mappings) == 5
 
 
 def test_no_memory_is_one_kind_of_error() -> None:
@@ -90,11 +90,11 @@ def test_no_memory_is_one_kind_of_error() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (1, 3), (2, 3, 4)], ids=str)
-def test_every_dtype_and_shape_in_a_block(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_every_dtype_and_shape_in_a_mapping(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert dtype_name(dtype)
     count = int(np.prod(shape, dtype=int))
     made = of([100, count * dtype.itemsize])
-    tensor = made.tensor(int(made.block[1]), int(made.offset[1]), dtype, list(shape))
+    tensor = made.tensor(int(made.mapping[1]), int(made.offset[1]), dtype, list(shape))
     assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
     assert tensor.stride() == torch.empty(shape, dtype=dtype).stride()
     assert tensor.untyped_storage().nbytes() == count * dtype.itemsize

@@ -215,8 +215,8 @@ def refuse_shard(rank: int, way: str, size: str, sharded_source: bool, options: 
     """A DTensor whose local tensor cannot be written."""
     whole = what(SIZES[size])["w"].reshape(-1, 2)
 
-    def rows(local: torch.Tensor, place: int) -> DTensor:
-        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=place)
+    def rows(local: torch.Tensor, coordinate: int) -> DTensor:
+        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=coordinate)
         shape, stride = whole.shape, whole.stride()
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 

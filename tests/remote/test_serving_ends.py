@@ -34,7 +34,7 @@ from serving import (
 )
 from transfuse.remote.handshake import Ready, connect, key_of, split_address
 from transfuse.remote.pair_group import READER, PairGroup
-from transfuse.session.source import Cargo
+from transfuse.session.source import OfferedState
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
 
@@ -154,7 +154,7 @@ def test_no_state_stays_until_garbage_is_collected() -> None:
             with pytest.raises(transfuse.StepMismatch):
                 transfuse.fetch(server.address, step=4)
             wait_until(lambda: not server._readers)
-            assert not [one for one in gc.get_objects() if type(one) is Cargo]
+            assert not [one for one in gc.get_objects() if type(one) is OfferedState]
     finally:
         gc.enable()
 

@@ -273,7 +273,7 @@ def test_giving_up_an_absent_receiver_does_not_cut_off_a_slow_one() -> None:
     def work(rank: int, pg: Any) -> Any:
         timeout = timedelta(seconds=1)
         if rank == 0:
-            return transfuse.PGTransport(pg, timeout, CPU).send_checkpoint([1, 2], state)
+            return transfuse.PGTransport(pg, timeout, CPU, lanes=1).send_checkpoint([1, 2], state)
         if rank == 2:
             return None
         started = time.monotonic()

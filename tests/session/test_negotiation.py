@@ -57,6 +57,7 @@ def offer_of(state: object, step: int | None = None) -> Offer:
         wire.digest(),
         manifest.likeness(wire),
         list(manifest.coordinates),
+        structure=wire.structure(),
     )
 
 

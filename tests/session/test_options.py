@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {item.name: item.default for item in dataclasses.fiel
 #: Of each option a value that is not the default.
 OTHERS: dict[str, Any] = {
     "same_host": False,
+    "nixl": False,  # True needs NIXL: tests/wire/test_nixl_route.py.
     "verify": True,
     "delta": True,
     "cast": True,
@@ -41,6 +42,7 @@ OTHERS: dict[str, Any] = {
     "mesh": DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0),
     "weights_only_objects": True,
     "relay": False,
+    "lanes": 3,
     "max_bytes_per_second": 1e9,
     "max_receive_bytes": 1 << 20,
     "progress": True,
@@ -54,9 +56,11 @@ NOT_OF_FETCH_COMMAND = {
     *("delta", "cast", "map_path", "atomic", "strict"),  # Of targets, and everything arrives fresh.
     *("mesh", "weights_only_objects"),  # Python objects, of which a file gets none.
     "progress",  # A bar if there is a terminal.
+    "lanes",  # As many as are worth their while.
+    "nixl",  # The environment says it.
 }
 SERVE_COMMAND = {"same_host": "same_host", "max_bytes_per_second": "max_rate"}
-NOT_OF_SERVE_COMMAND = {"verify"}  # The readers decide.
+NOT_OF_SERVE_COMMAND = {"verify", "lanes", "nixl"}  # The readers decide, or the environment.
 
 
 class Nowhere:

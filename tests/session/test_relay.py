@@ -136,6 +136,42 @@ def test_a_receiver_that_refuses_is_not_waited_for() -> None:
     assert outcomes[1].get().bytes == outcomes[3].get().bytes == outcomes[3].get().relayed_bytes
 
 
+@pytest.mark.usefixtures("patient_chains")
+def test_parcels_are_passed_on_out_of_the_buffers_in_which_they_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[bool] = []
+
+    def take(self: Any, number: int) -> torch.Tensor | None:
+        buffer = original(self, number)
+        taken.append(buffer is not None)
+        return buffer
+
+    original = relay._Arrived.take
+    monkeypatch.setattr(relay._Arrived, "take", take)
+    fan_out(3)
+    # The first receiver gets its parcels straight into its tensors, and the last one passes nothing on.
+    assert any(taken)
+    assert not all(taken)
+
+
+def test_only_so_many_buffers_wait_to_be_passed_on() -> None:
+    """With those under way, at most three. Once one was not kept, none is until that one has gone."""
+    arrived, under_way = relay._Arrived(3), 0
+    buffers = [torch.zeros(1) for _ in range(9)]
+    assert not arrived.keep(0, buffers[0])  # There is nobody to pass it on to.
+    arrived.under_way = lambda: under_way
+    assert [arrived.keep(number, buffers[number]) for number in (1, 2, 3, 4)] == [True, True, True, False]
+    assert [arrived.take(number) for number in (1, 2)] == buffers[1:3]
+    under_way = 2
+    assert not arrived.keep(5, buffers[5])
+    under_way = 0
+    assert not arrived.keep(6, buffers[6])
+    assert [arrived.take(number) for number in (3, 4, 5, 6)] == [buffers[3], None, None, None]
+    assert arrived.keep(7, buffers[7])
+    arrived.close()
+    assert arrived.take(7) is None
+    assert not arrived.keep(8, buffers[8])
+
+
 # ------------------------------------------------------------------------------------------------- neighbours that fail
 
 

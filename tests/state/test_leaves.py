@@ -398,9 +398,9 @@ def _pickled(item: object) -> bytes:
     ids=["truncated", "other letter", "garbage", "no archive", "empty"],
 )
 def test_a_damaged_object_is_not_called_unsafe(data: bytes) -> None:
-    part = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"a damaged pickle of test_leaves.Custom: "):
-        ObjectCodec(1 << 20).close("test_leaves.Custom", [part], BuildContext([], weights_only_objects=True))
+        ObjectCodec(1 << 20).close("test_leaves.Custom", [tensor], BuildContext([], weights_only_objects=True))
     whole = torch.frombuffer(bytearray(_pickled(Custom())), dtype=torch.uint8)
     with pytest.raises(CannotCarry, match=r"refuses test_leaves.Custom, which needs test_leaves.Custom; convert it"):
         ObjectCodec(1 << 20).close("test_leaves.Custom", [whole], BuildContext([], weights_only_objects=True))

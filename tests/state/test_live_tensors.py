@@ -135,13 +135,13 @@ def message(described: Described) -> bytes:
 
 def assert_same_description(one: Described, other: Described) -> None:
     assert message(one) == message(other)
-    assert_same(one, other, but=("manifest", "parts"))
-    assert list(map(id, one.parts)) == list(map(id, other.parts))
+    assert_same(one, other, but=("manifest", "tensors"))
+    assert list(map(id, one.tensors)) == list(map(id, other.tensors))
     assert [s.data_ptr() for s in one.storages] == [s.data_ptr() for s in other.storages]
 
 
 def test_odd_tensors_read_together_and_one_by_one_are_the_same() -> None:
-    tensors = describe(odd_state(), LIMITS).parts
+    tensors = describe(odd_state(), LIMITS).tensors
     assert len(tensors) == 30
     assert_same(live_tensors.read(tensors), live_tensors.read_carefully(tensors))
     signs = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
@@ -151,7 +151,7 @@ def test_odd_tensors_read_together_and_one_by_one_are_the_same() -> None:
 
 
 def test_more_tensors_than_are_read_together() -> None:
-    tensors = [t for _ in range(2 * live_tensors.TOGETHER // 30 + 1) for t in describe(odd_state(), LIMITS).parts]
+    tensors = [t for _ in range(2 * live_tensors.TOGETHER // 30 + 1) for t in describe(odd_state(), LIMITS).tensors]
     assert len(tensors) > 2 * live_tensors.TOGETHER
     assert_same(live_tensors.read(tensors), live_tensors.read_carefully(tensors))
 
@@ -176,14 +176,14 @@ def test_any_state_is_described_alike(state: Any) -> None:
     with carefully():
         again = describe(state, LIMITS)
     assert message(quick) == message(again)
-    if all(map(operator.is_, quick.parts, again.parts)):  # Some are made anew whenever a leaf is opened.
+    if all(map(operator.is_, quick.tensors, again.tensors)):  # Some are made anew whenever a leaf is opened.
         assert_same_description(quick, again)
 
 
 @relaxed
 @given(state=states(["dense", "alias"]))
 def test_what_shapes_derive(state: Any) -> None:
-    tensors = describe(state, LIMITS).parts
+    tensors = describe(state, LIMITS).tensors
     found = live_tensors.read(tensors)
     forms = [canonical(t.shape, t.stride()) for t in tensors]
     assert found.numel.tolist() == [t.numel() for t in tensors]
@@ -280,9 +280,9 @@ def test_sparse_among_plain_tensors_costs_nothing_but_time() -> None:
     }
     described = describe(state, LIMITS)
     assert described.manifest.kinds == bytes([1, 2, 1, 0, 1])
-    assert [tuple(part.shape) for part in described.parts] == [(2,), (2, 2), (2,), (3,), (1,)]
+    assert [tuple(tensor.shape) for tensor in described.tensors] == [(2,), (2, 2), (2,), (3,), (1,)]
     assert described.manifest.leaves_of(range(5)).tolist() == [0, 1, 1, 2, 4]
-    assert [described.manifest.leaf_of(part) for part in range(5)] == [0, 1, 1, 2, 4]
+    assert [described.manifest.leaf_of(row) for row in range(5)] == [0, 1, 1, 2, 4]
 
 
 # ----------------------------------------------------------------------------------------------------------- storages
@@ -291,7 +291,7 @@ def test_sparse_among_plain_tensors_costs_nothing_but_time() -> None:
 def test_storages_have_addresses() -> None:
     base, empty = torch.arange(20.0), torch.empty(0)
     described = describe({"a": base[3:7], "b": empty, "c": base[10:12], "d": torch.ones(2)}, LIMITS)
-    assert described.manifest.parts.storage.tolist() == [0, 1, 0, 2]
+    assert described.manifest.tensors.storage.tolist() == [0, 1, 0, 2]
     assert described.addresses.tolist()[:2] == [base.data_ptr() + 12, 0]
     assert described.windows.tolist() == [12, 0, 0]
     assert described.manifest.storages.on_cpu.tolist() == [True] * 3
@@ -302,7 +302,7 @@ def test_memory_seen_through_two_storages_is_one_storage() -> None:
     array = np.arange(10.0)
     state = {"part": torch.from_numpy(array[:4]), "all": torch.from_numpy(array)}
     described = describe(state, LIMITS)
-    assert described.manifest.parts.storage.tolist() == [0, 0]
+    assert described.manifest.tensors.storage.tolist() == [0, 0]
     assert described.storages[0].nbytes() == 80
     assert described.addresses.tolist() == [array.ctypes.data]
 
@@ -310,15 +310,19 @@ def test_memory_seen_through_two_storages_is_one_storage() -> None:
 @relaxed
 @given(state=states(["dense", "alias"]))
 def test_alone(state: Any) -> None:
-    """A part is alone if covering its storage leaves it as it is, and says so even where its box has a twin."""
+    """A tensor is alone if covering its storage leaves it as it is, and says so even where its box has a twin."""
     manifest = describe(state, LIMITS).manifest
-    parts = manifest.parts
-    for i in range(len(parts)):
+    tensors = manifest.tensors
+    for i in range(len(tensors)):
         spans = [
-            (parts.start[j], parts.end[j]) for j in range(len(parts)) if j != i and parts.storage[j] == parts.storage[i]
+            (tensors.start[j], tensors.end[j])
+            for j in range(len(tensors))
+            if j != i and tensors.storage[j] == tensors.storage[i]
         ]
-        lonely = parts.numel[i] > 0 and not any(a < parts.end[i] and parts.start[i] < b for a, b in spans if b > a)
-        assert parts.alone[i] == lonely
+        lonely = tensors.numel[i] > 0 and not any(
+            a < tensors.end[i] and tensors.start[i] < b for a, b in spans if b > a
+        )
+        assert tensors.alone[i] == lonely
 
 
 # ------------------------------------------------------------------------------------------------------------- matching
@@ -331,7 +335,7 @@ def sent(described: Described) -> Manifest:
 def lay_over(state: object, target: object, strict: bool = False) -> Match:
     manifest = sent(describe(state, LIMITS))
     build_context = BuildContext(manifest.shared, weights_only_objects=True)
-    return match(manifest, target, build_context=build_context, kinds=Registry(LIMITS), strict=strict, limits=LIMITS)
+    return match(manifest, target, build_context=build_context, registry=Registry(LIMITS), strict=strict, limits=LIMITS)
 
 
 def leaf_by_leaf(target: object) -> Prepared:
@@ -348,14 +352,14 @@ def test_any_target_is_matched_alike(state: Any, seed: int) -> None:
     assert_same(quick, slow, but=("merged", "target_leaves", "destinations"))
     assert [t is None for t in quick.destinations] == [t is None for t in slow.destinations]
     described = describe(state, LIMITS)
-    for part, destination in enumerate(quick.destinations):
+    for row, destination in enumerate(quick.destinations):
         if destination is None:
-            assert (quick.address[part], quick.as_lies[part]) == (0, False)
+            assert (quick.address[row], quick.as_lies[row]) == (0, False)
             continue
-        source = described.parts[part]
-        assert quick.address[part] == (dense.start_of(destination) if destination.numel() else 0)
+        source = described.tensors[row]
+        assert quick.address[row] == (dense.start_of(destination) if destination.numel() else 0)
         signs = (source.is_conj(), source.is_neg()) == (destination.is_conj(), destination.is_neg())
-        assert quick.as_lies[part] == (contiguous(source) and contiguous(destination) and signs)
+        assert quick.as_lies[row] == (contiguous(source) and contiguous(destination) and signs)
 
 
 def test_a_tree_and_a_prepared_tree_are_the_same_target() -> None:
@@ -520,15 +524,15 @@ def test_containers_that_are_alike_are_written_once() -> None:
 
 @relaxed
 @given(state=states(["dense", "alias"]))
-def test_regions_are_those_of_the_parts(state: Any) -> None:
+def test_regions_are_those_of_the_tensors(state: Any) -> None:
     manifest = describe(state, LIMITS).manifest
     regions = lay_out(manifest)
     found = [(int(regions.storage[i]), regions.region(i), regions.members(i)) for i in range(len(regions))]
     expected = []
     budget = Budget()
     for storage in range(len(manifest.storages)):
-        numbers = np.flatnonzero((manifest.parts.storage == storage) & (manifest.parts.numel > 0)).tolist()
-        for region, members in cover([(part, *manifest.parts.region(part)) for part in numbers], budget):
+        numbers = np.flatnonzero((manifest.tensors.storage == storage) & (manifest.tensors.numel > 0)).tolist()
+        for region, members in cover([(row, *manifest.tensors.region(row)) for row in numbers], budget):
             single = region._replace(sizes=(1,), strides=(1,)) if not region.sizes else region
             expected.append((storage, single, members))
     assert found == expected
@@ -545,7 +549,7 @@ def columns_of_regions(sizes: list[tuple[int, int, int]]) -> Regions:
         start=np.zeros(count, dtype=np.int64),
         nbytes=ints([n for n, _, _ in sizes]) * items,
         item=items,
-        part=np.arange(count),
+        tensor=np.arange(count),
         strided={},
         also={},
     )
@@ -564,20 +568,20 @@ def test_every_byte_travels_once(sizes: list[tuple[int, int, int]], parcel_bytes
     cut = parcels.cut(regions, parcel_bytes)
     seen: list[tuple[int, int]] = []
     for number in range(len(cut)):
-        pieces = list(cut.pieces(number))
+        extents = list(cut.extents(number))
         assert 0 < cut.nbytes[number] <= parcel_bytes
-        assert pieces[-1].position + pieces[-1].high - pieces[-1].low == cut.nbytes[number]
-        assert len({int(regions.space[piece.region]) for piece in pieces}) == 1
+        assert extents[-1].position + extents[-1].high - extents[-1].low == cut.nbytes[number]
+        assert len({int(regions.space[extent.region]) for extent in extents}) == 1
         chosen, positions = cut.columns(number)
-        assert list(range(chosen.start, chosen.stop)) == [piece.region for piece in pieces]
-        assert positions.tolist() == [piece.position for piece in pieces]
+        assert list(range(chosen.start, chosen.stop)) == [extent.region for extent in extents]
+        assert positions.tolist() == [extent.position for extent in extents]
         end = 0
-        for piece in pieces:
-            assert piece.position >= end
-            assert piece.position - end < 16
-            assert piece.position % regions.item[piece.region] == piece.low % regions.item[piece.region] == 0
-            end = piece.position + piece.high - piece.low
-            seen += [(piece.region, byte) for byte in range(piece.low, piece.high)]
+        for extent in extents:
+            assert extent.position >= end
+            assert extent.position - end < 16
+            assert extent.position % regions.item[extent.region] == extent.low % regions.item[extent.region] == 0
+            end = extent.position + extent.high - extent.low
+            seen += [(extent.region, byte) for byte in range(extent.low, extent.high)]
     assert seen == [(region, byte) for region in range(len(regions)) for byte in range(regions.nbytes[region])]
 
 
@@ -603,7 +607,7 @@ def everything(leaves: int) -> int:
     try:
         manifest = sent(describe(state, LIMITS))
         found = match(
-            manifest, target, build_context=BuildContext(), kinds=Registry(LIMITS), strict=True, limits=LIMITS
+            manifest, target, build_context=BuildContext(), registry=Registry(LIMITS), strict=True, limits=LIMITS
         )
         parcels.fingerprint(parcels.cut(lay_out(manifest, found.apart, found.wanted), LIMITS.parcel_bytes))
     finally:

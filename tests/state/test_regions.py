@@ -78,17 +78,17 @@ def random_views(seed: int) -> list[torch.Tensor]:
 @settings(max_examples=300)
 def test_cover_holds_every_shown_byte_once(seed: int) -> None:
     views = random_views(seed)
-    parts, shown = [], set()
+    tensors, shown = [], set()
     for i, view in enumerate(views):
         form = canonical(view.shape, view.stride())
         region = Region(int(view.storage_offset()) * 4, 4, form.sizes, form.strides)
-        parts.append((i, region, form.overlapping))
+        tensors.append((i, region, form.overlapping))
         shown |= set(bytes_of(region))
     found: list[int] = []
-    for region, members in cover(parts, Budget()):
+    for region, members in cover(tensors, Budget()):
         found += bytes_of(region)
         for member in members:
-            assert parts[member][1] == region
+            assert tensors[member][1] == region
     assert sorted(found) == sorted(shown), "a byte is missing, alien, or there twice"
 
 
@@ -103,12 +103,12 @@ def test_parcels_carry_every_region_once(seed: int, parcel_bytes: int) -> None:
     seen: dict[int, list[tuple[int, int]]] = {}
     for number in range(len(cut)):
         end = 0
-        for piece in cut.pieces(number):
-            assert piece.position >= end
-            assert piece.position % int(regions.item[piece.region]) == 0
-            assert piece.low % int(regions.item[piece.region]) == 0
-            end = piece.position + piece.high - piece.low
-            seen.setdefault(piece.region, []).append((piece.low, piece.high))
+        for extent in cut.extents(number):
+            assert extent.position >= end
+            assert extent.position % int(regions.item[extent.region]) == 0
+            assert extent.low % int(regions.item[extent.region]) == 0
+            end = extent.position + extent.high - extent.low
+            seen.setdefault(extent.region, []).append((extent.low, extent.high))
         assert end == int(cut.nbytes[number]) <= parcel_bytes
     for region in range(len(regions)):
         ranges = seen[region]
@@ -131,13 +131,13 @@ def test_a_fingerprint_tells_plans_apart() -> None:
 def test_a_too_fine_tangle_travels_the_shorter_way(steps: tuple[int, ...], apart: bool) -> None:
     """Every box by itself if that is less than everything from the first byte to the last."""
     base = torch.zeros(400_000, dtype=torch.uint8)
-    parts = []
+    tensors = []
     for i, step in enumerate(steps):
         view = base[i::step]
         form = canonical(view.shape, view.stride())
-        parts.append((i, Region(int(view.storage_offset()), 1, form.sizes, form.strides), form.overlapping))
-    found = cover(parts, Budget())
+        tensors.append((i, Region(int(view.storage_offset()), 1, form.sizes, form.strides), form.overlapping))
+    found = cover(tensors, Budget())
     assert all(bool(members) is apart for _, members in found)
     covered = {byte for region, _ in found for byte in bytes_of(region)}
-    assert covered >= {byte for _, region, _ in parts for byte in bytes_of(region)}
+    assert covered >= {byte for _, region, _ in tensors for byte in bytes_of(region)}
     assert sum(region.nbytes for region, _ in found) <= len(base)

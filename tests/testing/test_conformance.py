@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import _pg_transport as pytorch
 import transfuse
 from transfuse.dropin import torch as dropin
 from transfuse.testing import CASES, Case, Factory, Results, assert_conforms, check
+from transfuse.wire import nixl_agent
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -40,6 +41,18 @@ def test_transfuse(case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if not case.name.startswith(ON_THE_WIRE)], ids=str)
 def test_transfuse_from_memory(case: Case) -> None:
     case.run(transfuse.PGTransport, patience=8.0)
+
+
+def over_nixl(*args: Any) -> transfuse.PGTransport:
+    made = transfuse.PGTransport(*args, same_host=False, nixl=True)
+    nixl_agent.get(60)
+    return made
+
+
+@pytest.mark.skipif(nixl_agent.installed() is None, reason=f"NIXL is not installed: {nixl_agent.INSTALL}")
+@pytest.mark.parametrize("case", [case for case in CASES if not case.name.startswith(ON_THE_WIRE)], ids=str)
+def test_transfuse_over_nixl(case: Case) -> None:
+    case.run(over_nixl, patience=8.0)
 
 
 # What others fail. A record: the tests below fail if a case is missing here or has come to pass.
@@ -102,6 +115,7 @@ PYTORCH = WIRE.union(
 )
 
 
+@pytest.mark.soak  # It waits for what others never do.
 @pytest.mark.filterwarnings("ignore")  # Both warn about their own pickles, the second in a way that is not thread-safe.
 @pytest.mark.parametrize(
     ("factory", "expected", "patience"),

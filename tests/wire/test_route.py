@@ -135,6 +135,8 @@ class FileRoute:
     folder: pathlib.Path
     name: str = "file"
     same_host: bool = True
+    opt_in: bool = False
+    compared: bool = False
     #: What is wrong with it.
     lies: bool = False
     looks_first: bool = True
@@ -183,11 +185,12 @@ class Runs:
 
     def _fetch(self, number: int) -> torch.Tensor:
         cut = self._pull.cut
-        (piece,) = cut.pieces(number)
+        (extent,) = cut.extents(number)
         place = (
-            int(self._reader.storages[cut.regions.storage[piece.region]] + cut.regions.start[piece.region]) + piece.low
+            int(self._reader.storages[cut.regions.storage[extent.region]] + cut.regions.start[extent.region])
+            + extent.low
         )
-        buffer = torch.empty(piece.high - piece.low, dtype=torch.uint8)
+        buffer = torch.empty(extent.high - extent.low, dtype=torch.uint8)
         size = np.array([buffer.nbytes], dtype=np.uint64)
         theirs, mine = np.array([place], dtype=np.uint64), np.array([buffer.data_ptr()], dtype=np.uint64)
         self._reader.read(np.stack([theirs, size], axis=1), np.stack([mine, size], axis=1))
@@ -331,4 +334,4 @@ def test_what_one_route_cannot_bring_is_brought_by_the_next(run: Any, tmp_path: 
 
 
 def test_the_table_of_the_library() -> None:
-    assert [route.name for route in route_table.ROUTES] == ["memory"]
+    assert [route.name for route in route_table.ROUTES] == ["memory", "nixl"]

@@ -195,9 +195,9 @@ def printable(text: str) -> str:
 
 def _marks(manifest: Manifest) -> dict[int, tuple[int, ...]]:
     """For each leaf that shares storages with other leaves, the numbers of these storages."""
-    parts = manifest.parts
-    shown = np.flatnonzero(parts.numel > 0)
-    users = np.unique(np.stack([parts.storage[shown], manifest.leaves_of(shown)], axis=1), axis=0)
+    tensors = manifest.tensors
+    shown = np.flatnonzero(tensors.numel > 0)
+    users = np.unique(np.stack([tensors.storage[shown], manifest.leaves_of(shown)], axis=1), axis=0)
     storages, counts = np.unique(users[:, 0], return_counts=True)
     common = users[np.isin(users[:, 0], storages[counts > 1])]
     # Storages are numbered in the order in which leaves mention them.
@@ -224,18 +224,18 @@ def _row(manifest: Manifest, leaf: int, path: str, name: str, shares: tuple[int,
     if manifest.kinds[leaf] == Leaf.VALUE:
         kind, text = _value(manifest.detail(leaf))
         return Row(path, name, "value", kind, None, 0, value=text)
-    first, end = manifest.first_parts[leaf : leaf + 2].tolist()
-    parts, storages, spec = manifest.parts, manifest.storages, manifest.detail(leaf)
+    first, end = manifest.first_tensors[leaf : leaf + 2].tolist()
+    tensors, storages, spec = manifest.tensors, manifest.storages, manifest.detail(leaf)
     seen = _look(manifest, spec, iter(range(first, end)))
-    flags = int(parts.flags[first]) if type(spec) is int else Spec(*spec).flags
-    devices = dict.fromkeys(storages.devices[i] for i in storages.device[parts.storage[first:end]].tolist())
+    flags = int(tensors.flags[first]) if type(spec) is int else Spec(*spec).flags
+    devices = dict.fromkeys(storages.devices[i] for i in storages.device[tensors.storage[first:end]].tolist())
     return Row(
         path,
         name,
         printable(seen.kind),
         printable(seen.dtype),
         seen.shape,
-        nbytes=int((parts.numel[first:end] * parts.item[first:end]).sum()),
+        nbytes=int((tensors.numel[first:end] * tensors.item[first:end]).sum()),
         role="parameter" if flags & Flags.PARAMETER else "buffer" if flags & Flags.BUFFER else "",
         requires_grad=bool(flags & Flags.REQUIRES_GRAD),
         device=printable(", ".join(devices)),
@@ -259,13 +259,13 @@ def _value(detail: Any) -> tuple[str, str]:
     return "None" if value is None else printable(type(value).__name__), printable(text)
 
 
-def _look(manifest: Manifest, spec: Any, parts: Iterator[int]) -> _Seen:
-    """The leaf that a spec describes. Takes the leaf's tensors from ``parts``."""
+def _look(manifest: Manifest, spec: Any, rows: Iterator[int]) -> _Seen:
+    """The leaf that a spec describes. Takes the numbers of the leaf's tensors from ``rows``."""
     if type(spec) is int:
-        part = next(parts)
-        return _Seen("tensor", values.dtype_name(manifest.dtype_of(part)), manifest.parts.shape(part))
+        row = next(rows)
+        return _Seen("tensor", values.dtype_name(manifest.dtype_of(row)), manifest.tensors.shape(row))
     codec, _, meta, children = Spec(*spec)
-    inner = [_look(manifest, child, parts) for child in children]
+    inner = [_look(manifest, child, rows) for child in children]
     match codec, inner:
         case specs.DTENSOR, [local]:
             return _Seen(_of("DTensor", local), local.dtype, *_dtensor(manifest, meta))
@@ -292,7 +292,7 @@ def _look(manifest: Manifest, spec: Any, parts: Iterator[int]) -> _Seen:
             return _Seen("value", str(meta), None)
         case "object", _:
             return _Seen("object", str(meta)[:MAX_VALUE], None)
-    raise ValueError("a leaf with other parts than its kind has")
+    raise ValueError("a leaf with other tensors than its kind has")
 
 
 def _of(kind: str, *items: _Seen) -> str:

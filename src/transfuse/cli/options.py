@@ -12,7 +12,7 @@ import typer
 
 from transfuse import arguments
 from transfuse.cli.errors import Failed, reading
-from transfuse.limits import Limits, allows_same_host
+from transfuse.limits import Limits, allows_same_host, asks_for_nixl
 
 __all__ = [
     "TOKEN_VARIABLE",
@@ -64,6 +64,7 @@ def check_settings() -> None:
     try:
         Limits.from_environment()
         allows_same_host()
+        asks_for_nixl()
     except ValueError as error:
         raise Failed(f"{error} (in the environment)") from None
 

@@ -155,17 +155,17 @@ def misfits(manifest: Manifest) -> list[str]:
     found = [*_of_tree(manifest.root)]
     if found:
         return found
-    paths, parts = manifest.paths, manifest.parts
+    paths, tensors = manifest.paths, manifest.tensors
     for leaf, kind in enumerate(manifest.kinds):
         if kind != Leaf.TENSOR and not _is_shard(manifest.detail(leaf)):
             what = "value" if kind == Leaf.VALUE else Spec(*manifest.detail(leaf)).codec
             found.append(f"{printable(paths[leaf])} is a {what}, not a plain tensor")
             continue
-        part = int(manifest.first_parts[leaf])
-        dtype = manifest.dtype_of(part)
+        row = int(manifest.first_tensors[leaf])
+        dtype = manifest.dtype_of(row)
         if dtype not in _NAMES:
             found.append(f"{printable(paths[leaf])} is {values.dtype_name(dtype)}, which the format does not have")
-        elif parts.flags[part] & (Flags.CONJUGATE | Flags.NEGATIVE):
+        elif tensors.flags[row] & (Flags.CONJUGATE | Flags.NEGATIVE):
             found.append(f"{printable(paths[leaf])} is a conjugate or negative view; resolve it first")
     names = Counter(".".join(trail) for trail in _trails(manifest.root, []))
     found += [f"two tensors would both be called {printable(name)}" for name, count in names.items() if count > 1]
@@ -212,12 +212,12 @@ def _is_utf8(text: str) -> bool:
 
 def _tied(manifest: Manifest) -> Iterator[str]:
     """Tensors that share memory. After loading they would be separate."""
-    parts, paths = manifest.parts, manifest.paths
-    if int((parts.numel * parts.item).sum()) == int(lay_out(manifest).nbytes.sum()):
+    tensors, paths = manifest.tensors, manifest.paths
+    if int((tensors.numel * tensors.item).sum()) == int(lay_out(manifest).nbytes.sum()):
         return
-    shown = np.flatnonzero(parts.numel > 0)
-    for crowd in crowds(parts.storage[shown], parts.start[shown], parts.end[shown]):
-        one, other = (printable(paths[manifest.leaf_of(part)]) for part in shown[crowd[:2]].tolist())
+    shown = np.flatnonzero(tensors.numel > 0)
+    for crowd in crowds(tensors.storage[shown], tensors.start[shown], tensors.end[shown]):
+        one, other = (printable(paths[manifest.leaf_of(row)]) for row in shown[crowd[:2]].tolist())
         yield f"{one} and {other} share memory"
 
 

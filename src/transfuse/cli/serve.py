@@ -99,14 +99,14 @@ def serve(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with warnings_shown("serve"), server:
-        if as_json:
-            said = {"address": server.address, "file": str(file), "leaves": totals.leaves, "bytes": totals.bytes_once}
-            print(json.dumps(said), flush=True)
-        else:
-            print(server.address, flush=True)
-            about = f"{count_leaves(totals.leaves)}, {human_bytes(totals.bytes_once)}"
-            print(f"transfuse serve: {file}: {about}; Ctrl-C ends it", file=sys.stderr)
         try:
+            if as_json:
+                about = {"file": str(file), "leaves": totals.leaves, "bytes": totals.bytes_once}
+                print(json.dumps({"address": server.address, **about}), flush=True)
+            else:
+                print(server.address, flush=True)
+                held = f"{count_leaves(totals.leaves)}, {human_bytes(totals.bytes_once)}"
+                print(f"transfuse serve: {file}: {held}; Ctrl-C ends it", file=sys.stderr)
             done.wait()
         except KeyboardInterrupt:
             # Active readers may finish; a second Ctrl-C does not wait for them.

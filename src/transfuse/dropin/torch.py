@@ -39,6 +39,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -253,13 +254,21 @@ def _wait(work: Work, timeout: timedelta, rank: int, phase: str) -> None:
         raise PeerLost(rank, f"rank {rank}: the operation was aborted while {phase}")
 
 
-class _Lane:
+class _Message(NamedTuple):
+    """A message under way. Keeps its tensor alive, because the backend reads its memory."""
+
+    work: Work
+    data: torch.Tensor
+    phase: str
+
+
+class _Receiver:
     """The messages under way to one receiver."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        #: Posted and not yet taken, oldest first. Keeps the tensor alive, because the backend reads its memory.
-        self.queue: deque[tuple[Work, torch.Tensor, str]] = deque()
+        #: Posted and not yet taken, oldest first.
+        self.queue: deque[_Message] = deque()
         self.taken = 0
         self.since = 0.0  # when the oldest message became the oldest
         self.waiting = False
@@ -282,7 +291,7 @@ class _Outbox:
     def __init__(self, pg: ProcessGroup, timeout: timedelta, ranks: Sequence[int]) -> None:
         self._pg = pg
         self._timeout = timeout
-        self._lanes = [_Lane(rank) for rank in ranks]
+        self._receivers = [_Receiver(rank) for rank in ranks]
         self._changed = threading.Condition()
         self._closed = False
         self._posted = 0
@@ -290,10 +299,10 @@ class _Outbox:
         self._held = 0
 
     def __enter__(self) -> _Outbox:
-        for lane in self._lanes:
-            name = f"sending to rank {lane.rank}"
-            lane.thread = threading.Thread(target=self._follow, args=(lane,), name=name, daemon=True)
-            lane.thread.start()
+        for receiver in self._receivers:
+            name = f"sending to rank {receiver.rank}"
+            receiver.thread = threading.Thread(target=self._follow, args=(receiver,), name=name, daemon=True)
+            receiver.thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -301,34 +310,38 @@ class _Outbox:
             self._closed = True
             self._changed.notify_all()
             # Receivers that timed out; after an interruption, all that were not done.
-            stuck = [lane.queue[0][0] for lane in self._lanes if lane.queue and (lane.waiting or not lane.error)]
+            stuck = [
+                receiver.queue[0].work
+                for receiver in self._receivers
+                if receiver.queue and (receiver.waiting or not receiver.error)
+            ]
         for work in stuck:
             # Expiring closes the connection: nothing half sent is taken later, and the thread's wait ends.
             with suppress(RuntimeError, OSError):
                 work.wait(_LEAST_TIMEOUT)
-        for lane in self._lanes:
-            if lane.thread:
-                lane.thread.join(timeout=1)
+        for receiver in self._receivers:
+            if receiver.thread:
+                receiver.thread.join(timeout=1)
 
     def causes(self) -> dict[int, Exception]:
-        return {lane.rank: lane.error for lane in self._lanes if lane.error}
+        return {receiver.rank: receiver.error for receiver in self._receivers if receiver.error}
 
     def completed(self) -> list[int]:
         """The ranks that have not failed so far."""
-        return [lane.rank for lane in self._live()]
+        return [receiver.rank for receiver in self._live()]
 
     def post(self, data: torch.Tensor, tag: int, phase: str, cost: int = 0) -> None:
-        for lane in self._live():
+        for receiver in self._live():
             start = time.monotonic()
             try:
-                work = self._pg.send([data], lane.rank, tag=tag)
+                work = self._pg.send([data], receiver.rank, tag=tag)
             except (RuntimeError, OSError) as error:
-                lane.error = _peer_error(error, lane.rank, phase, time.monotonic() - start, self._timeout)
+                receiver.error = _peer_error(error, receiver.rank, phase, time.monotonic() - start, self._timeout)
                 continue
             with self._changed:
-                if not lane.queue:
-                    lane.since = time.monotonic()
-                lane.queue.append((work, data, phase))
+                if not receiver.queue:
+                    receiver.since = time.monotonic()
+                receiver.queue.append(_Message(work, data, phase))
                 self._changed.notify_all()
         if cost:
             self._copies.append((self._posted, cost))
@@ -338,13 +351,13 @@ class _Outbox:
             self._watch_until(lambda: self._still_held() <= _WINDOW)
 
     def drain(self) -> None:
-        self._watch_until(lambda: not any(lane.queue for lane in self._live()))
+        self._watch_until(lambda: not any(receiver.queue for receiver in self._live()))
 
-    def _live(self) -> list[_Lane]:
-        return [lane for lane in self._lanes if not lane.error]
+    def _live(self) -> list[_Receiver]:
+        return [receiver for receiver in self._receivers if not receiver.error]
 
     def _still_held(self) -> int:
-        taken = min((lane.taken for lane in self._live()), default=self._posted)
+        taken = min((receiver.taken for receiver in self._live()), default=self._posted)
         while self._copies and self._copies[0][0] < taken:
             self._held -= self._copies.popleft()[1]
         return self._held
@@ -355,35 +368,35 @@ class _Outbox:
             while not ready():
                 now = time.monotonic()
                 soonest = seconds
-                for lane in self._live():
-                    if not lane.queue:
+                for receiver in self._live():
+                    if not receiver.queue:
                         continue
-                    if now - lane.since >= seconds:
-                        lane.error = PeerTimeout(lane.rank, lane.queue[0][2], now - lane.since)
-                    soonest = min(soonest, lane.since + seconds - now)
+                    if now - receiver.since >= seconds:
+                        receiver.error = PeerTimeout(receiver.rank, receiver.queue[0].phase, now - receiver.since)
+                    soonest = min(soonest, receiver.since + seconds - now)
                 if soonest > 0:
                     self._changed.wait(soonest)
 
-    def _follow(self, lane: _Lane) -> None:
+    def _follow(self, receiver: _Receiver) -> None:
         """Wait for one receiver's messages in order, until an error or the end."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: lane.queue or lane.error or self._closed)
-                if lane.error or self._closed:
+                self._changed.wait_for(lambda: receiver.queue or receiver.error or self._closed)
+                if receiver.error or self._closed:
                     return
-                work, _, phase = lane.queue[0]
-                lane.waiting = True
+                work, _, phase = receiver.queue[0]
+                receiver.waiting = True
             error: Exception | None = None
             try:
-                _wait(work, _PATIENCE, lane.rank, phase)
+                _wait(work, _PATIENCE, receiver.rank, phase)
             except Exception as caught:  # no other thread would see it
                 error = caught
             with self._changed:
-                lane.waiting = False
-                lane.queue.popleft()
-                lane.taken += 1
-                lane.since = time.monotonic()
-                lane.error = lane.error or error
+                receiver.waiting = False
+                receiver.queue.popleft()
+                receiver.taken += 1
+                receiver.since = time.monotonic()
+                receiver.error = receiver.error or error
                 self._changed.notify_all()
 
 

@@ -27,6 +27,7 @@ from transfuse.arguments import whole
 from transfuse.errors import ProtocolError, TransfuseError
 from transfuse.options import OptionKeywords, check_names
 from transfuse.report import Report
+from transfuse.session.remembered import Remembered
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.wire.group import ProcessGroupLike, WorkLike
 
@@ -79,6 +80,7 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
         # Refuse wrong options here, not when a replica needs healing.
         self._make(self._pg, timeout)
         self._last: transport.PGTransport | None = None
+        self._remembered = Remembered()
         #: Targets that a failed receive has half-written. Until a receive succeeds, this replica cannot be a source.
         self._torn: tuple[str, ...] = ()
         self._changed = threading.Condition()
@@ -143,8 +145,9 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
             self._under_way += 1
         try:
             self._last = through = self._make(_configured(self._pg), self._timeout if timeout is None else timeout)
-            through.torn = self._torn
-            yield through
+            through.torn, through.remembered = self._torn, self._remembered
+            with through:  # No later transfer uses its lanes.
+                yield through
         finally:
             with self._changed:
                 self._under_way -= 1

@@ -2,8 +2,8 @@
 
 The cost of fresh memory is not the allocation but the first write: one page fault for every 4 KiB. So torch allocates
 the large storages, and the arena asks the kernel to put them on huge pages. Small storages are cut out of large
-mappings (``blocks``). Each is a storage of its own over its slice of the mapping. A mapping is released with the last
-tensor that uses it.
+mappings. Each is a storage of its own over its slice of the mapping. A mapping is released with the last tensor that
+uses it.
 
 Such a small storage cannot be resized (``untyped_storage().resize_()``). Storages made by ``torch.from_numpy`` and
 ``torch.load(mmap=True)`` cannot be resized either. In all other ways a small storage is an ordinary one: saving,
@@ -14,26 +14,23 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from transfuse.errors import LimitExceeded
-from transfuse.limits import MIB, Limits
+from transfuse.limits import MIB
 from transfuse.state.leaves import dense
-from transfuse.state.manifest import Manifest
 from transfuse.state.tensors import Bools, Ints
 
-__all__ = ["ALIGNMENT", "BLOCK_BYTES", "LARGE_BYTES", "Arena", "FreshMemory", "Supply", "allocate"]
+__all__ = ["ALIGNMENT", "LARGE_BYTES", "MAPPING_BYTES", "Arena"]
 
 #: A storage of this size or more gets its own allocation.
 LARGE_BYTES = 1 * MIB
 #: The largest mapping. One small tensor that outlives all others keeps at most this much memory from being released.
-BLOCK_BYTES = 16 * MIB
+MAPPING_BYTES = 16 * MIB
 #: Every storage begins at a multiple of this many bytes, as torch's own allocations do.
 ALIGNMENT = 64
 
@@ -52,9 +49,9 @@ class Arena:
         #: For each storage, the address of its first byte; 0 if it is empty, not allocated, or not in main memory.
         self.address: Ints = np.zeros(len(nbytes), dtype=np.int64)
         #: For each storage, the number of the mapping that it is cut from (-1: none), and its first byte there.
-        self.block: Ints = np.full(len(nbytes), -1, dtype=np.int64)
+        self.mapping: Ints = np.full(len(nbytes), -1, dtype=np.int64)
         self.offset: Ints = np.zeros(len(nbytes), dtype=np.int64)
-        self.blocks: list[mmap.mmap] = []
+        self.mappings: list[mmap.mmap] = []
         self._nbytes = nbytes
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._bytes: dict[int, torch.Tensor] = {}
@@ -63,9 +60,9 @@ class Arena:
         for number in np.flatnonzero(needed & ~small).tolist():
             self._storages[number] = _allocate(int(nbytes[number]), homes[int(home[number])])
         self._cut(np.flatnonzero(small))
-        self._block_bytes = [torch.frombuffer(block, dtype=torch.uint8) for block in self.blocks]
-        bases = np.array([block.data_ptr() for block in self._block_bytes], dtype=np.int64)
-        self.address[small] = bases[self.block[small]] + self.offset[small]
+        self._mapping_bytes = [torch.frombuffer(mapping, dtype=torch.uint8) for mapping in self.mappings]
+        bases = np.array([mapping.data_ptr() for mapping in self._mapping_bytes], dtype=np.int64)
+        self.address[small] = bases[self.mapping[small]] + self.offset[small]
         large = np.flatnonzero(needed & on_cpu & (nbytes >= LARGE_BYTES))
         self.address[large] = [self._storages[number].data_ptr() for number in large.tolist()]
         _ask_for_huge_pages(self.address[large], nbytes[large])
@@ -76,24 +73,24 @@ class Arena:
         ends = np.cumsum(sizes)
         first, begin = 0, 0
         while first < len(numbers):
-            stop = int(np.searchsorted(ends, begin + BLOCK_BYTES, side="right"))
-            self.block[numbers[first:stop]] = len(self.blocks)
+            stop = int(np.searchsorted(ends, begin + MAPPING_BYTES, side="right"))
+            self.mapping[numbers[first:stop]] = len(self.mappings)
             self.offset[numbers[first:stop]] = ends[first:stop] - sizes[first:stop] - begin
-            self.blocks.append(_map(int(ends[stop - 1]) - begin))
+            self.mappings.append(_map(int(ends[stop - 1]) - begin))
             first, begin = stop, int(ends[stop - 1])
 
     def __contains__(self, number: int) -> bool:
-        return number in self._storages or bool(self.block[number] >= 0)
+        return number in self._storages or bool(self.mapping[number] >= 0)
 
     def bytes_of(self, number: int) -> torch.Tensor:
         """The memory of a storage, to write into. Build tensors for the result over :meth:`storage` instead."""
         known = self._bytes.get(number)
         if known is not None:
             return known
-        block, size = int(self.block[number]), int(self._nbytes[number])
-        if block >= 0:
+        mapping, size = int(self.mapping[number]), int(self._nbytes[number])
+        if mapping >= 0:
             start = int(self.offset[number])
-            return self._block_bytes[block][start : start + size]
+            return self._mapping_bytes[mapping][start : start + size]
         result = dense.over(self._storages[number], torch.uint8, 0, (size,), (1,))
         return self._bytes.setdefault(number, result)
 
@@ -102,73 +99,22 @@ class Arena:
         known = self._storages.get(number)
         if known is not None:
             return known
-        block, start = self.blocks[int(self.block[number])], int(self.offset[number])
-        piece = torch.frombuffer(block, dtype=torch.uint8, count=int(self._nbytes[number]), offset=start)
-        return self._storages.setdefault(number, piece.untyped_storage())
+        mapping, start = self.mappings[int(self.mapping[number])], int(self.offset[number])
+        over = torch.frombuffer(mapping, dtype=torch.uint8, count=int(self._nbytes[number]), offset=start)
+        return self._storages.setdefault(number, over.untyped_storage())
 
-    def tensor(self, block: int, offset: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    def tensor(self, mapping: int, offset: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
         """Make a contiguous tensor over a slice of a mapping, and its storage, in one step.
 
         Only for storages that :meth:`storage` has not returned yet.
         """
         known = _NUMPY_TYPES.get(dtype)
         if known is not None:  # Half the cost of torch.frombuffer.
-            return torch.from_numpy(np.ndarray(shape, known, self.blocks[block], offset))
-        result = torch.frombuffer(self.blocks[block], dtype=dtype, count=prod(shape), offset=offset)
+            return torch.from_numpy(np.ndarray(shape, known, self.mappings[mapping], offset))
+        result = torch.frombuffer(self.mappings[mapping], dtype=dtype, count=prod(shape), offset=offset)
         if len(shape) == 1:
             return result
         return result.resize_(*shape) if shape else result.squeeze_(0)
-
-
-class FreshMemory(NamedTuple):
-    """All memory that one receive has allocated. A later receive of the same state may use it again."""
-
-    #: For each tensor of the manifest, whether it is built over the arena.
-    parts: Bools
-    arena: Arena
-    #: For each leaf that is a fresh DTensor, its local tensor.
-    local_tensors: Mapping[int, torch.Tensor]
-    #: With ``atomic``, the copies that are written before the targets, unless the arena has them.
-    copies: Sequence[torch.Tensor]
-
-    def fits(self, parts: Bools, local_shapes: Mapping[int, tuple[int, ...]]) -> bool:
-        """Whether this memory serves these tensors and local tensors of the same manifest.
-
-        The copies are not compared here: the planner checks each one before it uses it.
-        """
-        mine = {leaf: tuple(tensor.shape) for leaf, tensor in self.local_tensors.items()}
-        return bool(np.array_equal(self.parts, parts)) and mine == dict(local_shapes)
-
-
-class Supply(NamedTuple):
-    """Where fresh memory comes from: a device, within limits, or the memory that an earlier receive has left."""
-
-    device: torch.device
-    limits: Limits
-    kept: FreshMemory | None = None
-
-
-def allocate(manifest: Manifest, fresh: Bools, supply: Supply, extra_bytes: int = 0) -> Arena:
-    """Allocate each storage that has a fresh tensor. The caller allocates ``extra_bytes`` more, which count too."""
-    parts, storages = manifest.parts, manifest.storages
-    device, limits, _ = supply
-    needed = np.zeros(len(storages), dtype=bool)
-    needed[parts.storage[fresh]] = True
-    # An empty fresh tensor needs a storage, but no bytes in it.
-    filled = np.zeros(len(storages), dtype=bool)
-    filled[parts.storage[fresh & (parts.numel > 0)]] = True
-    total = int(storages.nbytes[filled].astype(float).sum()) + extra_bytes
-    if total > limits.max_receive_bytes:
-        raise LimitExceeded(
-            f"the source offers {total} bytes of fresh tensors, more than max_receive_bytes="
-            f"{limits.max_receive_bytes}; raise it, or receive in place"
-        )
-    cpu = torch.device("cpu")
-    homes = [device if torch.device(name).type == device.type else cpu for name in storages.devices]
-    try:
-        return Arena(np.where(filled, storages.nbytes, 0), needed, homes, storages.device)
-    except RuntimeError as error:
-        raise LimitExceeded(f"no memory for {total} bytes of fresh tensors; receive in place: {error}") from error
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -181,13 +127,13 @@ def _allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 def _map(nbytes: int) -> mmap.mmap:
     """Map fresh memory. A mapping returns to the system with its last user; malloc might keep it."""
     try:
-        block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise RuntimeError(f"cannot map {nbytes} bytes: {error}") from error
     if _MADV_HUGEPAGE is not None and nbytes >= _HUGE:
         with suppress(OSError):
-            block.madvise(_MADV_HUGEPAGE)
-    return block
+            mapping.madvise(_MADV_HUGEPAGE)
+    return mapping
 
 
 def _ask_for_huge_pages(addresses: Ints, nbytes: Ints) -> None:

@@ -1,25 +1,28 @@
 """The plan of a state that lands as it is: every tensor of the manifest in its own target, or in fresh memory.
 
-A *part* is one tensor of the manifest. The plan is made of columns: most leaves become Python objects only when the
-result is built.
+The plan is made of columns, and ``row`` is the number of a tensor in them: most leaves become Python objects only when
+the result is built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from transfuse.memory import landing
-from transfuse.memory.arena import FreshMemory, Supply, allocate
+from transfuse.memory.fresh import FreshMemory, MemorySupply, allocate, say_where
 from transfuse.memory.landing import Built, Copy
 from transfuse.memory.packing import Place, place_in_storage, place_in_tensor
 from transfuse.plan import parcels
 from transfuse.plan.match import Match
-from transfuse.plan.regions import lay_out
+from transfuse.plan.outline import Outline
+from transfuse.plan.parcels import Parcels
+from transfuse.plan.regions import Regions, lay_out
 from transfuse.plan.shares import Everything
 from transfuse.state import trees
 from transfuse.state.leaves import dense, values
@@ -28,44 +31,74 @@ from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Leaf, Manifest
 from transfuse.state.tensors import Bools, Ints
 
-__all__ = ["AsIs"]
+__all__ = ["AsIs", "Kept"]
+
+
+class Kept(NamedTuple):
+    """What a plan leaves for the next receive of the same structure into a target with the same outline."""
+
+    #: The match, without its tensors, and the number of each destination among the outline's tensors, or -1.
+    found: Match
+    numbers: list[int]
+    regions: Regions
+    cut: Parcels
+    shares: Everything
+
+    def match(self, outline: Outline, leaves: list[Any]) -> Match:
+        """The match with the tensors and leaves of this target."""
+        tensors: list[torch.Tensor | None] = [*outline.tensors, None]
+        return replace(self.found, target_leaves=leaves, destinations=list(map(tensors.__getitem__, self.numbers)))
 
 
 class AsIs:
-    """Where every region lands at the receiver. The plan's tensors are the manifest's parts."""
+    """Where every region lands at the receiver. The plan's tensors are the manifest's tensors."""
 
     def __init__(
         self,
         manifest: Manifest,
         found: Match,
-        supply: Supply,
+        supply: MemorySupply,
         *,
         parcel_bytes: int,
         atomic: bool,
+        kept: Kept | None = None,
     ) -> None:
         self.manifest = manifest
         self.atomic = atomic
+        self._kept = kept
         self._found = found
         #: With ``atomic`` every storage lands whole in fresh memory, so no storage is apart.
         self._apart, self._wanted = ([], []) if atomic else (found.apart, found.wanted)
-        self._regions = regions = lay_out(manifest, self._apart, self._wanted)
-        self._destinations = [None] * len(manifest.parts) if atomic else found.destinations
-        #: For each part, whether its bytes land in a target.
-        self._in_target: Bools = np.zeros(len(manifest.parts), dtype=bool) if atomic else self.placed
-        #: For each part, whether it is built over fresh memory.
+        self._regions = lay_out(manifest, self._apart, self._wanted) if kept is None else kept.regions
+        self._destinations = [None] * len(manifest.tensors) if atomic else found.destinations
+        #: For each tensor, whether its bytes land in a target.
+        self._in_target: Bools = np.zeros(len(manifest.tensors), dtype=bool) if atomic else self.placed
+        #: For each tensor, whether it is built over fresh memory.
         self._fresh: Bools = ~self._in_target
         if found.tied and not atomic:
             self._fresh[list(found.tied)] = False
+        # With ``atomic`` copies of targets are fresh too, but nobody will see these.
+        say_where(manifest, self._fresh & ~self.placed, supply.device)
         memory = supply.kept
         if memory is None or not memory.fits(self._fresh, {}):
             memory = FreshMemory(self._fresh, allocate(manifest, self._fresh, supply), {}, ())
         self.memory = memory
         self._arena = memory.arena
-        #: With ``atomic``, all parts, once they are built.
+        #: With ``atomic``, all tensors, once they are built.
         self._built: list[torch.Tensor] | None = None
         #: Cut only after the allocation: the memory that could be allocated bounds the number of parcels.
-        self.cut = parcels.cut(regions, parcel_bytes)
-        self.shares = Everything(manifest, self.cut, self._apart, self._wanted)
+        self.cut = parcels.cut(self._regions, parcel_bytes) if kept is None else kept.cut
+        self.shares = Everything(manifest, self.cut, self._apart, self._wanted) if kept is None else kept.shares
+
+    def keep(self, outline: Outline) -> Kept | None:
+        """What the next receive may use again; None if it must plan by itself."""
+        if self._kept is not None:
+            return self._kept
+        numbers = outline.numbers_of(self._found.destinations)
+        if numbers is None:
+            return None
+        found = replace(self._found, target_leaves=[], destinations=[])
+        return Kept(found, numbers, self._regions, self.cut, self.shares)
 
     @property
     def fingerprint(self) -> int:
@@ -76,23 +109,23 @@ class AsIs:
     @cached_property
     def addresses(self) -> Ints:
         regions, found = self._regions, self._found
-        # A union of overlapping parts has no part of its own (-1), and lands in fresh memory.
-        part = np.maximum(regions.part, 0)
-        placed = (regions.part >= 0) & self._in_target[part] if len(self._in_target) else regions.part >= 0
+        # A union of overlapping tensors has no tensor of its own (-1), and lands in fresh memory.
+        rows = np.maximum(regions.tensor, 0)
+        placed = (regions.tensor >= 0) & self._in_target[rows] if len(self._in_target) else regions.tensor >= 0
         fresh = self._arena.address[regions.storage]
         result = np.where(~placed & (fresh > 0), fresh + regions.start, 0)
         if placed.any():
-            result = np.where(placed & found.as_lies[part], found.address[part], result)
+            result = np.where(placed & found.as_lies[rows], found.address[rows], result)
         result[[*regions.strided, *(region for region in regions.also if not self._is_one_place(region))]] = 0
         return result
 
     def _is_one_place(self, region: int) -> bool:
-        """Whether all parts of a region share one memory here too, with the source's layout."""
+        """Whether all tensors of a region share one memory here too, with the source's layout."""
         members = list(self._regions.members(region))
         if not self._in_target[members].any():
             return bool(self._fresh[members].all())
         addresses, as_lies = self._found.address[members], self._found.as_lies[members]
-        # Memory of other devices has no address here, so its parts do not count as the same.
+        # Memory of other devices has no address here, so its tensors do not count as the same.
         same = addresses[0] > 0 and bool((addresses == addresses[0]).all())
         return bool(same and self._in_target[members].all() and as_lies.all())
 
@@ -112,18 +145,18 @@ class AsIs:
     def held(self) -> Bools:
         # A copy can begin with its target's bytes only if the two have the same layout.
         has_target = self.placed & self._found.as_lies if self.atomic else self.placed
-        part = self._regions.part
-        return self.lie_once & (part >= 0) & (has_target[np.maximum(part, 0)] if len(has_target) else part >= 0)
+        rows = self._regions.tensor
+        return self.lie_once & (rows >= 0) & (has_target[np.maximum(rows, 0)] if len(has_target) else rows >= 0)
 
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
         if region in self._regions.strided or (region in self._regions.also and not self._is_one_place(region)):
             return None
-        part = int(self._regions.part[region])
-        target = None if part < 0 else self._destinations[part]
+        row = int(self._regions.tensor[region])
+        target = None if row < 0 else self._destinations[row]
         if target is None:
             start = int(self._regions.start[region])
             return self._arena.bytes_of(int(self._regions.storage[region]))[start + low : start + high]
-        if not self._found.as_lies[part]:
+        if not self._found.as_lies[row]:
             return None
         start = dense.offset_of(target) * target.element_size()
         return dense.over(target.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
@@ -131,10 +164,10 @@ class AsIs:
     def places(self, region: int) -> list[Place]:
         members = self._regions.members(region)
         result: list[Place] = []
-        for part in members:
-            target = self._destinations[part]
+        for row in members:
+            target = self._destinations[row]
             if target is not None:
-                place = place_in_tensor(target, self.manifest.parts.form(part), int(self.manifest.parts.flags[part]))
+                place = place_in_tensor(target, self.manifest.tensors.form(row), int(self.manifest.tensors.flags[row]))
                 if not any(_same_place(place, other) for other in result):
                     result.append(place)
         number = int(self._regions.storage[region])
@@ -146,25 +179,25 @@ class AsIs:
         return result
 
     def tensors_of(self, chosen: Bools) -> Bools:
-        regions, parts = self._regions, self.manifest.parts
-        result = np.zeros(len(parts), dtype=bool)
-        members = regions.part[chosen]
+        regions, tensors = self._regions, self.manifest.tensors
+        result = np.zeros(len(tensors), dtype=bool)
+        members = regions.tensor[chosen]
         tangled = members < 0
         result[members[~tangled]] = True
         for region, others in regions.also.items():
             if chosen[region]:
                 result[list(others)] = True
         if tangled.any():
-            result |= np.isin(parts.storage, regions.storage[chosen][tangled])
+            result |= np.isin(tensors.storage, regions.storage[chosen][tangled])
         if self._apart:
-            # Parts that were not wanted look into the storage through a part that was.
-            apart = np.intersect1d(parts.storage[result & self._in_target], np.array(self._apart, dtype=np.int64))
-            unasked = np.isin(parts.storage, apart)
+            # Tensors that were not wanted look into the storage through a tensor that was.
+            apart = np.intersect1d(tensors.storage[result & self._in_target], np.array(self._apart, dtype=np.int64))
+            unasked = np.isin(tensors.storage, apart)
             unasked[self._wanted] = False
             result |= unasked
         return result
 
-    # -- a row for each part
+    # -- a row for each tensor
 
     @cached_property
     def placed(self) -> Bools:
@@ -173,7 +206,7 @@ class AsIs:
 
     @cached_property
     def leaf(self) -> Ints:
-        return self.manifest.leaves_of(np.arange(len(self.manifest.parts), dtype=np.int64))
+        return self.manifest.leaves_of(np.arange(len(self.manifest.tensors), dtype=np.int64))
 
     @property
     def paths(self) -> Sequence[str]:
@@ -186,24 +219,24 @@ class AsIs:
         return targets, list(map(found.target_leaves.__getitem__, partners))
 
     def copies(self) -> Iterator[Copy]:
-        flags, as_lies = self.manifest.parts.flags, self._found.as_lies
-        for part, target in enumerate(self._found.destinations if self.atomic else ()):
+        flags, as_lies = self.manifest.tensors.flags, self._found.as_lies
+        for row, target in enumerate(self._found.destinations if self.atomic else ()):
             if target is not None and target.numel():
-                tensor = self._part(part) if self._built is None else self._built[part]
-                signs = dense.signs_between(target, int(flags[part]))
-                yield Copy(target, tensor, signs, bool(as_lies[part]))
+                tensor = self._tensor(row) if self._built is None else self._built[row]
+                signs = dense.signs_between(target, int(flags[row]))
+                yield Copy(target, tensor, signs, bool(as_lies[row]))
 
     # -- the result
 
-    def build(self, build_context: BuildContext, kinds: Registry) -> Built:
+    def build(self, build_context: BuildContext, registry: Registry) -> Built:
         manifest, found = self.manifest, self._found
         partners = np.asarray(found.merged.partner, dtype=np.int64)
         codes = np.frombuffer(manifest.kinds, np.uint8)
         plain = codes == Leaf.TENSOR
         alone = plain & (partners < 0)
-        built = self._built = self._build(np.arange(len(manifest.parts), dtype=np.int64)) if self.atomic else None
-        numbers = manifest.first_parts[:-1][alone]
-        tensors = self._build(numbers) if built is None else [built[part] for part in numbers.tolist()]
+        built = self._built = self._build(np.arange(len(manifest.tensors), dtype=np.int64)) if self.atomic else None
+        fresh = manifest.first_tensors[:-1][alone]
+        tensors = self._build(fresh) if built is None else [built[row] for row in fresh.tolist()]
         # A leaf without a partner (-1) gets the None at the end of the list for now.
         leaves: list[Any] = list(map([*found.target_leaves, None].__getitem__, found.merged.partner))
         for leaf, tensor in zip(np.flatnonzero(alone).tolist(), tensors, strict=True):
@@ -214,89 +247,104 @@ class AsIs:
                 leaves[leaf] = values.decode(manifest.detail(leaf))
                 continue
             partner = found.merged.partner[leaf]
-            own = range(*manifest.first_parts[leaf : leaf + 2].tolist())
-            parts = (built[part] if built is not None else self._part(part) for part in own)
-            if partner < 0 or any(found.destinations[part] is None for part in own):
-                leaves[leaf] = landing.close(manifest, leaf, parts, build_context, kinds)
+            rows = range(*manifest.first_tensors[leaf : leaf + 2].tolist())
+            inner = (built[row] if built is not None else self._tensor(row) for row in rows)
+            if partner < 0 or any(found.destinations[row] is None for row in rows):
+                leaves[leaf] = landing.close(manifest, leaf, inner, build_context, registry)
                 continue
             if built is not None:
-                landing.examine(manifest, leaf, parts, build_context, kinds)
+                landing.examine(manifest, leaf, inner, build_context, registry)
             settling.append((leaf, leaves[leaf]))
         ordered = found.merged.arrange(leaves, found.target_leaves)
         return Built(trees.unflatten(found.merged.root, ordered), settling)
 
-    def _build(self, parts: Ints) -> list[torch.Tensor]:
-        """Build these fresh parts, each with its flags. The arena builds parts that fill their slice of a mapping."""
-        p, arena = self.manifest.parts, self._arena
-        storage = p.storage[parts]
-        blocks = np.where(self._whole[parts], arena.block[storage], -1)
-        columns = (blocks, arena.offset[storage], p.dtype[parts], p.first[parts], p.first[parts + 1], p.flags[parts])
-        sizes, dtypes = p.sizes.tolist(), self.manifest.dtypes
+    def _build(self, rows: Ints) -> list[torch.Tensor]:
+        """Build fresh tensors, each with its flags. The arena builds those that fill their slice of a mapping."""
+        tensors, arena = self.manifest.tensors, self._arena
+        storage = tensors.storage[rows]
+        mappings = np.where(self._whole[rows], arena.mapping[storage], -1)
+        columns = (
+            mappings,
+            arena.offset[storage],
+            tensors.dtype[rows],
+            tensors.first[rows],
+            tensors.first[rows + 1],
+            tensors.flags[rows],
+        )
+        sizes, dtypes = tensors.sizes.tolist(), self.manifest.dtypes
         result = []
-        for part, block, offset, dtype, first, end, flags in zip(
-            parts.tolist(), *(column.tolist() for column in columns), strict=True
+        for row, mapping, offset, dtype, first, end, flags in zip(
+            rows.tolist(), *(column.tolist() for column in columns), strict=True
         ):
             try:
-                if block < 0:
-                    tensor = self._part(part)
+                if mapping < 0:
+                    tensor = self._tensor(row)
                 else:
-                    tensor = arena.tensor(block, offset, dtypes[dtype], sizes[first:end])
+                    tensor = arena.tensor(mapping, offset, dtypes[dtype], sizes[first:end])
                     if flags:
                         tensor = dense.dress(tensor, flags)
             except ValueError as error:
-                raise ValueError(f"leaf {self.manifest.paths[self.manifest.leaf_of(part)]}: {error}") from error
+                raise ValueError(f"leaf {self.manifest.paths[self.manifest.leaf_of(row)]}: {error}") from error
             result.append(tensor)
         return result
 
     @cached_property
     def _whole(self) -> Bools:
-        """Whether a fresh part alone fills its slice of a mapping, in row-major order and with row-major strides."""
-        p = self.manifest.parts
-        regular = np.ones(len(p.strides), dtype=bool)
-        regular[:-1] = p.strides[:-1] == p.strides[1:] * p.sizes[1:]
-        last = p.first[1:][p.ndim > 0] - 1
-        regular[last] = p.strides[last] == 1
-        result = self._fresh & (self._arena.block[p.storage] >= 0)
-        result[np.repeat(np.arange(len(p)), p.ndim)[~regular]] = False
-        users = np.bincount(p.storage, minlength=len(self.manifest.storages))
-        result &= (users[p.storage] == 1) & (p.numel * p.item == self.manifest.storages.nbytes[p.storage])
+        """Whether a fresh tensor alone fills its slice of a mapping, in row-major order and with row-major strides."""
+        tensors = self.manifest.tensors
+        regular = np.ones(len(tensors.strides), dtype=bool)
+        regular[:-1] = tensors.strides[:-1] == tensors.strides[1:] * tensors.sizes[1:]
+        last = tensors.first[1:][tensors.ndim > 0] - 1
+        regular[last] = tensors.strides[last] == 1
+        result = self._fresh & (self._arena.mapping[tensors.storage] >= 0)
+        result[np.repeat(np.arange(len(tensors)), tensors.ndim)[~regular]] = False
+        users = np.bincount(tensors.storage, minlength=len(self.manifest.storages))
+        nbytes = self.manifest.storages.nbytes[tensors.storage]
+        result &= (users[tensors.storage] == 1) & (tensors.numel * tensors.item == nbytes)
         return result
 
-    def _part(self, part: int) -> torch.Tensor:
-        """Build one fresh part, with its flags."""
-        p = self.manifest.parts
-        known = self._inner.get(part)
+    def _tensor(self, row: int) -> torch.Tensor:
+        """Build one fresh tensor, with its flags."""
+        tensors = self.manifest.tensors
+        known = self._inner.get(row)
         if known is not None:
             return known
-        anchor = self._found.tied.get(part) if not self.atomic else None
+        anchor = self._found.tied.get(row) if not self.atomic else None
         if anchor is not None:
             target = self._destinations[anchor]
             assert target is not None
             storage, offset = target.untyped_storage(), dense.offset_of(target)
         else:
-            storage = self._arena.storage(int(p.storage[part]))
-            offset = int(p.offset[part]) if p.numel[part] else 0
-        tensor = dense.over(storage, self.manifest.dtype_of(part), offset, p.shape(part), p.stride(part))
-        return dense.dress(tensor, int(p.flags[part]))
+            storage = self._arena.storage(int(tensors.storage[row]))
+            offset = int(tensors.offset[row]) if tensors.numel[row] else 0
+        tensor = dense.over(storage, self.manifest.dtype_of(row), offset, tensors.shape(row), tensors.stride(row))
+        return dense.dress(tensor, int(tensors.flags[row]))
 
     @cached_property
     def _inner(self) -> dict[int, torch.Tensor]:
-        """Parts that several composite leaves share, each built as one object.
+        """Tensors that several composite leaves share, each built as one object.
 
         Two jagged tensors have the same ragged size only if they hold the same offsets object.
         """
-        p = self.manifest.parts
+        tensors = self.manifest.tensors
         same: dict[tuple[Any, ...], list[int]] = {}
         for leaf in np.flatnonzero(np.frombuffer(self.manifest.kinds, np.uint8) == Leaf.COMPOSITE).tolist():
-            for i in range(*self.manifest.first_parts[leaf : leaf + 2].tolist()):
-                if self._fresh[i]:
-                    key = (p.storage[i], p.dtype[i], p.flags[i], p.offset[i], p.shape(i), p.stride(i))
-                    same.setdefault(key, []).append(i)
+            for row in range(*self.manifest.first_tensors[leaf : leaf + 2].tolist()):
+                if self._fresh[row]:
+                    key = (
+                        tensors.storage[row],
+                        tensors.dtype[row],
+                        tensors.flags[row],
+                        tensors.offset[row],
+                        tensors.shape(row),
+                        tensors.stride(row),
+                    )
+                    same.setdefault(key, []).append(row)
         result: dict[int, torch.Tensor] = {}
-        self.__dict__["_inner"] = result  # _part() reads this dict while it is filled.
-        for numbers in same.values():
-            if len(numbers) > 1:
-                result.update(dict.fromkeys(numbers, self._part(numbers[0])))
+        self.__dict__["_inner"] = result  # _tensor() reads this dict while it is filled.
+        for rows in same.values():
+            if len(rows) > 1:
+                result.update(dict.fromkeys(rows, self._tensor(rows[0])))
         return result
 
 

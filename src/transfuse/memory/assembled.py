@@ -1,13 +1,13 @@
 """The plan of a state that the receiver assembles from blocks: its sources have other shards, names or dtypes.
 
 :func:`assemble` finds the needed blocks, cuts each one into pieces by the sources that hold it, and packs the pieces
-into parcels. A parcel has the same bytes from every source that holds it. A *spot* is a destination: a tensor here in
-which blocks land.
+into parcels. A parcel has the same bytes from every source that holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,16 +16,17 @@ import torch
 import xxhash
 
 from transfuse.memory import landing
-from transfuse.memory.arena import Supply
+from transfuse.memory.fresh import FreshMemory, FreshTensors, MemorySupply
 from transfuse.memory.landing import Built, Copy
-from transfuse.memory.needed_blocks import Catalogue, Late, Needs
 from transfuse.memory.packing import Place
 from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.apply_rules import Link
+from transfuse.plan.catalogue import Catalogue, Late
 from transfuse.plan.cohorts import Cohort
-from transfuse.plan.destinations import Spot
 from transfuse.plan.match import Prepared, prepare
+from transfuse.plan.needed_blocks import NeededBlocks
+from transfuse.plan.outline import Outline
 from transfuse.plan.parcels import Parcels
 from transfuse.plan.shares import Pieces, SharesOfPieces, split
 from transfuse.plan.wanted_blocks import merged
@@ -39,6 +40,9 @@ from transfuse.state.tensors import Bools, Ints, contiguous
 
 __all__ = ["Assembly", "assemble"]
 
+#: In the place of a target's tensor, in a plan that is kept.
+_NO_TENSOR = torch.empty(0)
+
 #: For more leaves than this, walk the tree once for all paths instead of once for each path.
 MANY = 16
 
@@ -47,9 +51,9 @@ def assemble(
     cohorts: Sequence[Cohort],
     prepared: Prepared,
     build_context: BuildContext,
-    kinds: Registry,
+    registry: Registry,
     options: Options,
-    supply: Supply,
+    supply: MemorySupply,
     *,
     parcel_bytes: int,
     late: Late | None = None,
@@ -62,67 +66,95 @@ def assemble(
     if late is not None:
         target, links = late(Catalogue(cohorts))
         prepared = prepare(target, supply.limits)
-    needs = Needs(cohorts, prepared, build_context, kinds, options, supply)
+    fresh = FreshTensors(cohorts[0].manifest, supply)
+    needed = NeededBlocks(cohorts, prepared, build_context, registry, options, fresh)
     if links is not None:
-        needs.linked(None, options.strict, links)
+        needed.linked(None, options.strict, links)
     elif prepared.target is None:
-        needs.all_fresh()
+        needed.all_fresh()
     elif options.map_path is None:
-        needs.merged(options.strict)
+        needed.merged(options.strict)
     else:
-        needs.linked(options.map_path, options.strict)
-    needs.check_collisions()
-    pieces = split(cohorts, needs.needs)
-    item = np.array([need.item for need in needs.needs], dtype=np.int64)
+        needed.linked(options.map_path, options.strict)
+    needed.check_collisions()
+    pieces = split(cohorts, needed.blocks)
+    item = np.array([need.item for need in needed.blocks], dtype=np.int64)
     cut = parcels.cut(pieces.regions(item), parcel_bytes, all_staged=True)
-    return Assembly(cohorts, needs, pieces, cut)
+    return Assembly(cohorts, needed, fresh.memory, pieces, cut)
 
 
 class Assembly:
-    """Where every piece lands at the receiver. The plan's tensors are the spots, its leaves those that have a spot."""
+    """Where every piece lands at the receiver. The plan's tensors are the destinations; its leaves have one or more."""
 
-    def __init__(self, cohorts: Sequence[Cohort], needs: Needs, pieces: Pieces, cut: Parcels) -> None:
-        self.manifest = needs.manifest
+    def __init__(
+        self, cohorts: Sequence[Cohort], needed: NeededBlocks, memory: FreshMemory, pieces: Pieces, cut: Parcels
+    ) -> None:
+        self.manifest = needed.manifest
         self.cut = cut
-        self.shares = SharesOfPieces(cohorts, needs.needs, pieces, cut)
-        self.memory = needs.memory
-        self.atomic = needs.atomic
+        self.shares = SharesOfPieces(cohorts, needed.blocks, pieces, cut)
+        self.memory = memory
+        self.atomic = needed.atomic
         self._cohorts = cohorts
-        self._needs = needs
+        self._needed = needed
         self._pieces = pieces
+        #: Once kept: for each destination, the number of its tensor in the target's outline.
+        self._numbers: list[int] = []
         self._locate()
+
+    def keep(self, outline: Outline) -> Assembly | None:
+        """This plan without its tensors, for the next receive; None if that receive must plan by itself."""
+        needed = self._needed
+        if needed.atomic or needed.fresh:
+            return None  # The next receive needs other memory.
+        if not self._numbers:
+            numbers = outline.numbers_of([destination.tensor for destination in needed.destinations])
+            if numbers is None:
+                return None
+            self._numbers = numbers
+        for destination in needed.destinations:
+            destination.tensor = _NO_TENSOR
+        needed.prepared = replace(needed.prepared, target=None, leaves=[])
+        return self
+
+    def bind(self, cohorts: Sequence[Cohort], prepared: Prepared, outline: Outline) -> None:
+        """Give a plan that was kept the tensors of this target, and the sources' values of today."""
+        for destination, number in zip(self._needed.destinations, self._numbers, strict=True):
+            destination.tensor = outline.tensors[number]
+        self.manifest = self._needed.manifest = cohorts[0].manifest
+        self._cohorts = cohorts
+        self._needed.prepared = prepared
 
     @property
     def fingerprint(self) -> int:
         digest = xxhash.xxh3_64(parcels.fingerprint(self.cut, 0).to_bytes(8, "little"))
         for column in (self._pieces.need, self._pieces.start, self._pieces.sizes):
             digest.update(np.ascontiguousarray(column).data)
-        for need in self._needs.needs:
-            spots = [(spot.fresh, spot.leaf, at) for spot, at in need.spots]
-            digest.update(repr((need.tensor, need.block, need.wire, spots)).encode())
+        for need in self._needed.blocks:
+            destinations = [(destination.fresh, destination.leaf, at) for destination, at in need.destinations]
+            digest.update(repr((need.tensor, need.block, need.wire, destinations)).encode())
         return digest.intdigest()
 
     # -- a row for each region: a piece
 
     def _locate(self) -> None:
         """Compute where each piece lies, for pieces that have one place only."""
-        pieces, needs = self._pieces, self._needs.needs
+        pieces, blocks = self._pieces, self._needed.blocks
         dims = pieces.start.shape[1]
-        strides, begin = np.zeros((len(needs), dims), dtype=np.int64), np.zeros(len(needs), dtype=np.int64)
-        base, item = np.zeros(len(needs), dtype=np.int64), np.ones(len(needs), dtype=np.int64)
-        straight, once, converts, targeted = (np.zeros(len(needs), dtype=bool) for _ in range(4))
-        for i, need in enumerate(needs):
-            spot, at = need.spots[0]
+        strides, begin = np.zeros((len(blocks), dims), dtype=np.int64), np.zeros(len(blocks), dtype=np.int64)
+        base, item = np.zeros(len(blocks), dtype=np.int64), np.ones(len(blocks), dtype=np.int64)
+        straight, once, converts, targeted = (np.zeros(len(blocks), dtype=bool) for _ in range(4))
+        for i, need in enumerate(blocks):
+            destination, at = need.destinations[0]
             n = len(at)
-            strides[i, :n], item[i], base[i] = spot.strides, spot.item, spot.address
-            # The offset that the global tensor's first element would have with the strides of this spot.
-            begin[i] = spot.offset + sum(
-                (a - b) * s for a, b, s in zip(at, need.block.start, spot.strides, strict=True)
+            strides[i, :n], item[i], base[i] = destination.strides, destination.item, destination.address
+            # The offset that the global tensor's first element would have with the strides of this destination.
+            begin[i] = destination.offset + sum(
+                (a - b) * s for a, b, s in zip(at, need.block.start, destination.strides, strict=True)
             )
-            converts[i] = any(other.wire is not None for other, _ in need.spots)
-            once[i] = len(need.spots) == 1 and not converts[i]
-            straight[i] = once[i] and spot.signs is None
-            targeted[i] = not spot.fresh
+            converts[i] = any(other.wire is not None for other, _ in need.destinations)
+            once[i] = len(need.destinations) == 1 and not converts[i]
+            straight[i] = once[i] and destination.signs is None
+            targeted[i] = not destination.fresh
         number = pieces.need
         #: For each piece, the byte of its storage at which it begins.
         self._starts: Ints = (begin[number] + (pieces.start * strides[number]).sum(axis=1)) * item[number]
@@ -138,125 +170,127 @@ class Assembly:
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
         if not self._is_run[region]:
             return None
-        spot, _ = self._needs.needs[int(self._pieces.need[region])].spots[0]
+        destination, _ = self._needed.blocks[int(self._pieces.need[region])].destinations[0]
         start = int(self._starts[region])
-        return dense.over(spot.tensor.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
+        return dense.over(destination.tensor.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
 
     def places(self, region: int) -> list[Place]:
-        need = self._needs.needs[int(self._pieces.need[region])]
+        need = self._needed.blocks[int(self._pieces.need[region])]
         n = len(need.block.start)
         first, sizes = self._pieces.start[region, :n].tolist(), self._pieces.sizes[region, :n].tolist()
         result = []
-        for spot, at in need.spots:
-            offset = spot.offset + sum(
-                (a + f - b) * s for a, f, b, s in zip(at, first, need.block.start, spot.strides, strict=True)
+        for destination, at in need.destinations:
+            offset = destination.offset + sum(
+                (a + f - b) * s for a, f, b, s in zip(at, first, need.block.start, destination.strides, strict=True)
             )
-            kind = dense.ITEM_TYPES[spot.item] if spot.wire is None else spot.tensor.dtype
-            view = dense.over(spot.tensor.untyped_storage(), kind, offset, *merged(sizes, spot.strides))
-            result.append(Place(view, 0, spot.signs, spot.wire))
+            kind = dense.ITEM_TYPES[destination.item] if destination.wire is None else destination.tensor.dtype
+            view = dense.over(destination.tensor.untyped_storage(), kind, offset, *merged(sizes, destination.strides))
+            result.append(Place(view, 0, destination.signs, destination.wire))
         return result
 
     def tensors_of(self, regions: Bools) -> Bools:
-        needs = np.zeros(len(self._needs.needs), dtype=bool)
-        needs[self._pieces.need[regions]] = True
-        need, spot = self._spots_of_needs
-        result = np.zeros(len(self._needs.spots), dtype=bool)
-        result[spot[needs[need]]] = True
+        chosen = np.zeros(len(self._needed.blocks), dtype=bool)
+        chosen[self._pieces.need[regions]] = True
+        need, destination = self._where_blocks_land
+        result = np.zeros(len(self._needed.destinations), dtype=bool)
+        result[destination[chosen[need]]] = True
         return result
 
     @cached_property
-    def _spots_of_needs(self) -> tuple[Ints, Ints]:
-        """All pairs of a needed block and a spot that gets it, as two columns."""
-        numbers = {id(spot): i for i, spot in enumerate(self._needs.spots)}
+    def _where_blocks_land(self) -> tuple[Ints, Ints]:
+        """All pairs of a needed block and a destination that gets it, as two columns."""
+        numbers = {id(destination): i for i, destination in enumerate(self._needed.destinations)}
         pairs = [
-            (number, numbers[id(spot)])
-            for number, need in enumerate(self._needs.needs)
-            for spot in (*(spot for spot, _ in need.spots), *need.tied)
+            (number, numbers[id(destination)])
+            for number, need in enumerate(self._needed.blocks)
+            for destination in (*(destination for destination, _ in need.destinations), *need.tied)
         ]
-        need, spot = np.array(pairs, dtype=np.int64).reshape(len(pairs), 2).T
-        return need, spot
+        need, destination = np.array(pairs, dtype=np.int64).reshape(len(pairs), 2).T
+        return need, destination
 
-    # -- a row for each spot
+    # -- a row for each destination
 
     @cached_property
     def placed(self) -> Bools:
-        return np.array([not spot.fresh for spot in self._needs.spots], dtype=bool)
+        return np.array([not destination.fresh for destination in self._needed.destinations], dtype=bool)
 
     @cached_property
     def _leaves(self) -> dict[tuple[bool, int], int]:
-        """The number of each leaf that has a spot, targets first."""
-        found = sorted({(spot.fresh, spot.leaf) for spot in self._needs.spots})
+        """The number of each leaf that has a destination, targets first."""
+        found = sorted({(destination.fresh, destination.leaf) for destination in self._needed.destinations})
         return {leaf: i for i, leaf in enumerate(found)}
 
     @cached_property
     def leaf(self) -> Ints:
-        return np.array([self._leaves[spot.fresh, spot.leaf] for spot in self._needs.spots], dtype=np.int64)
+        numbers = [self._leaves[destination.fresh, destination.leaf] for destination in self._needed.destinations]
+        return np.array(numbers, dtype=np.int64)
 
     @cached_property
     def paths(self) -> Sequence[str]:
         """The path of each leaf: the target's path, or the source's path if the leaf has no target."""
-        targets: Sequence[str] = trees.paths(self._needs.prepared.root)
+        targets: Sequence[str] = trees.paths(self._needed.prepared.root)
         fresh: Sequence[str] = self.manifest.paths
         if len(self._leaves) > MANY:
             targets, fresh = list(targets), list(fresh)
         return [fresh[leaf] if is_fresh else targets[leaf] for is_fresh, leaf in self._leaves]
 
     def targets(self, tensors: Ints) -> tuple[list[torch.Tensor], list[Any]]:
-        spots = [self._needs.spots[i] for i in tensors.tolist()]
-        return [spot.own for spot in spots], [self._needs.prepared.leaves[spot.leaf] for spot in spots]
+        chosen, leaves = [self._needed.destinations[i] for i in tensors.tolist()], self._needed.prepared.leaves
+        return [destination.own for destination in chosen], [leaves[destination.leaf] for destination in chosen]
 
     def copies(self) -> Iterator[Copy]:
-        for spot in self._needs.spots:
-            if spot.final is not None and spot.tensor.numel():
+        for destination in self._needed.destinations:
+            if destination.final is not None and destination.tensor.numel():
                 # The copy has the target's signs already: they were flipped as the bytes landed in the copy.
-                yield Copy(spot.final, spot.tensor, None, True)
+                yield Copy(destination.final, destination.tensor, None, True)
 
     # -- the result
 
-    def build(self, build_context: BuildContext, kinds: Registry) -> Built:
-        needs, manifest = self._needs, self.manifest
-        targets = needs.prepared.leaves
+    def build(self, build_context: BuildContext, registry: Registry) -> Built:
+        needed, manifest = self._needed, self.manifest
+        targets = needed.prepared.leaves
         built: list[Any] = [None] * len(manifest)
         for leaf in range(len(manifest)):
             if manifest.kinds[leaf] == Leaf.VALUE:
                 built[leaf] = values.decode(manifest.detail(leaf))
-            elif leaf in needs.fresh:
-                built[leaf] = self._build(leaf, needs.fresh[leaf], build_context, kinds)
-            elif leaf in needs.partner:
-                built[leaf] = targets[needs.partner[leaf]]
+            elif leaf in needed.fresh:
+                built[leaf] = self._build(leaf, build_context, registry)
+            elif leaf in needed.partner:
+                built[leaf] = targets[needed.partner[leaf]]
         replaced = list(targets)
-        for target, (number, leaf) in needs.replaced.items():
-            blob = number == 0 and leaf in needs.fresh
+        for target, (number, leaf) in needed.replaced.items():
+            blob = number == 0 and leaf in needed.fresh
             replaced[target] = built[leaf] if blob else values.decode(self._cohorts[number].manifest.detail(leaf))
-        state = trees.unflatten(needs.result.root, needs.result.arrange(built, replaced))
-        self._examine(build_context, kinds)
+        state = trees.unflatten(needed.result.root, needed.result.arrange(built, replaced))
+        self._examine(build_context, registry)
         settling = [
             (leaf, targets[partner])
-            for leaf, partner in needs.partner.items()
-            if leaf not in needs.fresh and self._is_unsharded_composite(leaf)
+            for leaf, partner in needed.partner.items()
+            if leaf not in needed.fresh and self._is_unsharded_composite(leaf)
         ]
         return Built(state, settling)
 
     def _is_unsharded_composite(self, leaf: int) -> bool:
         return self.manifest.kinds[leaf] == Leaf.COMPOSITE and not is_sharded(self.manifest.detail(leaf))
 
-    def _examine(self, build_context: BuildContext, kinds: Registry) -> None:
+    def _examine(self, build_context: BuildContext, registry: Registry) -> None:
         """Check the copies of composite leaves for consistency, before any target is written."""
         aside: dict[int, list[torch.Tensor]] = {}
-        for spot in self._needs.spots:
-            if spot.final is not None:
-                aside.setdefault(spot.leaf, []).append(spot.tensor)
-        for leaf, partner in self._needs.partner.items():
+        for destination in self._needed.destinations:
+            if destination.final is not None:
+                aside.setdefault(destination.leaf, []).append(destination.tensor)
+        for leaf, partner in self._needed.partner.items():
             if partner in aside and self._is_unsharded_composite(leaf):
-                landing.examine(self.manifest, leaf, iter(aside[partner]), build_context, kinds)
+                landing.examine(self.manifest, leaf, iter(aside[partner]), build_context, registry)
 
-    def _build(self, leaf: int, spots: Sequence[Spot], build_context: BuildContext, kinds: Registry) -> Any:
-        manifest = self.manifest
-        first = int(manifest.first_parts[leaf])
+    def _build(self, leaf: int, build_context: BuildContext, registry: Registry) -> Any:
+        """Build a fresh leaf."""
+        manifest, fresh = self.manifest, self._needed.fresh[leaf]
+        flags = manifest.tensors.flags[manifest.first_tensors[leaf] : manifest.first_tensors[leaf + 1]].tolist()
         try:
-            parts = [dense.dress(spot.tensor, int(manifest.parts.flags[first + k])) for k, spot in enumerate(spots)]
+            tensors = [dense.dress(destination.tensor, own) for destination, own in zip(fresh, flags, strict=True)]
         except ValueError as error:
             raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
         if manifest.kinds[leaf] == Leaf.TENSOR:
-            return parts[0]
-        return landing.close(manifest, leaf, iter(parts), build_context, kinds)
+            return tensors[0]
+        return landing.close(manifest, leaf, iter(tensors), build_context, registry)

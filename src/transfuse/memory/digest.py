@@ -12,21 +12,28 @@ from typing import Any
 import torch
 import xxhash
 
-__all__ = ["WIDE_BYTES", "digest_of", "wide_digest_of"]
+__all__ = ["WIDE_BYTES", "digest_at", "digest_of", "wide_digest_of"]
 
 WIDE_BYTES = 16
 
 
 def digest_of(data: torch.Tensor) -> int:
     """The 64-bit digest of the bytes of a contiguous uint8 tensor, on any device."""
-    return xxhash.xxh3_64_intdigest(_memory(data.cpu()))
+    host = data.cpu()  # Kept until it has been hashed: it may be a copy that nothing else refers to.
+    return xxhash.xxh3_64_intdigest(_memory(host))
+
+
+def digest_at(address: int, nbytes: int) -> int:
+    """The 64-bit digest of bytes in main memory."""
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * nbytes).from_address(address))
 
 
 def wide_digest_of(data: torch.Tensor) -> bytes:
     """The 128-bit digest of the bytes of a contiguous uint8 tensor, on any device."""
-    return xxhash.xxh3_128_digest(_memory(data.cpu()))
+    host = data.cpu()
+    return xxhash.xxh3_128_digest(_memory(host))
 
 
-def _memory(data: torch.Tensor) -> Any:
+def _memory(host: torch.Tensor) -> Any:
     # By address: after numpy() a storage can never be resized again, and FSDP resizes its storages.
-    return (ctypes.c_char * data.numel()).from_address(data.data_ptr())
+    return (ctypes.c_char * host.numel()).from_address(host.data_ptr())

@@ -8,6 +8,7 @@ which regions have been written and which leaves have arrived, and with ``atomic
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import compress
 from operator import is_not
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from transfuse.errors import UnsupportedLeaf
-from transfuse.memory.arena import FreshMemory
+from transfuse.memory.fresh import FreshMemory
 from transfuse.memory.packing import Place
 from transfuse.plan.parcels import Parcels
 from transfuse.plan.shares import Shares
@@ -125,7 +126,7 @@ class Plan(Protocol):
 
     # -- the result
 
-    def build(self, build_context: BuildContext, kinds: Registry) -> Built:
+    def build(self, build_context: BuildContext, registry: Registry) -> Built:
         """Build the state from the landed bytes. With ``atomic`` no target is written yet."""
 
 
@@ -137,6 +138,9 @@ class Landing:
         #: For each region, whether some of its memory may have been written.
         self._touched: Bools = np.zeros(len(plan.cut.regions), dtype=bool)
         self._applied = False
+        #: Whether something was written since autograd was told.
+        self._untold = False
+        self._built: Built | None = None
 
     @property
     def cut(self) -> Parcels:
@@ -185,6 +189,7 @@ class Landing:
         """Record that memory of these regions is about to be written."""
         if isinstance(regions, range) and regions.step == 1:
             regions = slice(regions.start, regions.stop)
+        self._untold = True
         self._touched[regions if isinstance(regions, slice) else np.asarray(regions, dtype=np.int64)] = True
 
     def torn(self) -> tuple[str, ...]:
@@ -193,6 +198,9 @@ class Landing:
 
     def bump_versions(self) -> None:
         """Tell autograd which targets have changed: the tensors themselves, and the composite leaves around them."""
+        if not self._untold:
+            return
+        self._untold = False
         written = np.flatnonzero(self._written())
         if not len(written):
             return
@@ -242,6 +250,7 @@ class Landing:
     def _apply_copies(self) -> None:
         """Write the targets. Called when everything has arrived and every step that can fail is done."""
         self._applied = self._plan.atomic
+        self._untold = self._untold or self._applied
         for target, tensor, signs, _ in self._plan.copies():
             mine, theirs = dense.raw(target), dense.raw(tensor)
             if signs is not None:
@@ -254,35 +263,42 @@ class Landing:
 
     # -- the result
 
-    def finish(self, build_context: BuildContext, kinds: Registry) -> Any:
+    def work_ahead(self, build_context: BuildContext, registry: Registry) -> None:
+        """Do what :meth:`finish` and :meth:`bump_versions` would do later, once nothing lands any more."""
+        self.bump_versions()
+        if not self._plan.atomic:
+            with suppress(Exception):  # ``finish`` will raise it.
+                self._built = self._plan.build(build_context, registry)
+
+    def finish(self, build_context: BuildContext, registry: Registry) -> Any:
         """Build the state from the landed bytes; with ``atomic``, write the targets now."""
-        built = self._plan.build(build_context, kinds)
+        built = self._built or self._plan.build(build_context, registry)
         self._apply_copies()
         manifest = self._plan.manifest
         for leaf, target in built.settling:
             try:
-                kinds.settle(manifest.detail(leaf), target)
+                registry.settle(manifest.detail(leaf), target)
             except ValueError as error:
                 raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
         return built.state
 
 
 def examine(
-    manifest: Manifest, leaf: int, parts: Iterator[torch.Tensor], build_context: BuildContext, kinds: Registry
+    manifest: Manifest, leaf: int, tensors: Iterator[torch.Tensor], build_context: BuildContext, registry: Registry
 ) -> None:
     """Check the tensors that have landed for a composite leaf, before its target is written."""
     try:
-        kinds.examine(manifest.detail(leaf), parts, build_context)
+        registry.examine(manifest.detail(leaf), tensors, build_context)
     except ValueError as error:
         raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
 
 
 def close(
-    manifest: Manifest, leaf: int, parts: Iterator[torch.Tensor], build_context: BuildContext, kinds: Registry
+    manifest: Manifest, leaf: int, tensors: Iterator[torch.Tensor], build_context: BuildContext, registry: Registry
 ) -> Any:
     """Build a composite leaf from its fresh tensors."""
     try:
-        return kinds.close(manifest.detail(leaf), parts, build_context)
+        return registry.close(manifest.detail(leaf), tensors, build_context)
     except CannotCarry as reason:
         raise UnsupportedLeaf(manifest.paths[leaf], str(reason)) from reason
     except ValueError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from transfuse.errors import StateError
-from transfuse.memory import vm
+from transfuse.memory import streams, vm
 from transfuse.memory.digest import digest_of, wide_digest_of
-from transfuse.plan.parcels import Parcels, Piece
+from transfuse.plan.parcels import Extent, Parcels
 from transfuse.plan.regions import Regions
 from transfuse.state.leaves import dense
 from transfuse.state.manifest import Ints
@@ -31,9 +31,11 @@ __all__ = [
     "Place",
     "Places",
     "Staging",
+    "address_of",
     "as_bytes",
     "check_reach",
     "digests_of",
+    "in_main_memory",
     "pack",
     "place_in_storage",
     "place_in_tensor",
@@ -44,6 +46,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_CPU = torch.device("cpu")
 
 #: How many parcels a thread takes at a time to hash.
 HASHED_TOGETHER = 16
@@ -125,9 +129,17 @@ def as_bytes(places: Places, parcels: Parcels, parcel: int, device: torch.device
     """A parcel's bytes where they lie, if they are one run of memory on ``device`` (no staging needed); else None."""
     if int(parcels.count[parcel]) != 1:
         return None
-    (piece,) = parcels.pieces(parcel)
-    run = places.run(piece.region, piece.low, piece.high)
+    (extent,) = parcels.extents(parcel)
+    run = places.run(extent.region, extent.low, extent.high)
     return run if run is not None and run.device == device else None
+
+
+def address_of(places: Places, parcels: Parcels, parcel: int) -> int:
+    """The address of a parcel if it is one run of main memory; otherwise 0."""
+    if parcels.count[parcel] != 1:
+        return 0
+    address = int(places.addresses[parcels.first[parcel]])
+    return address and address + int(parcels.low[parcel])
 
 
 def ranges(places: Places, parcels: Parcels, parcel: int) -> tuple[vm.Ranges, Ints] | None:
@@ -141,8 +153,17 @@ def ranges(places: Places, parcels: Parcels, parcel: int) -> tuple[vm.Ranges, In
     return vm.ranges(addresses, parcels.regions.nbytes[regions]), positions
 
 
+def in_main_memory(places: Places, parcels: Parcels, parcel: int) -> bool:
+    """Whether all of a parcel lies in main memory, each of its regions in one run."""
+    regions, _ = parcels.columns(parcel)
+    return bool(places.addresses[regions].all())
+
+
 def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> torch.Tensor:
-    """Copy a parcel's bytes from their places into ``buffer``; return the slice of it that is filled."""
+    """Copy a parcel's bytes from their places into ``buffer``; return the slice of it that is filled.
+
+    If the parcel lies on an accelerator and the buffer is pinned, the copy is only queued on this thread's stream.
+    """
     filled = buffer[: int(parcels.nbytes[parcel])]
     memory = ranges(places, parcels, parcel) if filled.is_cpu else None
     if memory is not None:
@@ -151,41 +172,76 @@ def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) ->
             filled.zero_()
         if _gather(theirs, vm.ranges(positions + filled.data_ptr(), theirs[:, 1]), places, parcels, parcel):
             return filled
-    used = 0
-    runs, slots = [], []
-    for piece in parcels.pieces(parcel):
-        if piece.position > used:
-            buffer[used : piece.position].zero_()
-        used = piece.position + piece.high - piece.low
-        run = places.run(piece.region, piece.low, piece.high)
-        if run is None:
-            _copy(places.places(piece.region)[0], piece, buffer, out=True)
-        else:
-            runs.append(run)
-            slots.append(buffer[piece.position : used])
-    if runs:
-        torch._foreach_copy_(slots, runs)
-    return filled
+    extents = _find(places, parcels, parcel)
+    home = _home(places, extents)
+    if home is None or home == filled.device:
+        return _pack_here(places, extents, filled)
+    # Pack on the device first: then there is one copy between devices for the whole parcel, and none for each tensor.
+    packed = _pack_here(places, extents, torch.empty_like(filled, device=home))
+    return filled.copy_(packed, non_blocking=filled.is_cpu and filled.is_pinned())
 
 
 def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> None:
-    """Copy a parcel's bytes from ``buffer`` to all their places."""
+    """Copy a parcel's bytes from ``buffer`` to all their places.
+
+    If these lie on an accelerator, the copies are only queued on this thread's stream: keep the buffer until then.
+    """
     memory = ranges(places, parcels, parcel) if buffer.is_cpu else None
     if memory is not None:
         mine, positions = memory
         if _gather(vm.ranges(positions + buffer.data_ptr(), mine[:, 1]), mine, places, parcels, parcel, write=True):
             return
+    extents = _find(places, parcels, parcel)
+    home = _home(places, extents)
+    if home is not None and home != buffer.device:
+        # One copy between devices for the whole parcel. There it is copied to its places.
+        buffer = buffer[: int(parcels.nbytes[parcel])]
+        buffer = buffer.to(home, non_blocking=buffer.is_cpu and buffer.is_pinned())
     runs, slots = [], []
-    for piece in parcels.pieces(parcel):
-        run = places.run(piece.region, piece.low, piece.high)
+    for extent, run in extents:
         if run is None:
-            for place in places.places(piece.region):
-                _copy(place, piece, buffer, out=False)
+            for place in places.places(extent.region):
+                _copy(place, extent, buffer, out=False)
         else:
             runs.append(run)
-            slots.append(buffer[piece.position : piece.position + piece.high - piece.low])
+            slots.append(buffer[extent.position : extent.position + extent.high - extent.low])
     if runs:
         torch._foreach_copy_(runs, slots)
+
+
+#: The extents of a parcel, each with its memory if that is one run.
+_Extents = list[tuple[Extent, torch.Tensor | None]]
+
+
+def _find(places: Places, parcels: Parcels, parcel: int) -> _Extents:
+    return [(extent, places.run(extent.region, extent.low, extent.high)) for extent in parcels.extents(parcel)]
+
+
+def _home(places: Places, extents: _Extents) -> torch.device | None:
+    """The accelerator on which all extents lie; None if they lie in main memory, or on several devices."""
+    if not streams.are_involved():
+        return None
+    homes: set[torch.device] = set()
+    for extent, run in extents:
+        homes.update([run.device] if run is not None else (place.view.device for place in places.places(extent.region)))
+    return homes.pop() if len(homes) == 1 and streams.are_entered(homes) else None
+
+
+def _pack_here(places: Places, extents: _Extents, buffer: torch.Tensor) -> torch.Tensor:
+    used = 0
+    runs, slots = [], []
+    for extent, run in extents:
+        if extent.position > used:
+            buffer[used : extent.position].zero_()
+        used = extent.position + extent.high - extent.low
+        if run is None:
+            _copy(places.places(extent.region)[0], extent, buffer, out=True)
+        else:
+            runs.append(run)
+            slots.append(buffer[extent.position : used])
+    if runs:
+        torch._foreach_copy_(slots, runs)
+    return buffer
 
 
 def digests_of(parcels: Parcels, places: Places, numbers: Sequence[int]) -> list[int]:
@@ -200,21 +256,17 @@ def wide_digests_of(parcels: Parcels, places: Places, numbers: Sequence[int]) ->
 
 def _hash(parcels: Parcels, places: Places, numbers: Sequence[int], digest: Callable[[torch.Tensor], T]) -> list[T]:
     """Hash these parcels in several threads."""
-    cpu = torch.device("cpu")
     result: list[T | None] = [None] * len(numbers)
     errors: list[BaseException] = []
     supply = iter(range(0, len(numbers), HASHED_TOGETHER))
+    inherited = streams.inherit()
 
     def work() -> None:
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with inherited(), torch.inference_mode(False), torch.no_grad():
                 while not errors and (first := next(supply, None)) is not None:
-                    for i in range(first, min(first + HASHED_TOGETHER, len(numbers))):
-                        number = numbers[i]
-                        data = as_bytes(places, parcels, number, cpu)
-                        if data is None:
-                            buffer = torch.empty(int(parcels.nbytes[number]), dtype=torch.uint8)
-                            data = pack(places, parcels, number, buffer)
+                    some = numbers[first : first + HASHED_TOGETHER]
+                    for i, data in enumerate(_brought(parcels, places, some), first):
                         result[i] = digest(data)
         except BaseException as error:
             errors.append(error)
@@ -224,6 +276,25 @@ def _hash(parcels: Parcels, places: Places, numbers: Sequence[int], digest: Call
     if errors:
         raise errors[0]
     return cast("list[T]", result)
+
+
+def _brought(parcels: Parcels, places: Places, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The bytes of parcels in main memory: where they lie, or copied there."""
+    homes = {_home(places, _find(places, parcels, number)) for number in numbers} if streams.are_involved() else {None}
+    home = homes.pop() if len(homes) == 1 else None
+    if home is not None:
+        # All lie on one accelerator: pack them there, and copy them together.
+        sizes = [int(parcels.nbytes[number]) for number in numbers]
+        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=home)
+        for number, slot in zip(numbers, torch.split(packed, sizes), strict=True):
+            pack(places, parcels, number, slot)
+        yield from torch.split(packed.cpu(), sizes)
+        return
+    for number in numbers:
+        data = as_bytes(places, parcels, number, _CPU)
+        if data is None:
+            data = pack(places, parcels, number, torch.empty(int(parcels.nbytes[number]), dtype=torch.uint8))
+        yield data
 
 
 def check_reach(places: Places, regions: Ints, memory: vm.Ranges, *, write: bool) -> None:
@@ -259,46 +330,58 @@ def _gather(
     return True
 
 
-def _copy(place: Place, piece: Piece, buffer: torch.Tensor, *, out: bool) -> None:
+def _copy(place: Place, extent: Extent, buffer: torch.Tensor, *, out: bool) -> None:
     view, item = place.view, place.item
-    staged = buffer[piece.position : piece.position + piece.high - piece.low].view(place.wire or view.dtype)
+    staged = buffer[extent.position : extent.position + extent.high - extent.low].view(place.wire or view.dtype)
     at = 0
-    for first, shape in blocks(view.shape[place.lead :], piece.low // item, piece.high // item):
-        part = view
+    for first, shape in blocks(view.shape[place.lead :], extent.low // item, extent.high // item):
+        section = view
         for dim, (start, length) in enumerate(zip(first, shape, strict=True), place.lead):
-            part = part.narrow(dim, start, length)
+            section = section.narrow(dim, start, length)
         count = 1
         for length in shape:
             count *= length
         mirror = staged[at : at + count].view(shape)
         if out:
-            mirror.copy_(part[(0,) * place.lead])
+            mirror.copy_(section[(0,) * place.lead])
             if place.signs is not None:
                 place.signs.flip(staged[at : at + count])
         elif place.signs is not None:
             flipped = staged[at : at + count].clone()
             place.signs.flip(flipped)
-            part.copy_(flipped.view(shape))
+            section.copy_(flipped.view(shape))
         else:
-            part.copy_(mirror)
+            section.copy_(mirror)
         at += count
 
 
 class Staging:
-    """The buffers of one conversation. A parcel under way has a buffer; a few free buffers are kept for the next."""
+    """The buffers of one conversation. A parcel under way has a buffer; a few free buffers are kept for the next.
+
+    A receiver that passes parcels on has one for both its neighbours, so several threads may use it.
+
+    Buffers in main memory are pinned if the conversation involves an accelerator, so that copies need not wait.
+    """
 
     def __init__(self, keep_bytes: int, device: torch.device) -> None:
         self._keep_bytes = keep_bytes
-        self._device = device
+        self.device = device
+        self._pinned = device.type == "cpu" and streams.are_involved()
         self._free: list[torch.Tensor] = []
+        self._free_bytes = 0
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A buffer of at least ``nbytes`` and at most twice as many."""
-        for i, buffer in enumerate(self._free):
-            if nbytes <= buffer.numel() <= 2 * nbytes:
-                return self._free.pop(i)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        with self._lock:
+            for i, buffer in enumerate(self._free):
+                if nbytes <= buffer.numel() <= 2 * nbytes:
+                    self._free_bytes -= buffer.numel()
+                    return self._free.pop(i)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        if sum(free.numel() for free in self._free) + buffer.numel() <= self._keep_bytes:
-            self._free.append(buffer)
+        with self._lock:
+            if self._free_bytes + buffer.numel() <= self._keep_bytes:
+                self._free_bytes += buffer.numel()
+                self._free.append(buffer)

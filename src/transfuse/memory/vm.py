@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AVAILABLE", "Ranges", "ReadFailed", "copy", "join", "peek", "ranges", "read", "run_in", "threads"]
+__all__ = ["AVAILABLE", "Ranges", "ReadFailed", "copy", "join", "peek", "ranges", "read", "run_in", "split", "threads"]
 
 #: Rows of (address, length in bytes), laid out as the kernel's ``struct iovec``.
 Ranges = npt.NDArray[np.uint64]
@@ -76,7 +76,9 @@ def join(theirs: Ranges, mine: Ranges) -> tuple[Ranges, Ranges]:
     return ranges(theirs[first, 0], sizes), ranges(mine[first, 0], sizes)
 
 
-def _split(theirs: Ranges, mine: Ranges, call_bytes: int) -> tuple[Ranges, Ranges, npt.NDArray[np.int64]]:
+def split(
+    theirs: Ranges, mine: Ranges, call_bytes: int, call_ranges: int = MAX_RANGES
+) -> tuple[Ranges, Ranges, npt.NDArray[np.int64]]:
     """Split pairs longer than a call. Return all pairs, and the row at which each call begins (and the last ends)."""
     sizes = theirs[:, 1].astype(np.int64)
     pieces = -(-sizes // call_bytes)
@@ -91,7 +93,7 @@ def _split(theirs: Ranges, mine: Ranges, call_bytes: int) -> tuple[Ranges, Range
     while starts[-1] < len(sizes):
         begun = int(ends[starts[-1] - 1]) if starts[-1] else 0
         by_bytes = int(np.searchsorted(ends, begun + call_bytes, side="right"))
-        starts.append(max(starts[-1] + 1, min(by_bytes, starts[-1] + MAX_RANGES)))
+        starts.append(max(starts[-1] + 1, min(by_bytes, starts[-1] + call_ranges)))
     return np.ascontiguousarray(theirs), np.ascontiguousarray(mine), np.array(starts, dtype=np.int64)
 
 
@@ -112,7 +114,7 @@ def read(
     ranges, may be written. After each call ``went_on(nbytes)`` is called with the bytes that the call asked for. An
     exception from either ends the read. :class:`ReadFailed` means that the process cannot be read at all.
     """
-    split_theirs, split_mine, starts = _split(theirs, mine, call_bytes or CALL_BYTES)
+    split_theirs, split_mine, starts = split(theirs, mine, call_bytes or CALL_BYTES)
     upto = np.concatenate([[0], np.cumsum(split_theirs[:, 1].astype(np.int64))])[starts]
     calls = itertools.count()
     failed: list[int] = []

@@ -180,13 +180,13 @@ class _Linking:
             )
 
     def _rename(self, rule: AnyRule | str, source: str | Slice, name: str, target: str) -> None:
-        leaf, place = self._source(rule, name), self._target(rule, name, target)
-        if leaf is None or place is None:
+        leaf, target_leaf = self._source(rule, name), self._target(rule, name, target)
+        if leaf is None or target_leaf is None:
             return
-        shape, into = self.sources.shapes[leaf], self.targets.shapes[place]
+        shape, into = self.sources.shapes[leaf], self.targets.shapes[target_leaf]
         if shape is None and not isinstance(source, Slice):
             if into is None:
-                self.links.append(Link(leaf, place, (), (), ()))
+                self.links.append(Link(leaf, target_leaf, (), (), ()))
             else:
                 self._problem(
                     rule, name, f"a plain value cannot become the tensor {target!r}; map it to a value, or leave it out"
@@ -209,12 +209,12 @@ class _Linking:
                 "with Slice, Split or Concat",
             )
         else:
-            self.links.append(Link(leaf, place, start, (0,) * len(into), sizes))
+            self.links.append(Link(leaf, target_leaf, start, (0,) * len(into), sizes))
 
     def _concat(self, rule: Concat, captures: tuple[str, ...]) -> None:
         target, names = _fill(rule.target, captures), [_fill(path_of(source), captures) for source in rule.sources]
         present = next(name for name in names if name in self.sources.index)
-        place = self._target(rule, present, target)
+        target_leaf = self._target(rule, present, target)
         blocks: list[tuple[str, int, Shape, Shape]] = []
         for source, name in zip(rule.sources, names, strict=True):
             if name not in self.sources.index:
@@ -229,9 +229,9 @@ class _Linking:
             block = None if leaf is None else self._block(rule, source, name, leaf)
             if leaf is not None and block is not None:
                 blocks.append((name, leaf, *block))
-        if place is None or len(blocks) < len(names):
+        if target_leaf is None or len(blocks) < len(names):
             return
-        into = self.targets.shapes[place]
+        into = self.targets.shapes[target_leaf]
         if into is None:
             self._problem(rule, target, "a plain value cannot be made of tensors; expected a tensor in the target")
             return
@@ -249,7 +249,7 @@ class _Linking:
                     "correct dim, or the sources",
                 )
                 continue
-            links.append(Link(leaf, place, start, (*[0] * axis, at, *[0] * (len(into) - axis - 1)), sizes))
+            links.append(Link(leaf, target_leaf, start, (*[0] * axis, at, *[0] * (len(into) - axis - 1)), sizes))
             at += sizes[axis]
         if fits and at != into[axis]:
             partly = "which is only partly covered" if at < into[axis] else "which is too small"
@@ -264,7 +264,7 @@ class _Linking:
 
     def _split(self, rule: Split, captures: tuple[str, ...]) -> None:
         name, targets = _fill(rule.source, captures), [_fill(target, captures) for target in rule.targets]
-        leaf, places = self._source(rule, name), [self._target(rule, name, target) for target in targets]
+        leaf, target_leaves = self._source(rule, name), [self._target(rule, name, target) for target in targets]
         if leaf is None:
             return
         shape = self.sources.shapes[leaf]
@@ -275,11 +275,11 @@ class _Linking:
         if axis is None:
             return
         fits, links, at = True, [], 0
-        for number, (target, place) in enumerate(zip(targets, places, strict=True)):
-            if place is None:
+        for number, (target, target_leaf) in enumerate(zip(targets, target_leaves, strict=True)):
+            if target_leaf is None:
                 fits = False
                 continue
-            into = self.targets.shapes[place]
+            into = self.targets.shapes[target_leaf]
             if into is None:
                 fits = False
                 self._problem(
@@ -305,7 +305,7 @@ class _Linking:
                 )
                 continue
             start = (*[0] * axis, at, *[0] * (len(into) - axis - 1))
-            links.append(Link(leaf, place, start, (0,) * len(into), into))
+            links.append(Link(leaf, target_leaf, start, (0,) * len(into), into))
             at += into[axis]
         if fits and at != shape[axis]:
             self._problem(

@@ -36,38 +36,38 @@ class Cohort:
         self.manifest = manifest
         self.members = dict(members)
         self.holdings = Holdings(manifest)
-        self._kinds = Registry(Limits())
+        self._registry = Registry(Limits())
         self._holds_none: dict[int, bool] = {}
         self._everybody: Who = frozenset(members)
         #: For a mesh and some of its dimensions: the sources at each coordinate along these dimensions.
-        self._by_place: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], Who]] = {}
+        self._by_coordinate: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], Who]] = {}
 
-    def who(self, holding: Holding, block: Block, place: Coordinate = None) -> Who:
-        """The sources that hold a block that no cut divides; with ``place``, only those at that mesh coordinate."""
+    def who(self, holding: Holding, block: Block, coordinate: Coordinate = None) -> Who:
+        """The sources that hold a block that no cut divides; with ``coordinate``, only those at it in the mesh."""
         key = holding.who(block)
         if key is None:
             return frozenset()
         mesh, fixed = key
         if mesh < 0:
             return self._everybody
-        if place is not None:
-            if len(place) != len(fixed) or any(f not in (-1, p) for f, p in zip(fixed, place, strict=True)):
+        if coordinate is not None:
+            if len(coordinate) != len(fixed) or any(f not in (-1, i) for f, i in zip(fixed, coordinate, strict=True)):
                 return frozenset()  # The sources at that coordinate do not hold the block.
-            fixed = place
+            fixed = coordinate
         dims = tuple(d for d, there in enumerate(fixed) if there >= 0)
-        found = self._by_place.get((mesh, dims))
+        found = self._by_coordinate.get((mesh, dims))
         if found is None:
-            found = self._by_place[mesh, dims] = self._sort(mesh, dims, len(fixed))
+            found = self._by_coordinate[mesh, dims] = self._sort(mesh, dims, len(fixed))
         return found.get(tuple(fixed[d] for d in dims), frozenset())
 
     def _sort(self, mesh: int, dims: tuple[int, ...], ndim: int) -> dict[tuple[int, ...], Who]:
         """The sources by their coordinates along some dimensions of a mesh."""
         found: dict[tuple[int, ...], list[int]] = {}
-        for rank, places in self.members.items():
-            own = places[mesh] if mesh < len(places) else None
+        for rank, coordinates in self.members.items():
+            own = coordinates[mesh] if mesh < len(coordinates) else None
             if own is not None and len(own) == ndim:
                 found.setdefault(tuple(own[d] for d in dims), []).append(rank)
-        return {place: frozenset(ranks) for place, ranks in found.items()}
+        return {coordinate: frozenset(ranks) for coordinate, ranks in found.items()}
 
     @cached_property
     def names(self) -> list[str]:
@@ -86,7 +86,7 @@ class Cohort:
 
     def dtype(self, leaf: int, tensor: int) -> torch.dtype:
         manifest = self.manifest
-        first, end = manifest.first_parts[leaf : leaf + 2].tolist()
+        first, end = manifest.first_tensors[leaf : leaf + 2].tolist()
         if first + tensor < end:
             return manifest.dtype_of(first + tensor)
         # A ShardedTensor of which the described rank holds no shard.
@@ -100,7 +100,7 @@ class Cohort:
 
     def is_blob(self, leaf: int) -> bool:
         """Whether a leaf is a blob (a numpy array, an object): it travels as bytes, and the receiver gets a value."""
-        return self.manifest.kinds[leaf] == Leaf.COMPOSITE and self._kinds.is_blob(self.manifest.detail(leaf))
+        return self.manifest.kinds[leaf] == Leaf.COMPOSITE and self._registry.is_blob(self.manifest.detail(leaf))
 
     def is_value(self, leaf: int) -> bool:
         return self.manifest.kinds[leaf] == Leaf.VALUE
@@ -128,10 +128,10 @@ class Cohort:
 
     def signs(self, leaf: int, number: int) -> int:
         """A tensor's conjugate and negative bits."""
-        first, end = self.manifest.first_parts[leaf : leaf + 2].tolist()
+        first, end = self.manifest.first_tensors[leaf : leaf + 2].tolist()
         if first + number >= end:
             return 0
-        return int(self.manifest.parts.flags[first + number]) & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
+        return int(self.manifest.tensors.flags[first + number]) & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
 
     def holds_none(self, leaf: int) -> bool:
         """Whether no source of the cohort holds an element of a sharded leaf: then nobody knows what it is tied to."""
@@ -141,37 +141,37 @@ class Cohort:
         return known
 
     def _look_for_none(self, leaf: int) -> bool:
-        first, end = self.manifest.first_parts[leaf : leaf + 2].tolist()
-        if self.shape(leaf) is None or self.manifest.parts.numel[first:end].any():
+        first, end = self.manifest.first_tensors[leaf : leaf + 2].tolist()
+        if self.shape(leaf) is None or self.manifest.tensors.numel[first:end].any():
             return False
         holding = self.holdings.of(leaf, 0)
         if isinstance(holding, Listed):
             return not any(block.numel for block in holding.blocks)
         if not isinstance(holding, Spread):
             return False
-        places = [own[holding.mesh] if holding.mesh < len(own) else None for own in self.members.values()]
-        return all(place is None or 0 in holding.layout.local_shape(place) for place in places)
+        coordinates = [own[holding.mesh] if holding.mesh < len(own) else None for own in self.members.values()]
+        return all(own is None or 0 in holding.layout.local_shape(own) for own in coordinates)
 
     @cached_property
     def aliases(self) -> dict[int, int]:
         """For each leaf of one tensor that is the same memory as an earlier leaf (tied weights): the earlier leaf."""
-        manifest, parts = self.manifest, self.manifest.parts
+        manifest, tensors = self.manifest, self.manifest.tensors
         result: dict[int, int] = {}
-        if not len(parts):
+        if not len(tensors):
             return result
-        used = np.bincount(parts.storage, minlength=len(manifest.storages))
+        used = np.bincount(tensors.storage, minlength=len(manifest.storages))
         first: dict[tuple[Any, ...], int] = {}
-        for part in np.flatnonzero((used > 1)[parts.storage] & (parts.numel > 0)).tolist():
-            leaf = manifest.leaf_of(part)
-            if manifest.first_parts[leaf + 1] - manifest.first_parts[leaf] != 1:
+        for row in np.flatnonzero((used > 1)[tensors.storage] & (tensors.numel > 0)).tolist():
+            leaf = manifest.leaf_of(row)
+            if manifest.first_tensors[leaf + 1] - manifest.first_tensors[leaf] != 1:
                 continue
             key = (
-                int(parts.storage[part]),
-                int(parts.offset[part]),
-                int(parts.dtype[part]),
+                int(tensors.storage[row]),
+                int(tensors.offset[row]),
+                int(tensors.dtype[row]),
                 self.signs(leaf, 0),
-                parts.shape(part),
-                parts.stride(part),
+                tensors.shape(row),
+                tensors.stride(row),
                 repr(manifest.detail(leaf)),
             )
             if key in first:

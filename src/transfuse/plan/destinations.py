@@ -1,4 +1,4 @@
-"""Destinations (``Spot``): the receiver's tensors in which blocks land. And the blocks needed to fill them."""
+"""Destinations: the receiver's tensors in which blocks land. And the blocks needed to fill them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transfuse.state.leaves.codec import Coordinate
 from transfuse.state.leaves.dense import Signs
 from transfuse.state.leaves.layout import Block
 
-__all__ = ["Global", "Need", "Spot"]
+__all__ = ["Destination", "Global", "NeededBlock"]
 
 
 @dataclass(eq=False)
-class Spot:
-    """A destination: a tensor that blocks land in, of the target or fresh."""
+class Destination:
+    """A tensor that blocks land in, of the target or fresh."""
 
     tensor: torch.Tensor
     #: The number of the target's leaf, or, if ``fresh``, of the leaf of the first cohort, which then has no target.
@@ -47,7 +47,7 @@ class Spot:
         """The tensor that holds the result in the end: ``final`` with ``atomic``, otherwise ``tensor``."""
         return self.tensor if self.final is None else self.final
 
-    def is_same(self, other: Spot) -> bool:
+    def is_same(self, other: Destination) -> bool:
         """Whether another destination is the same memory and gets the same bytes for the same block."""
         a, b = self.own, other.own
         return (
@@ -64,17 +64,18 @@ class Global(NamedTuple):
     number: int
 
 
-class Need(NamedTuple):
+class NeededBlock(NamedTuple):
     """A needed block of a global tensor, the dtype in which it travels, and its destinations."""
 
     tensor: Global
     block: Block
     #: The dtype on the wire; None for the source's dtype.
     wire: torch.dtype | None
-    item: int
     #: Of a Partial DTensor: only sources at this coordinate of the mesh have the right values. Otherwise None.
-    place: Coordinate
+    coordinate: Coordinate
+    #: How many bytes one item has on the wire.
+    item: int
     #: Destinations, and where in each the block begins.
-    spots: list[tuple[Spot, tuple[int, ...]]]
-    #: Further destinations in the same memory as one of ``spots`` (tied targets): nothing more is written for them.
-    tied: list[Spot]
+    destinations: list[tuple[Destination, tuple[int, ...]]]
+    #: Further destinations in the same memory as one of these (tied targets): nothing more is written for them.
+    tied: list[Destination]

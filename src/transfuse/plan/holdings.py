@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 
 from transfuse.state.leaves.codec import Coordinate
-from transfuse.state.leaves.distributed import DTensorMeta, ShardedTensorCodec, layout_of, place_in
+from transfuse.state.leaves.distributed import DTensorMeta, ShardedTensorCodec, checked_coordinate, layout_of
 from transfuse.state.leaves.layout import Block, Layout, Run, intersect
 from transfuse.state.leaves.spec import DTENSOR, Spec, is_sharded
 from transfuse.state.manifest import Leaf, Manifest
 
 __all__ = ["Holding", "Holdings", "Listed", "Spread", "Whole"]
 
-#: A part, and for each dimension the runs of the global tensor that the part consists of.
-Piece = tuple[int, Sequence[Sequence[Run]]]
+#: The number of a tensor in the manifest, and for each dimension the runs of the global tensor that it consists of.
+Shard = tuple[int, Sequence[Sequence[Run]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,18 +30,18 @@ class Holding:
 
     #: The shape of the global tensor.
     shape: tuple[int, ...]
-    #: The pieces that the described rank holds.
-    pieces: Sequence[Piece]
+    #: The shards that the described rank holds.
+    shards: Sequence[Shard]
 
     def find(self, block: Block) -> tuple[int, tuple[int, ...]]:
-        """The part of the described rank that holds a block, and where in the part the block begins.
+        """The number of the described rank's tensor that holds a block, and where in that tensor the block begins.
 
         ``ValueError`` if this rank does not hold the block.
         """
-        for part, runs in self.pieces:
+        for row, runs in self.shards:
             at = [_find(some, start, size) for some, start, size in zip(runs, block.start, block.sizes, strict=True)]
             if None not in at:
-                return part, tuple(place for place in at if place is not None)
+                return row, tuple(index for index in at if index is not None)
         raise ValueError(f"this rank does not hold block {block} of a tensor of shape {self.shape}")
 
     def cuts(self, dim: int, low: int, high: int) -> Sequence[int]:
@@ -67,7 +67,7 @@ class Spread(Holding):
     layout: Layout
     mesh: int
     #: The described rank's coordinate in the mesh.
-    place: Coordinate
+    coordinate: Coordinate
 
     def cuts(self, dim: int, low: int, high: int) -> Sequence[int]:
         return self.layout.cuts(dim, low, high)
@@ -117,7 +117,7 @@ class Holdings:
 
     def count(self, leaf: int) -> int:
         """How many tensors a leaf has."""
-        first, end = self.manifest.first_parts[leaf : leaf + 2].tolist()
+        first, end = self.manifest.first_tensors[leaf : leaf + 2].tolist()
         return 1 if self._sharded(leaf) else int(end - first)
 
     def _sharded(self, leaf: int) -> Spec | None:
@@ -131,12 +131,12 @@ class Holdings:
         manifest = self.manifest
         if not 0 <= leaf < len(manifest):
             raise ValueError(f"leaf {leaf} does not exist; the state has {len(manifest)} leaves")
-        first, end = manifest.first_parts[leaf : leaf + 2].tolist()
+        first, end = manifest.first_tensors[leaf : leaf + 2].tolist()
         spec = self._sharded(leaf)
         if not 0 <= tensor < (1 if spec else end - first):
             raise ValueError(f"tensor {tensor} of leaf {leaf} does not exist; the leaf has {end - first} tensors")
         if not spec:
-            shape = manifest.parts.shape(first + tensor)
+            shape = manifest.tensors.shape(first + tensor)
             return Whole(shape, [(first + tensor, [[(0, size)] for size in shape])])
         if any(spec.children):
             raise ValueError(f"leaf {leaf} is a {spec.codec} of tensors that are not plain, which has no blocks")
@@ -144,14 +144,16 @@ class Holdings:
             return self._spread(first, spec.meta)
         meta = ShardedTensorCodec.read(spec.meta)
         blocks = [Block(*meta.shards[number][:2]) for number in meta.local]
-        pieces = [(first + i, [[run] for run in zip(*block, strict=True)]) for i, block in enumerate(blocks)]
-        return Listed(meta.sizes, pieces, blocks)
+        shards = [(first + i, [[run] for run in zip(*block, strict=True)]) for i, block in enumerate(blocks)]
+        return Listed(meta.sizes, shards, blocks)
 
-    def _spread(self, part: int, meta: Any) -> Spread:
+    def _spread(self, row: int, meta: Any) -> Spread:
         manifest, m = self.manifest, msgspec.convert(meta, DTensorMeta)
         key = (m.mesh, m.shape, m.placements)
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = layout_of(m, manifest.shared)
-        place = place_in(layout, manifest.coordinates[m.mesh] if m.mesh < len(manifest.coordinates) else None)
-        return Spread(layout.shape, [] if place is None else [(part, layout.runs(place))], layout, m.mesh, place)
+        described = manifest.coordinates[m.mesh] if m.mesh < len(manifest.coordinates) else None
+        coordinate = checked_coordinate(layout, described)
+        shards = [] if coordinate is None else [(row, layout.runs(coordinate))]
+        return Spread(layout.shape, shards, layout, m.mesh, coordinate)

@@ -7,7 +7,7 @@ element would get two different source elements.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,18 @@ from transfuse.state.memory_maps import Mappings
 from transfuse.state.region import Budget, Region, cover, crowds
 from transfuse.state.tensors import Bools, Ints
 
-__all__ = ["FREED", "UNWRITABLE", "Match", "Prepared", "compare", "match", "nothing_matches", "prepare", "unpaired"]
+__all__ = [
+    "FREED",
+    "UNWRITABLE",
+    "Match",
+    "Prepared",
+    "compare",
+    "match",
+    "nothing_matches",
+    "prepare",
+    "promise_fresh",
+    "unpaired",
+]
 
 #: The problem with a target that has elements but no memory for them.
 FREED = dense.FREED.format("the target's") + "; give it memory again first"
@@ -45,19 +56,19 @@ class Match:
 
     merged: trees.Merged
     target_leaves: list[Any]
-    #: For each part of the manifest: the target's tensor that gets its bytes; None if the part arrives fresh.
+    #: For each tensor of the manifest: the target's tensor that gets its bytes; None if the tensor arrives fresh.
     destinations: list[torch.Tensor | None]
-    #: For each fresh part that is the same memory as a part with a target: that part. It is built as a view of the
-    #: target.
-    tied: dict[int, int]
-    #: Storages whose parts the receiver requests one by one, and the parts that it requests.
-    apart: list[int]
-    wanted: list[int]
-    #: For each part: the address of its target's first item; 0 without a target in main memory that has elements.
+    #: For each tensor: the address of its target's first item; 0 without a target in main memory that has elements.
     address: Ints
-    #: For each part: whether its bytes can be copied into the target's memory as they are: the part and its target are
-    #: both contiguous, and no sign has to be flipped.
+    #: For each tensor: whether its bytes can be copied into the target's memory as they are: the tensor and its target
+    #: are both contiguous, and no sign has to be flipped.
     as_lies: Bools
+    #: For each fresh tensor that is the same memory as a tensor with a target: the number of the latter. It is built
+    #: as a view of the target.
+    tied: dict[int, int] = field(default_factory=dict)
+    #: Storages whose tensors the receiver requests one by one, and the tensors that it requests.
+    apart: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -101,35 +112,35 @@ def match(
     target: object | Prepared | None,
     *,
     build_context: BuildContext,
-    kinds: Registry,
+    registry: Registry,
     strict: bool,
     limits: Limits,
 ) -> Match:
     """Match every leaf, or raise one error with all mismatches. Without a target everything arrives fresh."""
     prepared = target if isinstance(target, Prepared) else prepare(target, limits)
-    found = compare(manifest, prepared, build_context=build_context, kinds=kinds, strict=strict)
+    found = compare(manifest, prepared, build_context=build_context, registry=registry, strict=strict)
     if isinstance(found, Match):
         return found
     raise found
 
 
 def compare(
-    manifest: Manifest, prepared: Prepared, *, build_context: BuildContext, kinds: Registry, strict: bool
+    manifest: Manifest, prepared: Prepared, *, build_context: BuildContext, registry: Registry, strict: bool
 ) -> Match | TargetMismatch | UnsupportedLeaf:
     """Match a state with a target in which it lands as it is; or return one error with all mismatches."""
     if prepared.target is None:
         merged = trees.Merged.all_of_source(manifest.root, len(manifest))
         empty = _Targets(manifest)
-        result = Match(merged, [], [None] * len(manifest.parts), {}, [], [], empty.address, empty.as_lies)
-        return _promise_fresh(manifest, result, build_context, kinds) or result
+        result = Match(merged, [], [None] * len(manifest.tensors), address=empty.address, as_lies=empty.as_lies)
+        return promise_fresh(manifest, result, build_context, registry) or result
     merged = trees.merge(manifest.root, prepared.root)
-    fitted = _fit(manifest, merged, prepared, build_context, kinds)
+    fitted = _fit(manifest, merged, prepared, build_context, registry)
     others = live_tensors.read_any(
-        [tensor for part in fitted.others if (tensor := fitted.destinations[part]) is not None]
+        [tensor for row in fitted.others if (tensor := fitted.destinations[row]) is not None]
     )
     problems = merged.conflicts + fitted.problems + _unwritable(manifest, fitted, prepared.tensors, others)
     if not len(fitted.quick) and not fitted.others and not problems:
-        nothing = nothing_matches(manifest, prepared, kinds)
+        nothing = nothing_matches(manifest, prepared, registry)
         if nothing is not None:
             return nothing
     if strict:
@@ -137,66 +148,74 @@ def compare(
     if problems:
         return TargetMismatch(problems)
     targets = _Targets(manifest)
-    targets.add(fitted.quick, prepared.tensors, fitted.rows)
+    targets.add(fitted.quick, prepared.tensors, fitted.target_rows)
     if fitted.others:
         targets.add(np.array(fitted.others, dtype=np.int64), others, np.arange(len(others)))
-    result = Match(merged, prepared.leaves, fitted.destinations, {}, [], [], targets.address, targets.as_lies)
+    result = Match(merged, prepared.leaves, fitted.destinations, address=targets.address, as_lies=targets.as_lies)
     problems = _tie(manifest, result, targets.placed)
     problems += _collisions(manifest, result, targets)
     if problems:
         return TargetMismatch(problems)
-    return _promise_fresh(manifest, result, build_context, kinds) or result
+    return promise_fresh(manifest, result, build_context, registry) or result
 
 
 class _Fitted(NamedTuple):
-    """The targets that were found for parts."""
+    """The targets that were found for tensors."""
 
     destinations: list[torch.Tensor | None]
-    #: Parts whose leaf is a plain tensor in both trees, and the row of each one's target in ``Prepared.tensors``.
+    #: Tensors whose leaf is a plain tensor in both trees, and the row of each one's target in ``Prepared.tensors``.
     quick: Ints
-    rows: Ints
-    #: All other parts that have a target.
+    target_rows: Ints
+    #: All other tensors that have a target.
     others: list[int]
     problems: list[str]
 
 
 def _fit(
-    manifest: Manifest, merged: trees.Merged, prepared: Prepared, build_context: BuildContext, kinds: Registry
+    manifest: Manifest, merged: trees.Merged, prepared: Prepared, build_context: BuildContext, registry: Registry
 ) -> _Fitted:
     """Compare all pairs of plain tensors in columns. Other leaves, and pairs that do not fit, one by one."""
     partner = np.array(merged.partner, dtype=np.int64)
     paired = np.flatnonzero(partner >= 0)
-    row = prepared.row[partner[paired]]
-    plain = (manifest.codes[paired] == Leaf.TENSOR) & (row >= 0)
-    parts = manifest.first_parts[paired[plain]]
-    plain[plain] = _alike(manifest, parts, prepared.tensors, row[plain])
-    parts, targets = manifest.first_parts[paired[plain]], partner[paired[plain]]
-    destinations: list[torch.Tensor | None] = [None] * len(manifest.parts)
-    if len(parts) == len(destinations):
+    target_rows = prepared.row[partner[paired]]
+    plain = (manifest.codes[paired] == Leaf.TENSOR) & (target_rows >= 0)
+    rows = manifest.first_tensors[paired[plain]]
+    plain[plain] = _alike(manifest, rows, prepared.tensors, target_rows[plain])
+    rows, targets = manifest.first_tensors[paired[plain]], partner[paired[plain]]
+    destinations: list[torch.Tensor | None] = [None] * len(manifest.tensors)
+    if len(rows) == len(destinations):
         destinations = list(map(prepared.leaves.__getitem__, targets.tolist()))
     else:
-        for part, target in zip(parts.tolist(), targets.tolist(), strict=True):
-            destinations[part] = prepared.leaves[target]
-    fitted = _Fitted(destinations, parts, row[plain], [], [])
+        for row, target in zip(rows.tolist(), targets.tolist(), strict=True):
+            destinations[row] = prepared.leaves[target]
+    fitted = _Fitted(destinations, rows, target_rows[plain], [], [])
     shared = Shared()
     for leaf in paired[~plain].tolist():
-        why = _fit_leaf(manifest, leaf, prepared.leaves[merged.partner[leaf]], fitted, build_context, kinds, shared)
+        why = _fit_leaf(
+            manifest,
+            leaf,
+            prepared.leaves[merged.partner[leaf]],
+            fitted,
+            build_context=build_context,
+            registry=registry,
+            shared=shared,
+        )
         fitted.problems.extend(f"{manifest.paths[leaf]}: {line}" for line in why)
     return fitted
 
 
-def _alike(manifest: Manifest, parts: Ints, tensors: live_tensors.LiveTensors, rows: Ints) -> Bools:
-    """Which of these parts may be written into the tensor in the given row: same dtype, same shape, enough memory."""
-    ours = manifest.parts
-    numbers = {dtype: i for i, dtype in enumerate(tensors.dtypes)}
+def _alike(manifest: Manifest, rows: Ints, targets: live_tensors.LiveTensors, target_rows: Ints) -> Bools:
+    """Which of these tensors may be written into these rows of the targets: same dtype and shape, enough memory."""
+    tensors = manifest.tensors
+    numbers = {dtype: i for i, dtype in enumerate(targets.dtypes)}
     known = np.array([numbers.get(dtype, -1) for dtype in manifest.dtypes], dtype=np.int64)
-    alike: Bools = (ours.ndim[parts] == tensors.ndim[rows]) & ~tensors.beyond[rows]
-    if len(parts):
-        alike &= known[ours.dtype[parts]] == tensors.dtype[rows]
+    alike: Bools = (tensors.ndim[rows] == targets.ndim[target_rows]) & ~targets.beyond[target_rows]
+    if len(rows):
+        alike &= known[tensors.dtype[rows]] == targets.dtype[target_rows]
     left = np.flatnonzero(alike)
-    parts, rows = parts[left], rows[left]
-    differ = ours.sizes[ours.dimensions(parts)] != tensors.sizes[tensors.dimensions(rows)]
-    alike[np.repeat(left, ours.ndim[parts])[differ]] = False
+    rows, target_rows = rows[left], target_rows[left]
+    differ = tensors.sizes[tensors.dimensions(rows)] != targets.sizes[targets.dimensions(target_rows)]
+    alike[np.repeat(left, tensors.ndim[rows])[differ]] = False
     return alike
 
 
@@ -205,11 +224,12 @@ def _fit_leaf(
     leaf: int,
     target: Any,
     fitted: _Fitted,
+    *,
     build_context: BuildContext,
-    kinds: Registry,
+    registry: Registry,
     shared: Shared,
 ) -> list[str]:
-    """Record the targets of one leaf's parts, and return what does not fit."""
+    """Record the targets of one leaf's tensors, and return what does not fit."""
     if manifest.kinds[leaf] == Leaf.VALUE:
         if not isinstance(target, torch.Tensor):
             return []
@@ -217,22 +237,22 @@ def _fit_leaf(
             f"kind: source is a value of type {type(values.decode(manifest.detail(leaf))).__name__}, target is a tensor"
         ]
     try:
-        found, why = kinds.fit(manifest.detail(leaf), target, build_context, shared)
+        found, why = registry.fit(manifest.detail(leaf), target, build_context, shared)
     except CannotCarry as reason:
         return [f"the target cannot be filled: {reason}"]
     if why:
         return why
-    for part, destination in enumerate(found, int(manifest.first_parts[leaf])):
+    for row, destination in enumerate(found, int(manifest.first_tensors[leaf])):
         if destination is not None:
-            why += _compare(manifest, part, destination)
-            fitted.destinations[part] = destination
-            fitted.others.append(part)
+            why += _compare(manifest, row, destination)
+            fitted.destinations[row] = destination
+            fitted.others.append(row)
     return why
 
 
-def _compare(manifest: Manifest, part: int, target: torch.Tensor) -> list[str]:
+def _compare(manifest: Manifest, row: int, target: torch.Tensor) -> list[str]:
     found = []
-    shape, dtype = manifest.parts.shape(part), manifest.dtype_of(part)
+    shape, dtype = manifest.tensors.shape(row), manifest.dtype_of(row)
     if shape != tuple(target.shape):
         found.append(f"shape: source {shape}, target {tuple(target.shape)}")
     if dtype != target.dtype:
@@ -247,7 +267,7 @@ def _unwritable(
 ) -> list[str]:
     """Lines for targets whose memory is mapped read-only or not at all: a write there would end the process."""
     memory = Mappings()
-    found = {int(fitted.quick[i]): why for i, why in quick.faults(fitted.rows, memory, write=True).items()}
+    found = {int(fitted.quick[i]): why for i, why in quick.faults(fitted.target_rows, memory, write=True).items()}
     rest = others.faults(np.arange(len(others)), memory, write=True)
     found |= {fitted.others[i]: why for i, why in rest.items()}
     lines = (f"{manifest.paths[manifest.leaf_of(p)]}: {UNWRITABLE.format(why)}" for p, why in sorted(found.items()))
@@ -255,11 +275,11 @@ def _unwritable(
 
 
 class _Targets:
-    """Columns of the targets, one row for each part of the manifest."""
+    """Columns of the targets, one row for each tensor of the manifest."""
 
     def __init__(self, manifest: Manifest) -> None:
-        n = len(manifest.parts)
-        self._parts = manifest.parts
+        n = len(manifest.tensors)
+        self._tensors = manifest.tensors
         self.placed = np.zeros(n, dtype=bool)
         self.device = np.full(n, -1, dtype=np.int64)
         self.devices: list[str] = []
@@ -269,21 +289,21 @@ class _Targets:
         self.address = np.zeros(n, dtype=np.int64)
         self.as_lies = np.zeros(n, dtype=bool)
 
-    def add(self, parts: Ints, tensors: live_tensors.LiveTensors, rows: Ints) -> None:
-        """Record that these parts go into the tensors in these rows."""
-        self.placed[parts] = True
-        self.device[parts] = tensors.device[rows] + len(self.devices)
-        self.devices += tensors.devices
-        self.start[parts], self.end[parts] = tensors.address[rows], tensors.end[rows]
-        self.folded[parts] = (tensors.overlapping | tensors.repeated)[rows]
-        self.address[parts] = np.where(tensors.on_cpu[rows], tensors.address[rows], 0)
-        signs = (tensors.flags[rows] ^ self._parts.flags[parts]) & SIGNS
-        self.as_lies[parts] = tensors.contiguous[rows] & self._parts.contiguous[parts] & (signs == 0)
+    def add(self, rows: Ints, targets: live_tensors.LiveTensors, target_rows: Ints) -> None:
+        """Record that the tensors in these rows of the manifest go into those rows of the targets."""
+        self.placed[rows] = True
+        self.device[rows] = targets.device[target_rows] + len(self.devices)
+        self.devices += targets.devices
+        self.start[rows], self.end[rows] = targets.address[target_rows], targets.end[target_rows]
+        self.folded[rows] = (targets.overlapping | targets.repeated)[target_rows]
+        self.address[rows] = np.where(targets.on_cpu[target_rows], targets.address[target_rows], 0)
+        signs = (targets.flags[target_rows] ^ self._tensors.flags[rows]) & SIGNS
+        self.as_lies[rows] = targets.contiguous[target_rows] & self._tensors.contiguous[rows] & (signs == 0)
 
 
-def nothing_matches(manifest: Manifest, prepared: Prepared, kinds: Registry) -> TargetMismatch | None:
+def nothing_matches(manifest: Manifest, prepared: Prepared, registry: Registry) -> TargetMismatch | None:
     """An error with the likely reason why no tensor matches; None if neither side has a tensor."""
-    if not _has_tensors(manifest, kinds) and not any(isinstance(leaf, torch.Tensor) for leaf in prepared.leaves):
+    if not _has_tensors(manifest, registry) and not any(isinstance(leaf, torch.Tensor) for leaf in prepared.leaves):
         return None
     return TargetMismatch(
         _likely_prefix(manifest.paths[:1000], list(trees.paths(prepared.root)), prepared.leaves),
@@ -301,9 +321,9 @@ def unpaired(manifest: Manifest, merged: trees.Merged, prepared: Prepared) -> li
     return problems + [f"{target_paths[leaf]}: only in the target" for leaf in merged.only_in_target]
 
 
-def _has_tensors(manifest: Manifest, kinds: Registry) -> bool:
+def _has_tensors(manifest: Manifest, registry: Registry) -> bool:
     composites = np.flatnonzero(manifest.codes == Leaf.COMPOSITE).tolist()
-    return Leaf.TENSOR in manifest.kinds or any(not kinds.is_blob(manifest.detail(leaf)) for leaf in composites)
+    return Leaf.TENSOR in manifest.kinds or any(not registry.is_blob(manifest.detail(leaf)) for leaf in composites)
 
 
 def _likely_prefix(source: list[str], target: list[str], target_leaves: list[Any]) -> list[str]:
@@ -332,8 +352,8 @@ def _last_key(path: str) -> str:
     return path.rpartition("[")[2].strip("]'\"")
 
 
-def _promise_fresh(
-    manifest: Manifest, found: Match, build_context: BuildContext, kinds: Registry
+def promise_fresh(
+    manifest: Manifest, found: Match, build_context: BuildContext, registry: Registry
 ) -> UnsupportedLeaf | None:
     """Check, before a byte moves, that every leaf that this receiver must build can be built; or return the error."""
     detailed = np.flatnonzero(manifest.codes != Leaf.TENSOR).tolist()
@@ -342,7 +362,7 @@ def _promise_fresh(
             values.decode(detail)
         elif found.merged.partner[leaf] < 0 or _is_blob(manifest, found, leaf):
             try:
-                kinds.promise(detail, build_context)
+                registry.promise(detail, build_context)
             except CannotCarry as reason:
                 refusal = UnsupportedLeaf(manifest.paths[leaf], str(reason))
                 refusal.__cause__ = reason
@@ -352,118 +372,118 @@ def _promise_fresh(
 
 def _is_blob(manifest: Manifest, found: Match, leaf: int) -> bool:
     """Whether a leaf is built anew although it has a partner: numpy arrays, long bytes, objects."""
-    first, end = manifest.first_parts[leaf], manifest.first_parts[leaf + 1]
-    return any(found.destinations[part] is None for part in range(first, end))
+    first, end = manifest.first_tensors[leaf], manifest.first_tensors[leaf + 1]
+    return any(found.destinations[row] is None for row in range(first, end))
 
 
 # -------------------------------------------------------------------------------------------- memory that is shared
 
 
 def _tie(manifest: Manifest, found: Match, placed: Bools) -> list[str]:
-    """For storages that several parts share: decide what to request, and which fresh parts become views of targets."""
-    parts = manifest.parts
-    shown = parts.numel > 0
-    # Storages of which some memory is in two parts, or twice in one part that overlaps itself.
+    """For storages that several tensors share: decide what to request, and which fresh ones become views of targets."""
+    tensors = manifest.tensors
+    shown = tensors.numel > 0
+    # Storages of which some memory is in two tensors, or twice in one tensor that overlaps itself.
     tangled_storages = np.zeros(len(manifest.storages), dtype=bool)
-    tangled_storages[parts.storage[shown & (~parts.alone | parts.overlapping)]] = True
+    tangled_storages[tensors.storage[shown & (~tensors.alone | tensors.overlapping)]] = True
     has_target = np.zeros(len(manifest.storages), dtype=bool)
-    has_target[parts.storage[placed]] = True
+    has_target[tensors.storage[placed]] = True
     by_storage: dict[int, list[int]] = {}
-    for part in np.flatnonzero(shown & (tangled_storages & has_target)[parts.storage]).tolist():
-        by_storage.setdefault(int(parts.storage[part]), []).append(part)
+    for row in np.flatnonzero(shown & (tangled_storages & has_target)[tensors.storage]).tolist():
+        by_storage.setdefault(int(tensors.storage[row]), []).append(row)
     problems = []
     for storage, numbers in by_storage.items():
-        regions = {part: parts.region(part) for part in numbers}
-        inside = [part for part in numbers if found.destinations[part] is not None]
-        outside = [part for part in numbers if found.destinations[part] is None]
-        for part in outside:
-            anchor = next((p for p in inside if regions[p][0] == regions[part][0]), None)
+        regions = {row: tensors.region(row) for row in numbers}
+        inside = [row for row in numbers if found.destinations[row] is not None]
+        outside = [row for row in numbers if found.destinations[row] is None]
+        for row in outside:
+            anchor = next((p for p in inside if regions[p][0] == regions[row][0]), None)
             if anchor is not None and _shift(manifest, anchor, found.destinations[anchor]) is not None:
-                found.tied[part] = anchor
+                found.tied[row] = anchor
             elif any(
-                regions[p][0].start < regions[part][0].end and regions[part][0].start < regions[p][0].end
-                for p in inside
+                regions[p][0].start < regions[row][0].end and regions[row][0].start < regions[p][0].end for p in inside
             ):
                 paths = manifest.paths
                 problems.append(
-                    f"{paths[manifest.leaf_of(part)]}: has no target, but shares memory with "
+                    f"{paths[manifest.leaf_of(row)]}: has no target, but shares memory with "
                     f"{paths[manifest.leaf_of(inside[0])]}, which has one; give it a target too"
                 )
-        tangled = any(not members for _, members in cover([(part, *regions[part]) for part in numbers], Budget()))
+        tangled = any(not members for _, members in cover([(row, *regions[row]) for row in numbers], Budget()))
         if tangled or found.tied.keys() & set(outside):
             found.apart.append(storage)
             found.wanted += _choose(manifest, found, inside, regions)
-            found.wanted += [part for part in outside if part not in found.tied]
+            found.wanted += [row for row in outside if row not in found.tied]
     found.wanted.sort()
     return problems
 
 
 def _choose(manifest: Manifest, found: Match, inside: list[int], regions: dict[int, tuple[Region, bool]]) -> list[int]:
-    """The parts to request so that every target gets its bytes.
+    """The tensors to request so that every target gets its bytes.
 
-    A part is not requested if it lies inside a larger requested part, and its target in the same way inside the larger
-    one's target: it arrives together with the larger part.
+    A tensor is not requested if it lies inside a larger requested one, and its target in the same way inside the larger
+    one's target: it arrives together with the larger one.
     """
     chosen: list[int] = []
-    for part in sorted(inside, key=lambda p: -regions[p][0].nbytes):
-        region, mine = regions[part][0], found.destinations[part]
+    for row in sorted(inside, key=lambda p: -regions[p][0].nbytes):
+        region, mine = regions[row][0], found.destinations[row]
         for other in chosen:
             larger, theirs = regions[other][0], found.destinations[other]
             if (
                 larger.contiguous
                 and larger.start <= region.start
                 and region.end <= larger.end
-                and _shift(manifest, part, mine) is not None
-                and _shift(manifest, part, mine) == _shift(manifest, other, theirs)
+                and _shift(manifest, row, mine) is not None
+                and _shift(manifest, row, mine) == _shift(manifest, other, theirs)
             ):
                 break
         else:
-            chosen.append(part)
+            chosen.append(row)
     return chosen
 
 
-def _shift(manifest: Manifest, part: int, target: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """The distance between a target's address and its part's offset in the storage, with storage and device.
+def _shift(manifest: Manifest, row: int, target: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """The distance between a target's address and its tensor's offset in the storage, with storage and device.
 
-    None if the target has other strides or signs than the part. Targets of equal shift lie to each other as their parts
-    do.
+    None if the target has other strides or signs than the tensor. Targets of equal shift lie to each other as their
+    tensors do.
     """
     if target is None:
         return None
-    parts = manifest.parts
-    same = all(n == 1 or s == t for n, s, t in zip(parts.shape(part), parts.stride(part), target.stride(), strict=True))
-    if not same or (dense.flags_of(target) ^ int(parts.flags[part])) & SIGNS:
+    tensors = manifest.tensors
+    dims = zip(tensors.shape(row), tensors.stride(row), target.stride(), strict=True)
+    same = all(n == 1 or s == t for n, s, t in dims)
+    if not same or (dense.flags_of(target) ^ int(tensors.flags[row])) & SIGNS:
         return None
     start = dense.start_of(target)
-    return int(parts.storage[part]), target.device, start - int(parts.start[part])
+    return int(tensors.storage[row]), target.device, start - int(tensors.start[row])
 
 
 def _collisions(manifest: Manifest, found: Match, targets: _Targets) -> list[str]:
     """A line for each collision: targets in which one element would get two different source elements."""
-    filled = targets.placed & (manifest.parts.numel > 0)
-    rows = (_written(manifest, found, part) for part in np.flatnonzero(filled & targets.folded).tolist())
-    collisions = [Collision(row) for row in rows if folds(row)]
-    parts = np.flatnonzero(filled)
+    filled = targets.placed & (manifest.tensors.numel > 0)
+    folded = (_written(manifest, found, row) for row in np.flatnonzero(filled & targets.folded).tolist())
+    collisions = [Collision(written) for written in folded if folds(written)]
+    rows = np.flatnonzero(filled)
     names = sorted(set(targets.devices))
-    device = np.array([names.index(name) for name in targets.devices], dtype=np.int64)[targets.device[parts]]
-    for crowd in crowds(device, targets.start[parts], targets.end[parts]):
-        one = clash([_written(manifest, found, part) for part in parts[crowd].tolist()])
+    device = np.array([names.index(name) for name in targets.devices], dtype=np.int64)[targets.device[rows]]
+    for crowd in crowds(device, targets.start[rows], targets.end[rows]):
+        one = clash([_written(manifest, found, row) for row in rows[crowd].tolist()])
         if one is not None:
             collisions.append(one)
-    return [collision.text(lambda part: manifest.paths[manifest.leaf_of(part)]) for collision in collisions]
+    return [collision.text(lambda row: manifest.paths[manifest.leaf_of(row)]) for collision in collisions]
 
 
-def _written(manifest: Manifest, found: Match, part: int) -> Written:
-    """A part's target, and the source of what is written into it."""
-    parts, target = manifest.parts, found.destinations[part]
+def _written(manifest: Manifest, found: Match, row: int) -> Written:
+    """A tensor's target, and the source of what is written into it."""
+    tensors, target = manifest.tensors, found.destinations[row]
     assert target is not None
-    form = parts.form(part)
+    form = tensors.form(row)
     source = (
-        int(parts.storage[part]),
-        *parts.region(part)[0],
+        int(tensors.storage[row]),
+        *tensors.region(row)[0],
         form.order,
-        int(parts.flags[part]),
+        int(tensors.flags[row]),
         dense.flags_of(target),
     )
     whole = Block((0,) * target.ndim, tuple(target.shape))
-    return Written(target, whole, part, source, _shift(manifest, part, target), form.repeated)
+    return Written(target, whole, row, source, _shift(manifest, row, target), form.repeated)

@@ -17,8 +17,9 @@ import xxhash
 
 from transfuse.plan.regions import Regions
 from transfuse.state.manifest import Ints
+from transfuse.state.tensors import Bools
 
-__all__ = ["Most", "Parcels", "Piece", "bursts", "cut", "fingerprint"]
+__all__ = ["Extent", "Most", "Parcels", "bursts", "cut", "fingerprint"]
 
 
 class Most(NamedTuple):
@@ -28,7 +29,7 @@ class Most(NamedTuple):
     staged_bytes: int
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """Bytes ``[low, high)`` of a region in its linear order, at byte ``position`` of the parcel."""
 
     region: int
@@ -73,6 +74,12 @@ class Parcels:
     def total_bytes(self) -> int:
         return int(self.payload.sum())
 
+    def of_all_regions(self, good: Bools) -> Bools:
+        """For each parcel, whether all its regions are good."""
+        bad = np.concatenate([[0], np.cumsum(~good)]).astype(np.int64)
+        result: Bools = bad[self.first + self.count] == bad[self.first]
+        return result
+
     def columns(self, parcel: int) -> tuple[slice, Ints]:
         """The regions of a parcel, and the position in the parcel at which each begins.
 
@@ -82,15 +89,15 @@ class Parcels:
         chosen = slice(int(self.first[parcel]), int(self.first[parcel] + self.count[parcel]))
         return chosen, self.position[chosen]
 
-    def pieces(self, parcel: int) -> Iterator[Piece]:
+    def extents(self, parcel: int) -> Iterator[Extent]:
         chosen, positions = self.columns(parcel)
         if chosen.stop - chosen.start == 1:
             low = int(self.low[parcel])
-            yield Piece(chosen.start, low, low + int(self.nbytes[parcel]), 0)
+            yield Extent(chosen.start, low, low + int(self.nbytes[parcel]), 0)
             return
         sizes = self.regions.nbytes[chosen].tolist()
         for region, (size, position) in enumerate(zip(sizes, positions.tolist(), strict=True), chosen.start):
-            yield Piece(region, 0, size, position)
+            yield Extent(region, 0, size, position)
 
 
 def cut(regions: Regions, parcel_bytes: int, *, all_staged: bool = False) -> Parcels:
@@ -115,11 +122,11 @@ def cut(regions: Regions, parcel_bytes: int, *, all_staged: bool = False) -> Par
     count = np.diff(first, append=n)
     last = first + count - 1
     nbytes = position[last] + regions.nbytes[last]
-    pieces = np.where(large[first], -(-nbytes // parcel_bytes), 1)
-    which = np.repeat(np.arange(len(first)), pieces)
-    low = (np.arange(len(which)) - (np.cumsum(pieces) - pieces)[which]) * parcel_bytes
+    counts = np.where(large[first], -(-nbytes // parcel_bytes), 1)
+    which = np.repeat(np.arange(len(first)), counts)
+    low = (np.arange(len(which)) - (np.cumsum(counts) - counts)[which]) * parcel_bytes
     nbytes = np.minimum(nbytes[which] - low, parcel_bytes)
-    return Parcels(regions, first[which], count[which], low, nbytes, position, all_staged)
+    return Parcels(regions, first[which], count[which], low, nbytes, position, all_staged=all_staged)
 
 
 def bursts(parcels: Parcels, numbers: Sequence[int], most: Most) -> list[list[int]]:

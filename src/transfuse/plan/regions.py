@@ -34,10 +34,10 @@ class Regions:
     start: Ints
     nbytes: Ints
     item: Ints
-    #: A part whose region this is, in the same linear order; -1 for a region made by splitting overlapping parts.
-    part: Ints
+    #: A tensor whose region this is, in the same linear order; -1 for a region made by splitting overlapping tensors.
+    tensor: Ints
     strided: dict[int, Region]
-    #: Further parts with the same region as ``part`` (tied weights).
+    #: Further tensors with the same region as ``tensor`` (tied weights).
     also: dict[int, tuple[int, ...]]
     #: Regions that the source converts when it packs them. They are in ``strided``, too.
     casts: dict[int, Cast] = field(default_factory=dict)
@@ -52,23 +52,23 @@ class Regions:
         return Region(int(self.start[i]), item, (int(self.nbytes[i]) // item,), (1,))
 
     def members(self, i: int) -> tuple[int, ...]:
-        """The parts whose region this is; none for a region made by splitting overlapping parts."""
-        part = int(self.part[i])
-        return () if part < 0 else (part, *self.also.get(i, ()))
+        """The tensors whose region this is; none for a region made by splitting overlapping tensors."""
+        row = int(self.tensor[i])
+        return () if row < 0 else (row, *self.also.get(i, ()))
 
 
 def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int] = ()) -> Regions:
-    """The regions of all storages, each element once. Of the storages in ``apart``, only those of the ``wanted`` parts.
+    """The regions of all storages, each element once. Of storages in ``apart``, only those of the ``wanted`` tensors.
 
     Regions are sorted by device, storage and first byte.
     """
-    parts = manifest.parts
-    # Most parts are one run of memory that no other part shares: the run is the region.
-    simple, others = parts.alone & parts.contiguous, parts.numel > 0
+    tensors = manifest.tensors
+    # Most tensors are one run of memory that no other tensor shares: the run is the region.
+    simple, others = tensors.alone & tensors.contiguous, tensors.numel > 0
     others &= ~simple
     if apart:
-        separate = np.isin(parts.storage, np.array(apart, dtype=np.int64))
-        keep = np.zeros(len(parts), dtype=bool)
+        separate = np.isin(tensors.storage, np.array(apart, dtype=np.int64))
+        keep = np.zeros(len(tensors), dtype=bool)
         keep[np.array(wanted, dtype=np.int64)] = True
         others = (others | simple & separate) & (keep | ~separate)
         simple &= ~separate
@@ -77,46 +77,46 @@ def lay_out(manifest: Manifest, apart: Sequence[int] = (), wanted: Sequence[int]
     def column(quick: Ints, rest: list[int]) -> Ints:
         return np.concatenate([quick, np.array(rest, dtype=np.int64)]) if rest else quick
 
-    storage = column(parts.storage[fast], [s for s, _, _ in slow])
+    storage = column(tensors.storage[fast], [s for s, _, _ in slow])
     device = manifest.storages.device[storage]
-    start = column(parts.start[fast], [region.start for _, region, _ in slow])
+    start = column(tensors.start[fast], [region.start for _, region, _ in slow])
     order = np.lexsort((start, storage, device))
     regions = Regions(
         storage=storage[order],
         space=device[order],
         start=start[order],
-        nbytes=column(parts.numel[fast] * parts.item[fast], [region.nbytes for _, region, _ in slow])[order],
-        item=column(parts.item[fast], [region.item for _, region, _ in slow])[order],
-        part=column(fast, [members[0] if members else -1 for _, _, members in slow])[order],
+        nbytes=column(tensors.numel[fast] * tensors.item[fast], [region.nbytes for _, region, _ in slow])[order],
+        item=column(tensors.item[fast], [region.item for _, region, _ in slow])[order],
+        tensor=column(fast, [members[0] if members else -1 for _, _, members in slow])[order],
         strided={},
         also={},
     )
-    for place in np.flatnonzero(order >= len(fast)).tolist():
-        _, region, members = slow[order[place] - len(fast)]
+    for row in np.flatnonzero(order >= len(fast)).tolist():
+        _, region, members = slow[order[row] - len(fast)]
         if not region.contiguous:
-            regions.strided[place] = region
+            regions.strided[row] = region
         if len(members) > 1:
-            regions.also[place] = members[1:]
+            regions.also[row] = members[1:]
     return regions
 
 
 def _slow(manifest: Manifest, numbers: list[int], apart: set[int]) -> list[tuple[int, Region, tuple[int, ...]]]:
-    """Storage, region and members for parts that share memory or are strided."""
-    parts = manifest.parts
+    """Storage, region and members for tensors that share memory or are strided."""
+    tensors = manifest.tensors
     by_storage: dict[int, list[tuple[int, Region, bool]]] = {}
     result: list[tuple[int, Region, tuple[int, ...]]] = []
-    for part in numbers:
-        storage, (region, overlapping) = int(parts.storage[part]), parts.region(part)
-        if parts.alone[part] and not overlapping:
-            result.append((storage, region, (part,)))
+    for row in numbers:
+        storage, (region, overlapping) = int(tensors.storage[row]), tensors.region(row)
+        if tensors.alone[row] and not overlapping:
+            result.append((storage, region, (row,)))
         else:
-            by_storage.setdefault(storage, []).append((part, region, overlapping))
+            by_storage.setdefault(storage, []).append((row, region, overlapping))
     budget = Budget()
     for storage, regions in by_storage.items():
         if storage in apart:
             same: dict[Region, list[int]] = {}
-            for part, region, _ in regions:
-                same.setdefault(region, []).append(part)
+            for row, region, _ in regions:
+                same.setdefault(region, []).append(row)
             result += [(storage, region, tuple(members)) for region, members in same.items()]
         else:
             result += [(storage, region, members) for region, members in cover(regions, budget)]

@@ -9,7 +9,7 @@ such pattern is computed once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +20,7 @@ import torch
 from transfuse.errors import NotCovered, TargetMismatch
 from transfuse.plan import parcels
 from transfuse.plan.cohorts import Cohort, Who
-from transfuse.plan.destinations import Need
+from transfuse.plan.destinations import NeededBlock
 from transfuse.plan.holdings import Holding, Holdings, Spread, Whole
 from transfuse.plan.parcels import Parcels
 from transfuse.plan.regions import Regions
@@ -62,11 +62,11 @@ class Share(Protocol):
 
     @property
     def apart(self) -> list[int]:
-        """Storages of which the receiver requests only some parts."""
+        """Storages of which the receiver requests only some tensors."""
 
     @property
-    def parts(self) -> list[int]:
-        """The parts that the receiver requests of the storages in ``apart``."""
+    def tensors(self) -> list[int]:
+        """The tensors that the receiver requests of the storages in ``apart``."""
 
     def ours(self, run: range) -> Sequence[int]:
         """The receiver's numbers of the parcels that have the numbers ``run`` at the source."""
@@ -100,8 +100,8 @@ class Everything:
     is_everything = joinable = True
     order = wanted_blocks = None
 
-    def __init__(self, manifest: Manifest, cut: Parcels, apart: list[int], parts: list[int]) -> None:
-        self.apart, self.parts = apart, parts
+    def __init__(self, manifest: Manifest, cut: Parcels, apart: list[int], tensors: list[int]) -> None:
+        self.apart, self.tensors = apart, tensors
         self._manifest, self._cut = manifest, cut
 
     def of(self, rank: int) -> Everything:
@@ -151,7 +151,9 @@ class Pieces:
         """The pieces as regions of which only the sizes are known: each end knows only its own memory."""
         nowhere = np.zeros(len(self), dtype=np.int64)
         item = item[self.need]
-        return Regions(nowhere, self.group, nowhere, self.sizes.prod(axis=1) * item, item, nowhere - 1, {}, {})
+        return Regions(
+            nowhere, self.group, nowhere, self.sizes.prod(axis=1) * item, item, nowhere - 1, strided={}, also={}
+        )
 
 
 class _Pattern(NamedTuple):
@@ -162,7 +164,7 @@ class _Pattern(NamedTuple):
     group: Ints
 
 
-def split(cohorts: Sequence[Cohort], needs: Sequence[Need]) -> Pieces:
+def split(cohorts: Sequence[Cohort], needs: Sequence[NeededBlock]) -> Pieces:
     """Cut the needed blocks into pieces; :class:`NotCovered` names pieces that nobody holds."""
     dims = max([len(need.block.start) for need in needs], default=0) or 1
     patterns: dict[tuple[Any, ...], int] = {}
@@ -172,7 +174,7 @@ def split(cohorts: Sequence[Cohort], needs: Sequence[Need]) -> Pieces:
     total = 0
     for need in needs:
         holdings = [(cohorts[i], cohorts[i].holdings.of(leaf, need.tensor.number)) for i, leaf in need.tensor.leaves]
-        key = (need.block, need.place, tuple((id(cohort), _identity(holding)) for cohort, holding in holdings))
+        key = (need.block, need.coordinate, tuple((id(cohort), _identity(holding)) for cohort, holding in holdings))
         number = patterns.get(key)
         if number is None:
             number = patterns[key] = len(found)
@@ -199,7 +201,7 @@ def _identity(holding: Holding) -> object:
     return Whole if isinstance(holding, Whole) else id(holding)
 
 
-def _cut(need: Need, holdings: Sequence[tuple[Cohort, Holding]], groups: dict[Who, int], dims: int) -> _Pattern:
+def _cut(need: NeededBlock, holdings: Sequence[tuple[Cohort, Holding]], groups: dict[Who, int], dims: int) -> _Pattern:
     block = need.block
     edges = [
         [low, *sorted({cut for _, h in holdings for cut in h.cuts(d, low, low + size)}), low + size]
@@ -210,7 +212,7 @@ def _cut(need: Need, holdings: Sequence[tuple[Cohort, Holding]], groups: dict[Wh
         piece = Block(tuple(a for a, _ in chosen), tuple(b - a for a, b in chosen))
         who: Who = frozenset()
         for cohort, holding in holdings:
-            some = cohort.who(holding, piece, need.place)
+            some = cohort.who(holding, piece, need.coordinate)
             who = who | some if who else some
         rows.append((piece.start, piece.sizes))
         numbers.append(groups.setdefault(who, len(groups)))
@@ -242,7 +244,7 @@ def _lay_out(which: Sequence[int], found: Sequence[_Pattern], groups: list[Who],
 
 
 def _name_missing(
-    cohorts: Sequence[Cohort], needs: Sequence[Need], patterns: Sequence[_Pattern], nobody: int
+    cohorts: Sequence[Cohort], needs: Sequence[NeededBlock], patterns: Sequence[_Pattern], nobody: int
 ) -> list[str]:
     lines: list[str] = []
     for need, pattern in zip(needs, patterns, strict=True):
@@ -251,8 +253,8 @@ def _name_missing(
             if len(lines) < MAX_NAMED:
                 number, leaf = need.tensor.leaves[0]
                 block = Block(tuple(pattern.start[row, :dims].tolist()), tuple(pattern.sizes[row, :dims].tolist()))
-                place = "" if need.place is None else f" in place {need.place} of the mesh"
-                lines.append(f"{cohorts[number].names[leaf]}: nobody holds {block}{place}")
+                where = "" if need.coordinate is None else f" at coordinate {need.coordinate} of the mesh"
+                lines.append(f"{cohorts[number].names[leaf]}: nobody holds {block}{where}")
     return lines
 
 
@@ -268,6 +270,8 @@ class _ShareOfPieces:
     regions: Ints
     fingerprint: int
     cut: Parcels
+    #: The parcels as they lie in sources' memory, by the digest of the source's structure.
+    seen: dict[bytes, Parcels] = field(default_factory=dict)
     is_everything = False
 
     @property
@@ -275,7 +279,7 @@ class _ShareOfPieces:
         return []
 
     @property
-    def parts(self) -> list[int]:
+    def tensors(self) -> list[int]:
         return []
 
     def ours(self, run: range) -> Sequence[int]:
@@ -288,6 +292,8 @@ class _ShareOfPieces:
 
     def seen_from_source(self, describe: Callable[[], Manifest]) -> tuple[Manifest, Parcels]:
         manifest, cut, at = describe(), self.cut, self.regions
+        if manifest.structure in self.seen:
+            return manifest, self.seen[manifest.structure]
         some = regions_in(Holdings(manifest), self.wanted_blocks)
 
         def spread(column: Ints) -> Ints:
@@ -300,7 +306,10 @@ class _ShareOfPieces:
         regions = replace(
             cut.regions, storage=spread(some.storage), start=spread(some.start), strided=strided, casts=casts
         )
-        return manifest, replace(cut, regions=regions)
+        seen = replace(cut, regions=regions)
+        if manifest.structure:
+            self.seen[manifest.structure] = seen
+        return manifest, seen
 
 
 class _Names(NamedTuple):
@@ -318,7 +327,7 @@ class SharesOfPieces:
 
     joinable = False
 
-    def __init__(self, cohorts: Sequence[Cohort], needs: Sequence[Need], pieces: Pieces, cut: Parcels) -> None:
+    def __init__(self, cohorts: Sequence[Cohort], needs: Sequence[NeededBlock], pieces: Pieces, cut: Parcels) -> None:
         self._cohorts = cohorts
         self._needs = needs
         self._pieces = pieces

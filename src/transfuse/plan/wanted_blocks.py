@@ -56,14 +56,14 @@ class WantedBlocks(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
         names = list(dict.fromkeys(dtype for dtype in wires if dtype is not None))
         codes = np.array([0 if dtype is None else names.index(dtype) + 1 for dtype in wires], dtype=np.int64)
         return cls(
-            leaf.astype("<i4").tobytes(),
-            tensor.astype("<i4").tobytes(),
-            ndim.astype("<u1").tobytes(),
-            starts.astype("<i8").tobytes(),
-            sizes.astype("<i8").tobytes(),
-            (codes[wire] if len(codes) else wire).astype("<u1").tobytes(),
-            list(map(values.dtype_name, names)),
-            begins.astype("<u1").tobytes(),
+            leaf=leaf.astype("<i4").tobytes(),
+            tensor=tensor.astype("<i4").tobytes(),
+            ndim=ndim.astype("<u1").tobytes(),
+            starts=starts.astype("<i8").tobytes(),
+            sizes=sizes.astype("<i8").tobytes(),
+            dtype=(codes[wire] if len(codes) else wire).astype("<u1").tobytes(),
+            dtypes=list(map(values.dtype_name, names)),
+            begins=begins.astype("<u1").tobytes(),
         )
 
     def fingerprint(self) -> int:
@@ -116,19 +116,17 @@ def regions_in(holdings: Holdings, wanted_blocks: WantedBlocks) -> Regions:
     wires = [None, *(values.dtype_named(name) for name in wanted_blocks.dtypes)]
     first = np.cumsum(ndim) - ndim
     manifest = holdings.manifest
-    found, parts = _Regions(), manifest.parts
-    most = MOST_TIMES * float((parts.numel * parts.item).sum())
-    for row in zip(
-        leaf.tolist(), tensor.tolist(), first.tolist(), (first + ndim).tolist(), dtype.tolist(), strict=True
-    ):
-        number, which, low, high, code = row
+    found, tensors = _Regions(), manifest.tensors
+    most = MOST_TIMES * float((tensors.numel * tensors.item).sum())
+    columns = (leaf, tensor, first, first + ndim, dtype)
+    for number, which, low, high, code in zip(*(column.tolist() for column in columns), strict=True):
         block = Block(tuple(starts[low:high].tolist()), tuple(sizes[low:high].tolist()))
         holding = holdings.of(number, which)
         if len(block.start) != len(holding.shape):
             raise ValueError(f"a block of {len(block.start)} dimensions of a tensor of {len(holding.shape)}")
-        part, at = holding.find(block)
-        found.add(manifest, part, at, block.sizes, wires[code])
-        most -= block.numel * int(parts.item[part])
+        row, at = holding.find(block)
+        found.add(manifest, row, at, block.sizes, wires[code])
+        most -= block.numel * int(tensors.item[row])
         if most < 0:
             raise ValueError(f"the wanted blocks are more than {MOST_TIMES} times the whole state")
     return found.columns(np.cumsum(begins))
@@ -143,29 +141,29 @@ class _Regions:
         self._casts: dict[int, Cast] = {}
 
     def add(
-        self, manifest: Manifest, part: int, at: Sequence[int], sizes: tuple[int, ...], wire: torch.dtype | None
+        self, manifest: Manifest, row: int, at: Sequence[int], sizes: tuple[int, ...], wire: torch.dtype | None
     ) -> None:
-        parts, number = manifest.parts, len(self._rows)
-        item, strides = int(parts.item[part]), parts.stride(part)
-        start = int(parts.start[part]) + item * sum(map(operator.mul, at, strides))
+        tensors, number = manifest.tensors, len(self._rows)
+        item, strides = int(tensors.item[row]), tensors.stride(row)
+        start = int(tensors.start[row]) + item * sum(map(operator.mul, at, strides))
         region = Region(start, item, *merged(sizes, strides))
         nbytes = region.nbytes
         if wire is not None:
-            memory = manifest.dtype_of(part)
+            memory = manifest.dtype_of(row)
             if not (wire.is_floating_point and memory.is_floating_point and dense.converts(memory, wire)):
                 raise ValueError(f"a tensor of {memory} cannot be sent as {wire}")
-            if parts.flags[part] & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE):
+            if tensors.flags[row] & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE):
                 raise ValueError("a tensor with a conjugate or negative bit cannot be converted")
             self._casts[number] = Cast(memory, wire, region)
             item, nbytes = wire.itemsize, nbytes // item * wire.itemsize
         if wire is not None or not region.contiguous:
             self._strided[number] = region
-        self._rows.append((int(parts.storage[part]), start, nbytes, item, part))
+        self._rows.append((int(tensors.storage[row]), start, nbytes, item, row))
 
     def columns(self, space: Ints) -> Regions:
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, 5)
-        storage, start, nbytes, item, part = (np.ascontiguousarray(rows[:, i]) for i in range(5))
-        return Regions(storage, space, start, nbytes, item, part, self._strided, {}, self._casts)
+        storage, start, nbytes, item, tensor = (np.ascontiguousarray(rows[:, i]) for i in range(5))
+        return Regions(storage, space, start, nbytes, item, tensor, strided=self._strided, also={}, casts=self._casts)
 
 
 def _unpack(data: bytes, code: str) -> Ints:

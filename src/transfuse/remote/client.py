@@ -19,17 +19,17 @@ from transfuse.arguments import check_step
 from transfuse.errors import PeerTimeout, ProtocolError, ReceiveFailed, TransfuseError
 from transfuse.limits import Limits
 from transfuse.options import FetchKeywords, check_names
-from transfuse.remote import file_descriptors
 from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, connect, key_of, split_address
 from transfuse.remote.pair_group import READER, PairGroup, PairGroups
 from transfuse.report import Report
 from transfuse.session import receive_from_one, threads
 from transfuse.session.partial import Partial
 from transfuse.session.planning import read_offer
+from transfuse.session.remembered import Remembered
 from transfuse.state.manifest import Manifest
 from transfuse.timeouts import Patience
 from transfuse.transport import PGTransport, check_resume
-from transfuse.wire import messages
+from transfuse.wire import file_descriptors, messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG, Group
 from transfuse.wire.messages import Message
@@ -39,6 +39,10 @@ __all__ = ["Peeked", "fetch", "peek"]
 logger = logging.getLogger("transfuse")
 
 CPU = torch.device("cpu")
+
+
+#: What all fetches of this process remember: most fetch the same structure again and again.
+_remembered = Remembered()
 
 
 def fetch(
@@ -82,11 +86,13 @@ def fetch(
             None if state_dict is None else lambda: tree,
             **options,
         )
+        transport.remembered = _remembered
         # Call it before any server holds its state still for this reader, and after all other arguments were checked.
         tree = state_dict() if callable(state_dict) else state_dict
         ranks = visit.begin()
         try:
-            return transport.receive(ranks, step=step, resume=resume, absent=visit.absent)
+            with transport:
+                return transport.receive(ranks, step=step, resume=resume, absent=visit.absent)
         except TransfuseError as error:
             visit.explain(error)
             raise
@@ -119,8 +125,7 @@ def peek(
                 _, body = channel.expect(Message.OFFER, tag=OFFER_TAG)
                 found.append(receive_from_one.describe(channel, read_offer(body, limits, 0)))
                 # This reader wants no parcels, so everything it wants is here.
-                channel.send(Message.VERDICT, messages.encode(messages.Verdict()))
-                channel.settle()
+                channel.ask_last(Message.VERDICT, messages.encode(messages.Verdict()), Message.AGREED)
 
         failed = threads.run({0: talk}, threads.Caller(watching=False), lambda: None)
         if failed:

@@ -7,13 +7,9 @@ are the server's and gloo's own, on the same address.
 
 from __future__ import annotations
 
-import ctypes
 import hmac
-import struct
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,16 +20,13 @@ from torch._C._distributed_c10d import Store
 from transfuse.errors import PeerError, PeerLost, PeerTimeout, ProtocolError, TransfuseError
 from transfuse.remote.handshake import Call, ControlConnection
 from transfuse.wire.group import WorkLike
+from transfuse.wire.pair import Pair, form, is_address
 
 __all__ = ["READER", "SERVER", "PairGroup", "PairGroups"]
 
 SERVER, READER = 0, 1
 PROOF_TAG = 0x5446_0001
-NOBODYS_TAG = 0x5446_0002
 PROOF_BYTES = 32
-
-_LENGTH = struct.Struct("<Q")
-MAX_HOST_NAME = 255
 
 
 class _Exchange(Store):
@@ -65,8 +58,7 @@ class _Exchange(Store):
 
     def _hear(self) -> None:
         call = self._control.expect(Call, self._seconds, "forming a group", self._most_waits)
-        # Check it: gloo trusts every length in it.
-        if not any(_alike(call.value, mine) for mine in self._mine.values()):
+        if not any(is_address(call.value, mine) for mine in self._mine.values()):
             raise ProtocolError(self._control.rank, f"{self._control.name} sent an address that gloo did not make")
         if call.key in self._mine or self._values:
             raise ProtocolError(self._control.rank, f"{self._control.name} sent its gloo address twice")
@@ -82,51 +74,19 @@ class _Exchange(Store):
             raise
 
 
-def _alike(theirs: bytes, mine: bytes) -> bool:
-    """Whether two gloo addresses differ only in host name, network address and connection numbers.
-
-    Each consists of a name (length first), a network address (length first), and numbers.
-    """
-    rests = []
-    for data in (theirs, mine):
-        if len(data) < _LENGTH.size:
-            return False
-        (length,) = _LENGTH.unpack_from(data)
-        if length > MAX_HOST_NAME:
-            return False
-        rests.append(data[_LENGTH.size + length :])
-    one, other = rests
-    return len(one) == len(other) > _LENGTH.size and one[: _LENGTH.size] == other[: _LENGTH.size]
-
-
-class PairGroup:
+class PairGroup(Pair):
     """A group of this end and the other. Both have proved that they are the ends of the control connection."""
-
-    #: A thread that is left in a wait keeps gloo alive by :meth:`_hold`, for the length of that wait only.
-    outlives_waits = True
 
     def __init__(self, control: ControlConnection, rank: int, seconds: float, most_waits: int) -> None:
         self.control = control
         self.peer = READER if rank == SERVER else SERVER
         store = _Exchange(control, seconds, most_waits)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        # Listen on the interface of the control connection only.
-        try:
-            options._devices = [gloo.create_device(hostname=control.local_host, lazy_init=False)]
-        except RuntimeError as error:
-            text = str(error).split("\n")[0]
-            raise TransfuseError(f"gloo cannot listen on {control.local_host} here: {text}") from error
-        options._timeout = timedelta(seconds=seconds)
         started = time.monotonic()
-        self._lock = threading.Lock()
-        self._waits = 0
-        self._held = False
         try:
-            self._gloo: Any = gloo(store, rank, 2, options)
+            gloo = form(store, rank, seconds, self.lane_device())
+        except TransfuseError:
+            raise
         except Exception as error:
-            # Tracebacks hold this frame: the device would stay and listen until garbage collection.
-            del options
             if store.failure is not None:
                 raise store.failure from None
             took = time.monotonic() - started
@@ -134,39 +94,21 @@ class PairGroup:
                 raise PeerTimeout(control.rank, f"connecting gloo with {control.name}", took) from error
             text = str(error).split("\n")[0]
             raise PeerLost(control.rank, f"{control.name}: gloo could not connect: {text}") from error
+        super().__init__(gloo, self.peer)
         try:
             self._prove(rank, timedelta(seconds=seconds))
         except BaseException:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Free the group with its threads and connections, even if other code still holds this object.
-
-        If a thread waits in the group, freeing it now would end the process. An interrupt has left that thread behind,
-        and it still has to tell the peer: the group is freed when the thread returns.
-        """
-        with self._lock:
-            if self._waits:
-                self._hold()
-                return
-            gone, self._gloo = self._gloo, None
-        # Outside the lock: gloo joins its threads.
-        del gone
-
-    def break_off(self, until: float) -> None:
-        """Close the connection, which ends all waits that can be ended."""
-        with suppress(RuntimeError):
-            # When a wait expires, gloo closes all connections of the group.
-            self.recv([torch.zeros(1, dtype=torch.uint8)], self.peer, NOBODYS_TAG).wait(timedelta(milliseconds=2))
-        while self._waits and time.monotonic() < until:
-            time.sleep(0.01)
-
-    def _hold(self) -> None:
-        """Keep gloo alive during a wait, even while the interpreter ends and modules drop what they hold."""
-        if not self._held:
-            self._held = True
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+    def lane_device(self, rank: int = 0) -> Any:
+        """A device of gloo that listens on the interface of the control connection only."""
+        gloo: Any = dist.ProcessGroupGloo
+        try:
+            return gloo.create_device(hostname=self.control.local_host, lazy_init=False)
+        except RuntimeError as error:
+            text = str(error).split("\n")[0]
+            raise TransfuseError(f"gloo cannot listen on {self.control.local_host} here: {text}") from error
 
     # The methods that a transport calls on a group.
 
@@ -176,33 +118,11 @@ class PairGroup:
     def size(self) -> int:
         return 2
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "gloo"
-
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
-        return _Work(self, self._open().send(tensors, rank, tag))
+        return self._post_send(tensors, tag)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
-        return _Work(self, self._open().recv(tensors, rank, tag))
-
-    def _open(self) -> Any:
-        with self._lock:
-            if self._gloo is None:
-                raise RuntimeError("the pair group was closed")
-            return self._gloo
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        with self._lock:
-            self._waits += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._waits -= 1
-                if self._held and not self._waits:
-                    self._held = False
-                    ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._gloo))
+        return self._post_recv(tensors, tag)
 
     def _prove(self, rank: int, timeout: timedelta) -> None:
         """Both ends prove themselves again, over the group: somebody else may have connected to gloo's port."""
@@ -230,18 +150,6 @@ class PairGroup:
             )
 
 
-class _Work:
-    """A send or receive of a pair group. It stays alive while a thread waits for it."""
-
-    def __init__(self, group: PairGroup, work: WorkLike) -> None:
-        self._group = group
-        self._work = work
-
-    def wait(self, timeout: timedelta) -> Any:
-        with self._group._waiting():
-            return self._work.wait(timeout)
-
-
 class PairGroups:
     """Several servers as ranks of one group, for a transport that expects a process group.
 
@@ -262,6 +170,9 @@ class PairGroups:
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "gloo"
+
+    def lane_device(self, rank: int) -> Any:
+        return self._groups[rank].lane_device()
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
         return self._groups[rank].send(tensors, SERVER, tag)

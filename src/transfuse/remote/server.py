@@ -22,15 +22,17 @@ import torch
 from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import PeerLost, PeerTimeout, SendFailed, TransfuseError, as_utf8
+from transfuse.memory import streams
 from transfuse.options import ServeKeywords, check_names
 from transfuse.progress import Progress
-from transfuse.remote import file_descriptors
 from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, Refused, Wait, join_address, key_of
 from transfuse.remote.pair_group import READER, SERVER, PairGroup, PairGroups
 from transfuse.remote.rwlock import RWLock
 from transfuse.report import Report
+from transfuse.session.remembered import Remembered
 from transfuse.timeouts import Patience
 from transfuse.transport import PGTransport
+from transfuse.wire import file_descriptors
 
 __all__ = ["Server", "serve"]
 
@@ -76,7 +78,7 @@ def serve(
         max_readers: how many read at once; others wait for their turn. With a rate limit, one reads at a time.
         on_report: called with the :class:`Report` of every transfer, in the thread that served it.
         **options: the options of :class:`PGTransport` for a server: ``same_host`` (readers on this host may read
-            straight from memory), ``verify`` and ``max_bytes_per_second`` (the rate limit).
+            straight from memory), ``nixl``, ``verify``, ``lanes`` and ``max_bytes_per_second`` (the rate limit).
     """
     check_names("serve", options, ServeKeywords)
     return Server(
@@ -128,6 +130,8 @@ class Server:
         self._transport = partial(PGTransport, timeout=timeout, device=torch.device("cpu"), relay=False, **options)
         self._transport(PairGroups({}, 0))  # Refuse wrong options here, before the first reader comes.
         self._on_report = on_report
+        #: What the transports of all readers remember of the state.
+        self._remembered = Remembered()
         self._rwlock = RWLock()
         #: The user's callables run in one thread at a time.
         self._asking = threading.Lock()
@@ -315,7 +319,7 @@ class Server:
             meanwhile()  # The server may have closed since.
             with self._rwlock.reading(meanwhile):
                 # Before the user's callable, which may copy: nothing else orders this thread's work after training's.
-                self._last_change.wait()
+                self._last_change.wait(self._seconds)
                 with self._asking:
                     state = self._state_dict() if callable(self._state_dict) else self._state_dict
                     step = check_step(self._step(), "what step() gives") if callable(self._step) else self._step
@@ -339,8 +343,10 @@ class Server:
     def _send(self, group: PairGroup, state: object, step: int | None) -> None:
         guard = _Guard(self._rwlock, self._seconds, lambda: self._cut)
         transport = self._transport(group, progress=guard)
+        transport.remembered = self._remembered
         try:
-            transport.send_checkpoint([READER], state, step=step)
+            with transport:
+                transport.send_checkpoint([READER], state, step=step)
         finally:
             if self._on_report is not None and transport.report is not None:
                 self._on_report(transport.report)
@@ -400,13 +406,14 @@ class _Moment:
     """Marks the accelerator work that one thread has queued so far; another thread can wait for that work."""
 
     def __init__(self) -> None:
-        self._event: torch.Event | None = None
+        self._events: list[torch.Event] = []
         self.record()
 
     def record(self) -> None:
-        if torch.accelerator.is_available():
-            self._event = torch.accelerator.current_stream().record_event()
+        self._events = [torch.accelerator.current_stream(device).record_event() for device in streams.current()]
 
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+    def wait(self, seconds: float) -> None:
+        """Raise after so many seconds."""
+        until = time.monotonic() + seconds
+        if not all(streams.poll(event.query, until) for event in self._events):
+            raise TransfuseError(f"the work that training had queued on the accelerator has not ended in {seconds:g} s")

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from transfuse.errors import SourcesDiffer, TransfuseError
-from transfuse.memory.needed_blocks import Catalogue, global_shape
 from transfuse.plan.apply_rules import link
+from transfuse.plan.catalogue import Catalogue
 from transfuse.plan.cohorts import Cohort, difference
+from transfuse.plan.local_blocks import global_shape
 from transfuse.plan.match import Prepared
 from transfuse.session.context import Request
 from transfuse.session.planning import Accepted, Described, check
@@ -25,6 +26,13 @@ class Choice(NamedTuple):
     cohorts: list[Cohort]
     offers: dict[int, Offer]
     dropped: dict[int, TransfuseError]
+
+
+class _AtStep(NamedTuple):
+    """A cohort, and the step that its sources offer."""
+
+    step: int | None
+    cohort: Cohort
 
 
 def choose(
@@ -47,12 +55,12 @@ def choose(
             dropped[rank] = mismatch
             continue
         groups.setdefault((offers[rank].step, offers[rank].likeness), {})[rank] = offers[rank]
-    cohorts: list[tuple[int | None, Cohort]] = []
+    cohorts: list[_AtStep] = []
     for (step, likeness), group in groups.items():
         members = {rank: offer.coordinates for rank, offer in group.items()}
-        cohorts.append((step, Cohort(described[likeness].manifest, members)))
-    cohorts.sort(key=lambda one: -len(one[1].members))
-    families: list[list[tuple[int | None, Cohort]]] = []
+        cohorts.append(_AtStep(step, Cohort(described[likeness].manifest, members)))
+    cohorts.sort(key=lambda one: -len(one.cohort.members))
+    families: list[list[_AtStep]] = []
     for one in cohorts:
         for family in families:
             if all(_difference(other, one, request) is None for other in family):
@@ -64,14 +72,14 @@ def choose(
     if len(families) > 1:
         first = families[0][0]
         for one in [one for family in families[1:] for one in family]:
-            for other in one[1].members:
+            for other in one.cohort.members:
                 dropped[other] = SourcesDiffer(
-                    f"source {other} offers another state than source {next(iter(first[1].members))}, with which "
+                    f"source {other} offers another state than source {next(iter(first.cohort.members))}, with which "
                     f"{_count(families[0])} of {len(offers)} agree: "
                     + next(filter(None, (_difference(other_one, one, request) for other_one in families[0])), "")
                 )
         if 2 * _count(families[0]) <= sum(map(_count, families)):
-            raise dropped[next(iter(families[1][0][1].members))]  # No majority: nothing says who is right.
+            raise dropped[next(iter(families[1][0].cohort.members))]  # No majority: nothing says who is right.
     chosen = [cohort for _, cohort in families[0]] if families else []
     if len(chosen) > 1 and isinstance(request.target, Prepared):
         # The first cohort describes the state: put the one first that has most of the target's leaves.
@@ -80,7 +88,7 @@ def choose(
     return Choice(chosen, {rank: offers[rank] for cohort in chosen for rank in cohort.members}, dropped)
 
 
-def _count(family: Sequence[tuple[int | None, Cohort]]) -> int:
+def _count(family: Sequence[_AtStep]) -> int:
     return sum(len(cohort.members) for _, cohort in family)
 
 
@@ -129,11 +137,11 @@ def _steps(one: int | None, other: int | None) -> str:
     return f"step {one} against {other}"
 
 
-def _difference(one: tuple[int | None, Cohort], other: tuple[int | None, Cohort], request: Request) -> str | None:
+def _difference(one: _AtStep, other: _AtStep, request: Request) -> str | None:
     """How two cohorts differ; None if they describe one state or complete each other."""
-    if one[0] != other[0]:
-        return _steps(one[0], other[0])
-    mine, theirs = one[1], other[1]
+    if one.step != other.step:
+        return _steps(one.step, other.step)
+    mine, theirs = one.cohort, other.cohort
     try:
         found = difference(mine, theirs)
         if found is not None:
@@ -168,11 +176,12 @@ def first_difference(one: Manifest, other: Manifest) -> str:
 
 def _leaf(manifest: Manifest, leaf: int) -> str:
     """A short description of a leaf."""
-    words = []
-    for part in range(*manifest.first_parts[leaf : leaf + 2].tolist()):
-        p = manifest.parts
-        flags = f", flags {p.flags[part]}" if p.flags[part] else ""
-        words.append(f"{manifest.dtype_of(part)} {list(p.shape(part))} with strides {list(p.stride(part))}{flags}")
+    words, tensors = [], manifest.tensors
+    for row in range(*manifest.first_tensors[leaf : leaf + 2].tolist()):
+        flags = f", flags {tensors.flags[row]}" if tensors.flags[row] else ""
+        words.append(
+            f"{manifest.dtype_of(row)} {list(tensors.shape(row))} with strides {list(tensors.stride(row))}{flags}"
+        )
     detail = manifest.detail(leaf)
     if detail:
         text = repr(detail)

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 from transfuse.limits import Limits
-from transfuse.memory.needed_blocks import Late
 from transfuse.options import Options
+from transfuse.plan.catalogue import Late
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session.partial import Partial
+from transfuse.session.remembered import Remembered
 from transfuse.session.threads import Caller
+from transfuse.wire.lanes import Pool
 
 __all__ = ["Context", "Request"]
 
@@ -34,6 +36,9 @@ class Context:
     #: How far the transfer with each peer is, and a function that shows this progress.
     progress: dict[int, Progress]
     show: Callable[[], object] = lambda: None
+    #: The transport's lanes, and what it remembers of its earlier transfers.
+    lanes: Pool | None = None
+    remembered: Remembered = field(default_factory=Remembered)
     #: Whether the group allows conversations with its peers only one after another.
     one_by_one: bool = False
 

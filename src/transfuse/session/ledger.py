@@ -30,6 +30,10 @@ class Ledger:
         self._landed: Bools = np.zeros(len(nbytes), dtype=bool)
         #: Parcels that may have been here before, and that no source has compared with its own yet.
         self._uncompared: Bools = np.zeros(len(nbytes), dtype=bool)
+        #: For each uncompared parcel: the rank that has brought it; KEPT if it was here before.
+        self._brought_by = np.full(len(nbytes), KEPT, dtype=np.int64)
+        #: For each lane: its source.
+        self._lanes: dict[int, int] = {}
         #: For each neighbour in a chain: the source on whose behalf it brings parcels.
         self._sources: dict[int, int] = {}
         #: Only if this receiver passes parcels on: whether each has arrived, right or wrong, and the source's digest.
@@ -67,6 +71,22 @@ class Ledger:
             self._holder[chosen] = KEPT
             self._uncompared[chosen] = True
 
+    def doubt(self, rank: int, numbers: Sequence[int]) -> None:
+        """``rank`` has brought these parcels. They count only if a comparison finds them equal to a source's."""
+        with self._changed:
+            chosen = np.asarray(numbers, dtype=np.int64)
+            chosen = chosen[self._holder[chosen] == rank]
+            self._holder[chosen] = KEPT
+            self._uncompared[chosen] = True
+            self._brought_by[chosen] = rank
+            self._changed.notify_all()
+
+    def doubted(self, numbers: Sequence[int]) -> Ints:
+        """For each of these uncompared parcels, the rank that has brought it; negative if it was here before."""
+        with self._changed:
+            result: Ints = self._brought_by[np.asarray(numbers, dtype=np.int64)]
+            return result
+
     def take_uncompared(self, rank: int, nbytes: float, among: Bools | None = None) -> Sequence[int]:
         """Assign about ``nbytes`` of uncompared parcels to ``rank``, to compare; return their numbers."""
         with self._changed:
@@ -80,7 +100,8 @@ class Ledger:
             chosen, same = chosen[mine], same[mine]
             self._uncompared[chosen] = False
             self._landed[chosen] = same
-            self._holder[chosen] = np.where(same, KEPT, NOBODY)
+            self._holder[chosen] = np.where(same, self._brought_by[chosen], NOBODY)
+            self._brought_by[chosen] = KEPT
             self._changed.notify_all()
 
     @property
@@ -130,6 +151,9 @@ class Ledger:
         it sent any.
         """
         with self._changed:
+            if len(numbers) == 1:
+                self._land_one(rank, numbers[0], right=not len(wrong), digest=digests[0] if len(digests) else None)
+                return
             chosen = np.asarray(numbers, dtype=np.int64)
             mine = self._holder[chosen] == rank
             chosen = chosen[mine]
@@ -142,11 +166,32 @@ class Ledger:
                 self._arrived[chosen] = True
             self._changed.notify_all()
 
+    def _land_one(self, rank: int, number: int, *, right: bool, digest: int | None) -> None:
+        """As ``land``, for one parcel: in a chain every burst is one, and columns of one entry cost more than it."""
+        if self._holder[number] != rank:
+            return
+        self._landed[number] = right
+        if len(self._arrived):
+            if digest is not None:
+                self._digests[number] = digest
+            self._arrived[number] = True
+        self._changed.notify_all()
+
     def give_back(self, rank: int) -> None:
-        """Release the parcels that ``rank`` owes: others may be asked for them, or may compare them."""
+        """Release the parcels that ``rank`` owes: others may be asked for them, or may compare them.
+
+        What a source's lanes owe, they give back themselves: until then they may still write to the parcels' memory.
+        """
         with self._changed:
-            owed = self._is_from(rank) & ~self._landed
+            owed = self._is_from(rank, lanes=False) & ~self._landed
             self._holder[owed] = np.where(self._uncompared[owed], KEPT, NOBODY)
+            self._changed.notify_all()
+
+    def give_back_some(self, rank: int, numbers: Sequence[int]) -> None:
+        """Release these parcels, which ``rank`` owes."""
+        with self._changed:
+            chosen = np.asarray(numbers, dtype=np.int64)
+            self._holder[chosen[self._holder[chosen] == rank]] = NOBODY
             self._changed.notify_all()
 
     def disown(self, rank: int) -> None:
@@ -156,9 +201,17 @@ class Ledger:
             self._landed[theirs], self._holder[theirs] = False, NOBODY
             self._changed.notify_all()
 
-    def _is_from(self, rank: int) -> Bools:
-        """For each parcel, whether ``rank`` owes or brought it, directly or through a neighbour."""
+    def add_lane(self, lane: int, rank: int) -> None:
+        """Let ``lane`` bring parcels on behalf of the source ``rank``."""
+        with self._changed:
+            self._lanes[lane] = rank
+
+    def _is_from(self, rank: int, *, lanes: bool = True) -> Bools:
+        """For each parcel, whether ``rank`` owes or brought it, directly or through a neighbour or a lane."""
         theirs: Bools = self._holder == rank
+        for lane, source in self._lanes.items() if lanes else ():
+            if source == rank:
+                theirs |= self._holder == lane
         for neighbour, source in self._sources.items():
             if source == rank:
                 theirs |= self._holder == neighbour
@@ -184,11 +237,17 @@ class Ledger:
         A wrong parcel may be passed on: the next receiver compares the source's digest too.
         """
         with self._changed:
-            while not self._arrived[numbers].all():
+            while not self.has_arrived(numbers):
                 if self._closed is not None:
                     return self._closed
                 self._changed.wait()
             return None
+
+    def has_arrived(self, numbers: Sequence[int]) -> bool:
+        """Whether each of these parcels has arrived, right or wrong."""
+        if len(numbers) == 1:
+            return bool(self._arrived[numbers[0]])
+        return bool(self._arrived[numbers].all())
 
     def digest(self, number: int) -> int:
         """The source's digest of a parcel that has arrived."""
@@ -203,14 +262,17 @@ class Ledger:
     # -- totals
 
     def bytes_from(self, rank: int) -> int:
-        """Bytes that a source has brought."""
+        """Bytes that a source has brought, also those that are still to be compared."""
         with self._changed:
-            return int(self._nbytes[self._landed & self._is_from(rank)].sum())
+            return int(self._nbytes[(self._landed & self._is_from(rank)) | (self._brought_by == rank)].sum())
 
     def bytes_with(self, rank: int) -> int:
         """Bytes that a source has brought or owes."""
         with self._changed:
-            return int(self._nbytes[self._is_from(rank) & ~self._uncompared].sum())
+            theirs = (self._is_from(rank) & ~self._uncompared) | (self._brought_by == rank)
+            return int(self._nbytes[theirs].sum())
 
     def bytes_of(self, numbers: Sequence[int]) -> int:
+        if len(numbers) == 1:
+            return int(self._nbytes[numbers[0]])
         return int(self._nbytes[np.asarray(numbers, dtype=np.int64)].sum())

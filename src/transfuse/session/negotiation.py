@@ -21,15 +21,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from transfuse.errors import NotCovered, ReceiveFailed, TransfuseError
+from transfuse.errors import NotCovered, PeerTimeout, ReceiveFailed, TransfuseError
+from transfuse.memory import streams
 from transfuse.phases import WAITING, Phase
 from transfuse.plan.match import prepare
-from transfuse.plan.parcels import Parcels
 from transfuse.session import agreement
 from transfuse.session.context import Context, Request
 from transfuse.session.ledger import Ledger
 from transfuse.session.partial import Partial
-from transfuse.session.planning import Accepted, Described, accept, read_description
+from transfuse.session.planning import Accepted, Described, accept, is_described, read_description, read_manifest
+from transfuse.session.remembered import Remembered
 from transfuse.session.roster import Roster
 from transfuse.sizes import Sizes
 from transfuse.state.manifest import Manifest
@@ -90,6 +91,8 @@ class Negotiation:
         #: How many seconds the decision waits for awaited sources after the first offer, and when that time ends.
         self._patience = patience
         self._decide_at = float("inf")
+        #: When the first offer came.
+        self.first_at = float("inf")
         #: For each likeness: the description; and, until it is here, the source that has been asked for it.
         self._described: dict[bytes, Described] = {}
         self._asked: dict[bytes, int] = {}
@@ -107,6 +110,7 @@ class Negotiation:
         self._likenesses[rank] = offer.likeness
         if rank not in self.gone:
             self.offers[rank] = offer
+            self.first_at = min(self.first_at, now)
             self._decide_at = min(self._decide_at, now + self._patience)
 
     def hand_in_description(self, rank: int, described: Described) -> None:
@@ -221,8 +225,13 @@ class Negotiator:
         If no source has described this state yet, ``describe`` asks this one to.
         """
         rank, changed = channel.peer, self._roster.changed
+        described = None
+        if offer.manifest is None and is_described(offer, self._context.remembered):
+            described = self._read(offer, rank)
         with changed:
             self.negotiation.hand_in(rank, offer, time.monotonic())
+            if described is not None:
+                self.negotiation.hand_in_description(rank, described)
             changed.notify_all()
         while not isinstance(turn := self._next_turn(channel), Done):
             if isinstance(turn, Describe):
@@ -239,6 +248,14 @@ class Negotiator:
             if dropped is not None:
                 raise dropped
             self._roster.check(rank)
+
+    @property
+    def remembered(self) -> Remembered:
+        return self._context.remembered
+
+    def manifest_of(self, offer: Offer) -> Manifest:
+        """The manifest of an offer; ``ValueError`` if it is malformed."""
+        return read_manifest(offer, self._limits, self.remembered).manifest
 
     def covered_by(self, ranks: set[int]) -> bool:
         """Whether these sources hold all parcels that have not landed. Call it under the lock, once there is a plan."""
@@ -271,16 +288,33 @@ class Negotiator:
                     return turn
                 roster.progress[rank].phase = WAITING
                 roster.changed.wait(Patience.SLICE_SECONDS)
+                if not channel.group.tagged:
+                    self._give_up_waiting()
+
+    def _give_up_waiting(self) -> None:
+        """End the receive if sources have not offered in time. Call it under the lock.
+
+        Only without tags: there a source may wait for its turn, without end if ranks wait for each other in a circle.
+        """
+        timeout, missing = self._context.timeout, self.negotiation.awaited
+        if missing and time.monotonic() - self.negotiation.first_at > timeout and not self._one_by_one:
+            late = {rank: PeerTimeout(rank, "waiting for its offer", timeout) for rank in sorted(missing)}
+            self._roster.fail(ReceiveFailed(late))
 
     def _describe(self, channel: Channel, describe: Callable[[], Offer]) -> None:
         """Ask this source for its description, and hand it in."""
         roster = self._roster
         with roster.abandonable(channel, channel.abandon if roster.several else None):
             whole = describe()
-        described = read_description(whole, self._limits, channel.peer)
+        described = self._read(whole, channel.peer)
         with roster.changed:
             self.negotiation.hand_in_description(channel.peer, described)
             roster.changed.notify_all()
+
+    def _read(self, offer: Offer, rank: int) -> Described:
+        if self.remembered.structure(offer.structure) is not None:
+            self._context.report.reuse("description")
+        return read_description(offer, self._limits, rank, self.remembered)
 
     def _compare_late(self, rank: int, offer: Offer) -> None:
         """Decide whether to use a source whose offer came after the decision."""
@@ -346,7 +380,8 @@ class Negotiator:
             logger.warning("the sources offer another state than the one to resume: everything is fetched")
             self.request = replace(self.request, resume=None)
             resume = None
-        fine = self._fine(first, parcel_bytes) if resume is None else resume.parcel_bytes
+        nbytes = float(choice.cohorts[0].manifest.storages.nbytes.astype(float).sum())
+        fine = self._fine(first, nbytes, parcel_bytes) if resume is None else resume.parcel_bytes
         self._check_lacking(choice)
         return accept(choice.cohorts, choice.offers, first, self.request, self._context, fine)
 
@@ -380,10 +415,8 @@ class Negotiator:
         if blocks:
             raise NotCovered(blocks)
 
-    def _fine(self, offer: Offer, parcel_bytes: int) -> int:
+    def _fine(self, offer: Offer, total: float, parcel_bytes: int) -> int:
         """A parcel size that lets several sources end together and keeps their staging within its limit."""
-        sizes = offer.described.storage_nbytes
-        total = float(np.frombuffer(sizes[: len(sizes) // 8 * 8], dtype="<i8").astype(float).sum())
         return self._sizes.parcel(
             parcel_bytes,
             int(min(total, 1e15)),
@@ -408,7 +441,7 @@ class Negotiator:
         if resume is not None:
             resume.spent = True
             if resume.fingerprint == landing.fingerprint and len(resume.landed) == len(cut):
-                claimed |= resume.landed & _for_all_regions(cut, landing.lie_once)
+                claimed |= resume.landed & cut.of_all_regions(landing.lie_once)
                 self.resumed = claimed.copy()
                 for number in np.flatnonzero(claimed).tolist():
                     landing.touch(range(int(cut.first[number]), int(cut.first[number] + cut.count[number])))
@@ -417,14 +450,8 @@ class Negotiator:
         if self.request.options.delta:
             if self.resumed is False:  # Filling the copies would overwrite what an earlier receive left.
                 landing.fill_copies()
-            claimed |= _for_all_regions(cut, landing.held)
+                streams.complete(self._context.timeout)  # Other conversations will hash what was copied.
+            claimed |= cut.of_all_regions(landing.held)
         if claimed.any():
             ledger.keep(np.flatnonzero(claimed))
         return ledger
-
-
-def _for_all_regions(cut: Parcels, good: Bools) -> Bools:
-    """For each parcel, whether all its regions are good."""
-    bad = np.concatenate([[0], np.cumsum(~good)]).astype(np.int64)
-    result: Bools = bad[cut.first + cut.count] == bad[cut.first]
-    return result

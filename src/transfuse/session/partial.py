@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from transfuse.memory.arena import FreshMemory
+from transfuse.memory.fresh import FreshMemory
 from transfuse.state.tensors import Bools
 
 __all__ = ["Partial"]

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from transfuse.errors import ProtocolError, StateError, StepMismatch, TransfuseError
 from transfuse.limits import Limits
-from transfuse.memory.arena import Supply
-from transfuse.memory.as_is import AsIs
-from transfuse.memory.assembled import assemble
+from transfuse.memory import streams
+from transfuse.memory.as_is import AsIs, Kept
+from transfuse.memory.assembled import Assembly, assemble
 from transfuse.memory.digest import WIDE_BYTES
-from transfuse.memory.landing import Landing, Plan
+from transfuse.memory.fresh import MemorySupply
+from transfuse.memory.landing import Landing
 from transfuse.options import Options
 from transfuse.plan.cohorts import Cohort
-from transfuse.plan.match import Match, Prepared, compare, prepare
+from transfuse.plan.match import Match, Prepared, compare, prepare, promise_fresh
+from transfuse.plan.outline import Outline, outline
 from transfuse.plan.parcels import Parcels
 from transfuse.plan.shares import Shares
 from transfuse.session.context import Context, Request
-from transfuse.state.leaves.codec import BuildContext
+from transfuse.session.remembered import PlanKey, Remembered, Structure
+from transfuse.state.leaves.codec import BuildContext, Coordinate
 from transfuse.state.leaves.registry import Registry
-from transfuse.state.manifest import Manifest
+from transfuse.state.manifest import Manifest, Wire
 from transfuse.wire import messages
 
 __all__ = [
@@ -34,7 +39,9 @@ __all__ = [
     "accept",
     "check",
     "compares_digests",
+    "is_described",
     "read_description",
+    "read_manifest",
     "read_offer",
 ]
 
@@ -48,8 +55,10 @@ class Accepted:
     parcel_bytes: int
     manifest: Manifest
     build_context: BuildContext
-    kinds: Registry
+    registry: Registry
     landing: Landing
+    #: Remembers the plan for a later receive. Called when this receive has ended well, and needs the plan no more.
+    remember: Callable[[], None] | None = None
 
     @property
     def cut(self) -> Parcels:
@@ -74,9 +83,7 @@ def read_offer(body: bytes | bytearray, limits: Limits, peer: int) -> messages.O
             raise ValueError("an impossible rate")
         if not 0 < offer.staged_bytes <= offer.burst_bytes:
             raise ValueError("impossible sizes of bursts")
-        for name in offer.manifest.devices if offer.manifest is not None else ():
-            torch.device(name)
-        if len(offer.digest) != WIDE_BYTES or len(offer.likeness) != WIDE_BYTES:
+        if (len(offer.digest), len(offer.likeness), len(offer.structure)) != (WIDE_BYTES, WIDE_BYTES, 32):
             raise ValueError("digests of an impossible length")
         if max(offer.burst_bytes, offer.parcel_bytes) * offer.bursts_ahead > limits.staging_bytes:
             raise ValueError(
@@ -95,11 +102,19 @@ class Described(NamedTuple):
     manifest: Manifest
 
 
-def read_description(offer: messages.Offer, limits: Limits, peer: int) -> Described:
-    """Decode an offer's manifest, and check that the offer's digests are those of this manifest."""
-    wire = offer.described
+def is_described(offer: messages.Offer, remembered: Remembered) -> bool:
+    """Whether an offer has a manifest, or only the values of a structure that this end remembers."""
+    return offer.manifest is not None or (
+        offer.values is not None and remembered.structure(offer.structure) is not None
+    )
+
+
+def read_description(
+    offer: messages.Offer, limits: Limits, peer: int, remembered: Remembered | None = None
+) -> Described:
+    """The manifest of an offer that :func:`is_described`. The offer's digests must be those of this manifest."""
     try:
-        manifest = Manifest.decode(wire, limits, offer.coordinates)
+        wire, manifest = read_manifest(offer, limits, remembered or Remembered())
         if wire.digest() != offer.digest or manifest.likeness(wire) != offer.likeness:
             raise ValueError("its digests are those of another state")
     except TransfuseError:
@@ -107,6 +122,32 @@ def read_description(offer: messages.Offer, limits: Limits, peer: int) -> Descri
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
     return Described(offer, manifest)
+
+
+def read_manifest(offer: messages.Offer, limits: Limits, remembered: Remembered) -> Structure:
+    """The manifest of an offer that :func:`is_described`, read or remembered; ``ValueError`` if it is malformed."""
+    wire, known = offer.manifest, remembered.structure(offer.structure)
+    if known is None:
+        if wire is None:
+            raise ValueError("it has no description")
+        manifest = Manifest.decode(wire, limits, offer.coordinates)
+        _check_structure(wire, offer)
+        manifest.structure, manifest.structure_likeness = offer.structure, manifest.likeness(wire.without_values())
+        known = Structure(wire, manifest)
+        remembered.keep_structure(known)
+        return known
+    if wire is None:
+        manifest = known.manifest.with_values(offer.values or [], offer.coordinates)
+        return Structure(msgspec.structs.replace(known.wire, details=manifest.details), manifest)
+    _check_structure(wire, offer)
+    if len(wire.details) != len(known.wire.details):
+        raise ValueError(f"{len(wire.details)} details for {len(known.wire.details)} leaves that need one")
+    return Structure(wire, known.manifest.with_values(wire.values, offer.coordinates))
+
+
+def _check_structure(wire: Wire, offer: messages.Offer) -> None:
+    if wire.structure() != offer.structure:
+        raise ValueError("its digests are those of another state")
 
 
 def check(offer: messages.Offer, request: Request) -> None:
@@ -141,27 +182,89 @@ def accept(
     options, limits = request.options, context.limits
     peer, manifest = next(iter(cohorts[0].members)), cohorts[0].manifest
     build_context = BuildContext(manifest.shared, manifest.coordinates, options.mesh, options.weights_only_objects)
-    kinds = Registry(limits)
-    supply = Supply(context.device, limits, None if request.resume is None else request.resume.memory)
+    registry = Registry(limits)
+    supply = MemorySupply(context.device, limits, None if request.resume is None else request.resume.memory)
     try:
         target = request.target if isinstance(request.target, Prepared) else prepare(request.target, limits)
+        as_is = _all_have_the_same(cohorts, offers, request)
+        assembles = _may_be_assembled(manifest, target, options)
+        key = _key(cohorts, request, parcel_bytes, as_is=as_is, anybody=as_is and not assembles)
+        mine = None if key is None else outline(target, limits)
+        kept = None if key is None or mine is None else context.remembered.take_plan(key, mine)
         found: Match | TransfuseError | None = None
-        if _all_have_the_same(cohorts, offers, request):
-            found = compare(manifest, target, build_context=build_context, kinds=kinds, strict=options.strict)
-            if isinstance(found, TransfuseError) and not _may_be_assembled(manifest, target, options):
+        if isinstance(kept, Kept):
+            assert mine is not None
+            found = kept.match(mine, target.leaves)
+            unsupported = promise_fresh(manifest, found, build_context, registry)
+            if unsupported is not None:
+                raise unsupported
+        elif kept is None and as_is:
+            found = compare(manifest, target, build_context=build_context, registry=registry, strict=options.strict)
+            if isinstance(found, TransfuseError) and not assembles:
                 raise found
-        plan: Plan
-        if isinstance(found, Match):
-            plan = AsIs(manifest, found, supply, parcel_bytes=parcel_bytes, atomic=options.atomic)
-        else:
-            plan = assemble(
-                cohorts, target, build_context, kinds, options, supply, parcel_bytes=parcel_bytes, late=request.late
-            )
+        if kept is not None:
+            context.report.reuse("plan")
+        plan: AsIs | Assembly
+        with streams.for_the_caller():
+            if isinstance(found, Match):
+                before = kept if isinstance(kept, Kept) else None
+                plan = AsIs(manifest, found, supply, parcel_bytes=parcel_bytes, atomic=options.atomic, kept=before)
+            elif isinstance(kept, Assembly):
+                assert mine is not None
+                plan = kept
+                plan.bind(cohorts, target, mine)
+            else:
+                plan = assemble(
+                    cohorts,
+                    target,
+                    build_context,
+                    registry,
+                    options,
+                    supply,
+                    parcel_bytes=parcel_bytes,
+                    late=request.late,
+                )
     except TransfuseError:
         raise
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
-    return Accepted(described, parcel_bytes, manifest, build_context, kinds, Landing(plan))
+    remember = None if key is None or mine is None else partial(_keep, context.remembered, key, mine, plan)
+    return Accepted(described, parcel_bytes, manifest, build_context, registry, Landing(plan), remember)
+
+
+def _keep(remembered: Remembered, key: PlanKey, mine: Outline, plan: AsIs | Assembly) -> None:
+    kept = plan.keep(mine)
+    if kept is not None:
+        remembered.keep_plan(key, mine, kept)
+
+
+def _key(
+    cohorts: Sequence[Cohort], request: Request, parcel_bytes: int, *, as_is: bool, anybody: bool
+) -> PlanKey | None:
+    """The key of a plan; None if it depends on more than can be compared.
+
+    ``as_is``: all sources have the same manifest, and where bytes lie in their memory counts. ``anybody``: the plan is
+    the same whichever sources are used.
+    """
+    rules = request.options.map_path
+    if request.late is not None or request.resume is not None or callable(rules):
+        return None
+    if not all(cohort.manifest.structure for cohort in cohorts):
+        return None
+    sources = tuple(
+        (
+            cohort.manifest.structure if as_is else cohort.manifest.structure_likeness,
+            tuple(cohort.manifest.coordinates) if as_is else (),
+            () if anybody else _members(cohort),
+        )
+        for cohort in cohorts
+    )
+    options = request.options
+    return PlanKey(sources, parcel_bytes, options.atomic, options.strict, options.cast, repr(rules))
+
+
+def _members(cohort: Cohort) -> tuple[tuple[int, tuple[Coordinate, ...]], ...]:
+    return tuple((rank, tuple(coordinates)) for rank, coordinates in sorted(cohort.members.items()))
 
 
 def _all_have_the_same(cohorts: Sequence[Cohort], offers: Mapping[int, messages.Offer], request: Request) -> bool:
@@ -175,7 +278,7 @@ def _may_be_assembled(manifest: Manifest, target: Prepared, options: Options) ->
     """Whether a state that cannot land as it is may be assembled instead: converted, or sharded differently."""
     if options.cast or manifest.is_sharded:
         return True
-    return any(isinstance(leaf, (DTensor, ShardedTensor)) for leaf in target.leaves)
+    return any(issubclass(cls, (DTensor, ShardedTensor)) for cls in set(map(type, target.leaves)))
 
 
 def compares_digests(offer: messages.Offer, request: Request, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from transfuse.errors import PeerLost, ProtocolError, SourceMutated
 from transfuse.phases import Phase
 from transfuse.plan.parcels import Parcels
-from transfuse.session.planning import Accepted
+from transfuse.session.planning import Accepted, is_described
 from transfuse.session.receive_from_all import Receive
 from transfuse.sizes import Sizes
 from transfuse.state.manifest import Manifest
@@ -45,9 +45,11 @@ class Pulling:
         self._progress = shared.roster.progress[channel.peer]
         self._share = shared.share(channel.peer)
         self._rate_limit = RateLimit(offer.max_bytes_per_second)
-        self._routes = route_table.usable(offer.routes, same_host=shared.request.options.same_host)
+        self._routes = route_table.usable(offer.routes, shared.request.options)
         #: Which parcels each route can pull, for the routes of which this is known.
         self._readable: dict[str, Bools] = {}
+        #: Which parcels lie in memory as they travel. What is converted as it lands cannot be compared.
+        self._comparable = shared.accepted.cut.of_all_regions(~shared.accepted.landing.convert)
         #: How many bytes were pulled by each route.
         self.pulled: dict[str, int] = {}
 
@@ -70,15 +72,18 @@ class Pulling:
             channel.phase = self._progress.phase = Phase.READ.doing
             # Until this source answers, other sources are not asked for what could be pulled from it. So it may be
             # abandoned if it is silent for long.
-            with shared.roster.abandonable(channel, channel.abandon if shared.roster.several else None):
-                self._offer = self._describe(self._offer)
+            if not is_described(self._offer, shared.negotiator.remembered):
+                with shared.roster.abandonable(channel, channel.abandon if shared.roster.several else None):
+                    self._offer = self._describe(self._offer)
             manifest, theirs = self._seen_from_there()
-            # One reader uses all threads, so readers take turns, unless a rate limit holds this one back anyway.
-            turn = shared.reading if self._rate_limit.rate is None else nullcontext()
-            with channel.holding_turn(lambda: self._progress.bytes), turn, shared.roster.phase(channel, Phase.READ):
+            with channel.holding_turn(lambda: self._progress.bytes):
                 for route in self._routes:
-                    if not self._ledger.complete:
-                        self._pull_by(route, manifest, theirs)
+                    # On one host a reader uses all threads, so readers take turns, unless a rate limit holds this one
+                    # back anyway.
+                    turn = shared.reading if route.same_host and self._rate_limit.rate is None else nullcontext()
+                    with turn, shared.roster.phase(channel, Phase.READ):
+                        if not self._ledger.complete:
+                            self._pull_by(route, manifest, theirs)
         except Malformed as error:
             raise ProtocolError(channel.peer, f"rank {channel.peer}: {error}") from error
         finally:
@@ -87,11 +92,8 @@ class Pulling:
 
     def _seen_from_there(self) -> tuple[Manifest, Parcels]:
         """The source's own manifest, and all parcels with their regions in the source's memory."""
-        offer = self._offer
         try:
-            return self._share.seen_from_source(
-                lambda: Manifest.decode(offer.described, self._channel.limits, offer.coordinates)
-            )
+            return self._share.seen_from_source(lambda: self._receive.negotiator.manifest_of(self._offer))
         except ValueError as error:
             raise Malformed(f"a malformed offer: {error}") from error
 
@@ -110,7 +112,7 @@ class Pulling:
                     readable = self._readable[route.name] = np.zeros(len(self._ledger), dtype=bool)
                     readable[puller.readable()] = True
                     readable &= self._share.held
-                self._pull_shares(route.name, puller, readable)
+                self._pull_shares(route, puller, readable)
         except Unreadable as reason:
             self._readable[route.name] = np.zeros(len(self._ledger), dtype=bool)
             self._ledger.give_back(channel.peer)
@@ -128,18 +130,26 @@ class Pulling:
             rate_limit=self._pace_or_stop,
             went_on=self._went_on,
             at_once=self._rate_limit.at_once,
+            timeout=self._channel.timeout,
         )
 
-    def _pull_shares(self, name: str, puller: Puller, readable: Bools) -> None:
+    def _pull_shares(self, route: Route, puller: Puller, readable: Bools) -> None:
         """Pull parcels while there are any. They count as landed only after a check that the lease still holds."""
-        report, channel, ledger = self._report, self._channel, self._ledger
-        unreadable, share = 0, Sizes(channel.limits, channel.timeout).read(self._rate_limit.rate)
+        report, channel, ledger, name = self._report, self._channel, self._ledger, route.name
+        sizes = Sizes(channel.limits, channel.timeout)
+        unreadable, share = 0, sizes.read(self._rate_limit.rate, same_host=route.same_host)
+        verify = self._receive.request.options.verify
+        compared = route.compared and verify is not False and self._offer.digests
         while len(numbers := self._receive.read_share(channel.peer, share, readable)):
             failed = set(puller.pull(numbers))
-            if self._receive.request.options.verify:
+            if verify and not compared:
                 failed |= self._settle_differences(puller, [n for n in numbers if n not in failed])
             puller.recheck()
             done = [n for n in numbers if n not in failed]
+            if compared:
+                # Compared later, over the group. Those that turn out wrong come over the group too.
+                readable[done] = False
+                ledger.doubt(channel.peer, [n for n in done if self._comparable[n]])
             ledger.land(channel.peer, done)
             ledger.give_back(channel.peer)
             readable[list(failed)] = False
@@ -149,7 +159,7 @@ class Pulling:
                 self.pulled[name] = self.pulled.get(name, 0) + nbytes
                 report.count(channel.peer, nbytes, len(done), name)
             report.read_bytes += nbytes
-            report.verified = bool(self._receive.request.options.verify)
+            report.verified = bool(verify) or compared
         if unreadable:
             logger.info("rank %d: %d parcels cannot be read; they come over the group", channel.peer, unreadable)
 
@@ -185,7 +195,7 @@ class Pulling:
 
 def leaves_of(accepted: Accepted, numbers: Sequence[int]) -> list[str]:
     """Paths of the leaves to which these parcels belong."""
-    regions = [piece.region for number in numbers for piece in accepted.cut.pieces(number)]
+    regions = [extent.region for number in numbers for extent in accepted.cut.extents(number)]
     return accepted.landing.paths_of(regions)
 
 

@@ -63,6 +63,8 @@ class Receive:
 
     def __init__(self, request: Request, context: Context) -> None:
         self.roster = Roster(context)
+        #: The transport's lanes.
+        self.lanes = context.lanes
         self.negotiator = Negotiator(self.roster, request, context)
         self._silent = SilentSources(self.roster, self.negotiator, Patience(context.timeout))
         #: Held while a conversation reads a source's memory: one reader uses all threads.
@@ -106,8 +108,7 @@ class Receive:
         with self.roster.changed:
             self.negotiator.check(channel.peer)
             self.roster.present.add(channel.peer)
-            same_host = self.request.options.same_host
-            if offer.max_bytes_per_second is None and route_table.usable(offer.routes, same_host=same_host):
+            if offer.max_bytes_per_second is None and route_table.usable(offer.routes, self.request.options):
                 self._readers.add(channel.peer)
             self._count()
             self.roster.changed.notify_all()
@@ -156,15 +157,35 @@ class Receive:
             if finishes:
                 self._finish(rank)
 
+    def lane_task(self, rank: int, lane: int, nbytes: float, stopped: Callable[[], bool]) -> Sequence[int]:
+        """Wait for parcels that a lane of this source can bring; empty: there will be none."""
+        roster = self.roster
+        with roster.changed:
+            while not (stopped() or self._result or self.ledger.complete or roster.caller.cause is not None):
+                if roster.failure is not None or rank in roster.abandoned:
+                    break
+                numbers = self.ledger.take(lane, nbytes, self._to_fetch(rank))
+                if len(numbers):
+                    self._confirmed.discard(rank)
+                    self._count()
+                    return numbers
+                roster.changed.wait(Patience.SLICE_SECONDS)
+        return ()
+
+    def _to_fetch(self, rank: int) -> Bools:
+        """Which parcels this source can bring over a connection."""
+        held = self._shares[rank].held
+        if self._readers and not self.ledger.complete:
+            # Parcels that can be read from memory are not asked for over the group.
+            held = held & ~self.accepted.shares.covered_by(frozenset(self._readers))
+        return held
+
     def _find_task(self, rank: int, nbytes: float) -> Fetch | Compare | Confirm | None:
         held = self._shares[rank].held
         numbers = self.ledger.take_uncompared(rank, Sizes.COMPARE_BYTES, held)
         if len(numbers):
             return Compare(numbers)
-        if self._readers and not self.ledger.complete:
-            # Parcels that can be read from memory are not asked for over the group.
-            held = held & ~self.accepted.shares.covered_by(frozenset(self._readers))
-        numbers = self.ledger.take(rank, nbytes, held)
+        numbers = self.ledger.take(rank, nbytes, self._to_fetch(rank))
         if len(numbers):
             self._confirmed.discard(rank)
             self._count()
@@ -173,21 +194,26 @@ class Receive:
             return Confirm()
         return None
 
-    def more(self, rank: int, nbytes: float) -> range:
-        """Assign further parcels to a source that is sending; return them in the source's own order."""
+    def more(self, rank: int, nbytes: float, lane: int | None = None) -> range:
+        """Assign further parcels to a source that is sending, or to one of its lanes; return the source's numbers."""
         with self.roster.changed:
             if self.roster.failure is not None or rank in self.roster.abandoned:
                 return range(0)
-            numbers = self.ledger.take_run(rank, nbytes, self._shares[rank].order)
+            holder = rank if lane is None else lane
+            numbers = self.ledger.take_run(holder, nbytes, self._shares[rank].order)
             self._count()
             return numbers
 
     def compared(self, rank: int, numbers: Sequence[int], same: Bools) -> None:
         """Record a comparison: ``same[i]`` says whether our parcel ``numbers[i]`` equals the source's."""
         with self.roster.changed:
+            brought_by = self.ledger.doubted(numbers)
             self.ledger.compared(rank, numbers, same)
-            kept = self.ledger.bytes_of(np.asarray(numbers, dtype=np.int64)[same].tolist())
+            kept = self.ledger.bytes_of(np.asarray(numbers, dtype=np.int64)[same & (brought_by < 0)].tolist())
             self.roster.progress[rank].kept_bytes += kept
+            self.roster.report.repaired += int((~same & (brought_by >= 0)).sum())
+            for one in np.unique(brought_by[brought_by >= 0]).tolist():
+                self.roster.progress[one].bytes = self.ledger.bytes_from(one)
             self.roster.report.kept_bytes = self.ledger.kept_bytes
             self._count()
 
@@ -277,7 +303,7 @@ class Receive:
     def _build(self, rank: int) -> Any:
         """Build the state. The data may still be invalid, for example the indices of a sparse tensor."""
         try:
-            return self.accepted.landing.finish(self.accepted.build_context, self.accepted.kinds)
+            return self.accepted.landing.finish(self.accepted.build_context, self.accepted.registry)
         except TransfuseError:
             raise
         except Exception as error:
@@ -287,6 +313,11 @@ class Receive:
         """End the landing: bump the version counters of the tensors that were written, so that autograd notices."""
         if self.negotiator.accepted is not None:
             self.accepted.landing.bump_versions()
+
+    def remember(self) -> None:
+        """Keep the plan for a later receive. Called at the very end, if no source was lost."""
+        if self.accepted.remember is not None:
+            self.accepted.remember()
 
     # -- progress, and what an error says
 

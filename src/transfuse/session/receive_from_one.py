@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import numpy as np
 
-from transfuse.errors import CorruptData, PeerError, PeerLost, ProtocolError
-from transfuse.memory import packing, vm
+from transfuse.errors import PeerError, PeerLost, ProtocolError
+from transfuse.memory import packing, streams, vm
 from transfuse.memory.digest import WIDE_BYTES
 from transfuse.phases import RELAYING, Phase
+from transfuse.session.arrivals import Arrivals
 from transfuse.session.bursts import Incoming, Shape, nothing_more
 from transfuse.session.ledger import Ledger
 from transfuse.session.planning import compares_digests, read_offer
-from transfuse.session.pulling import Pulling, leaves_of, some_of
+from transfuse.session.pulling import Pulling
 from transfuse.session.receive_from_all import Compare, Confirm, Fetch, Receive
+from transfuse.session.receiver_lanes import ReceiverLanes
 from transfuse.session.relay import Relay, this_host
 from transfuse.sizes import Sizes
+from transfuse.timeouts import Patience
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG, valid_link_tag
+from transfuse.wire.lanes import enter, new_secret
 from transfuse.wire.messages import Message, Offer
 
 __all__ = ["describe", "receive"]
@@ -39,9 +43,16 @@ def receive(channel: Channel, shared: Receive) -> None:
             channel.refuse(left)  # The source was abandoned and has come back too late.
             shared.give_back(channel.peer)
         else:
-            if not channel.broken:
+            if channel.may_still_refuse:
+                # The source may not take messages either: the others go on first.
+                shared.lost(channel.peer, error)
+                if shared.roster.several:
+                    shared.roster.may_abandon(channel, channel.abandon)
                 channel.refuse(error)
-            shared.lost(channel.peer, error)
+            else:
+                if not channel.broken:
+                    channel.refuse(error)
+                shared.lost(channel.peer, error)
         raise
 
 
@@ -77,7 +88,12 @@ def describe(channel: Channel, offer: Offer) -> Offer:
     channel.send(Message.DESCRIBE)
     _, body = channel.expect(Message.OFFER)
     described = read_offer(body, channel.limits, channel.peer)
-    if described.manifest is None or described.likeness != offer.likeness or described.digest != offer.digest:
+    same = (described.structure, described.likeness, described.digest) == (
+        offer.structure,
+        offer.likeness,
+        offer.digest,
+    )
+    if described.manifest is None or not same:
         raise ProtocolError(channel.peer, f"rank {channel.peer} describes another state than it has offered")
     return described
 
@@ -98,10 +114,10 @@ class _Conversation:
         #: What this source can send.
         self._share = shared.share(channel.peer)
         self._want: messages.Want | None = None
-        self._shape: Shape | None = None
         self._relay: Relay | None = None
-        #: How often each parcel has arrived from this source with a wrong digest.
-        self._wrong: dict[int, int] = {}
+        self._arrivals = Arrivals(channel, shared, offer)
+        self._lanes: ReceiverLanes | None = None
+        self._secret = b""
 
     def run(self) -> None:
         channel, shared = self._channel, self._receive
@@ -115,7 +131,7 @@ class _Conversation:
                 self._pulling.pull()
             while needed:
                 with channel.holding_turn(lambda: self._progress.bytes):
-                    task = shared.next_task(channel, self._task_bytes())
+                    task = shared.next_task(channel, self._arrivals.request_bytes)
                 if task is None:
                     break
                 if isinstance(task, Fetch) and self._pulling.can_pull(task.numbers):
@@ -132,37 +148,31 @@ class _Conversation:
             cause = error
             raise
         finally:
+            if self._lanes is not None:
+                self._lanes.end(well=cause is None)
+                self._report.connections = max(self._report.connections, 1 + self._lanes.used)
             self._pass_on(cause)
         with suppress(PeerError), shared.roster.phase(channel, Phase.VERDICT):
             # Everything is here and verified. It no longer matters whether the source is still alive.
-            channel.send(Message.VERDICT, messages.encode(messages.Verdict(self._pulling.pulled)))
             if shared.roster.several:
                 shared.roster.may_abandon(channel, channel.abandon)  # A frozen source takes no verdict.
-            channel.settle()
-
-    def _task_bytes(self) -> float:
-        """How many bytes to ask this source for at a time: everything, if it is the only source."""
-        if not self._receive.roster.several:
-            return float("inf")
-        return self._burst_bytes() * self._offer.bursts_ahead
-
-    def _burst_bytes(self) -> int:
-        """The size of a burst. With several sources it is small: all bursts are staged, and should end together."""
-        return Sizes(self._channel.limits, self._channel.timeout).burst(
-            self._offer.burst_bytes,
-            self._accepted.cut.total_bytes,
-            self._accepted.parcel_bytes,
-            sources=len(self._receive.roster.ranks),
-            ahead=self._offer.bursts_ahead,
-        )
+            # Never wait for the verdict itself: if the source dies just now, gloo forgets it. A receive learns of that.
+            verdict = messages.encode(messages.Verdict(self._pulling.pulled))
+            channel.ask_last(Message.VERDICT, verdict, Message.AGREED)
 
     # -- the group route
 
     def _fetch(self, numbers: Sequence[int]) -> None:
         """Ask the source for these parcels, and receive them from it or from a neighbour."""
-        agreed = self._ask(numbers)
+        with ExitStack() as queue:
+            agreed = self._ask(numbers, queue)
+            if agreed.lanes is not None:
+                numbers = self._share_with_lanes(numbers)
+            self._receive_parcels(numbers, agreed)
+
+    def _receive_parcels(self, numbers: Sequence[int], agreed: messages.Agreed) -> None:
         assert self._want is not None
-        shape = self._shape = self._shape or Shape.of(self._offer, self._want, agreed)
+        shape = self._arrivals.shape = self._arrivals.shape or Shape.of(self._offer, self._want, agreed)
         report, shared, channel = self._report, self._receive, self._channel
         report.verified = shape.digests and (report.verified or not report.read_bytes)
         if agreed.downstream is not None or agreed.upstream is not None:
@@ -173,24 +183,74 @@ class _Conversation:
             if agreed.upstream is not None:
                 self._take_relayed(agreed, numbers)
                 return
-            incoming = Incoming(
-                channel,
-                self._accepted.cut,
-                self._accepted.landing,
-                shape,
-                self._caller,
-                self._progress,
-                landed=partial(self._landed, channel.peer),
-                always_staged=shared.roster.several or channel.group.moves_tensors,
-            )
-            several = shared.roster.several
-            with shared.roster.abandonable(channel, incoming.leave if several else None):
+            incoming = self._arrivals.incoming(channel, channel.peer)
+            several, by_and_by = shared.roster.several, shared.roster.several or self._lanes is not None
+            with shared.roster.abandonable(channel, partial(self._leave, incoming) if several else None):
                 try:
-                    incoming.take(numbers, self._more if several else nothing_more)
+                    incoming.take(numbers, partial(self._arrivals.more, channel.peer) if by_and_by else nothing_more)
                 except PeerLost:
                     self._check_own_memory()
                     raise
-        self._sort_out(incoming.wrong)
+        self._arrivals.sort_out(channel.peer, incoming.wrong)
+
+    def _leave(self, incoming: Incoming) -> None:
+        """Abandon the source, from another thread. After this call, nothing of it lands; others bring the rest."""
+        if self._lanes is not None:
+            self._lanes.leave()
+        incoming.leave()
+
+    # -- lanes
+
+    def _want_lanes(self, numbers: Sequence[int]) -> messages.Lanes | None:
+        """Begin to form lanes, if they are worth their while. Return what the source has to know."""
+        channel, shared, pool = self._channel, self._receive, self._receive.lanes
+        nbytes = self._ledger.bytes_of(numbers)
+        asked = shared.request.options.lanes
+        if asked is None:
+            sizes, same_host = Sizes(channel.limits, channel.timeout), self._offer.host == this_host()
+            asked = sizes.connections(nbytes, self._accepted.parcel_bytes, same_host=same_host)
+        more = min(asked, self._offer.connections, messages.MOST_LANES + 1) - 1
+        if more < 1 or pool is None or not pool.can(channel.peer):
+            return None
+        entrances = enter(pool, channel.peer, more, Patience(channel.timeout))
+        if not entrances:
+            return None
+        self._arrivals.connections = 1 + len(entrances)
+        self._lanes = ReceiverLanes(pool, channel, entrances, self._arrivals)
+        for holder in self._lanes.holders.values():
+            self._ledger.add_lane(holder, channel.peer)
+        self._lanes.start()
+        self._secret = new_secret()
+        return messages.Lanes(
+            known=[entrance.number for entrance in entrances if not entrance.is_new],
+            new=self._lanes.addresses(),
+            secret=self._secret,
+            first=self._first_request(numbers),
+        )
+
+    def _meet_lanes(self, agreed: messages.Agreed) -> None:
+        """Go on with the source's answer about lanes."""
+        theirs, lanes = agreed.lanes, self._lanes
+        if theirs is not None and (lanes is None or agreed.upstream is not None or agreed.downstream is not None):
+            raise ProtocolError(self._channel.peer, f"rank {self._channel.peer} agreed to lanes that were not wanted")
+        if lanes is None:
+            return
+        if theirs is not None:
+            lanes.connect(theirs, self._secret + theirs.secret)
+        else:
+            lanes.end(well=True)
+            self._lanes, self._arrivals.connections = None, 1
+
+    def _first_request(self, numbers: Sequence[int]) -> int:
+        """How many of these parcels the group's own connection brings at first."""
+        sizes = self._accepted.cut.nbytes[np.asarray(numbers, dtype=np.int64)]
+        return int((np.cumsum(sizes) - sizes < self._arrivals.request_bytes).sum())
+
+    def _share_with_lanes(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Leave all but the first of these parcels to the lanes and to later requests."""
+        first = self._first_request(numbers)
+        self._ledger.give_back_some(self._channel.peer, numbers[first:])
+        return numbers[:first]
 
     def _check_own_memory(self) -> None:
         """Raise if the connection broke because our own target memory can no longer be written."""
@@ -198,67 +258,51 @@ class _Conversation:
         here = np.flatnonzero(landing.addresses > 0)
         packing.check_reach(landing, here, vm.ranges(landing.addresses[here], regions.nbytes[here]), write=True)
 
-    def _more(self) -> tuple[int, Sequence[int]]:
-        """Further parcels to ask for: the source's number of the first one, and our numbers of all."""
-        run = self._receive.more(self._channel.peer, self._burst_bytes())
-        return run.start, self._share.ours(run)
-
-    def _pairs(self, numbers: Sequence[int]) -> list[int]:
-        """These parcels as ranges of the source's numbers."""
-        return messages.pairs_of(self._share.theirs(numbers))
-
-    def _landed(self, rank: int, numbers: Sequence[int], digests: Sequence[int], wrong: Sequence[int]) -> None:
-        """Record a burst that the source, or the neighbour with this rank, has brought; ``wrong`` parcels included."""
-        self._ledger.land(rank, numbers, wrong, digests)
-        nbytes = self._ledger.bytes_of(numbers)
-        self._report.count(self._channel.peer, nbytes, len(numbers), "group")
-        if rank != self._channel.peer:
-            self._report.relayed_bytes += nbytes
-
-    def _sort_out(self, wrong: Sequence[int]) -> None:
-        """Release parcels that arrived wrong, so that any source may be asked again; give up after ``max_repairs``."""
+    def _ask(self, numbers: Sequence[int], queue: ExitStack) -> messages.Agreed:
+        """Ask for parcels, and return the source's answer. On an accelerator's backend, reserve this rank's queue."""
         channel = self._channel
-        self._report.repaired += len(wrong)
-        for number in wrong:
-            self._wrong[number] = self._wrong.get(number, 0) + 1
-        lasting = [number for number in wrong if self._wrong[number] > channel.limits.max_repairs]
-        if lasting:
-            self._report.repaired -= len(lasting)
-            leaves = leaves_of(self._accepted, lasting)
-            raise CorruptData(
-                channel.peer,
-                leaves,
-                f"rank {channel.peer}: {len(lasting)} parcels were still wrong after "
-                f"{channel.limits.max_repairs} repairs; leaves: {some_of(leaves)}. The bytes are damaged on the way",
-            )
-        self._ledger.give_back(channel.peer)
-        self._progress.bytes = self._ledger.bytes_from(channel.peer)
+        agrees = channel.agrees and bool(numbers)
+        # All ranks reserve queues in the same order, the lower rank of a pair first. The source does before it answers.
+        if agrees and channel.is_lower:
+            queue.enter_context(channel.queue())
+        agreed = self._ask_source(numbers)
+        if agrees:
+            if not channel.is_lower:
+                queue.enter_context(channel.queue())
+            channel.through_host = agreed.through_host or channel.group.is_stuck(channel.peer)
+            channel.send(Message.GO, note=channel.through_host)
+        return agreed
 
-    def _ask(self, numbers: Sequence[int]) -> messages.Agreed:
-        """Ask for parcels, and return the source's answer."""
+    def _ask_source(self, numbers: Sequence[int]) -> messages.Agreed:
         channel, accepted = self._channel, self._accepted
         with self._receive.roster.phase(channel, Phase.WANT):
             if self._want is not None:
-                channel.send(Message.MORE, messages.encode(messages.More(self._pairs(numbers))))
-                self._expect_agreed()
-                return messages.Agreed()
+                channel.send(Message.MORE, messages.encode(messages.More(self._arrivals.pairs(numbers))))
+                agreed = channel.decode(self._expect_agreed(), messages.Agreed)
+                if agreed.lanes is not None or agreed.upstream is not None or agreed.downstream is not None:
+                    raise ProtocolError(channel.peer, f"rank {channel.peer} agreed to more than it was asked for")
+                return agreed
             share = self._share
+            lanes = self._want_lanes(numbers)
             alone = not self._receive.roster.several and share.is_everything
             relay = self._receive.request.options.relay
             want = self._want = messages.Want(
                 fingerprint=share.fingerprint,
                 parcel_bytes=accepted.parcel_bytes,
-                burst_bytes=self._burst_bytes(),
+                burst_bytes=self._arrivals.burst_bytes,
                 digests=compares_digests(self._offer, self._receive.request, channel.group.device),
                 apart=share.apart,
-                parts=share.parts,
-                parcels=self._pairs(numbers),
+                tensors=share.tensors,
+                parcels=self._arrivals.pairs(numbers),
                 relay=relay and channel.group.relays and alone and len(numbers) == len(self._ledger),
                 host=this_host(),
                 wanted_blocks=share.wanted_blocks,
+                lanes=lanes,
             )
             channel.send(Message.WANT, messages.encode(want))
             agreed = channel.decode(self._expect_agreed(), messages.Agreed)
+        self._arrivals.shape = Shape.of(self._offer, want, agreed)
+        self._meet_lanes(agreed)
         links = [link for link in (agreed.upstream, agreed.downstream) if link is not None]
         if links and not want.relay:
             raise ProtocolError(channel.peer, f"rank {channel.peer} agreed to a chain that was not wanted")
@@ -284,7 +328,7 @@ class _Conversation:
         with channel.holding_turn(lambda: self._progress.bytes):
             # The source proposes the patience, but it is never longer than the caller's timeout.
             patience = min(agreed.patience, channel.timeout)
-            landed = partial(self._landed, agreed.upstream.rank)
+            landed = partial(self._arrivals.landed, agreed.upstream.rank)
             wrong = self._relay.take(agreed.upstream, numbers, self._progress, landed, patience)
         self._report.repaired += len(wrong)
 
@@ -305,9 +349,10 @@ class _Conversation:
         """Find out which of these parcels, which may be here already, equal the source's."""
         channel = self._channel
         if self._want is None:
-            self._ask(())
+            self._ask_source(())
         with self._receive.roster.phase(channel, Phase.COMPARE):
-            channel.send(Message.COMPARE, messages.encode(messages.More(self._pairs(numbers))))
+            channel.send(Message.COMPARE, messages.encode(messages.More(self._arrivals.pairs(numbers))))
+            streams.complete(channel.timeout)  # Hashing waits for the accelerator without a deadline.
             # Both ends hash at the same time.
             mine = packing.wide_digests_of(self._accepted.cut, self._accepted.landing, numbers)
             theirs = channel.decode(self._expect_agreed(Message.DIGESTS), messages.Digests).digests
@@ -322,5 +367,9 @@ class _Conversation:
         self._pass_on()
         with self._receive.roster.phase(channel, Phase.CONFIRM):
             channel.send(Message.CHECK)
+            if not self._receive.roster.several:
+                # Everything has landed, and the source needs some time: it looks at all its tensors.
+                accepted = self._accepted
+                accepted.landing.work_ahead(accepted.build_context, accepted.registry)
             self._expect_agreed()
         self._receive.confirmed(channel.peer)

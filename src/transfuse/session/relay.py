@@ -4,7 +4,7 @@ The source orders the receivers in a chain (:class:`Chains`), those on one host 
 first, and each receiver sends to the next (:class:`Relay`). In a receiver's ledger the neighbour before it is one more
 source, which brings parcels on behalf of the source: parcels that the neighbour does not bring are wanted from the
 source again. All that is in flight between two receivers lies in staging, never in their tensors, so a silent neighbour
-can be abandoned.
+can be abandoned. A parcel is passed on out of the staging buffer in which it arrived (:class:`_Arrived`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 
+import torch
 import xxhash
 
 from transfuse.errors import PeerError
 from transfuse.phases import RELAYING
 from transfuse.progress import Progress
-from transfuse.session.bursts import Incoming, Outgoing, Shape, Supply
+from transfuse.session.bursts import Incoming, Outgoing, ParcelSupply, Shape
 from transfuse.session.ledger import Ledger
 from transfuse.session.planning import Accepted
 from transfuse.session.threads import Caller, SideConversation
@@ -122,6 +123,43 @@ class Chains:
 # ------------------------------------------------------------------------------------------------- between receivers
 
 
+class _Arrived:
+    """Staging buffers with parcels that have arrived and landed, and have not been passed on yet.
+
+    With those under way to the next neighbour there are at most ``most``. Parcels that arrive beyond that, because the
+    neighbour is slow, are passed on out of the landing, and no further buffer is kept before these have gone.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._buffers: dict[int, torch.Tensor] = {}
+        #: Parcels that were not kept, and that have not been passed on yet.
+        self._not_kept: set[int] = set()
+        #: How many parcels are under way to the next neighbour; None if there is none, or it takes no more.
+        self.under_way: Callable[[], int] | None = None
+
+    def keep(self, number: int, buffer: torch.Tensor) -> bool:
+        """Keep the buffer in which this parcel has arrived, if there is room. The caller wakes who passes it on."""
+        under_way = self.under_way
+        if under_way is None:
+            return False
+        if self._not_kept or len(self._buffers) + under_way() >= self._most:
+            self._not_kept.add(number)
+            return False
+        self._buffers[number] = buffer
+        return True
+
+    def take(self, number: int) -> torch.Tensor | None:
+        """The buffer in which this parcel has arrived, if it was kept."""
+        self._not_kept.discard(number)
+        return self._buffers.pop(number, None)
+
+    def close(self) -> None:
+        """Keep nothing more: nobody passes anything on."""
+        self.under_way = None
+        self._buffers.clear()
+
+
 class Relay:
     """Receives parcels from the neighbour before this receiver, and passes them on to the neighbour after it."""
 
@@ -135,6 +173,9 @@ class Relay:
         self._passing: SideConversation | None = None
         self._after = -1
         self._passed_on = Progress()
+        #: For both neighbours.
+        self._staging = shape.staging(source.device)
+        self._arrived = _Arrived(shape.ahead)
 
     def _line_to(self, link: Link, phase: str) -> Channel:
         channel = Channel(self._source.group, link.rank, self._source.timeout, self._source.limits)
@@ -147,6 +188,8 @@ class Relay:
         ledger.keep_digests()
 
         def ready(some: Sequence[int]) -> BaseException | None:
+            if ledger.has_arrived(some):
+                return None
             # This channel only waits for parcels from another channel. It must not keep that channel's wait, which may
             # be overdue, from being ended.
             with channel.resting():
@@ -155,14 +198,29 @@ class Relay:
         outgoing = Outgoing(
             channel,
             self._accepted.cut,
-            Supply(self._accepted.landing, lambda number, _: ledger.digest(number), ready),
+            ParcelSupply(
+                self._accepted.landing, lambda number, _: ledger.digest(number), ready, arrived=self._arrived.take
+            ),
             self._shape,
             Caller(watching=False),
             self._passed_on,
             always_staged=True,
+            staging=self._staging,
         )
+
+        def send() -> None:
+            try:
+                outgoing.send(numbers)
+            finally:
+                self._arrived.close()
+
+        def leave() -> None:
+            outgoing.leave()
+            self._arrived.close()
+
         self._after = downstream.rank
-        self._passing = SideConversation(channel, partial(outgoing.send, numbers), outgoing.leave)
+        self._arrived.under_way = lambda: outgoing.under_way
+        self._passing = SideConversation(channel, send, leave)
 
     def take(
         self,
@@ -187,6 +245,8 @@ class Relay:
             progress,
             landed=landed,
             always_staged=True,
+            staging=self._staging,
+            kept=self._arrived.keep,
         )
         self._ledger.hand_over(self._source.peer, upstream.rank, numbers)
         try:

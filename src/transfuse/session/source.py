@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import torch
 
-from transfuse.errors import ProtocolError, SourceMutated
-from transfuse.memory import packing
+from transfuse.errors import PeerError, ProtocolError, SourceMutated
+from transfuse.memory import packing, streams
 from transfuse.memory.digest import digest_of
 from transfuse.memory.mutation import MutationWatch
 from transfuse.memory.packing import Place, digests_of, wide_digests_of
@@ -23,32 +25,41 @@ from transfuse.plan.regions import Regions, lay_out
 from transfuse.plan.wanted_blocks import regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report, routes_of
-from transfuse.session.bursts import Outgoing, Shape, Supply
+from transfuse.session.bursts import Outgoing, ParcelSupply, Shape
 from transfuse.session.relay import Chains, this_host
+from transfuse.session.remembered import Remembered
+from transfuse.session.source_lanes import SourceLanes, check_wanted
 from transfuse.session.threads import Caller
 from transfuse.state.leaves import dense
 from transfuse.state.manifest import Described, Ints
 from transfuse.state.tensors import Bools
+from transfuse.timeouts import Patience
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG
+from transfuse.wire.lanes import Pool, accept, new_secret
 from transfuse.wire.messages import Message
 from transfuse.wire.rate_limit import RateLimit
 
-__all__ = ["Cargo", "refuse", "serve"]
+__all__ = ["OfferedState", "refuse", "serve"]
 
 
 @dataclass(frozen=True)
-class Cargo:
+class OfferedState:
     """What a source offers. All receivers of one send share it."""
 
     described: Described
     offer: messages.Offer
-    #: The offer as it is sent first; and, if that has no description, the whole offer for receivers that ask for it.
+    #: The offer as it is sent first; and a function that returns the whole offer, for receivers that ask for it.
     body: torch.Tensor
-    whole: torch.Tensor | None
+    whole: Callable[[], torch.Tensor]
     chains: Chains | None
     mutation_watch: MutationWatch
+    #: Whether the transport has sent this structure before, and what it remembers of its earlier transfers.
+    sent_before: bool = False
+    remembered: Remembered = field(default_factory=Remembered)
+    #: The transport's lanes.
+    lanes: Pool | None = None
     #: Digests of parcels that were sent, by the plan's fingerprint: each parcel is hashed once for all receivers.
     digests: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -86,8 +97,8 @@ class _Memory:
 
     def paths_of(self, regions: Sequence[int]) -> list[str]:
         manifest = self._described.manifest
-        parts = np.flatnonzero(np.isin(manifest.parts.storage, self._regions.storage[list(regions)]))
-        return [manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(parts)).tolist()]
+        rows = np.flatnonzero(np.isin(manifest.tensors.storage, self._regions.storage[list(regions)]))
+        return [manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(rows)).tolist()]
 
 
 def refuse(channel: Channel, transfer: int, tag: int, cause: BaseException) -> None:
@@ -98,16 +109,29 @@ def refuse(channel: Channel, transfer: int, tag: int, cause: BaseException) -> N
 
 
 def serve(
-    channel: Channel, transfer: int, tag: int, cargo: Cargo, *, caller: Caller, progress: Progress, report: Report
+    channel: Channel,
+    transfer: int,
+    tag: int,
+    offered: OfferedState,
+    *,
+    caller: Caller,
+    progress: Progress,
+    report: Report,
 ) -> None:
     """Run the conversation with one receiver: offer, answer its requests, send parcels, and wait for its verdict."""
-    serving = _Serving(channel, transfer, tag, cargo, caller=caller, progress=progress, report=report)
+    serving = _Serving(channel, transfer, tag, offered, caller=caller, progress=progress, report=report)
+    well = False
     try:
         serving.serve()
+        well = True
     finally:
-        serving.close()
-        if cargo.chains is not None:
-            cargo.chains.leave(channel.peer)
+        serving.close(well=well)
+        if offered.chains is not None:
+            offered.chains.leave(channel.peer)
+
+
+def _nothing_to_send(_: Channel) -> Outgoing:
+    raise AssertionError("the receiver has not sent its want")
 
 
 class _Serving:
@@ -118,7 +142,7 @@ class _Serving:
         channel: Channel,
         transfer: int,
         tag: int,
-        cargo: Cargo,
+        offered: OfferedState,
         *,
         caller: Caller,
         progress: Progress,
@@ -126,7 +150,7 @@ class _Serving:
     ) -> None:
         self._channel = channel
         channel.transfer, channel.tag = transfer, tag
-        self._cargo = cargo
+        self._offered = offered
         self._caller = caller
         self._progress = progress
         self._report = report
@@ -134,6 +158,7 @@ class _Serving:
         self._cut: Parcels | None = None
         self._memory: _Memory | None = None
         self._outgoing: Outgoing | None = None
+        self._new_outgoing: Callable[[Channel], Outgoing] = _nothing_to_send
         self._known: dict[int, int] = {}
         #: For each parcel, how often the receiver has asked for it, and for its digest.
         self._sent: Ints | None = None
@@ -142,17 +167,23 @@ class _Serving:
         self._requests = 0
         #: Payload of the parcels that the receiver has asked for, each counted once.
         self._asked_bytes = 0
+        #: This rank's queue on an accelerator's backend, reserved while parcels are sent.
+        self._queue = ExitStack()
         #: The parcels to send next.
         self._numbers: Sequence[int] = ()
-        progress.total_bytes = cargo.total_bytes
-        channel.most_bytes = cargo.total_bytes
+        #: Further connections to the receiver, and what is counted by the threads of all of them.
+        self._lanes: SourceLanes | None = None
+        self._secret = b""
+        self._lock = threading.Lock()
+        progress.total_bytes = offered.total_bytes
+        channel.most_bytes = offered.total_bytes
         channel.on_working = self._heard
 
     def _heard(self, nbytes: int) -> None:
         """Handle a sign of life of a receiver that reads by itself or gets its parcels from a neighbour."""
         if self._caller.cause is not None:
             raise self._caller.cause
-        most = self._cargo.total_bytes if self._progress.total_bytes is None else self._progress.total_bytes
+        most = self._offered.total_bytes if self._progress.total_bytes is None else self._progress.total_bytes
         self._progress.bytes = max(self._progress.bytes, min(nbytes, most))
         if nbytes and self._cut is None:
             self._progress.phase = READS
@@ -167,14 +198,14 @@ class _Serving:
     def serve(self) -> None:
         channel = self._channel
         with self._phase(Phase.OFFER):
-            channel.send(Message.OFFER, self._cargo.body, note=channel.tag, tag=OFFER_TAG)
+            channel.send(Message.OFFER, self._offered.body, note=channel.tag, tag=OFFER_TAG)
         while True:
             try:
                 with self._phase(Phase.WAIT_FOR_WANT if self._cut is None else Phase.WAIT_FOR_VERDICT):
                     header, body = channel.expect(*self._due())
                 if header.kind is Message.VERDICT:
                     self._hear_verdict(body)
-                    return
+                    break
                 with self._phase(Phase.ANSWER):
                     self._answer(header.kind, body)
             except BaseException as error:
@@ -191,10 +222,20 @@ class _Serving:
                     # whole state in memory.
                     del cause
             self._send()
+        with suppress(PeerError):  # The receiver has everything. It no longer matters whether it is still there.
+            channel.send_last(Message.AGREED)
 
-    def close(self) -> None:
-        """Break the reference cycle through ``_outgoing``: it would keep the state until garbage is collected."""
+    def close(self, *, well: bool) -> None:
+        """Wait until no lane uses the state any more, and break the reference cycle through ``_outgoing``.
+
+        The cycle would keep the state until garbage is collected.
+        """
+        if self._lanes is not None:
+            self._lanes.end(well=well)
+            self._report.connections = 1 + self._lanes.used
+        self._queue.close()
         self._outgoing = None
+        del self._new_outgoing
 
     def _due(self) -> list[Message]:
         """The messages that the receiver may send now. It may ask for more parcels only after its want."""
@@ -208,39 +249,42 @@ class _Serving:
             raise self._caller.cause
         # Requests for parcels are limited per parcel. An honest receiver needs few other requests.
         self._requests += kind not in (Message.MORE, Message.COMPARE)
-        if kind not in (Message.WANT, Message.DESCRIBE) and self._cargo.chains is not None:
-            self._cargo.chains.leave(channel.peer)
+        if kind not in (Message.WANT, Message.DESCRIBE) and self._offered.chains is not None:
+            self._offered.chains.leave(channel.peer)
         if self._requests > channel.limits.max_working_records:
             raise ProtocolError(channel.peer, f"rank {channel.peer} sent {self._requests} requests without a verdict")
         if self._outgoing is not None and self._outgoing.failure is not None:
             channel.refuse(self._outgoing.failure)
             raise self._outgoing.failure
         if kind is Message.DESCRIBE:
-            channel.send(Message.OFFER, self._cargo.body if self._cargo.whole is None else self._cargo.whole)
+            channel.send(Message.OFFER, self._offered.whole())
         elif kind is Message.CHECK:
-            self._keep_vigil()
+            self._check_unchanged()
             channel.send(Message.AGREED, messages.encode(messages.Agreed()))
         elif kind is Message.COMPARE:
             self._compare(channel.decode(body, messages.More))
         elif kind is Message.MORE:
-            numbers = self._read_more(body)
-            self._look_again(numbers)
+            numbers = self._read_again(channel, body)
             self._lend()
-            channel.send(Message.AGREED, messages.encode(messages.Agreed()))
+            self._agree(messages.Agreed(), numbers)
             self._numbers = numbers
         else:
             self._accept(channel.decode(body, messages.Want))
 
     def _accept(self, want: messages.Want) -> None:
-        channel, cargo = self._channel, self._cargo
+        channel, offered = self._channel, self._offered
         cut, numbers = self._plan(want)
+        alone = messages.Agreed(), RateLimit(offered.offer.max_bytes_per_second)
+        chained = self._line_up(want)
+        agreed, rate_limit = chained or alone
+        if chained is None and want.lanes is not None:
+            agreed = self._agree_to_lanes(want.lanes) or agreed
+            numbers = numbers if agreed.lanes is None else numbers[: max(want.lanes.first, 1)]
         self._count_sent(cut, numbers)
-        alone = messages.Agreed(), RateLimit(cargo.offer.max_bytes_per_second)
-        agreed, rate_limit = self._line_up(want) or alone
         self._lend()
         # The receiver posts receives for parcels only after this answer: a refusal must never arrive in such a receive.
-        channel.send(Message.AGREED, messages.encode(agreed))
-        known = self._known = cargo.digests.setdefault(want.fingerprint, {})
+        self._agree(agreed, numbers)
+        known = self._known = offered.digests.setdefault(want.fingerprint, {})
 
         def digest(number: int, data: torch.Tensor) -> int:
             if number not in known:
@@ -248,19 +292,63 @@ class _Serving:
             return known[number]
 
         self._cut = cut
-        self._memory = _Memory(cargo.described, cut.regions)
-        shape = Shape.of(cargo.offer, want, agreed)
-        self._outgoing = Outgoing(
-            channel,
-            cut,
-            Supply(self._memory, digest, count_more=self._count_more, rate_limit=rate_limit),
-            shape,
-            self._caller,
-            self._progress,
-            always_staged=channel.group.moves_tensors,
-        )
+        self._memory = _Memory(offered.described, cut.regions)
+        shape = Shape.of(offered.offer, want, agreed)
+        supply = ParcelSupply(self._memory, digest, count_more=self._count_more, rate_limit=rate_limit)
+
+        def outgoing(channel: Channel) -> Outgoing:
+            moves = channel.group.moves_tensors
+            return Outgoing(channel, cut, supply, shape, self._caller, self._progress, always_staged=moves)
+
+        self._outgoing = outgoing(channel)
+        self._new_outgoing = outgoing
+        if self._lanes is not None and want.lanes is not None:
+            self._lanes.connect(want.lanes, want.lanes.secret + self._secret)
         self._report.verified = want.digests
         self._numbers = () if agreed.upstream is not None else numbers
+
+    def _agree_to_lanes(self, wanted: messages.Lanes) -> messages.Agreed | None:
+        """Begin to form the lanes that the receiver wants. None: there are none."""
+        channel, pool = self._channel, self._offered.lanes
+        if pool is None or not pool.can(channel.peer):
+            return None
+        check_wanted(channel.peer, wanted, self._offered.offer.connections - 1)
+        entrances = accept(pool, channel.peer, wanted, Patience(channel.timeout))
+        if not entrances:
+            return None
+        self._lanes = SourceLanes(
+            pool,
+            channel,
+            entrances,
+            self._caller,
+            outgoing=lambda lane: self._new_outgoing(lane),
+            read=self._read_again,
+            count=self._count_moved,
+        )
+        self._lanes.start()
+        self._secret = new_secret()
+        known = [entrance.number for entrance in entrances if not entrance.is_new]
+        return messages.Agreed(lanes=messages.Lanes(known, self._lanes.addresses(), self._secret))
+
+    def _read_again(self, channel: Channel, body: bytearray) -> Sequence[int]:
+        """Read which further parcels the receiver asks for, over this channel."""
+        numbers = self._read_more(body)
+        self._look_again(numbers, channel)
+        return numbers
+
+    def _agree(self, agreed: messages.Agreed, numbers: Sequence[int]) -> None:
+        """Say that the parcels come now. On an accelerator's backend both ends first reserve their queues."""
+        channel = self._channel
+        if not channel.agrees or not numbers:
+            channel.send(Message.AGREED, messages.encode(agreed))
+            return
+        self._queue.enter_context(channel.queue())
+        stuck = channel.group.is_stuck(channel.peer)
+        channel.send(Message.AGREED, messages.encode(msgspec.structs.replace(agreed, through_host=stuck)))
+        header, _ = channel.expect(Message.GO)
+        if header.note not in (0, 1) or header.note < stuck:
+            raise ProtocolError(channel.peer, f"rank {channel.peer} chose a wire that does not exist")
+        channel.through_host = bool(header.note)
 
     def _lend(self) -> None:
         try:
@@ -276,14 +364,20 @@ class _Serving:
         assert self._outgoing is not None
         channel, report = self._channel, self._report
         report.route = "group"
-        nbytes, count = self._outgoing.nbytes, self._outgoing.parcels
         try:
             with self._phase(Phase.SEND):
                 self._outgoing.send(numbers)
             self._caller.returned(channel.peer)  # The backend holds none of the tensors any more.
         finally:
-            report.bytes += self._outgoing.nbytes - nbytes
-            report.parcels += self._outgoing.parcels - count
+            self._queue.close()
+            self._count_moved(self._outgoing)
+
+    def _count_moved(self, outgoing: Outgoing) -> None:
+        """Count what was sent since the last call."""
+        with self._lock:
+            self._report.bytes += outgoing.nbytes
+            self._report.parcels += outgoing.parcels
+            outgoing.nbytes = outgoing.parcels = 0
 
     def _read_more(self, body: bytearray) -> Sequence[int]:
         """Read which further parcels the receiver asks for, or asks for again."""
@@ -310,16 +404,17 @@ class _Serving:
             self._progress.total_bytes = None
 
     def _count_sent(self, cut: Parcels, numbers: Sequence[int]) -> None:
-        if self._sent is None:
-            self._sent = np.zeros(len(cut), dtype=np.int64)
         chosen = np.asarray(numbers, dtype=np.int64)
-        self._expect_to_move(cut.payload[chosen], self._sent[chosen] > 0)
-        self._sent[chosen] += 1
-        times = self._channel.limits.max_repairs
-        if (self._sent[chosen] > times + 1).any():
-            peer = self._channel.peer
-            raise ProtocolError(peer, f"rank {peer} asked again for parcels more than {times} times")
-        self._report.repaired += int((self._sent[chosen] > 1).sum())
+        with self._lock:
+            if self._sent is None:
+                self._sent = np.zeros(len(cut), dtype=np.int64)
+            self._expect_to_move(cut.payload[chosen], self._sent[chosen] > 0)
+            self._sent[chosen] += 1
+            times = self._channel.limits.max_repairs
+            if (self._sent[chosen] > times + 1).any():
+                peer = self._channel.peer
+                raise ProtocolError(peer, f"rank {peer} asked again for parcels more than {times} times")
+            self._report.repaired += int((self._sent[chosen] > 1).sum())
 
     def _expect_to_move(self, payload: Ints, again: Bools) -> None:
         """Update the progress for parcels that the receiver asks for, some of them ``again``."""
@@ -333,28 +428,31 @@ class _Serving:
         if progress.total_bytes is not None:
             progress.total_bytes += new
 
-    def _look_again(self, numbers: Sequence[int]) -> None:
+    def _look_again(self, numbers: Sequence[int], channel: Channel) -> None:
         """Raise if parcels that the receiver asks for again have changed since they were sent."""
         assert self._cut is not None
         assert self._memory is not None
-        with self._channel.holding_turn():
+        with channel.holding_turn():
+            streams.complete(channel.timeout)
             again = [n for n in numbers if n in self._known]
             now = digests_of(self._cut, self._memory, again)
             differ = [n for n, digest in zip(again, now, strict=True) if digest != self._known[n]]
         if differ:
-            regions = {piece.region for number in differ for piece in self._cut.pieces(number)}
+            regions = {extent.region for number in differ for extent in self._cut.extents(number)}
             storages = np.unique(self._cut.regions.storage[sorted(regions)])
-            manifest = self._cargo.described.manifest
-            parts = np.flatnonzero(np.isin(manifest.parts.storage, storages))
-            self._blame([manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(parts)).tolist()[:100]])
+            manifest = self._offered.described.manifest
+            rows = np.flatnonzero(np.isin(manifest.tensors.storage, storages))
+            leaves = np.unique(manifest.leaves_of(rows)).tolist()[:100]
+            self._blame([manifest.paths[leaf] for leaf in leaves], channel)
 
-    def _keep_vigil(self) -> None:
+    def _check_unchanged(self) -> None:
         with self._channel.holding_turn():
-            changed = self._cargo.mutation_watch.changed()
+            streams.complete(self._channel.timeout)
+            changed = self._offered.mutation_watch.changed()
         if changed:
-            self._blame(changed)
+            self._blame(changed, self._channel)
 
-    def _blame(self, leaves: list[str]) -> None:
+    def _blame(self, leaves: list[str], channel: Channel) -> None:
         own = self._channel.group.rank()
         shown = ", ".join(leaves[:10]) + (", …" if len(leaves) > 10 else "")
         error = SourceMutated(
@@ -363,7 +461,7 @@ class _Serving:
             f"the source's tensors were changed while it sent them: {shown}. Nothing may step the optimizer or write "
             "to the state before send_checkpoint has returned",
         )
-        self._channel.refuse(error)
+        channel.refuse(error)
         raise error
 
     def _compare(self, compare: messages.More) -> None:
@@ -386,18 +484,19 @@ class _Serving:
                 f"{channel.limits.max_repairs} times",
             )
         with channel.holding_turn():
+            streams.complete(channel.timeout)
             mine = wide_digests_of(cut, self._memory, numbers)
         channel.send(Message.DIGESTS, messages.encode(messages.Digests(b"".join(mine))))
 
     def _line_up(self, want: messages.Want) -> tuple[messages.Agreed, RateLimit] | None:
         """Put this receiver into a chain. Return the answer to it, and the chain's rate limit. None: no chain."""
-        chains, peer = self._cargo.chains, self._channel.peer
+        chains, peer = self._offered.chains, self._channel.peer
         # On the source's own host a chain would save no network traffic, and would cost a hop.
         if chains is None or not want.relay or not want.parcels or want.wanted_blocks or want.host == this_host():
             if chains is not None:
                 chains.leave(peer)
             return None
-        key = (want.fingerprint, want.digests, *want.apart, -1, *want.parts, -1, *want.parcels)
+        key = (want.fingerprint, want.digests, *want.apart, -1, *want.tensors, -1, *want.parcels)
         return chains.join(peer, key, want.host)
 
     def _hear_verdict(self, body: bytearray) -> None:
@@ -405,9 +504,9 @@ class _Serving:
         verdict = self._channel.decode(body, messages.Verdict)
         if self._outgoing is not None and self._outgoing.failure is not None:
             raise self._outgoing.failure
-        pulled = {name: nbytes for name, nbytes in verdict.pulled.items() if name in self._cargo.offer.routes}
+        pulled = {name: nbytes for name, nbytes in verdict.pulled.items() if name in self._offered.offer.routes}
         nbytes = sum(pulled.values())
-        if min(pulled.values(), default=0) > 0 and nbytes <= self._cargo.total_bytes:
+        if min(pulled.values(), default=0) > 0 and nbytes <= self._offered.total_bytes:
             report.read_bytes = nbytes
             report.bytes += nbytes
             report.route = routes_of(report.route, *pulled)
@@ -415,18 +514,23 @@ class _Serving:
         self._progress.total_bytes = self._progress.bytes = report.read_bytes + self._asked_bytes
 
     def _plan(self, want: messages.Want) -> tuple[Parcels, Sequence[int]]:
-        peer, manifest = self._channel.peer, self._cargo.described.manifest
-        for numbers, count in ((want.apart, len(manifest.storages)), (want.parts, len(manifest.parts))):
+        peer, manifest = self._channel.peer, self._offered.described.manifest
+        for numbers, count in ((want.apart, len(manifest.storages)), (want.tensors, len(manifest.tensors))):
             if numbers and (sorted(set(numbers)) != numbers or numbers[0] < 0 or numbers[-1] >= count):
                 raise ProtocolError(peer, f"rank {peer} wants tensors that were not offered")
-        if want.digests and not self._cargo.offer.digests:
+        if want.digests and not self._offered.offer.digests:
             raise ProtocolError(peer, f"rank {peer} wants digests that were not offered")
-        offer, least = self._cargo.offer, self._channel.limits.min_parcel_bytes
+        offer, least = self._offered.offer, self._channel.limits.min_parcel_bytes
         if not least <= want.parcel_bytes <= offer.parcel_bytes or want.parcel_bytes % 16:
             raise ProtocolError(peer, f"rank {peer} wants parcels of an impossible size")
         if not 0 < want.burst_bytes <= offer.burst_bytes:
             raise ProtocolError(peer, f"rank {peer} wants bursts of an impossible size")
-        cut, picked = self._cut_from(want)
+        blocks = None if want.wanted_blocks is None else msgspec.msgpack.encode(want.wanted_blocks)
+        wanted = (tuple(want.apart), tuple(want.tensors), blocks)
+        key = (self._offered.offer.structure, tuple(manifest.coordinates), want.parcel_bytes, *wanted)
+        cut, picked, known = self._offered.remembered.cut(key, lambda: self._cut_from(want))
+        if known:
+            self._report.reuse("parcels")
         if parcels.fingerprint(cut, picked) != want.fingerprint:
             raise ProtocolError(
                 peer, f"rank {peer} derived other parcels from the same offer (different transfuse versions?)"
@@ -438,12 +542,12 @@ class _Serving:
 
     def _cut_from(self, want: messages.Want) -> tuple[Parcels, int | None]:
         """Cut parcels from everything, or from the blocks that the receiver wants."""
-        peer, manifest = self._channel.peer, self._cargo.described.manifest
+        peer, manifest = self._channel.peer, self._offered.described.manifest
         if want.wanted_blocks is None:
-            return parcels.cut(lay_out(manifest, want.apart, want.parts), want.parcel_bytes), None
+            return parcels.cut(lay_out(manifest, want.apart, want.tensors), want.parcel_bytes), None
         try:
             with self._channel.holding_turn():
-                regions = regions_in(self._cargo.holdings, want.wanted_blocks)
+                regions = regions_in(self._offered.holdings, want.wanted_blocks)
         except ValueError as error:
             raise ProtocolError(peer, f"rank {peer} wants blocks that were not offered: {error}") from error
         return parcels.cut(regions, want.parcel_bytes, all_staged=True), want.wanted_blocks.fingerprint()

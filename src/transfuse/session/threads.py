@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,13 +18,14 @@ from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from transfuse.errors import PeerTimeout
+from transfuse.memory.streams import Streams, inherit
 from transfuse.phases import Phase, trace_name
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.timeouts import Patience
 from transfuse.wire.channel import Channel
 
-__all__ = ["Caller", "SideConversation", "current_stream", "run"]
+__all__ = ["Caller", "SideConversation", "run"]
 
 
 class _Event(NamedTuple):
@@ -148,18 +149,19 @@ def run(
     show: Callable[[], object],
     watch: Callable[[], None] = lambda: None,
     park: Callable[[int], None] = lambda rank: None,
+    streams: Streams | None = None,
 ) -> dict[int, BaseException]:
-    """Run one conversation for each rank, and return the errors of those that failed.
+    """Run one conversation for each rank, on streams of its own, and return the errors of those that failed.
 
     Between waits this calls ``watch``, and ``show`` unless the caller wants to stop. If the caller stops while
     conversations are still running, this calls ``park`` for each of them.
     """
-    stream = current_stream()
+    streams = streams or Streams()
 
     def work(rank: int, talk: Callable[[], None]) -> None:
         try:
             # The order matters: inference_mode(False) turns gradients on, no_grad() turns them off again.
-            with stream(), torch.inference_mode(False), torch.no_grad():
+            with streams.conversation(), torch.inference_mode(False), torch.no_grad():
                 talk()
         except BaseException as error:
             # The error refers to this frame, so it is not stored in it: the cycle would keep tensors in memory that
@@ -181,6 +183,7 @@ def run(
         return _wait_for(threads, caller, ranges, show, watch, park)
     finally:
         ranges.close()
+        streams.join()
 
 
 def _wait_for(
@@ -238,6 +241,7 @@ class SideConversation:
         self._channel = channel
         self._leave = leave
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._streams = inherit()
         name = f"transfuse-link-{channel.peer}"
         self._thread = threading.Thread(target=self._run, args=(talk,), name=name, daemon=True)
         self._thread.start()
@@ -245,7 +249,7 @@ class SideConversation:
     def _run(self, talk: Callable[[], object]) -> None:
         error: BaseException | None = None
         try:
-            with torch.inference_mode(False), torch.no_grad(), self._channel:
+            with self._streams(), torch.inference_mode(False), torch.no_grad(), self._channel:
                 talk()
         except BaseException as caught:
             error = caught
@@ -265,11 +269,3 @@ class SideConversation:
                 elif time.monotonic() - since >= patience:
                     self._leave()
                     return PeerTimeout(self._channel.peer, self._channel.phase, patience)
-
-
-def current_stream() -> Callable[[], AbstractContextManager[object]]:
-    """A context that runs a thread's work on the caller's current stream, after the work that the caller queued."""
-    if not torch.accelerator.is_available():
-        return nullcontext
-    stream = torch.accelerator.current_stream()
-    return lambda: stream

@@ -83,6 +83,26 @@ class LiveTensors(Shapes):
         """Which tensors are in main memory."""
         return on_cpu(self.devices)[self.device]
 
+    def equals(self, other: LiveTensors) -> bool:
+        """Whether all columns are equal."""
+        same = (self.dtypes, self.devices) == (other.dtypes, other.devices)
+        return same and all(map(np.array_equal, self._columns, other._columns))
+
+    @property
+    def _columns(self) -> tuple[Ints, ...]:
+        return (
+            self.address,
+            self.ndim,
+            self.sizes,
+            self.strides,
+            self.offset,
+            self.storage_nbytes,
+            self.storage_key,
+            self.dtype,
+            self.device,
+            self.flags,
+        )
+
     def faults(self, rows: Ints, memory: Mappings, *, write: bool) -> dict[int, str]:
         """Tensors in ``rows`` that cannot be read (with ``write``, written): the index into ``rows``, and the reason.
 

@@ -1,12 +1,16 @@
 """Which memory of this process can be read, and which can be written, according to the kernel's list of mappings.
 
 A tensor may lie in memory that is read-only (a file mapped with ``np.memmap(mode="r")``) or no longer mapped. Torch
-cannot tell, and a write there ends the process. Reading ``/proc/self/maps`` once answers for any number of tensors.
+cannot tell, and a write there ends the process. Reading ``/proc/self/maps`` once answers for any number of tensors, but
+takes a millisecond or more. Newer kernels (6.11) also answer for one address at a time, in about a microsecond.
 """
 
 from __future__ import annotations
 
+import fcntl
 import re
+import struct
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +29,14 @@ _KERNELS_DIGITS = 16
 
 _Line = tuple[bytes, bytes, bytes, bytes]
 
+#: For at most this many ranges the kernel is asked one by one.
+FEW = 256
+#: The kernel's ``struct procmap_query``: its size, flags, the address; the mapping's start, end and permissions; and
+#: nine fields that are not used here. And the request, ``PROCMAP_QUERY``.
+_QUERY = struct.Struct("=6Q3Q4I2Q")
+_PROCMAP_QUERY = 3 << 30 | _QUERY.size << 16 | ord("f") << 8 | 17
+_MAY_READ, _MAY_WRITE = 1, 2
+
 
 class Mappings:
     """This process's mappings. The list is read at the first question, and again before any refusal."""
@@ -39,6 +51,8 @@ class Mappings:
         file that has been shortened, are not noticed.
         """
         rows = np.arange(len(start))
+        if self._lines is None and len(rows) <= FEW:
+            rows = rows[~_are_usable(start.tolist(), end.tolist(), write)]
         # Look twice before refusing a row: other threads map and unmap memory while the list is read.
         for again in (False, True):
             if not len(rows):
@@ -56,6 +70,22 @@ class Mappings:
             row: _why(lines[max(at, 0) :], int(start[row]), write)
             for row, at in zip(rows.tolist(), below.tolist(), strict=True)
         }
+
+
+def _are_usable(starts: list[int], ends: list[int], write: bool) -> npt.NDArray[np.bool_]:
+    """Which of these ranges the kernel says can be used. If it says no, or knows no such question, the list decides."""
+    found = np.zeros(len(starts), dtype=bool)
+    with suppress(OSError), open(MAPS, "rb", buffering=0) as file:
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            at = start
+            while at < end:
+                answer = fcntl.ioctl(file, _PROCMAP_QUERY, _QUERY.pack(_QUERY.size, 0, at, *[0] * 12))
+                _, _, _, _, until, permits, *_ = _QUERY.unpack(answer)
+                if not permits & (_MAY_WRITE if write else _MAY_READ | _MAY_WRITE):
+                    break
+                at = until
+            found[row] = at >= end
+    return found
 
 
 def _list() -> list[_Line]:

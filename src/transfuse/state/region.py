@@ -146,15 +146,15 @@ class Budget:
         return True
 
 
-def cover(parts: Sequence[tuple[int, Region, bool]], budget: Budget) -> list[tuple[Region, tuple[int, ...]]]:
-    """Regions that hold every element of these parts of one storage, each element once.
+def cover(tensors: Sequence[tuple[int, Region, bool]], budget: Budget) -> list[tuple[Region, tuple[int, ...]]]:
+    """Regions that hold every element of these tensors of one storage, each element once.
 
-    ``parts`` are (number, region, whether it overlaps itself). A region that is exactly the region of some parts comes
-    with their numbers. A region made by splitting overlapping parts comes with no numbers.
+    ``tensors`` are (number, region, whether it overlaps itself). A region that is exactly the region of some tensors
+    comes with their numbers. A region made by splitting overlapping tensors comes with no numbers.
     """
     members: dict[Region, list[int]] = {}
     tangled_alone = set()
-    for number, region, overlapping in parts:
+    for number, region, overlapping in tensors:
         if region.nbytes:
             members.setdefault(region, []).append(number)
             if overlapping:
@@ -219,7 +219,8 @@ def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _regular(ranges: list[tuple[int, int]]) -> list[Region]:
     """Byte ranges as regions; ranges of equal size at equal distances become one region."""
     if len(ranges) > 2:
-        step, width = ranges[1][0] - ranges[0][0], ranges[0][1] - ranges[0][0]
-        if all(lo == ranges[0][0] + i * step and hi - lo == width for i, (lo, hi) in enumerate(ranges)):
-            return [Region(ranges[0][0], 1, (len(ranges), width), (step, 1))]
+        (start, end), (second, _) = ranges[:2]
+        step, width = second - start, end - start
+        if all(lo == start + i * step and hi - lo == width for i, (lo, hi) in enumerate(ranges)):
+            return [Region(start, 1, (len(ranges), width), (step, 1))]
     return [Region(low, 1, (high - low,), (1,)) for low, high in ranges]

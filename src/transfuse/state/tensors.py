@@ -1,6 +1,6 @@
 """A manifest's tensors and storages as columns: one array for each property, not one object for each tensor.
 
-The tensors of a manifest are its *parts*: a leaf is one plain tensor, or its codec opens it into several.
+A leaf is one plain tensor, or its codec opens it into several. A tensor's row is its number in the columns.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from transfuse.state.region import Form, Ints, Region, canonical, crowds
 
-__all__ = ["Bools", "Ints", "Parts", "Shapes", "Storages", "contiguous", "on_cpu"]
+__all__ = ["Bools", "Ints", "Shapes", "Storages", "Tensors", "contiguous", "on_cpu"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -148,8 +147,8 @@ def _extent(sizes: Ints, strides: Ints) -> npt.NDArray[np.float64]:
 
 
 @dataclass(eq=False, kw_only=True)
-class Parts(Shapes):
-    """Columns of all tensors of a manifest. A *part* is one of them."""
+class Tensors(Shapes):
+    """Columns of all tensors of a manifest."""
 
     storage: Ints
     dtype: Ints
@@ -158,23 +157,23 @@ class Parts(Shapes):
     item: Ints  # bytes of one item
 
     def region(self, i: int) -> tuple[Region, bool]:
-        """The region of part i, and whether the part overlaps itself."""
+        """The region of tensor i, and whether the tensor overlaps itself."""
         form, item = self.form(i), int(self.item[i])
         return Region(int(self.offset[i]) * item, item, form.sizes, form.strides), form.overlapping
 
     @cached_property
     def start(self) -> Ints:
-        """The first byte of each part in its storage's window."""
+        """The first byte of each tensor in its storage's window."""
         return self.offset * self.item
 
     @cached_property
     def end(self) -> Ints:
-        """One past the last byte of each part."""
+        """One past the last byte of each tensor."""
         return self.start + self.reach * self.item
 
     @cached_property
     def alone(self) -> Bools:
-        """Which parts have elements and share no span of memory with another part, gaps between items included."""
+        """Which tensors have elements and share no span of memory with another tensor, gaps between items included."""
         shown = np.flatnonzero(self.numel > 0)
         alone = np.zeros(len(self), dtype=bool)
         alone[shown] = True
@@ -223,4 +222,9 @@ class Storages:
 
 def on_cpu(devices: list[str]) -> Bools:
     """Which of these devices are main memory."""
-    return np.array([torch.device(name).type == "cpu" for name in devices], dtype=bool)
+    return np.array([device_type(name) == "cpu" for name in devices], dtype=bool)
+
+
+def device_type(name: str) -> str:
+    """The type of a device. A peer may have types that torch does not know in this process."""
+    return name.split(":")[0]

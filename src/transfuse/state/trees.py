@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import cmath
+import copy
 import enum
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -161,7 +162,10 @@ def flatten(state: object, *, max_depth: int) -> tuple[Node | None, list[Any]]:
         node.leaves = len(leaves) - before
         return node
 
-    return walk(state), leaves
+    try:
+        return walk(state), leaves
+    finally:
+        walk = None  # type: ignore[assignment]  # It refers to itself: a cycle that would keep all leaves until garbage is collected.
 
 
 def _is_common(node: Node) -> bool:
@@ -236,7 +240,7 @@ def unflatten(root: Node | None, leaves: list[Any]) -> Any:
                 return node.extra._make(children)
             case Kind.REGISTERED:
                 cls, context = node.extra
-                return pytree.SUPPORTED_NODES[cls].unflatten_fn(children, context)
+                return pytree.SUPPORTED_NODES[cls].unflatten_fn(children, _own(context))
         mapping = dict(zip(node.keys, children, strict=True))
         if node.kind is Kind.DICT:
             return mapping
@@ -244,10 +248,38 @@ def unflatten(root: Node | None, leaves: list[Any]) -> Any:
             return defaultdict(node.extra, mapping)
         ordered = OrderedDict(mapping)
         if node.extra is not None:
-            ordered._metadata = node.extra  # type: ignore[attr-defined]
+            ordered._metadata = _own(node.extra)  # type: ignore[attr-defined]
         return ordered
 
-    return build(root)
+    try:
+        return build(root)
+    finally:
+        build = None  # type: ignore[assignment]  # As in flatten().
+
+
+def _own(extra: Any) -> Any:
+    """A copy for one result: a tree may be built from the same nodes again, and torch writes into ``_metadata``."""
+    try:
+        return copy.deepcopy(extra)
+    except Exception:  # Some object of the target's that cannot be copied.
+        return extra
+
+
+def are_same(one: Node | None, other: Node | None) -> bool:
+    """Whether two trees have the same containers with the same keys, whatever their leaves."""
+    if one is None or other is None or one is other:
+        return one is other
+    if (one.kind, one.leaves, len(one.children)) != (other.kind, other.leaves, len(other.children)):
+        return False
+    # Python takes 1, 1.0 and True for equal.
+    if one.keys != other.keys or list(map(type, one.keys)) != list(map(type, other.keys)):
+        return False
+    try:
+        if not (one.extra is other.extra or one.extra == other.extra):
+            return False
+    except (RuntimeError, ValueError, TypeError):  # Something that cannot be compared, a tensor for example.
+        return False
+    return (one.flat and other.flat) or all(map(are_same, one.children, other.children))
 
 
 class Paths(Sequence[str]):
@@ -543,12 +575,12 @@ def merge(source: Node | None, target: Node | None) -> Merged:
             pair(len(s.children))
             return s
         at = list(accumulate(map(_leaves, t.children), initial=next_target))
-        place = {key: i for i, key in enumerate(_marks(t.keys) if mapping else range(len(t.children)))}
+        position = {key: i for i, key in enumerate(_marks(t.keys) if mapping else range(len(t.children)))}
         keys = _marks(s.keys) if mapping else range(len(s.children))
         children: list[Node | None] = []
         before = len(origin)
         for number, (key, child) in enumerate(zip(keys, s.children, strict=True)):
-            i = place.pop(key, None)
+            i = position.pop(key, None)
             if i is None:
                 children.append(fresh(child))
             else:
@@ -556,8 +588,8 @@ def merge(source: Node | None, target: Node | None) -> Merged:
                 trail.append((s, number))
                 children.append(walk(child, t.children[i]))
                 trail.pop()
-        extra_keys = [t.keys[i] for i in place.values()] if mapping else []
-        for i in place.values():
+        extra_keys = [t.keys[i] for i in position.values()] if mapping else []
+        for i in position.values():
             next_target = at[i]
             children.append(adopt(t.children[i]))
         next_target = at[-1]

@@ -6,23 +6,18 @@ do not do, and how a conversation is built because of that.
 
 from __future__ import annotations
 
-import re
+import ctypes
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TypeVar
 
 import torch
 
 from transfuse.errors import (
-    PeerError,
     PeerLost,
     PeerRefused,
-    PeerTimeout,
     ProtocolError,
     SourceMutated,
     StepMismatch,
@@ -30,19 +25,25 @@ from transfuse.errors import (
     as_utf8,
 )
 from transfuse.limits import Limits
+from transfuse.memory import streams
 from transfuse.timeouts import Patience
 from transfuse.wire import messages
-from transfuse.wire.group import OFFER_TAG, Group, WorkLike, new_link_tag, valid_tag
+from transfuse.wire.group import OFFER_TAG, Group, valid_tag
 from transfuse.wire.hub import FirstWord
 from transfuse.wire.messages import HEADER_BYTES, Header, Intent, Message
+from transfuse.wire.operations import Operations, Posted
 
-__all__ = ["Channel", "Posted"]
-
-#: The longest wait. Some groups take milliseconds as an int32, and more would not fit.
-FOREVER = timedelta(days=20)
+__all__ = ["Channel"]
 
 #: The byte that follows each chunk of a message.
 MARK = b"\x01"
+
+
+def _bytes_in(tensor: torch.Tensor) -> bytes:
+    """The bytes of a message."""
+    host = tensor.cpu()
+    return ctypes.string_at(host.data_ptr(), host.numel())
+
 
 Body = TypeVar(
     "Body",
@@ -56,58 +57,16 @@ Body = TypeVar(
 )
 
 
-class Posted:
-    """A send or receive under way. The backend owns the tensor's memory until :meth:`wait` has returned."""
+class Channel(Operations):
+    """One conversation with one peer: its messages, its records, its signs of life, and its queue.
 
-    def __init__(self, channel: Channel, work: WorkLike, tensor: torch.Tensor) -> None:
-        self._channel = channel
-        self.work = work
-        self.tensor = tensor
-
-    def wait(self) -> torch.Tensor:
-        channel = self._channel
-        started = channel.waiting_since = time.monotonic()
-        try:
-            done = self.work.wait(FOREVER if channel.group.shares_fate else timedelta(seconds=channel.timeout))
-        except Exception as error:
-            channel.broken = channel.closed = True
-            raise channel.translate(error, time.monotonic() - started) from error
-        finally:
-            channel.waiting_since = None
-            with suppress(ValueError):
-                channel.outstanding.remove(self)
-        if done is False:
-            channel.broken = True
-            raise PeerLost(channel.peer, f"rank {channel.peer}: the backend reported failure while {channel.phase}")
-        return self.tensor
-
-
-class Channel:
-    """One conversation with one peer: posts sends and receives, waits for them, and turns failures into our errors.
-
-    One thread at a time uses a channel, inside ``with channel:``. ``phase`` says what the conversation is doing; errors
-    quote it.
+    One thread at a time uses a channel, inside ``with channel:``.
     """
 
     def __init__(self, group: Group, peer: int, timeout: float, limits: Limits, *, is_source: bool = False) -> None:
-        self.group = group
-        self.peer = peer
-        #: Whether this end is the source. Needed when a rank talks to itself.
-        self.is_source = is_source
-        self._loopback = group.hub.loop() if peer == group.rank() else None
-        self.timeout = timeout
+        super().__init__(group, peer, timeout, is_source=is_source)
         self.limits = limits
-        self.phase = "starting"
         self.transfer = 0
-        self.tag = OFFER_TAG
-        self.outstanding: deque[Posted] = deque()
-        self.waiting_since: float | None = None
-        self.given_up = False
-        self.broken = False
-        #: Whether the backend has reported the connection as gone. Then it writes no more to tensors that were posted.
-        self.closed = False
-        #: How long the peer waits for a sign of life: this end's own timeout until the peer has said.
-        self.peer_timeout = timeout
         #: The most bytes of progress that a working peer can have.
         self.most_bytes = 0
         #: Called with the bytes that a working peer says it has so far.
@@ -117,12 +76,58 @@ class Channel:
         self._refused = False
         self._first_word: FirstWord | None = None
         self._unanswered: list[Posted] = []
-        self._rests = False
         self._turn = threading.Lock()
         self._so_far: Callable[[], int] | None = None
         self._pulse_at = 0.0
+        self._streams = streams.inherit()
+        self._queue: ExitStack | None = None
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Reserve this rank's order of operations on the accelerator, while the peer hears signs of life.
+
+        The watch takes the queue away from a conversation whose peer falls silent, so that others can go on.
+        """
+        held = ExitStack()
+        with self.holding_turn(), self.resting():
+            held.enter_context(self.group.queue(self.peer))
+        self.heard_at = time.monotonic()
+        with self._turn:
+            if not self.broken:
+                self._queue = held
+        if self._queue is None:
+            held.close()
+            raise PeerLost(self.peer, f"rank {self.peer} was abandoned while this rank was busy with others")
+        try:
+            yield
+        finally:
+            self._release_queue()
+
+    def _release_queue(self) -> None:
+        """Release the queue. Operations that the peer has not answered block it from then on."""
+        with self._turn:
+            held, self._queue = self._queue, None
+        if held is not None:
+            # First, so that the next one on this queue finds them.
+            self.group.leave_stuck(self.peer, self.unanswered())
+            held.close()
+
+    def _give_up_queue(self) -> None:
+        """Release the queue if this end waits for a message, and the peer has been silent for too long.
+
+        From then on this conversation posts nothing on the accelerator: others do, and parcels would be swapped.
+        """
+        since = self.waiting_since
+        if self._queue is None or since is None:
+            return
+        if time.monotonic() - max(self.heard_at, since) > Patience(self.timeout).silent_source(needed=False):
+            self._release_queue()
+
+    def may_post(self) -> bool:
+        return self._queue is not None or not self.agrees
 
     def __enter__(self) -> Channel:
+        self._streams = streams.inherit()
         self.group.hub.watch.add(self)
         return self
 
@@ -134,6 +139,9 @@ class Channel:
                 with suppress(TransfuseError):
                     self.outstanding[0].wait()
         finally:
+            self.leave_stuck()
+            if self.agrees:
+                self.group.is_stuck(self.peer)  # Forgets operations that have completed since.
             # Break the reference cycles through this channel now, so that its memory does not wait for the garbage
             # collector.
             hub = self.group.hub
@@ -154,6 +162,7 @@ class Channel:
         self.broken = True
         self.group.hub.leave_behind(self)
         self.group.hub.watch.remove(self)
+        self._release_queue()
 
     def park(self) -> None:
         """Leave the waiting thread behind, from another thread, so that the caller can go on.
@@ -165,68 +174,11 @@ class Channel:
         if self._first_word is not None:
             hub.park(self._first_word)
 
-    @property
-    def shares_fate(self) -> bool:
-        return self.group.shares_fate
-
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Mark this channel as waiting for another one. Then the watch may end the other one's wait all the same."""
-        self._rests = True
-        try:
-            yield
-        finally:
-            self._rests = False
-
-    def overdue(self) -> bool:
-        """Whether this conversation has waited longer than its timeout, or only waits for another one (resting)."""
-        since = self.waiting_since
-        return self._rests or (since is not None and time.monotonic() - since > self.timeout)
-
-    def break_off(self) -> None:
-        """Close the connection, to end waits that would not end by themselves. The watch calls this.
-
-        The wait that expires is for a receive of its own, on a tag that nobody sends to. A second wait for a receive
-        that is already awaited might see it complete just now, and then the first wait would never end.
-        """
-        if self.outstanding:
-            with suppress(Exception):
-                nothing = self.post_recv(self._empty(1), new_link_tag())
-                self.outstanding.remove(nothing)
-                nothing.work.wait(timedelta(milliseconds=2))  # For less than 1 ms gloo uses its own default.
-
-    # ------------------------------------------------------------------------------------------------- raw tensors
-
-    def post_send(self, tensor: torch.Tensor, tag: int | None = None) -> Posted:
-        if self._loopback is not None:
-            return self._post(partial(self._loopback.send, by_source=self.is_source), tensor, tag)
-        return self._post(lambda tensor, tag: self.group.pg.send([tensor], self.peer, tag), tensor, tag)
-
-    def post_recv(self, tensor: torch.Tensor, tag: int | None = None) -> Posted:
-        if self._loopback is not None:
-            return self._post(partial(self._loopback.recv, by_source=self.is_source), tensor, tag)
-        return self._post(lambda tensor, tag: self.group.pg.recv([tensor], self.peer, tag), tensor, tag)
-
-    def _post(self, operation: Any, tensor: torch.Tensor, tag: int | None) -> Posted:
-        try:
-            work = operation(tensor, self.tag if tag is None else tag)
-        except Exception as error:
-            self.broken = True
-            raise self.translate(error, 0.0) from error
-        posted = Posted(self, work, tensor)
-        self.outstanding.append(posted)
-        return posted
-
-    def translate(self, error: Exception, elapsed: float) -> PeerError:
-        """Turn a backend's exception into one of ours."""
-        # gloo's messages begin with a source path of its build machine and end with advice.
-        text = re.sub(r"^\[\S+\] ", "", str(error).split("\n")[0]).split(". This is typically")[0]
-        if self.given_up or elapsed >= 0.9 * self.timeout or "timed out" in text.lower():
-            late = PeerTimeout(self.peer, self.phase, elapsed)
-            if self.peer == self.group.rank():
-                late.add_note("This rank is its own peer: send in one thread, receive in another, on the same group.")
-            return late
-        return PeerLost(self.peer, f"rank {self.peer}: connection lost while {self.phase}: {text}")
+    def probe(self) -> None:
+        """While a receiver waits for parcels on the accelerator: a sign of life, which fails if the peer is gone."""
+        if not self.is_source and self.agrees:
+            with self._turn:
+                self.send(Message.WORKING, note=0 if self._so_far is None else self._so_far())
 
     # --------------------------------------------------------------------------------------------------- messages
 
@@ -245,11 +197,39 @@ class Channel:
             posted.wait()
         self._unanswered.clear()
 
-    def expect(self, *kinds: Message, tag: int | None = None) -> tuple[Header, bytearray]:
-        """Receive the next message, which must be one of ``kinds``. Raise if the peer refuses."""
+    def send_last(self, kind: Message) -> None:
+        """Send a message without a body that nobody answers, and do not wait until it has been sent.
+
+        If the peer dies just now, gloo forgets the send, and a wait for it would never end. The peer waits for this
+        message already (:meth:`ask_last`), so gloo sends it at once, or after what it sends for other conversations on
+        this group. Its memory is kept for that long.
+        """
+        self.send(kind)
+        if not self.group.shares_fate:
+            self.settle()
+            return
+        for posted in self._unanswered:
+            self.outstanding.remove(posted)
+            self.group.hub.keep_last((posted.work, posted.tensor))
+        self._unanswered.clear()
+
+    def ask_last(self, kind: Message, body: bytes, answer: Message) -> None:
+        """Send the last message, and wait for the answer, which the peer sends by :meth:`send_last`."""
+        early = self.post_recv(self.empty(HEADER_BYTES)) if self.group.shares_fate else None
+        self.send(kind, body)
+        self.expect(answer, early=early)
+
+    def expect(self, *kinds: Message, tag: int | None = None, early: Posted | None = None) -> tuple[Header, bytearray]:
+        """Receive the next message, which must be one of ``kinds``. Raise if the peer refuses.
+
+        ``early``: a receive for its header that has been posted already.
+        """
         signs = 0
         while True:
-            data = self._recv_bytes(HEADER_BYTES) if tag is None else self._hear_first_word(tag)
+            if early is not None:
+                data, early = bytes(early.wait().cpu().numpy()), None
+            else:
+                data = self._recv_bytes(HEADER_BYTES) if tag is None else self._hear_first_word(tag)
             header = self._open(data)
             if header.kind is not Message.WORKING:
                 break
@@ -281,7 +261,7 @@ class Channel:
         body = bytearray()
         while len(body) < header.length:
             # Receive chunk by chunk: an announced length alone must not allocate memory.
-            chunk = self.post_recv(self._empty(min(self.limits.chunk_bytes, header.length - len(body))))
+            chunk = self.post_recv(self.empty(min(self.limits.chunk_bytes, header.length - len(body))))
             self._recv_bytes(len(MARK))
             body += chunk.wait().cpu().numpy().data
         self._verify(header, body)
@@ -308,7 +288,27 @@ class Channel:
         cause = as_utf8(cause)
         with suppress(TransfuseError):
             self.send(Message.REFUSAL, messages.encode(messages.Refusal(kind, cause)), note=self.tag, tag=tag)
+            self._settle_or_leave()
+
+    def _settle_or_leave(self) -> None:
+        """Wait until all messages have been sent, but not without end: if the peer dies just now, gloo forgets them.
+
+        Then the thread that waits is left behind, and the channel is abandoned.
+        """
+        if not self.group.shares_fate:
             self.settle()
+            return
+
+        def wait() -> None:
+            with suppress(TransfuseError):
+                self.settle()
+
+        thread = threading.Thread(target=wait, name=f"transfuse-refusal-{self.peer}", daemon=True)
+        thread.start()
+        # By then the watch has ended all waits that can be ended.
+        thread.join(self.timeout + Patience.GOODBYE_SECONDS)
+        if thread.is_alive():
+            self.abandon()
 
     def refused(self, refusal: messages.Refusal) -> TransfuseError:
         if refusal.kind == StepMismatch.__name__:
@@ -324,11 +324,11 @@ class Channel:
         return self.post_send(self.wire(messages.seal_record(self.transfer, intent, digests)))
 
     def post_recv_sent(self, digests: int) -> Posted:
-        return self.post_recv(self._empty(messages.record_bytes(digests)))
+        return self.post_recv(self.empty(messages.record_bytes(digests)))
 
     def read_sent(self, tensor: torch.Tensor) -> tuple[Intent, Sequence[int] | None]:
         """The record's intent and digests. None instead of the digests if they have arrived damaged."""
-        data = bytes(tensor.cpu().numpy())
+        data = _bytes_in(tensor)
         header = self._open(data[:HEADER_BYTES])
         if header.kind is not Message.SENT or header.length or header.note not in (0, 1):
             raise ProtocolError(self.peer, f"rank {self.peer} sent {header.kind.name} where a record was due")
@@ -347,14 +347,10 @@ class Channel:
             with self._turn:
                 self._so_far = None
 
-    @property
-    def pulse_seconds(self) -> float:
-        """Seconds between two signs of life. The peer's timeout can shorten them only within limits."""
-        return Patience(self.timeout).pulse(self.peer_timeout)
-
     def pulse(self) -> None:
-        """Send a sign of life if one is due. The watch calls this."""
-        with self._turn:
+        """Send a sign of life if one is due, and release a queue that a silent peer blocks. The watch calls this."""
+        self._give_up_queue()
+        with self._streams(), self._turn:
             if self._so_far is not None and time.monotonic() >= self._pulse_at:
                 self._pulse_at = time.monotonic() + self.pulse_seconds
                 with suppress(TransfuseError):
@@ -362,22 +358,15 @@ class Channel:
 
     # ----------------------------------------------------------------------------------------------------- helpers
 
-    def wire(self, data: bytes) -> torch.Tensor:
-        """Bytes as a tensor that the backend can send: writable memory on its device."""
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.group.device) if data else self._empty(0)
-
-    def _empty(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=self.group.device)
-
     def _recv_bytes(self, count: int) -> bytes:
-        return bytes(self.post_recv(self._empty(count)).wait().cpu().numpy())
+        return _bytes_in(self.post_recv(self.empty(count)).wait())
 
     def _hear_first_word(self, tag: int) -> bytes:
         """The header of the next offer. If an earlier call has left a receive behind, the header arrives there."""
         hub = self.group.hub
         word = hub.adopt(self.peer, self)
         if word is None:
-            word = self._first_word = FirstWord(self.post_recv(self._empty(HEADER_BYTES), tag), self.peer, self)
+            word = self._first_word = FirstWord(self.post_recv(self.empty(HEADER_BYTES), tag), self.peer, self)
             word.wait()
             self._first_word = None
         else:

@@ -11,25 +11,38 @@ Facts about backends that this module, :mod:`.hub` and :mod:`.channel` are built
   has arrived.
 - gloo: a message longer than the receive posted for it ends the process; a shorter one completes silently. So lengths
   are always derived or announced first, never guessed.
-- NCCL: tags are ignored, and operations between two ranks run in the order in which they were posted, on both sides.
-  So the two ends of a conversation take strict turns, and without tags only one conversation runs between two ranks
-  at a time.
+- NCCL and its like: tags are ignored, and operations between two ranks run in the order in which they were posted, on
+  both sides and for both directions. A group that was bound to a device (``device_id=``) has one such order for all
+  its peers together. So both ranks agree whose transfer goes on before either of them posts an operation.
+- NCCL: the first operation between two ranks makes their communicator inside ``send`` or ``recv``, which blocks until
+  the other rank posts too. So it is posted in a thread that can be left behind.
+- NCCL: ``wait(timeout)`` counts from posting, so a busy stream makes a healthy peer late; and when it expires, torch
+  aborts the communicator and later ends the process. Other backends' ``wait`` blocks only the stream. So operations
+  on accelerators are never waited for: we ask whether they are complete, with a deadline of our own.
+
+A group made by ``init_process_group()`` on a machine with accelerators has two backends: gloo for main memory, and one
+for the accelerator. Then all messages travel through main memory, by gloo, with tags and with what is known about its
+failures. Only parcels travel on the accelerator's backend.
 """
 
 from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from transfuse.wire.hub import hub_of
+from transfuse.memory.streams import with_index
+from transfuse.wire.hub import Stuck, hub_of
+from transfuse.wire.turns import Line, Speaks
 
 __all__ = [
+    "CPU",
     "OFFER_TAG",
     "Group",
     "ProcessGroupLike",
@@ -46,6 +59,8 @@ TAGS = 1 << 22
 #: A link between two receivers of a chain has a random tag from this range, chosen by the source.
 FIRST_LINK_TAG = 0x6000_0000
 LINK_TAGS = 1 << 28
+
+CPU = torch.device("cpu")
 
 # Starts at random: two processes that do not know their ranks will hardly ever use the same tags at the same time.
 _transfers = itertools.count(secrets.randbelow(TAGS))
@@ -68,18 +83,30 @@ class Group:
 
     def __init__(self, pg: ProcessGroupLike, device: torch.device) -> None:
         self.pg = pg
-        self.device = device
+        #: Where parcels travel, with its index.
+        self.device = with_index(device)
         #: The state that all conversations over this group share, whichever transport they belong to.
         self.hub = hub_of(pg)
-        backend = _backend_name(pg, device)
-        self.tagged = "gloo" in backend or "mpi" in backend
+        parcels = _backend_name(pg, self.device)
+        _check(pg, parcels, self.device)
+        beside = "" if self.device.type == "cpu" else _backend_of(pg, CPU)
+        #: Where messages travel: in main memory if the group has a backend with tags for it.
+        self.control = CPU if _has_tags(beside) else self.device
+        messages = beside if _has_tags(beside) else parcels
+        self.tagged = _has_tags(messages)
         #: torchft's groups in a child process: one pipe, so one operation at a time over all peers.
-        self.serial = "baby" in backend
+        self.serial = "baby" in messages
         #: Such groups also move a tensor's memory to where the child process can see it. So they must never get the
         #: caller's own tensors: their addresses are known, and other processes may be reading there.
         self.moves_tensors = self.serial
         #: Whether a wait that expires breaks the connections to all ranks, not only to one peer.
-        self.shares_fate = "gloo" in backend and not self.serial
+        self.shares_fate = "gloo" in messages and not self.serial and not getattr(pg, "has_one_peer", False)
+        #: Whether operations on tensors of ``device`` are asked for completion instead of being waited for.
+        self.polls = self.device.type != "cpu" and not _has_tags(parcels) and not self.serial
+        #: Whether parcels have a backend of their own, on which the two ranks agree about every request's turn.
+        self.agrees = self.polls and self.tagged
+        #: Whether all peers share one order of operations there.
+        self.one_order = getattr(pg, "bound_device_id", None) is not None
 
     def rank(self) -> int | None:
         """This process's rank in the group; None if the group does not know it."""
@@ -93,18 +120,57 @@ class Group:
         return _call(self.pg, "size")
 
     @contextmanager
-    def turn(self, peer: int, source: int) -> Iterator[None]:
-        """Reserve the group for a transfer with ``peer``. With tags, transfers do not disturb each other: no wait."""
-        if (self.tagged and not self.serial) or peer == self.rank():
+    def turn(self, channel: Speaks, source: int, line: Line | None = None) -> Iterator[None]:
+        """Reserve the group for a transfer with a channel's peer. With tags, transfers do not disturb each other.
+
+        ``line``: the sources of the receive that this transfer belongs to.
+        """
+        if (self.tagged and not self.serial) or channel.peer == self.rank():
             yield
-        else:
-            with self.hub.lanes.hold(-1 if self.serial else peer, source):
+        elif self.serial or self.rank() is None:
+            with self.hub.queues.hold(-1 if self.serial else channel.peer, source):
                 yield
+        else:
+            with ExitStack() as held:
+                with ExitStack() as waiting:
+                    if line is not None:
+                        waiting.callback(line.leave, source)
+                        line.wait(source)
+                    held.enter_context(self.hub.turns_with(channel.peer).hold(channel, sends=source == self.rank()))
+                yield
+
+    def queue(self, peer: int) -> AbstractContextManager[None]:
+        """Reserve this rank's order of operations for parcels to or from ``peer``. Both ranks do, the lower one first.
+
+        All ranks take queues in the same order, so no circle of ranks can wait for each other.
+        """
+        return self.hub.queues.hold(self._queue(peer), 0)
+
+    def is_stuck(self, peer: int) -> bool:
+        """Whether an operation that a silent peer never answered still blocks the queue of this peer."""
+        return self.hub.is_stuck(self._queue(peer))
+
+    def leave_stuck(self, peer: int, operations: Sequence[Stuck]) -> None:
+        """Leave operations behind that may never complete. Their memory is kept, and nothing is posted after them."""
+        self.hub.leave_stuck(self._queue(peer), operations)
+
+    def _queue(self, peer: int) -> int:
+        return -1 if self.one_order else peer
+
+    def abort(self) -> bool:
+        """Abort the accelerator's communicators, so that nothing writes to the caller's memory any more."""
+        with suppress(Exception):
+            backend: Any = self.pg
+            if hasattr(backend, "_get_backend"):
+                backend = backend._get_backend(self.device)
+            backend.abort()
+            return True
+        return False
 
     @property
     def relays(self) -> bool:
-        """Whether receivers may relay: without tags their messages could meet another transfer's."""
-        return self.tagged and not self.serial and self.size() is not None
+        """Whether receivers may relay: without tags their parcels could meet another transfer's."""
+        return self.tagged and not self.polls and not self.serial and self.size() is not None
 
     def has(self, rank: int) -> bool:
         """Whether ``rank`` is another rank of the group. gloo ends the process if it does not exist."""
@@ -139,10 +205,39 @@ def _call(pg: object, name: str) -> int | None:
 
 def _backend_name(pg: Any, device: torch.device) -> str:
     """The name of the group's backend. Each kind of group has its own method for it, and some have none."""
-    with suppress(Exception):
-        return str(pg._get_backend(device).name()).lower()
+    found = _backend_of(pg, device)
+    if found:
+        return found
     with suppress(Exception):
         return str(pg.getBackendName()).lower()
     with suppress(Exception):
         return str(pg.name()).lower()
     return "unknown"
+
+
+def _backend_of(pg: Any, device: torch.device) -> str:
+    """The name of the backend that a group has for this device; empty if the group has none, or does not say."""
+    with suppress(Exception):
+        return str(pg._get_backend(device).name()).lower()
+    return ""
+
+
+def _has_tags(backend: str) -> bool:
+    return "gloo" in backend or "mpi" in backend
+
+
+def _check(pg: Any, backend: str, device: torch.device) -> None:
+    """Refuse a device that the group's backend cannot send from."""
+    can = ["cpu"] if backend == "gloo" else dist.Backend.backend_capability.get(backend)
+    types = [torch.device(kind).type for kind in getattr(pg, "_device_types", ())]
+    if isinstance(pg, dist.ProcessGroup) and types and not _backend_of(pg, device):
+        has = ", ".join(f"{kind}: {_backend_of(pg, torch.device(kind))}" for kind in types)
+        raise ValueError(
+            f"device={device}: the group has no backend for it (it has {has}); pass device={types[0]!r}, or make the "
+            f"group with init_process_group('cpu:gloo,{device.type}:…')"
+        )
+    if can is not None and device.type not in can:
+        raise ValueError(
+            f"device={device}: the group's backend {backend} sends from {', '.join(can)} only; pass "
+            f"device={can[0]!r} (the state's tensors may be on any device), or a group with a backend for {device.type}"
+        )

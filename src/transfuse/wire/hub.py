@@ -2,8 +2,8 @@
 
 :func:`hub_of` finds a group's hub by the group's id, and ``Group`` passes the hub on. The hub refers to the group, so
 while the hub exists no other group can have that id. A hub lives as long as a transport or a conversation uses it. It
-lives longer in three cases: a receive was left behind for the next call to take over, memory was left behind to which
-a peer may still write, or a thread was left behind in a wait on the group.
+lives longer in four cases: a receive was left behind for the next call to take over, memory was left behind to which
+a peer may still write, an operation on an accelerator is stuck, or a thread was left behind in a wait on the group.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ import ctypes
 import itertools
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 
 from transfuse.wire.loopback import Loopback
+from transfuse.wire.turns import Turns
 
-__all__ = ["FirstWord", "Hub", "Leftovers", "Watched", "hub_of", "leftovers"]
+__all__ = ["FirstWord", "Hub", "Leftovers", "Stuck", "Watched", "hub_of", "leftovers"]
 
 
 _take_reference = ctypes.pythonapi.Py_IncRef
+
+MOST_LAST_MESSAGES = 100
 
 
 class Watched(Protocol):
@@ -53,8 +56,14 @@ class _Waits(Protocol):
     def wait(self) -> torch.Tensor: ...
 
 
-class _Lanes:
-    """Without tags: one transfer at a time on each lane. Of the waiting transfers the lowest source rank goes first.
+class Stuck(Protocol):
+    """An operation that was left behind, because its peer has fallen silent."""
+
+    def is_complete(self) -> bool: ...
+
+
+class _Queues:
+    """One transfer at a time on each queue, as this rank alone decides. The lowest source rank goes first.
 
     There is no timeout here: each transfer that is ahead is bounded by its own.
     """
@@ -66,21 +75,21 @@ class _Lanes:
         self._arrivals = itertools.count()
 
     @contextmanager
-    def hold(self, lane: int, source: int) -> Iterator[None]:
+    def hold(self, queue: int, source: int) -> Iterator[None]:
         me = (source, next(self._arrivals))
         with self._changed:
-            queue = self._waiting.setdefault(lane, [])
-            queue.append(me)
-            self._changed.wait_for(lambda: lane not in self._busy and min(queue) == me)
-            queue.remove(me)
-            self._busy.add(lane)
+            waiting = self._waiting.setdefault(queue, [])
+            waiting.append(me)
+            self._changed.wait_for(lambda: queue not in self._busy and min(waiting) == me)
+            waiting.remove(me)
+            self._busy.add(queue)
         try:
             yield
         finally:
             with self._changed:
-                self._busy.discard(lane)
-                if not self._waiting.get(lane):
-                    self._waiting.pop(lane, None)
+                self._busy.discard(queue)
+                if not self._waiting.get(queue):
+                    self._waiting.pop(queue, None)
                 self._changed.notify_all()
 
 
@@ -134,7 +143,8 @@ class _Watch:
                     return
                 channels = list(self._channels)
             for channel in channels:
-                channel.pulse()
+                with suppress(Exception):  # Whatever happens to one conversation, the others are watched.
+                    channel.pulse()
             if (
                 channels[0].shares_fate
                 and all(channel.overdue() for channel in channels)
@@ -192,16 +202,23 @@ class Hub:
         #: Abandoned conversations with silent peers. They keep the memory of their pending receives alive, because the
         #: peers may still write to it.
         self._left_behind: set[object] = set()
+        #: Operations on the accelerator that silent peers have never answered, by queue.
+        self._stuck: dict[int, list[Stuck]] = {}
         #: After a fork: the parent's pending receives, kept so that their memory stays.
         self._parents: list[FirstWord] = []
+        #: The last messages of conversations that have ended. gloo needs their memory until it has sent them.
+        self._last_messages: list[object] = []
         self._start()
 
     def _start(self) -> None:
         """Make everything that threads share."""
         self._lock = threading.Lock()
-        self.lanes = _Lanes()
+        self.queues = _Queues()
         self.watch = _Watch()
+        self._turns: dict[int, Turns] = {}
         self._loopback: ReferenceType[Loopback] | None = None
+        #: Ranks with which an operation on the accelerator has been posted: both have made their communicator.
+        self.connected: set[int] = set()
 
     def loop(self) -> Loopback:
         """The loopback of this rank. It lives while a conversation uses it; unread messages are lost with it."""
@@ -211,6 +228,11 @@ class Hub:
                 loop = Loopback()
                 self._loopback = ref(loop)
             return loop
+
+    def turns_with(self, peer: int) -> Turns:
+        """The turns between this rank and a peer, on a group without tags."""
+        with self._lock:
+            return self._turns.setdefault(peer, Turns())
 
     # ------------------------------------------------------------------------------------------- what is left behind
 
@@ -227,6 +249,11 @@ class Hub:
             _take_reference(ctypes.py_object(self.pg))
             self._keep()
 
+    def keep_last(self, message: object) -> None:
+        """Keep a send that nobody waits for, until many other conversations have ended."""
+        with self._lock:
+            self._last_messages = [*self._last_messages[-MOST_LAST_MESSAGES:], message]
+
     def leave_behind(self, channel: object) -> None:
         """Keep a conversation and its memory alive until :meth:`forget`."""
         with self._lock:
@@ -237,6 +264,28 @@ class Hub:
         with self._lock:
             self._left_behind.discard(channel)
             self._keep()
+
+    def leave_stuck(self, queue: int, operations: Sequence[Stuck]) -> None:
+        """Keep operations on the accelerator and their memory until they are complete, which may be never."""
+        if operations:
+            with self._lock:
+                known = self._stuck.setdefault(queue, [])
+                known.extend(operation for operation in operations if operation not in known)
+                self._keep()
+
+    def forget_complete(self) -> None:
+        """Let go of operations that were left behind and have completed since."""
+        for queue in list(self._stuck):
+            self.is_stuck(queue)
+
+    def is_stuck(self, queue: int) -> bool:
+        """Whether operations that were left behind still block this queue."""
+        with self._lock:
+            left = [operation for operation in self._stuck.pop(queue, ()) if not operation.is_complete()]
+            if left:
+                self._stuck[queue] = left
+            self._keep()
+            return bool(left)
 
     def is_left_behind(self, channel: object) -> bool:
         return channel in self._left_behind
@@ -276,7 +325,7 @@ class Hub:
 
     def _keep(self) -> None:
         """Keep this hub alive while something left behind needs it, even if no transport uses the group."""
-        if self._pinned or self._left_behind or self._parked:
+        if self._pinned or self._left_behind or self._parked or self._stuck:
             _kept.add(self)
         else:
             _kept.discard(self)
@@ -285,7 +334,7 @@ class Hub:
         return len(self._left_behind)
 
     def start_again(self) -> None:
-        """Start afresh in the child of a fork: it has only one thread, so nobody holds a lock or a lane.
+        """Start afresh in the child of a fork: it has only one thread, so nobody holds a lock or a queue.
 
         The parent's receives are kept but never handed on: what they receive arrives in the parent.
         """
@@ -303,6 +352,8 @@ _finding = threading.Lock()
 def hub_of(pg: object) -> Hub:
     """The one hub of a process group."""
     with _finding:
+        for kept in list(_kept):
+            kept.forget_complete()
         hub = _hubs.get(id(pg))
         if hub is None:
             hub = _hubs[id(pg)] = Hub(pg)

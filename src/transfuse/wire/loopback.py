@@ -22,6 +22,8 @@ class _Mail:
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
+        #: On an accelerator: when the tensor holds the message, on the stream of the thread that sent it.
+        self.written: torch.Event | None = None
         self.lost = False
 
 
@@ -41,6 +43,10 @@ class _Receive:
         assert self._mail.tensor is not None
         if self._mail.tensor.numel() != self._into.numel():
             raise RuntimeError(f"expected {self._into.numel()} bytes, got {self._mail.tensor.numel()}")
+        if self._mail.written is not None:
+            stream = torch.accelerator.current_stream(self._mail.tensor.device)
+            stream.wait_event(self._mail.written)
+            self._mail.tensor.record_stream(stream)
         self._into.copy_(self._mail.tensor)
         return True
 
@@ -55,8 +61,11 @@ class Loopback:
 
     def send(self, tensor: torch.Tensor, tag: int, *, by_source: bool) -> _Sent:
         mail = self._meet((tag, by_source), self._awaited, self._sent)
-        mail.tensor = tensor.clone()
+        copy = tensor.clone()
+        if copy.device.type != "cpu":
+            mail.written = torch.accelerator.current_stream(copy.device).record_event()
         with self._changed:
+            mail.tensor = copy
             self._changed.notify_all()
         return _Sent()
 

@@ -29,7 +29,7 @@ from transfuse.state.manifest import Described
 from transfuse.wire.memory_route_read import Reading
 from transfuse.wire.route import Malformed, Pull, SourceEnded, Unreadable
 
-__all__ = ["TOKEN_BYTES", "Entry", "MemoryLease", "MemoryRoute", "Reader"]
+__all__ = ["TOKEN_BYTES", "Entry", "MemoryLease", "MemoryRoute", "Reader", "addresses_in"]
 
 TOKEN_BYTES = 32
 #: Above all user-space addresses, and low enough that adding an offset within a storage does not overflow.
@@ -62,6 +62,25 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 
 # Made once, at import: if two threads make msgspec inspect a type at the same time, the process ends.
 _decoder = msgspec.msgpack.Decoder(Entry)
+
+
+def addresses_in(data: bytes, storages: int, token_address: int, token: bytes) -> npt.NDArray[np.uint64]:
+    """The addresses of this many storages, as an entry has them. :class:`Malformed` if they or the token cannot be."""
+    if len(data) % 8:
+        raise Malformed("a malformed description of memory: its addresses are not 8 bytes each")
+    addresses = np.frombuffer(data, dtype="<u8")
+    if len(addresses) != storages or len(token) != TOKEN_BYTES:
+        raise Malformed(
+            f"a malformed description of memory: {len(addresses)} addresses for {storages} storages, "
+            f"a token of {len(token)} bytes (expected {TOKEN_BYTES})"
+        )
+    highest = max(token_address, int(addresses.max(initial=0)))
+    if token_address < 0 or highest >= HIGHEST_ADDRESS:
+        raise Malformed(
+            f"a malformed description of memory: an impossible address (the token at {token_address:#x}, "
+            f"the highest at {highest:#x})"
+        )
+    return addresses
 
 
 class _Permission:
@@ -130,20 +149,9 @@ class Reader:
         self._memory = memory
         self._call_bytes = call_bytes
         #: The address of each storage's window, or 0.
-        if len(memory.storages) % 8:
-            raise Malformed("a malformed description of memory: its addresses are not 8 bytes each")
-        self.storages = np.frombuffer(memory.storages, dtype="<u8")
-        highest = max(memory.token_address, int(self.storages.max(initial=0)))
-        if len(self.storages) != storages or len(memory.token) != TOKEN_BYTES or not 0 < memory.pid < 1 << 31:
-            raise Malformed(
-                f"a malformed description of memory: {len(self.storages)} addresses for {storages} storages, "
-                f"a token of {len(memory.token)} bytes (expected {TOKEN_BYTES}), process {memory.pid}"
-            )
-        if memory.token_address < 0 or highest >= HIGHEST_ADDRESS:
-            raise Malformed(
-                f"a malformed description of memory: an impossible address (the token at {memory.token_address:#x}, "
-                f"the highest at {highest:#x})"
-            )
+        self.storages = addresses_in(memory.storages, storages, memory.token_address, memory.token)
+        if not 0 < memory.pid < 1 << 31:
+            raise Malformed(f"a malformed description of memory: process {memory.pid}")
         #: A pidfd: becomes readable when the source's process ends, even if the process id is in use again.
         self._process: int | None = None
         if memory.pid != os.getpid():
@@ -206,6 +214,8 @@ class Reader:
 class MemoryRoute:
     name = "memory"
     same_host = True
+    opt_in = False
+    compared = False
 
     def lease(self) -> MemoryLease:
         return MemoryLease()

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from transfuse.memory import packing, vm
-from transfuse.plan.parcels import Piece
+from transfuse.memory import packing, streams, vm
+from transfuse.plan.parcels import Extent
 from transfuse.plan.regions import Cast
 from transfuse.state.manifest import Ints
 from transfuse.state.region import Region
@@ -78,6 +78,7 @@ class Reading:
         self._staging_bytes = pull.staging_bytes
         self._rate_limit = pull.rate_limit
         self._went_on = pull.went_on
+        self._timeout = pull.timeout
         regions = pull.cut.regions
         base = reader.storages[regions.storage].astype(np.uint64)
         #: The address of each region at the source, or 0.
@@ -91,18 +92,12 @@ class Reading:
 
     def readable(self) -> list[int]:
         """Numbers of the parcels whose regions all have an address at the source."""
-        return np.flatnonzero(self._of_all_regions(self._theirs > 0)).tolist()
-
-    def _of_all_regions(self, good: Bools) -> Bools:
-        """For each parcel, whether all its regions are good."""
-        bad: Ints = np.concatenate([[0], np.cumsum(~good)]).astype(np.int64)
-        result: Bools = bad[self._cut.first + self._cut.count] == bad[self._cut.first]
-        return result
+        return np.flatnonzero(self._cut.of_all_regions(self._theirs > 0)).tolist()
 
     def pull(self, numbers: Sequence[int]) -> list[int]:
         """Read these parcels to their places. Return the numbers of the parcels that could not be read."""
         chosen = np.array(numbers, dtype=np.int64)
-        straight = self._of_all_regions(self._straight)[chosen]
+        straight = self._cut.of_all_regions(self._straight)[chosen]
         failed = self._read_straight(chosen[straight])
         return sorted(failed + self._each(chosen[~straight].tolist(), self._read_aside))
 
@@ -158,7 +153,7 @@ class Reading:
                 landed = packing.pack(self._landing, self._cut, number, torch.empty(size, dtype=torch.uint8))
             return self.fetch(number, buffer) and torch.equal(landed, buffer[:size])
 
-        unconverted = self._of_all_regions(~self._landing.convert)
+        unconverted = self._cut.of_all_regions(~self._landing.convert)
         numbers = [number for number in numbers if unconverted[number]]
 
         return sorted(self._each(numbers, same))
@@ -169,14 +164,16 @@ class Reading:
         failed: list[int] = []
         errors: list[BaseException] = []
         largest = max((int(self._cut.nbytes[n]) for n in numbers), default=0)
+        inherited = streams.inherit()
 
         def work() -> None:
             buffer = torch.empty(largest, dtype=torch.uint8)
             try:
-                with torch.inference_mode(False), torch.no_grad():
+                with inherited(), torch.inference_mode(False), torch.no_grad():
                     while not errors and (number := next(supply, None)) is not None:
                         if not task(number, buffer):
                             failed.append(number)
+                    streams.complete(self._timeout)
             except BaseException as error:
                 errors.append(error)
 
@@ -199,42 +196,42 @@ class Reading:
         data[:] = 0
         theirs: list[vm.Ranges] = []
         mine: list[vm.Ranges] = []
-        for piece in self._cut.pieces(number):
-            base = int(self._theirs[piece.region])
-            cast = self._cut.regions.casts.get(piece.region)
+        for extent in self._cut.extents(number):
+            base = int(self._theirs[extent.region])
+            cast = self._cut.regions.casts.get(extent.region)
             if cast is not None:
-                if not self._fetch_cast(base, cast, piece, buffer):
+                if not self._fetch_cast(base, cast, extent, buffer):
                     return False
                 continue
-            region = self._cut.regions.strided.get(piece.region)
+            region = self._cut.regions.strided.get(extent.region)
             if region is not None:
-                if not self._fetch_strided(base, region, piece, data):
+                if not self._fetch_strided(base, region, extent, data):
                     return False
                 continue
-            size = np.array([piece.high - piece.low])
-            theirs.append(vm.ranges(np.array([base + piece.low]), size))
-            mine.append(vm.ranges(np.array([piece.position + data.ctypes.data]), size))
+            size = np.array([extent.high - extent.low])
+            theirs.append(vm.ranges(np.array([base + extent.low]), size))
+            mine.append(vm.ranges(np.array([extent.position + data.ctypes.data]), size))
         return not theirs or not len(self._reader.read(*vm.join(np.concatenate(theirs), np.concatenate(mine))))
 
-    def _fetch_cast(self, base: int, cast: Cast, piece: Piece, buffer: torch.Tensor) -> bool:
-        """Read a piece of a region whose items have another dtype in the source's memory, and convert it."""
+    def _fetch_cast(self, base: int, cast: Cast, extent: Extent, buffer: torch.Tensor) -> bool:
+        """Read an extent of a region whose items have another dtype in the source's memory, and convert it."""
         item, wire = cast.region.item, cast.wire.itemsize
-        low, high = piece.low // wire * item, piece.high // wire * item
+        low, high = extent.low // wire * item, extent.high // wire * item
         raw = torch.empty(high - low, dtype=torch.uint8)
-        if not self._fetch_strided(base, cast.region, Piece(piece.region, low, high, 0), raw.numpy()):
+        if not self._fetch_strided(base, cast.region, Extent(extent.region, low, high, 0), raw.numpy()):
             return False
-        part = buffer[piece.position : piece.position + piece.high - piece.low].view(cast.wire)
-        part.copy_(raw.view(cast.memory))
+        converted = buffer[extent.position : extent.position + extent.high - extent.low].view(cast.wire)
+        converted.copy_(raw.view(cast.memory))
         return True
 
-    def _fetch_strided(self, base: int, region: Region, piece: Piece, data: npt.NDArray[np.uint8]) -> bool:
-        """Read a piece of a region that is many runs of memory, up to ``MAX_RUNS`` of them at a time."""
+    def _fetch_strided(self, base: int, region: Region, extent: Extent, data: npt.NDArray[np.uint8]) -> bool:
+        """Read an extent of a region that is many runs of memory, up to ``MAX_RUNS`` of them at a time."""
         run = region.item * (region.sizes[-1] if region.sizes and region.strides[-1] == 1 else 1)
         step = max(run, MAX_RUNS * run)
-        for low in range(piece.low // run * run, piece.high, step):
-            first, last = max(low, piece.low), min(low + step, piece.high)
+        for low in range(extent.low // run * run, extent.high, step):
+            first, last = max(low, extent.low), min(low + step, extent.high)
             starts, sizes = _runs(region, first, last)
-            into = data[piece.position + first - piece.low :][: last - first]
+            into = data[extent.position + first - extent.low :][: last - first]
             if _span_is_cheaper(region, starts, sizes):
                 done = self._fetch_span(base, region.item, starts, sizes, into)
             else:

@@ -21,12 +21,16 @@ from transfuse.state.manifest import Wire
 __all__ = [
     "HEADER_BYTES",
     "MAGIC",
+    "MOST_LANES",
+    "SECRET_BYTES",
     "WIRE_VERSION",
+    "Address",
     "Agreed",
     "Answer",
     "Digests",
     "Header",
     "Intent",
+    "Lanes",
     "Link",
     "Message",
     "More",
@@ -49,9 +53,15 @@ __all__ = [
 ]
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 5
+WIRE_VERSION = 7
 #: The most routes that an offer or a verdict may name.
 MOST_ROUTES = 16
+#: The most lanes between two ends.
+MOST_LANES = 15
+#: The length of each end's half of the key by which both prove themselves on new lanes.
+SECRET_BYTES = 32
+#: A random number by which both ends know a lane.
+LaneNumber = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 RouteName = Annotated[str, msgspec.Meta(max_length=64)]
 
 # magic, version, kind, transfer, note, body length, digest of the body, digest of the fields before
@@ -64,7 +74,7 @@ class Message(enum.IntEnum):
     """Kinds of message.
 
     ``note`` in the header is the transfer's tag (first offer, or a refusal in its place), an Intent (sent), an Answer
-    (got), or how many bytes have arrived so far (working).
+    (got), how many bytes have arrived so far (working), a Wire (go), or a set of transfers (turn).
     """
 
     OFFER = 1
@@ -80,6 +90,8 @@ class Message(enum.IntEnum):
     COMPARE = 11
     DIGESTS = 12
     DESCRIBE = 13
+    GO = 14
+    TURN = 15
 
 
 _KINDS = {message.value: message for message in Message}
@@ -141,6 +153,13 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     likeness: bytes
     #: The source's coordinate in each mesh of the manifest; None if the source is not in the mesh.
     coordinates: list[tuple[int, ...] | None]
+    #: How many connections at most the source uses with this receiver, and a number for its host.
+    connections: int = 1
+    host: int = 0
+    #: A digest of the manifest without its values. If the source has sent this structure before, its brief offer has
+    #: the values and the entries of its routes: a receiver that remembers the structure needs nothing more.
+    structure: bytes = b""
+    values: list[Any] | None = None
 
     @property
     def described(self) -> Wire:
@@ -149,10 +168,34 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
         return self.manifest
 
 
+class Address(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Where one end of a new lane listens: the lane's number, and what gloo puts into its store."""
+
+    number: LaneNumber
+    key: Annotated[str, msgspec.Meta(max_length=64)]
+    value: Annotated[bytes, msgspec.Meta(max_length=1024)]
+
+
+class Lanes(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The lanes that a receiver wants to use, or that its source agrees to."""
+
+    #: Numbers of lanes that both ends may have from an earlier transfer.
+    known: Annotated[list[LaneNumber], msgspec.Meta(max_length=MOST_LANES)]
+    new: Annotated[list[Address], msgspec.Meta(max_length=MOST_LANES)]
+    #: This end's half of the key by which both ends prove themselves on new lanes.
+    secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+    #: Receiver: if lanes are agreed to, the group's own connection brings only so many parcels of the first request.
+    first: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @property
+    def numbers(self) -> list[int]:
+        return [*self.known, *(address.number for address in self.new)]
+
+
 class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Receiver to source: which parcels to send.
 
-    Parcels are cut from all regions of the state. Of the storages in ``apart``, only the regions of ``parts`` count.
+    Parcels are cut from all regions of the state. Of the storages in ``apart``, only the regions of ``tensors`` count.
     """
 
     fingerprint: int
@@ -161,7 +204,7 @@ class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     burst_bytes: int
     digests: bool
     apart: list[int]
-    parts: list[int]
+    tensors: list[int]
     #: Numbers of parcels as pairs: from, to, from, to, …
     parcels: list[int]
     #: Whether the receiver may be in a chain, and a number for its host: neighbours in a chain should share a host.
@@ -169,6 +212,7 @@ class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     host: int
     #: If given, parcels are cut from these blocks instead.
     wanted_blocks: WantedBlocks | None = None
+    lanes: Lanes | None = None
 
 
 class Link(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -186,6 +230,10 @@ class Agreed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     downstream: Link | None = None
     #: How many seconds to wait for a silent upstream before asking the source for the rest.
     patience: float = 0.0
+    #: Whether the parcels have to travel through main memory, since an operation of the source's backend for the
+    #: accelerator is stuck.
+    through_host: bool = False
+    lanes: Lanes | None = None
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -238,9 +286,10 @@ def encode(body: Offer | Want | Refusal | Verdict | Agreed | More | Digests) -> 
     return msgspec.msgpack.encode(body)
 
 
-def brief(offer: Offer) -> Offer:
-    """The same offer without its manifest and the entries of its routes."""
-    return msgspec.structs.replace(offer, manifest=None, routes=dict.fromkeys(offer.routes, b""))
+def brief(offer: Offer, values: list[Any] | None = None) -> Offer:
+    """The same offer without its manifest; and without the entries of its routes, unless it has the ``values``."""
+    routes = dict.fromkeys(offer.routes, b"") if values is None else offer.routes
+    return msgspec.structs.replace(offer, manifest=None, values=values, routes=routes)
 
 
 def decode(data: bytes | bytearray, cls: type[Body]) -> Body:

@@ -1,7 +1,7 @@
 """A route: a way for a receiver to pull bytes out of a source's memory while the source does nothing.
 
 When no route can pull, the source pushes over the group. To add a route, write one file that implements :class:`Route`,
-add one line to the table in :mod:`.routes`, and raise the wire's version, because older ends do not know the route.
+and add one line to the table in :mod:`.route_table`. An end that does not know a route ignores it.
 
 At the source a route gives a :class:`Lease` for the length of one call. The lease exports an *entry*: the few bytes
 that the offer tells receivers about this route (msgpack, never a pickle). A receiver that knows the route opens the
@@ -68,6 +68,8 @@ class Pull:
     went_on: Callable[[int], object]
     #: How many bytes to move at a time so that they flow evenly, given the most to move without a rate limit.
     at_once: Callable[[int], int]
+    #: How many seconds queued work of an accelerator may take.
+    timeout: float
 
 
 class Puller(Protocol):
@@ -96,6 +98,14 @@ class Route(Protocol):
     @property
     def same_host(self) -> bool:
         """Whether the route works within one host only. If so, ``same_host=False`` at either end forbids it."""
+
+    @property
+    def opt_in(self) -> bool:
+        """Whether the route is used only where the caller asks for it, by the option that has the route's name."""
+
+    @property
+    def compared(self) -> bool:
+        """Whether what was pulled counts only once the source's digests have been compared, unless verify=False."""
 
     def lease(self) -> Lease: ...
 

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Container
 from contextlib import ExitStack
+from types import TracebackType
 
+from transfuse.options import Options
 from transfuse.state.manifest import Described
 from transfuse.wire.memory_route import MemoryRoute
+from transfuse.wire.nixl_route import NixlRoute
 from transfuse.wire.route import Lease, Route
 
 __all__ = ["ROUTES", "Leases", "usable"]
 
 #: Every route that pulls, best first. A receiver tries them in this order, each for the parcels that the earlier ones
 #: could not pull, and wants the rest over the group.
-ROUTES: list[Route] = [MemoryRoute()]
+ROUTES: list[Route] = [MemoryRoute(), NixlRoute()]
 
 
-def _allowed(*, same_host: bool) -> list[Route]:
-    return [route for route in ROUTES if same_host or not route.same_host]
+def _allowed(options: Options) -> list[Route]:
+    return [
+        route
+        for route in ROUTES
+        if (options.same_host or not route.same_host) and (not route.opt_in or getattr(options, route.name))
+    ]
 
 
-def usable(offered: Container[str], *, same_host: bool) -> list[Route]:
+def usable(offered: Container[str], options: Options) -> list[Route]:
     """The routes that the source has offered, this end knows, and this end's caller allows."""
-    return [route for route in _allowed(same_host=same_host) if route.name in offered]
+    return [route for route in _allowed(options) if route.name in offered]
 
 
 class Leases:
     """A source's leases on all routes that its caller allows, from ``with`` until its end."""
 
-    def __init__(self, *, same_host: bool) -> None:
-        self._leases: dict[str, Lease] = {route.name: route.lease() for route in _allowed(same_host=same_host)}
+    def __init__(self, options: Options) -> None:
+        self._leases: dict[str, Lease] = {route.name: route.lease() for route in _allowed(options)}
         self._given = ExitStack()
 
     def __enter__(self) -> Leases:
@@ -39,8 +46,8 @@ class Leases:
             self._given = given.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._given.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._given.__exit__(kind, error, at)
 
     def export(self, described: Described) -> dict[str, bytes]:
         """The entries of all routes, for an offer."""

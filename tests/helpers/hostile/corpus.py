@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hostile.classes import CPU, PEER, Access, Colour, Config, Listed, Moments, Nowhere, Plain, Point, Scaled
 from transfuse.limits import KIB, Limits
+from transfuse.options import Options
 from transfuse.session import source
 from transfuse.state import manifest, trees
 from transfuse.state.leaves import dense, values
@@ -230,16 +231,16 @@ class Guarded:
             size = self._storages[-1][1]
         self.memory: npt.NDArray[np.uint8] = np.full(max(size, 1), self.BYTE, dtype=np.uint8)
         owned = torch.zeros(max(size, 1), dtype=torch.uint8)
-        parts = []
+        tensors = []
         storages = [torch.frombuffer(self.memory[a:b], dtype=torch.uint8).untyped_storage() for a, b in self._storages]
-        for i, part in enumerate(described.parts):
-            number, item = int(m.parts.storage[i]), int(m.parts.item[i])
-            offset = int(m.parts.offset[i]) + self.ZONE // item
-            copy = dense.over(storages[number], part.dtype, offset, part.size(), part.stride())
-            if part.numel():
+        for i, tensor in enumerate(described.tensors):
+            number, item = int(m.tensors.storage[i]), int(m.tensors.item[i])
+            offset = int(m.tensors.offset[i]) + self.ZONE // item
+            copy = dense.over(storages[number], tensor.dtype, offset, tensor.size(), tensor.stride())
+            if tensor.numel():
                 first = self._storages[number][0] + offset * item
-                owned.as_strided((*part.size(), item), (*(s * item for s in part.stride()), 1), first).fill_(1)
-            parts.append(dense.dress(copy, dense.flags_of(part)))
+                owned.as_strided((*tensor.size(), item), (*(s * item for s in tensor.stride()), 1), first).fill_(1)
+            tensors.append(dense.dress(copy, dense.flags_of(tensor)))
         for number, window in enumerate(described.windows.tolist()):
             nbytes, real = int(m.storages.nbytes[number]), described.storages[number]
             if nbytes:
@@ -250,7 +251,7 @@ class Guarded:
         #: Which bytes are elements'.
         self.owned: npt.NDArray[np.bool_] = owned.numpy() != 0
         self._before = self.memory.copy()
-        supply = iter(parts)
+        supply = iter(tensors)
         leaves = [
             values.decode(m.detail(i)) if kind == Leaf.VALUE else _close(m.detail(i), supply, m)
             for i, kind in enumerate(m.kinds)
@@ -268,8 +269,8 @@ class Guarded:
         self.memory[:] = self._before
 
 
-def _close(spec: Any, parts: Iterator[Any], m: Manifest) -> Any:
-    return Registry(Limits()).close(spec, parts, BuildContext(m.shared, m.coordinates, weights_only_objects=True))
+def _close(spec: Any, tensors: Iterator[Any], m: Manifest) -> Any:
+    return Registry(Limits()).close(spec, tensors, BuildContext(m.shared, m.coordinates, weights_only_objects=True))
 
 
 # -------------------------------------------------------------------------------------------------------- the corpus
@@ -280,7 +281,7 @@ class Member:
     """An honest offer, in bytes and taken apart, with the memory behind it."""
 
     name: str
-    cargo: source.Cargo
+    offered: source.OfferedState
     body: bytes
     plain: Any
     paths: list[tuple[int, ...]]
@@ -289,7 +290,7 @@ class Member:
 
     @property
     def manifest(self) -> Manifest:
-        return self.cargo.described.manifest
+        return self.offered.described.manifest
 
 
 @functools.cache
@@ -298,11 +299,11 @@ def lease() -> MemoryLease:
     return MemoryLease().__enter__()
 
 
-def load(state: object, lease: MemoryLease | None = None) -> source.Cargo:
+def load(state: object, lease: MemoryLease | None = None) -> source.OfferedState:
     """What a source offers of a state, in small parcels and bursts; without a lease, not to be read from memory."""
     transport = PGTransport(Nowhere(), datetime.timedelta(seconds=1), CPU, same_host=lease is not None)
     transport._limits = Limits(parcel_bytes=64 * KIB, burst_bytes=96 * KIB)
-    leases = Leases(same_host=False)
+    leases = Leases(Options(same_host=False))
     if lease is not None:
         leases._leases = {"memory": lease}
     return transport._load(state, 4, (PEER,), leases)
@@ -321,13 +322,13 @@ def sharded_member() -> Member:
 
 def member(name: str, state: object, target: object = None) -> Member:
     """Of a state; ``target`` is what it is received into, if that is not its like."""
-    cargo = load(state, lease())
-    body = messages.encode(cargo.offer)
+    offered = load(state, lease())
+    body = messages.encode(offered.offer)
     plain, windows = msgspec.msgpack.decode(body), []
-    for number, window in enumerate(cargo.described.windows.tolist()):
-        nbytes, real = int(cargo.described.manifest.storages.nbytes[number]), cargo.described.storages[number]
+    for number, window in enumerate(offered.described.windows.tolist()):
+        nbytes, real = int(offered.described.manifest.storages.nbytes[number]), offered.described.storages[number]
         windows.append(bytes(dense.over(real, torch.uint8, window, (nbytes,), (1,)).numpy()) if nbytes else b"")
-    return Member(name, cargo, body, plain, paths_of(plain), windows, Guarded(state if target is None else target))
+    return Member(name, offered, body, plain, paths_of(plain), windows, Guarded(state if target is None else target))
 
 
 def paths_of(plain: Any) -> list[tuple[int, ...]]:

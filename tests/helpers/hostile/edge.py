@@ -105,16 +105,16 @@ def close_at_the_edge(seed: int, count: int) -> None:
     """Builds sparse and jagged tensors from forged indices that end at the edge, and uses those that can be built."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    edge, kinds, built = Edge(), Registry(Limits()), 0
+    edge, registry, built = Edge(), Registry(Limits()), 0
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")
         print(number, end="\r", file=sys.stderr, flush=True)
         edge.clear()
         torch.manual_seed(number)
         name, meta, children = _index_leaf(rng)
-        parts = [edge.put(child, not child.is_floating_point() and rng.random() < 0.1) for child in children]
+        tensors = [edge.put(child, not child.is_floating_point() and rng.random() < 0.1) for child in children]
         with contextlib.suppress(ValueError, TypeError, RuntimeError, TransfuseError):
-            leaf = kinds.close([name, 0, meta, [0] * len(parts)], iter(parts), BuildContext())
+            leaf = registry.close([name, 0, meta, [0] * len(tensors)], iter(tensors), BuildContext())
             built += 1
             touch([leaf])
     print(built)

@@ -32,7 +32,7 @@ from transfuse.memory.digest import WIDE_BYTES, digest_of, wide_digest_of
 from transfuse.options import Options
 from transfuse.plan import parcels
 from transfuse.plan.holdings import Holdings
-from transfuse.plan.parcels import Parcels, Piece
+from transfuse.plan.parcels import Extent, Parcels
 from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report
@@ -45,10 +45,11 @@ from transfuse.session.relay import Chains
 from transfuse.session.threads import Caller
 from transfuse.state import memory_maps
 from transfuse.wire import messages
-from transfuse.wire.channel import Channel, Posted
+from transfuse.wire.channel import Channel
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
 from transfuse.wire.memory_route import Entry
 from transfuse.wire.messages import Agreed, Header, Intent, Link, Message
+from transfuse.wire.operations import Posted
 from transfuse.wire.rate_limit import RateLimit
 from transfuse.wire.route import Malformed
 
@@ -145,7 +146,11 @@ class Wire(Channel):
         self._due: deque[int] = deque()
         self.accepted: Accepted | None = None
 
-    def expect(self, *kinds: Message, tag: int | None = None) -> tuple[Header, bytearray]:
+    def ask_last(self, kind: Message, body: bytes, answer: Message) -> None:
+        self.send(kind, body)
+        self.expect(answer)
+
+    def expect(self, *kinds: Message, tag: int | None = None, early: Posted | None = None) -> tuple[Header, bytearray]:
         self.transfer, self.tag = 1, FIRST_TAG
         if Message.GOT in kinds:
             # Perhaps with parcels that it wants in addition.
@@ -193,16 +198,16 @@ class Wire(Channel):
             else:
                 numbers = messages.numbers_in(messages.decode(body, messages.More).parcels, count)
                 self._true_digests = messages.encode(messages.Digests(b"".join(map(self._true_digest, numbers))))
-        if kind in (Message.WANT, Message.MORE, Message.COMPARE, Message.CHECK):
+        if kind in (Message.WANT, Message.MORE, Message.COMPARE, Message.CHECK, Message.VERDICT):
             self._asked = kind
         super().send(kind, body, note=note, tag=tag)
 
-    def post_recv(self, tensor: Tensor, tag: int | None = None) -> Posted:
+    def post_recv(self, tensor: Tensor, tag: int | None = None, *, lent: bool = False) -> Posted:
         data = self._parcel(self._due.popleft(), tensor.numel(), self._made_up)
         if data:
             tensor.copy_(torch.frombuffer(data, dtype=torch.uint8))
         self._digests.append(digest_of(tensor))
-        return super().post_recv(tensor, tag)
+        return super().post_recv(tensor, tag, lent=lent)
 
     def post_recv_sent(self, digests: int) -> Posted:
         said = self._digests if digests else []
@@ -221,12 +226,12 @@ class Wire(Channel):
         except ValueError:  # What was offered is not what the member has.
             return None
 
-    def _parcel(self, number: int, nbytes: int, fill: Callable[[Piece], bytes]) -> bytearray:
+    def _parcel(self, number: int, nbytes: int, fill: Callable[[Extent], bytes]) -> bytearray:
         data = bytearray(nbytes)
         if self._cut is None or number >= len(self._cut):
             return bytearray(self._rng.randbytes(nbytes))
-        for piece in self._cut.pieces(number):
-            data[piece.position : piece.position + piece.high - piece.low] = fill(piece)
+        for extent in self._cut.extents(number):
+            data[extent.position : extent.position + extent.high - extent.low] = fill(extent)
         return data[:nbytes].ljust(nbytes, b"\0")
 
     def _true_digest(self, number: int) -> bytes:
@@ -237,26 +242,26 @@ class Wire(Channel):
         data = self._parcel(number, int(self._cut.nbytes[number]), self._honest)
         return wide_digest_of(torch.frombuffer(data, dtype=torch.uint8))
 
-    def _made_up(self, piece: Piece) -> bytes:
-        size = piece.high - piece.low
+    def _made_up(self, extent: Extent) -> bytes:
+        size = extent.high - extent.low
         if self._filling == "random":
             return self._rng.randbytes(size)
         if self._filling == "honest":
-            return self._honest(piece)
+            return self._honest(extent)
         pattern = {"zero": b"\0", "full": b"\xff"}.get(self._filling)
         if pattern is None:
             ints = range(4) if self._filling == "small" else INTS
             pattern = struct.pack("<9Q", *(self._rng.choice(ints) & (1 << 64) - 1 for _ in range(9)))
         return (pattern * (size // len(pattern) + 1))[:size]
 
-    def _honest(self, piece: Piece) -> bytes:
-        return self._region(piece)[piece.low : piece.high].ljust(piece.high - piece.low, b"\0")
+    def _honest(self, extent: Extent) -> bytes:
+        return self._region(extent)[extent.low : extent.high].ljust(extent.high - extent.low, b"\0")
 
-    def _region(self, piece: Piece) -> bytes:
+    def _region(self, extent: Extent) -> bytes:
         """What the member's own storages hold where the box says, as far as there is such a thing."""
         assert self._cut is not None
         regions, windows = self._cut.regions, self._member.windows
-        storage, region = int(regions.storage[piece.region]), regions.region(piece.region)
+        storage, region = int(regions.storage[extent.region]), regions.region(extent.region)
         if storage >= len(windows) or region.end > len(windows[storage]):
             return b""
         strides = (*(s * region.item for s in region.strides), 1)
@@ -327,7 +332,7 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
     def accept_offer(*args: Any) -> Accepted:
         accepted = planning.accept(*args)
         memory = accepted.landing.fresh
-        fresh = sum(map(len, memory.arena.blocks))
+        fresh = sum(map(len, memory.arena.mappings))
         fresh += sum(storage.nbytes() for storage in memory.arena._storages.values())
         fresh += sum(tensor.nbytes for tensor in memory.local_tensors.values())
         assert fresh <= CAP + ALIGNMENT * len(accepted.manifest.storages), f"{fresh} bytes allocated"

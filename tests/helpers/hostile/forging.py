@@ -232,13 +232,13 @@ TREE, KINDS, DETAILS, SHARED = (FIELDS.index(name) for name in ("tree", "kinds",
 DTYPES_AT, STORAGE_NBYTES = FIELDS.index("dtypes"), FIELDS.index("storage_nbytes")
 
 
-STORAGE_DEVICE, STORAGE, DTYPE = (FIELDS.index(name) for name in ("storage_device", "part_storage", "part_dtype"))
+STORAGE_DEVICE, STORAGE, DTYPE = (FIELDS.index(name) for name in ("storage_device", "tensor_storage", "tensor_dtype"))
 
 
-FLAGS, NDIM, OFFSET = (FIELDS.index(name) for name in ("part_flags", "part_ndim", "part_offset"))
+FLAGS, NDIM, OFFSET = (FIELDS.index(name) for name in ("tensor_flags", "tensor_ndim", "tensor_offset"))
 
 
-SIZES, STRIDES = (FIELDS.index(name) for name in ("part_sizes", "part_strides"))
+SIZES, STRIDES = (FIELDS.index(name) for name in ("tensor_sizes", "tensor_strides"))
 
 
 CODES = {STORAGE_NBYTES: "<i8", STORAGE_DEVICE: "<u1", STORAGE: "<i4", DTYPE: "<u1", FLAGS: "<u1", NDIM: "<u1",
@@ -287,22 +287,22 @@ def forge_column(rng: random.Random, wire: list[Any]) -> list[Any]:
     return with_columns(wire, found)
 
 
-def forge_parts(rng: random.Random, wire: list[Any]) -> list[Any]:
+def forge_tensors(rng: random.Random, wire: list[Any]) -> list[Any]:
     """Columns that agree with each other, and describe tensors that no honest source has."""
     found = columns(wire)
     count = len(found[STORAGE])
     if not count or len({len(found[at]) for at in (STORAGE, DTYPE, FLAGS, NDIM, OFFSET)}) > 1:
         return forge_column(rng, wire)
-    part = rng.randrange(count)
-    first = sum(found[NDIM][:part])
-    dims = slice(first, first + found[NDIM][part])
+    row = rng.randrange(count)
+    first = sum(found[NDIM][:row])
+    dims = slice(first, first + found[NDIM][row])
     items = [
         getattr(torch, name).itemsize for name in wire[DTYPES_AT] if isinstance(getattr(torch, name, None), torch.dtype)
     ]
     try:
         sizes, strides = found[SIZES][dims], found[STRIDES][dims]
-        item = items[found[DTYPE][part]]
-        room = found[STORAGE_NBYTES][found[STORAGE][part]] // item
+        item = items[found[DTYPE][row]]
+        room = found[STORAGE_NBYTES][found[STORAGE][row]] // item
         match rng.randrange(9):
             case 0 if sizes:  # expanded
                 i = rng.randrange(len(sizes))
@@ -310,26 +310,26 @@ def forge_parts(rng: random.Random, wire: list[Any]) -> list[Any]:
                 sizes[i] = max(1, sizes[i]) * rng.choice([1, 2, 1000, 1 << 20, 1 << 40])
             case 1 | 2:  # any view of the storage
                 sizes, strides = view(rng, room)
-                found[OFFSET][part] = max(0, room - reach(sizes, strides)) if rng.random() < 0.3 else 0
+                found[OFFSET][row] = max(0, room - reach(sizes, strides)) if rng.random() < 0.3 else 0
             case 3:  # to the very end, or one further
-                found[OFFSET][part] = max(0, room - reach(sizes, strides)) + rng.choice([0, 0, 1])
+                found[OFFSET][row] = max(0, room - reach(sizes, strides)) + rng.choice([0, 0, 1])
             case 4:  # into another's storage
-                found[STORAGE][part] = rng.randrange(len(found[STORAGE_NBYTES]))
+                found[STORAGE][row] = rng.randrange(len(found[STORAGE_NBYTES]))
             case 5:
-                found[DTYPE][part] = rng.randrange(len(wire[DTYPES_AT]))
+                found[DTYPE][row] = rng.randrange(len(wire[DTYPES_AT]))
             case 6:
-                found[FLAGS][part] = rng.randrange(64)
+                found[FLAGS][row] = rng.randrange(64)
             case 7 if len(sizes) > 1:  # transposed
                 order = rng.sample(range(len(sizes)), len(sizes))
                 strides = [strides[d] for d in order]
                 if rng.random() < 0.5:
                     sizes = [sizes[d] for d in order]
             case _:  # a storage of another size, a view with it
-                number = found[STORAGE][part]
+                number = found[STORAGE][row]
                 found[STORAGE_NBYTES][number] = rng.choice([0, 1, 100, 4096, CAP, CAP + 1, 1 << 40, (1 << 63) - 1])
                 if rng.random() < 0.7:
                     sizes, strides = view(rng, min(found[STORAGE_NBYTES][number] // item, 1 << 16))
-        found[NDIM][part] = len(sizes)
+        found[NDIM][row] = len(sizes)
         found[SIZES][dims], found[STRIDES][dims] = sizes, strides
     except (LookupError, ValueError):  # an earlier mutation has made nonsense of them
         return forge_column(rng, wire)
@@ -356,7 +356,7 @@ def forge_alias(rng: random.Random, wire: list[Any]) -> list[Any]:
     """One more leaf, which looks into a storage of others."""
     root, found = wire[TREE], columns(wire)
     if not (isinstance(root, list) and len(root) == 4 and isinstance(root[3], list) and found[STORAGE_NBYTES]):
-        return forge_parts(rng, wire)
+        return forge_tensors(rng, wire)
     try:
         number = rng.randrange(len(found[STORAGE_NBYTES]))
         code = rng.randrange(len(wire[DTYPES_AT]))
@@ -373,7 +373,7 @@ def forge_alias(rng: random.Random, wire: list[Any]) -> list[Any]:
         result[TREE] = [root[0], root[1], keys, [*root[3], 0]]
         result[KINDS] = wire[KINDS] + bytes([Leaf.TENSOR])
     except (LookupError, ValueError, TypeError, AttributeError):
-        return forge_parts(rng, wire)
+        return forge_tensors(rng, wire)
     return result
 
 
@@ -499,7 +499,7 @@ def routed(memory: list[Any]) -> dict[str, bytes]:
 
 def forge_memory(rng: random.Random, member: Member, storages: int) -> list[Any]:
     """A description of memory that is not where the source has it, or is no description of memory."""
-    ground, honest = Ground.get(), lease().describe(member.cargo.described.addresses)
+    ground, honest = Ground.get(), lease().describe(member.offered.described.addresses)
     pid, address, token = honest.pid, honest.token_address, honest.token
     found = np.frombuffer(honest.storages, dtype="<u8").tolist()
     found = [*found[:storages], *[ground.secret] * (storages - len(found))]
@@ -541,7 +541,23 @@ def forge_agreed(rng: random.Random) -> list[Any]:
             tag = rng.choice([low - 1, high, FIRST_TAG, OFFER_TAG, 0, -1, 1 << 31, 1 << 32, (1 << 64) - 1])
         return [rank, tag, rng.choice([0, 1, 2, (1 << 63) - 1, (1 << 64) - 1])]
 
-    return [link(), link(), rng.choice([0.01, 0.5, 1.0, *FLOATS])]
+    agreed = [link(), link(), rng.choice([0.01, 0.5, 1.0, *FLOATS])]
+    return agreed if rng.random() < 0.5 else [*agreed, rng.random() < 0.1, forge_lanes(rng)]
+
+
+def forge_lanes(rng: random.Random) -> Any:
+    """Lanes of any numbers, at any addresses."""
+    if rng.random() < 0.3:
+        return None
+
+    def number() -> int:
+        return rng.randrange(1, 5) if rng.random() < 0.7 else rng.choice([0, -1, (1 << 62) - 1, 1 << 62, *INTS])
+
+    count = rng.choice([0, 1, 2, 15, 16])
+    new = [[number(), rng.choice(["0/0", "0/1", "", "k" * 65]), rng.randbytes(rng.choice([0, 9, 154, 1025]))]]
+    secret = rng.randbytes(rng.choice([32, 32, 32, 0, 31, 33]))
+    known = [number() for _ in range(rng.randrange(3))]
+    return [known, new * count, secret, rng.choice([0, 1, 5, -1, 1 << 62])]
 
 
 def forge_pairs(rng: random.Random, count: int) -> list[int]:
@@ -607,7 +623,7 @@ def mutate_offer(rng: random.Random, member: Member, others: list[Member]) -> by
             plain = put(plain, (MANIFEST, at), other[at])
         else:
             forge = rng.choices(
-                [forge_column, forge_parts, forge_alias, forge_detail, forge_tree], [10, 30, 10, 15, 12]
+                [forge_column, forge_tensors, forge_alias, forge_detail, forge_tree], [10, 30, 10, 15, 12]
             )[0]
             with contextlib.suppress(ValueError, TypeError):  # an earlier lie has left nothing to forge
                 plain = put(plain, (MANIFEST,), forge(rng, wire))  # type: ignore[arg-type]
@@ -621,14 +637,14 @@ def mutate_offer(rng: random.Random, member: Member, others: list[Member]) -> by
 
 
 def forge_places(rng: random.Random, plain: Any) -> Any:
-    """Other places in the meshes, or other meshes."""
+    """Other coordinates in the meshes, or other meshes."""
 
-    def place() -> Any:
+    def coordinate() -> Any:
         return rng.choice([None, [], [0], [1], [0, 0], [rng.choice(INTS)], [rng.choice(INTS), 0], [0] * 20])
 
     with contextlib.suppress(LookupError, TypeError):
         if rng.random() < 0.7:
-            return put(plain, (COORDINATES,), [place() for _ in range(rng.randrange(4))])
+            return put(plain, (COORDINATES,), [coordinate() for _ in range(rng.randrange(4))])
         shape = rng.choice([[1], [2], [1, 1], [2, 2], [1 << 20], [1 << 40, 1 << 40], [0], [-1], [1] * 20])
         ranks = list(range(rng.choice([1, 2, 4, 5])))
         return put(plain, (MANIFEST, SHARED), [["cpu", shape, ranks, None]] * rng.randrange(1, 4))
@@ -641,6 +657,8 @@ def resealed(body: bytes) -> bytes:
         offer = messages.decode(body, messages.Offer)
         wire = offer.described
         likeness = Manifest.decode(wire, LIMITS, offer.coordinates).likeness(wire)
-        return messages.encode(msgspec.structs.replace(offer, digest=wire.digest(), likeness=likeness))
+        return messages.encode(
+            msgspec.structs.replace(offer, digest=wire.digest(), likeness=likeness, structure=wire.structure())
+        )
     except Exception:
         return body

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from transfuse.cli.contents import printable
-from transfuse.cli.doctor import network, permission, setup, trial
+from transfuse.cli.doctor import network, nixl, permission, setup, trial
 from transfuse.cli.doctor.finding import Finding
 from transfuse.cli.errors import Exit
 from transfuse.cli.options import AsJson
@@ -40,7 +40,7 @@ def doctor(as_json: AsJson = False) -> None:
     else:
         with Console(stderr=True, quiet=not sys.stderr.isatty()).status("Trying the routes between two processes …"):
             outcome = trial.try_routes()
-    findings = [*_routes(outcome), *setup.look_around(), *settings]
+    findings = [*_routes(outcome), nixl.look(), *setup.look_around(), *settings]
     group = outcome.tried.get("group")
     works = group is not None and group.bytes_per_second is not None
     if as_json:

@@ -18,7 +18,7 @@ import transfuse
 from transfuse.cli.doctor.finding import Finding
 from transfuse.cli.errors import DEBUG_VARIABLE
 from transfuse.cli.options import TOKEN_VARIABLE, available_bytes
-from transfuse.limits import Limits, allows_same_host
+from transfuse.limits import Limits, allows_same_host, asks_for_nixl
 from transfuse.report import human_bytes
 from transfuse.wire.messages import WIRE_VERSION
 
@@ -79,10 +79,24 @@ def _encryption() -> Finding:
 
 
 def _accelerator() -> Finding:
+    """What accelerators there are, and how messages and parcels would travel in the default group."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return Finding("note", "accelerator", "none: states are moved between CPUs")
-    return Finding("note", "accelerator", f"{torch.accelerator.device_count()} of kind {device.type}")
+    text = f"{torch.accelerator.device_count()} of kind {device.type}"
+    backend = dist.Backend.default_device_backend_map.get(device.type)
+    if backend is None:
+        remedy = f"pass device='cpu': states on {device.type} then travel through main memory"
+        return Finding("warn", "accelerator", f"{text}; torch has no backend for it by default", remedy)
+    if not dist.is_gloo_available():
+        remedy = "install a build of torch with gloo: without it a lost peer ends the group (docs/accelerators.md)"
+        return Finding("warn", "accelerator", f"{text}; messages and parcels both travel by {backend}", remedy)
+    return Finding(
+        "note",
+        "accelerator",
+        f"{text}; init_process_group() makes a group in which messages travel by gloo and parcels by {backend}; a "
+        f"group of {backend} alone cannot go on after a lost peer",
+    )
 
 
 def _cores(environ: Mapping[str, str]) -> Finding:
@@ -125,7 +139,7 @@ def _read(path: Path) -> str:
 def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     """The settings in the environment, and which of them are wrong."""
     limits = {f"{PREFIX}{item.name.upper()}" for item in fields(Limits)}
-    known = {*limits, f"{PREFIX}SAME_HOST", TOKEN_VARIABLE, DEBUG_VARIABLE}
+    known = {*limits, f"{PREFIX}SAME_HOST", f"{PREFIX}NIXL", TOKEN_VARIABLE, DEBUG_VARIABLE}
     given = sorted(name for name in environ if name.startswith(PREFIX))
     for name in given:
         if name not in known:
@@ -138,6 +152,7 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding("note", "setting", f"{name}={environ[name]}")
     try:
         allows_same_host(environ)
+        asks_for_nixl(environ)
         Limits.from_environment(environ)
     except ValueError as error:
         yield Finding("fail", "setting", str(error), "correct it: every transfer fails with it")

@@ -38,15 +38,15 @@ def _over_bytes(data: bytes | bytearray) -> torch.Tensor:
     return torch.frombuffer(window, dtype=torch.uint8)
 
 
-def _bytes_of(part: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _bytes_of(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if (
-        not isinstance(part, torch.Tensor)
-        or part.dtype is not torch.uint8
-        or part.ndim != 1
-        or not part.is_contiguous()
+        not isinstance(tensor, torch.Tensor)
+        or tensor.dtype is not torch.uint8
+        or tensor.ndim != 1
+        or not tensor.is_contiguous()
     ):
         raise ValueError("the data of a blob is not a one-dimensional, contiguous uint8 tensor")
-    return part.cpu().numpy()
+    return tensor.cpu().numpy()
 
 
 class _Blob:
@@ -93,14 +93,14 @@ class ArrayCodec(_Blob):
             # torch warns about memory that is not writable, so it gets a window on the address instead.
             window = (ctypes.c_ubyte * flat.nbytes).from_address(flat.ctypes.data)
             window._keeps_alive = flat  # type: ignore[attr-defined]
-            part = torch.frombuffer(window, dtype=torch.uint8)
+            tensor = torch.frombuffer(window, dtype=torch.uint8)
         else:
-            part = (
+            tensor = (
                 torch.from_numpy(flat.view(np.uint8))
                 if flat.nbytes
                 else torch.empty(0, dtype=torch.uint8, device="cpu")
             )
-        return Opened(ArrayMeta(descr, tuple(leaf.shape), order), [part])
+        return Opened(ArrayMeta(descr, tuple(leaf.shape), order), [tensor])
 
     def _dtype(self, m: ArrayMeta) -> np.dtype[Any]:
         _check_descr(m.dtype)

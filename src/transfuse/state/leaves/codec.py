@@ -1,7 +1,7 @@
 """The interface of codecs: how a composite leaf is opened into tensors, built again, and compared with a target.
 
-A *part* is a plain strided tensor. A leaf that is a plain strided tensor is its own part. The codec of any other leaf
-opens it into plain data and children. Each child is a part, or a leaf that is opened in turn.
+A leaf that is a plain strided tensor needs no codec. The codec of any other leaf opens it into plain data and children.
+Each child is a plain strided tensor, or a leaf that is opened in turn.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ __all__ = [
     "DTensorMeta",
     "ShardedMeta",
     "ShardedTensorCodec",
-    "check_place",
+    "check_coordinate",
+    "checked_coordinate",
     "layout_in",
     "layout_of",
     "partial_remedy",
-    "place_in",
     "read_meshes",
 ]
 
@@ -134,18 +134,18 @@ def layout_in(leaf: DTensor, shared: Shared) -> tuple[Layout, int]:
     return known, number
 
 
-def check_place(mesh: MeshDescription, coordinate: Coordinate) -> None:
+def check_coordinate(mesh: MeshDescription, coordinate: Coordinate) -> None:
     """``ValueError`` for a coordinate that a mesh does not have."""
     if coordinate is not None and (
         len(coordinate) != len(mesh.shape)
-        or not all(0 <= place < size for place, size in zip(coordinate, mesh.shape, strict=True))
+        or not all(0 <= index < size for index, size in zip(coordinate, mesh.shape, strict=True))
     ):
         raise ValueError(f"a rank's coordinate is outside its mesh of shape {mesh.shape}")
 
 
-def place_in(layout: Layout, coordinate: Coordinate) -> Coordinate:
+def checked_coordinate(layout: Layout, coordinate: Coordinate) -> Coordinate:
     """Check a peer's coordinate in the layout's mesh, and return it."""
-    check_place(layout.mesh, coordinate)
+    check_coordinate(layout.mesh, coordinate)
     return coordinate
 
 
@@ -172,7 +172,7 @@ class DTensorCodec:
     def _read(self, meta: Any, build_context: BuildContext) -> tuple[DTensorMeta, Layout, Coordinate]:
         m, layout = msgspec.convert(meta, DTensorMeta), layout_of(meta, build_context.shared)
         coordinate = build_context.coordinates[m.mesh] if m.mesh < len(build_context.coordinates) else None
-        return m, layout, place_in(layout, coordinate)
+        return m, layout, checked_coordinate(layout, coordinate)
 
     def mesh_for(self, meta: Any, build_context: BuildContext) -> tuple[DeviceMesh, list[Placement]]:
         """The mesh on which this receiver builds a DTensor, and the placements."""
@@ -225,17 +225,17 @@ class DTensorCodec:
     def promise(self, meta: Any, children: int, build_context: BuildContext) -> None:
         if children != 1:
             raise ValueError(f"a DTensor has one local tensor, got {children}")
-        m, theirs, place = self._read(meta, build_context)
+        m, theirs, their_coordinate = self._read(meta, build_context)
         here, coordinate = self.layout_here(meta, build_context)
-        if _runs(theirs, place) != _runs(here, coordinate):
+        if _runs(theirs, their_coordinate) != _runs(here, coordinate):
             if build_context.mesh is not None:
                 raise CannotCarry(
-                    f"the source's shard is {_say(theirs, place)} of {m.shape}, this rank's on the mesh given "
-                    f"is {_say(here, coordinate)}; receive from all the ranks that hold parts of it"
+                    f"the source's shard is {_say(theirs, their_coordinate)} of {m.shape}, this rank's on the mesh "
+                    f"given is {_say(here, coordinate)}; receive from all the ranks that hold parts of it"
                 )
             raise CannotCarry(
-                f"a DTensor of which the source holds only {_say(theirs, place)} of {m.shape} cannot be built "
-                f"on a mesh of one rank; {REMEDY}, or receive from all the ranks that hold parts of it"
+                f"a DTensor of which the source holds only {_say(theirs, their_coordinate)} of {m.shape} cannot be "
+                f"built on a mesh of one rank; {REMEDY}, or receive from all the ranks that hold parts of it"
             )
 
     def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> DTensor:
@@ -256,18 +256,19 @@ class DTensorCodec:
     def differences(
         self, source: Any, target: DTensorMeta, build_context: BuildContext, target_shared: Shared
     ) -> list[str]:
-        m, theirs, place = self._read(source, build_context)
+        m, theirs, their_coordinate = self._read(source, build_context)
         if m.shape != target.shape:
             return [f"global shape: source {m.shape}, target {target.shape}"]
         mine, coordinate = layout_of(target, target_shared.items), target_shared.coordinates[target.mesh]
-        if _runs(theirs, place) != _runs(mine, coordinate):
+        if _runs(theirs, their_coordinate) != _runs(mine, coordinate):
             return [
-                f"sharding: source holds {_say(theirs, place)} of {m.shape} ({theirs.placements} on mesh "
+                f"sharding: source holds {_say(theirs, their_coordinate)} of {m.shape} ({theirs.placements} on mesh "
                 f"{theirs.mesh.shape}), target {_say(mine, coordinate)} ({target.placements}); receive from all the "
                 "ranks that hold parts of it"
             ]
         partial = theirs.partial or mine.partial
-        if partial and (theirs.placements, theirs.mesh.shape, place) != (mine.placements, mine.mesh.shape, coordinate):
+        source_side = (theirs.placements, theirs.mesh.shape, their_coordinate)
+        if partial and source_side != (mine.placements, mine.mesh.shape, coordinate):
             return [partial_remedy(theirs, mine)]
         return []
 
@@ -277,7 +278,7 @@ class DTensorCodec:
 
 def partial_remedy(source: Layout, target: Layout) -> str:
     return (
-        "sharding: a Partial DTensor travels only onto the same placements, mesh shape and place in the mesh, source "
+        "sharding: a Partial DTensor travels only onto the same placements, mesh shape and mesh coordinate, source "
         f"{source.placements} on {source.mesh.shape}, target {target.placements} on {target.mesh.shape}; "
         "redistribute() it first"
     )

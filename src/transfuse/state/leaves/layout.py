@@ -64,15 +64,15 @@ def runs_of(size: int, steps: tuple[Step, ...], coordinate: tuple[int, ...]) -> 
     """The runs of a dimension of ``size`` that the rank at this coordinate (one number for each step) holds."""
     _check(steps)
     runs: list[Run] = [(0, size)]
-    for step, place in zip(steps, coordinate, strict=True):
+    for step, index in zip(steps, coordinate, strict=True):
         total = sum(length for _, length in runs)
         piece = max(-(-total // step.split_factor), 1)
         wanted = []
         for low in range(0, total, piece):
-            part = min(piece, total - low)
+            length = min(piece, total - low)
             # The same chunks as torch.chunk: equal sizes, then a smaller one, then empty ones.
-            chunk = -(-part // step.ranks)
-            wanted.append((low + min(chunk * place, part), low + min(chunk * (place + 1), part)))
+            chunk = -(-length // step.ranks)
+            wanted.append((low + min(chunk * index, length), low + min(chunk * (index + 1), length)))
         runs = list(_between(runs, wanted))
     return tuple(_joined(runs))
 
@@ -214,8 +214,8 @@ class Layout:
             row = bisect_right(segments.starts, start) - 1
             if row < 0 or start + size > segments.ends[row]:
                 return None
-            for m, place in zip(self.by_dim[d], segments.coordinates[row], strict=True):
-                fixed[m] = place
+            for m, index in zip(self.by_dim[d], segments.coordinates[row], strict=True):
+                fixed[m] = index
         return tuple(fixed)
 
 

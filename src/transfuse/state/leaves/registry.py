@@ -1,6 +1,6 @@
-"""The registry of codecs: which codec handles a leaf, and how any leaf is opened into parts and closed again.
+"""The registry of codecs: which codec handles a leaf, and how any leaf is opened into tensors and closed again.
 
-A leaf's description is its spec (``spec.py``). A plain tensor is one part. The parts of any other leaf are numbered
+A leaf's description is its spec (``spec.py``). The tensors of a leaf that is no plain tensor are numbered
 depth-first, in the order of the spec's children.
 """
 
@@ -57,19 +57,20 @@ class Registry:
         """Whether a leaf goes into the manifest as a value, provided that it can be encoded."""
         return not isinstance(leaf, torch.Tensor) and not self._by_name["text"].takes(leaf)
 
-    def open(self, leaf: Any, parts: list[torch.Tensor], shared: Shared) -> Any:
-        """The spec of a leaf that is not a value. Its parts are appended to ``parts``."""
+    def open(self, leaf: Any, tensors: list[torch.Tensor], shared: Shared) -> Any:
+        """The spec of a leaf that is not a value. Its tensors are appended to ``tensors``."""
         if isinstance(leaf, AsyncCollectiveTensor):
             leaf = leaf.wait()
         if dense.is_plain(leaf):
             dense.check(leaf)
-            parts.append(leaf)
+            tensors.append(leaf)
             return 0
         for codec in self._codecs:
             if codec.takes(leaf):
                 opened = codec.open(leaf, shared)
                 flags = dense.role_of(leaf) if isinstance(leaf, torch.Tensor) else 0
-                return [codec.name, flags, opened.meta, [self.open(child, parts, shared) for child in opened.children]]
+                specs = [self.open(child, tensors, shared) for child in opened.children]
+                return [codec.name, flags, opened.meta, specs]
         if isinstance(leaf, torch.Tensor):
             raise dense.refuse_subclass(leaf)
         cls = type(leaf)
@@ -80,7 +81,7 @@ class Registry:
         )
 
     def promise(self, spec: Any, build_context: BuildContext, depth: int = 0) -> int:
-        """Check, before a byte moves, that a received spec can be closed. Returns the number of its parts."""
+        """Check, before a byte moves, that a received spec can be closed. Returns the number of its tensors."""
         if type(spec) is int and spec == 0:
             return 1
         codec, flags, meta, children = self._read(spec)
@@ -90,7 +91,7 @@ class Registry:
         return sum(self.promise(child, build_context, depth + 1) for child in children)
 
     def count(self, spec: Any, depth: int = 0) -> int:
-        """The number of parts of a spec."""
+        """The number of tensors of a spec."""
         if type(spec) is int and spec == 0:
             return 1
         if depth >= MAX_NESTING:
@@ -112,12 +113,12 @@ class Registry:
         """Whether a leaf is a blob: bytes inside, which are never written into a target but replace its leaf."""
         return type(spec) is not int and isinstance(self._read(spec).codec, (ArrayCodec, TextCodec, ObjectCodec))
 
-    def close(self, spec: Any, parts: Iterator[Any], build_context: BuildContext) -> Any:
-        """Build a leaf from its parts after these have arrived."""
+    def close(self, spec: Any, tensors: Iterator[Any], build_context: BuildContext) -> Any:
+        """Build a leaf from its tensors after these have arrived."""
         if type(spec) is int:
-            return next(parts)
+            return next(tensors)
         codec, flags, meta, children = self._read(spec)
-        leaf = codec.close(meta, [self.close(child, parts, build_context) for child in children], build_context)
+        leaf = codec.close(meta, [self.close(child, tensors, build_context) for child in children], build_context)
         return dense.dress(leaf, flags) if isinstance(leaf, torch.Tensor) else leaf
 
     def fit(
@@ -125,7 +126,7 @@ class Registry:
     ) -> tuple[list[torch.Tensor | None], list[str]]:
         """Match a received spec with a target leaf: the target's tensors in the spec's order, and what does not fit.
 
-        An entry is None if the bytes of that part do not go into the target, because the leaf is a blob.
+        An entry is None if the bytes of that tensor do not go into the target, because the leaf is a blob.
         """
         if isinstance(target, AsyncCollectiveTensor):
             target = target.wait()
@@ -150,23 +151,23 @@ class Registry:
             return [], [f"parts: source has {len(children)}, target {len(opened.children)}"]
         result: list[torch.Tensor | None] = []
         problems: list[str] = []
-        for child, part in zip(children, opened.children, strict=True):
-            fitted, why = self.fit(child, part, build_context, shared)
+        for child, inner in zip(children, opened.children, strict=True):
+            fitted, why = self.fit(child, inner, build_context, shared)
             result += fitted
             problems += why
         return result, problems
 
-    def examine(self, spec: Any, parts: Iterator[Any], build_context: BuildContext) -> None:
+    def examine(self, spec: Any, tensors: Iterator[Any], build_context: BuildContext) -> None:
         """Check data that landed beside its target (``atomic``): ``ValueError`` if :meth:`settle` would refuse it."""
         if type(spec) is int:
-            next(parts)
+            next(tensors)
             return
         codec, _, meta, children = self._read(spec)
         if codec.checks_data:
-            codec.close(meta, [self.close(child, parts, build_context) for child in children], build_context)
+            codec.close(meta, [self.close(child, tensors, build_context) for child in children], build_context)
             return
         for child in children:
-            self.examine(child, parts, build_context)
+            self.examine(child, tensors, build_context)
 
     def settle(self, spec: Any, target: Any) -> None:
         """Check and finish a target after all bytes have landed in it."""
@@ -175,8 +176,8 @@ class Registry:
         codec, _, meta, children = self._read(spec)
         if self.is_blob(spec):
             return
-        for child, part in zip(children, codec.open(target, Shared()).children, strict=True):
-            self.settle(child, part)
+        for child, inner in zip(children, codec.open(target, Shared()).children, strict=True):
+            self.settle(child, inner)
         codec.settle(meta, target)
 
 

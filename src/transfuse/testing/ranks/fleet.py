@@ -69,6 +69,8 @@ class Fleet:
     ) -> None:
         self.n, self.timeout, self.method = n, timeout, method
         self._group, self._threads, self._interrupts, self._start_seconds = group, threads, interrupts, start
+        #: The environment of all processes, also of those that are started later.
+        self._environ = dict(os.environ) | loopback_environment()
         #: Generation of the default group.
         self.generation = 0
         self._members: dict[int, _Member] = {}
@@ -182,7 +184,7 @@ class Fleet:
                 place,
                 name=f"rank{rank}",
                 method=self.method,
-                environ=dict(os.environ) | loopback_environment(),
+                environ=self._environ,
                 threads=self._threads,
                 interrupts=self._interrupts,
             )

@@ -48,7 +48,7 @@ def run_program(
     *,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    timeout: float = 100.0,
+    timeout: float = 250.0,
 ) -> list[Ended]:
     """Run a program on so many ranks; without ``ranks`` as one process that has no rank.
 

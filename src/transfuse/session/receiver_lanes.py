@@ -1,0 +1,77 @@
+"""The receiver's lanes: each asks the source for parcels that nobody else has been asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from transfuse.errors import ProtocolError
+from transfuse.session.arrivals import Arrivals
+from transfuse.session.bursts import Incoming
+from transfuse.session.lanes import LaneWorkers
+from transfuse.wire import messages
+from transfuse.wire.channel import Channel
+from transfuse.wire.lanes import Entrance, Lane, Pool
+from transfuse.wire.messages import Message
+
+__all__ = ["ReceiverLanes"]
+
+
+class ReceiverLanes(LaneWorkers):
+    """See :class:`LaneWorkers`."""
+
+    def __init__(self, pool: Pool, main: Channel, entrances: Sequence[Entrance], arrivals: Arrivals) -> None:
+        super().__init__(pool, main, entrances)
+        self._arrivals = arrivals
+        self.holders = {entrance.number: holder_of(main.peer, at) for at, entrance in enumerate(entrances)}
+        self._incoming: dict[int, Incoming] = {}
+
+    def connect(self, theirs: messages.Lanes, key: bytes) -> None:
+        """See :meth:`LaneWorkers.connect`. Raises if the source names lanes that it was not asked for."""
+        wanted = {entrance.number: entrance.is_new for entrance in self._entrances}
+        named = [(number, False) for number in theirs.known] + [(address.number, True) for address in theirs.new]
+        if len({number for number, _ in named}) < len(named) or not set(named) <= wanted.items():
+            raise ProtocolError(self._main.peer, f"rank {self._main.peer} agreed to lanes that were not wanted")
+        super().connect(theirs, key)
+
+    @property
+    def used(self) -> int:
+        return len(self._arrivals.brought_by & set(self.holders.values()))
+
+    def leave(self) -> None:
+        """Abandon a silent source, from another thread. After this call, nothing lands that its lanes bring.
+
+        Only allowed if all that is in flight is staging, as with several sources.
+        """
+        with self._changed:
+            self._over = True
+            left = dict(self._incoming)
+            self._changed.notify_all()
+        for holder, incoming in left.items():
+            incoming.leave()
+            self._arrivals.give_back(holder)
+
+    def _talk(self, lane: Lane, channel: Channel) -> None:
+        holder, arrivals = self.holders[lane.number], self._arrivals
+        with self._changed:
+            incoming = self._incoming[holder] = arrivals.incoming(channel, holder)
+        while True:
+            with channel.holding_turn():
+                numbers = arrivals.next_request(holder, lambda: self._over)
+            if not len(numbers):
+                break
+            with self._using(lane, channel):
+                channel.send(Message.MORE, messages.encode(messages.More(arrivals.pairs(numbers))))
+                channel.expect(Message.AGREED)
+                incoming.take(numbers, partial(arrivals.more, holder))
+            arrivals.sort_out(holder, incoming.wrong)
+        channel.send(Message.VERDICT, messages.encode(messages.Verdict()))
+        channel.settle()
+
+    def _ended(self, lane: Lane) -> None:
+        self._arrivals.give_back(self.holders[lane.number])
+
+
+def holder_of(peer: int, at: int) -> int:
+    """The number of a lane in the ledger. It is no rank, and no other lane's."""
+    return -(1000 + peer * (messages.MOST_LANES + 1) + at)

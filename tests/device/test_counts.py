@@ -1,0 +1,112 @@
+"""What a transfer asks of the device and of the bus: host syncs and copied bytes, counted at each end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from device import kind
+from device.kind import imitation_only
+from device.processes import run_two
+
+pytestmark = imitation_only
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+#: By name: the device of the wire, the bytes of a tensor, the number of tensors, and the options.
+CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "large": ("phantom", 32 * MIB, 2, {}),
+    "large over main memory": ("cpu", 32 * MIB, 2, {}),
+    "small over main memory": ("cpu", 4096, 16 * MIB // 4096, {}),
+    "delta": ("phantom", 4 * MIB, 8, {"delta": True}),
+    "delta over main memory": ("cpu", 4 * MIB, 8, {"delta": True}),
+    "verified": ("phantom", 8 * MIB, 4, {"verify": True}),
+}
+
+#: The watch for changed tensors copies at most 64 bytes of each, twice.
+SAMPLE = 128
+
+_PROGRAM = """
+def count(wire, size, number, options, turn):
+    # With delta, the receiver holds half of it already.
+    wrong = lambda i: rank == 1 and not (options.get("delta") and i % 2)
+    held = {f"w{i}": torch.full((size,), i % 250 + turn + 3 * wrong(i), dtype=torch.uint8).to("phantom")
+            for i in range(number)}
+    torch.accelerator.synchronize()
+    dist.barrier()
+    phantom.reset_counters()
+    if rank == 0:
+        verify = options.get("verify")
+        transfuse.PGTransport(pg, 60, wire, same_host=False, verify=verify).send_checkpoint([1], held)
+    else:
+        transfuse.PGTransport(pg, 60, wire, lambda: held, same_host=False, **options).recv_checkpoint(0)
+    counted = phantom.counters()
+    for i in range(number):
+        assert torch.equal(held[f"w{i}"].cpu(), torch.full((size,), i % 250 + turn, dtype=torch.uint8)), i
+    return counted
+
+found = {}
+for name, case in json.loads(sys.argv[1]).items():
+    count(*case, 0)  # Makes communicators and pools.
+    found[name] = count(*case, 1)
+print(json.dumps(found), flush=True)
+"""
+
+Counts = dict[str, dict[str, int]]
+
+
+@pytest.fixture(scope="module")
+def ends() -> tuple[Counts, Counts]:
+    """The counters of the source and of the receiver in all cases."""
+    kind.load()
+    kind.unload()
+    source, receiver = run_two(_PROGRAM, json.dumps(CASES))
+    print(json.dumps({name: (source[name], receiver[name]) for name in CASES}, indent=1))  # See it with -rA.
+    return source, receiver
+
+
+@pytest.mark.parametrize("name", ["large", "large over main memory", "verified"])
+def test_large_tensors_cost_few_syncs(name: str, ends: tuple[Counts, Counts]) -> None:
+    _, size, number, _ = CASES[name]
+    for end in ends:
+        assert end[name]["host_syncs"] <= 150 * size * number / GIB
+        assert end[name]["fallbacks"] == 0
+
+
+def test_small_tensors_over_main_memory_cost_few_syncs(ends: tuple[Counts, Counts]) -> None:
+    name = "small over main memory"
+    _, size, number, _ = CASES[name]
+    for end in ends:
+        assert end[name]["host_syncs"] <= 1000 * size * number / GIB
+        assert end[name]["fallbacks"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "delta" not in name])
+def test_each_byte_is_copied_at_most_once(name: str, ends: tuple[Counts, Counts]) -> None:
+    """From device to device no byte is, unless it is to be verified. Over main memory each is, once at each end."""
+    wire, size, number, options = CASES[name]
+    most = size * number if wire == "cpu" or options else 0
+    for end in ends:
+        copied = end[name]["bytes_to_host"] + end[name]["bytes_to_device"]
+        assert most <= copied <= most + SAMPLE * number
+
+
+def test_delta_copies_each_byte_at_most_once(ends: tuple[Counts, Counts]) -> None:
+    _, size, number, _ = CASES["delta"]
+    for end in ends:
+        assert end["delta"]["bytes_to_host"] <= size * number + SAMPLE * number
+        assert end["delta"]["bytes_to_device"] == 0
+
+
+def test_delta_over_main_memory_copies_what_has_changed_once_more(ends: tuple[Counts, Counts]) -> None:
+    """Everything is hashed, at both ends. Then what has changed is packed again, to be sent."""
+    name = "delta over main memory"
+    _, size, number, _ = CASES[name]
+    total, changed = size * number, size * number // 2
+    source, receiver = ends[0][name], ends[1][name]
+    assert source["bytes_to_host"] <= total + changed + SAMPLE * number
+    assert receiver["bytes_to_host"] <= total
+    assert receiver["bytes_to_device"] <= changed

@@ -1,0 +1,94 @@
+"""Transfers over several connections between ranks that are threads; and what happens before each burst of them."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import transfuse
+from transfuse.limits import MIB
+from transfuse.session.bursts import Outgoing
+from transfuse.testing.exact import assert_exact
+from transfuse.testing.ranks import Outcome, Ranks
+from transfuse.wire.lanes import Lane
+
+__all__ = ["NBYTES", "TIMEOUT", "Made", "before_each_burst", "hold_back_the_group", "move", "reports", "state"]
+
+TIMEOUT = 20.0
+NBYTES = 6 * MIB
+
+
+def state(seed: int = 1, zeros: bool = False) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    large = torch.randn(NBYTES // 4, generator=generator)
+    tree = {"large": large, "small": [torch.randn(41, generator=generator) for _ in range(100)], "step": seed}
+    return tree if not zeros else {**tree, "large": torch.zeros_like(large)}
+
+
+Made = list[transfuse.PGTransport]
+
+
+def move(
+    sources: int = 1,
+    times: int = 1,
+    *,
+    between: Callable[[int, transfuse.PGTransport], object] = lambda rank, transport: None,
+    source_options: dict[str, Any] | None = None,
+    target: Callable[[], Any] | None = lambda: state(7, zeros=True),
+    arrives: Callable[[int], Any] = state,
+    **options: Any,
+) -> tuple[list[Outcome[Any]], Made]:
+    """The last rank receives from all others, several times. Returns the outcomes, with reports, and the transports.
+
+    Without ``target`` the state arrives fresh. ``arrives``: what must be there after each time.
+    """
+    made: Made = [None] * (sources + 1)  # type: ignore[list-item]
+
+    def work(rank: int, pg: Any) -> Any:
+        receives = rank == sources
+        mine = options if receives else (options if source_options is None else source_options)
+        mine = {name: value for name, value in mine.items() if receives or name in ("lanes", "max_bytes_per_second")}
+        own = target() if receives and target is not None else None
+        made[rank] = transport = transfuse.PGTransport(pg, TIMEOUT, "cpu", None if own is None else lambda: own, **mine)
+        for number in range(times):
+            if receives:
+                assert_exact(arrives(number), transport.recv_checkpoint(list(range(sources))))
+            else:
+                transport.send_checkpoint([sources], state(number))
+            between(rank, transport)
+        return transport.report
+
+    with Ranks(sources + 1, 60) as ranks:
+        return ranks.outcomes(work), made
+
+
+def reports(outcomes: list[Outcome[Any]]) -> list[Any]:
+    return [outcome.get() for outcome in outcomes]
+
+
+def before_each_burst(monkeypatch: pytest.MonkeyPatch, end: Any, hook: Callable[[Any, Lane | None], object]) -> None:
+    """Call ``hook`` before each burst that an ``Incoming`` or ``Outgoing`` posts, with its lane, if it is on one."""
+    original = end._post
+
+    def post(self: Any, numbers: Any) -> Any:
+        pg = self._channel.group.pg
+        hook(self, pg if isinstance(pg, Lane) else None)
+        return original(self, numbers)
+
+    monkeypatch.setattr(end, "_post", post)
+
+
+def hold_back_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group's own connections bring nothing before a lane does. So lanes are used on busy machines too."""
+    moved: dict[Any, threading.Event] = collections.defaultdict(threading.Event)
+
+    def hold(outgoing: Any, lane: Lane | None) -> None:
+        event = moved[outgoing._channel.peer]
+        event.wait(TIMEOUT / 2) if lane is None else event.set()
+
+    before_each_burst(monkeypatch, Outgoing, hold)
