@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import transfuse
 
-HOST, TIMEOUT = "127.0.0.1", timedelta(seconds=20)
+HOST, TIMEOUT = "127.0.0.1", timedelta(seconds=60)
 RANKS, STEPS, FATAL_STEP = 2, 40, 25
 
 

@@ -16,7 +16,7 @@ def main() -> None:
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
     weights = torch.arange(1_000_000.0)
-    device, timeout = torch.device("cpu"), timedelta(seconds=30)
+    device, timeout = torch.device("cpu"), timedelta(seconds=60)
 
     if rank == 0:
         transport = PGTransport(group, timeout, device)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint._pg_transport import PGTransport as TorchPGTra
 import transfuse
 import transfuse.dropin.torch
 
-TIMEOUT, CPU = timedelta(seconds=30), torch.device("cpu")
+TIMEOUT, CPU = timedelta(seconds=60), torch.device("cpu")
 STATE = {"weight": torch.arange(1_000_000.0), "step": 7}
 
 

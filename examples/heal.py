@@ -34,7 +34,7 @@ def main() -> None:
     def state() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
-    transport = PGTransport(group, timedelta(seconds=30), torch.device("cpu"), state_dict=state)
+    transport = PGTransport(group, timedelta(seconds=60), torch.device("cpu"), state_dict=state)
     if rank == 0:
         train(model, optimizer, range(10))
         transport.send_checkpoint([1], state(), step=10)

@@ -93,7 +93,7 @@ def heal(job: Job) -> str:
     group = dist.group.WORLD
     assert group is not None
     # Atomic: a rank whose healing fails half-way keeps what it had, and may be the newest next time.
-    transport = PGTransport(group, timedelta(seconds=30), torch.device("cpu"), job.state, atomic=True)
+    transport = PGTransport(group, timedelta(seconds=60), torch.device("cpu"), job.state, atomic=True)
     if dist.get_rank() in newest:
         transport.send_checkpoint(behind, job.state(), step=max(steps))
         return f"has sent step {job.step} to {behind}"
@@ -188,10 +188,12 @@ def supervise(fatal_steps: Mapping[int, int]) -> dict[str, bytes]:
             if time.monotonic() > since + 60 and not store.check([f"generation {generation}/rank {rank}"]):
                 process.kill()
         for rank, process in list(running.items()):
-            if process.exitcode == 0:
+            # Asked once: the process may end between two questions.
+            code = process.exitcode
+            if code == 0:
                 del running[rank]
-            elif process.exitcode is not None:
-                announce(f"rank {rank} ended with {process.exitcode}")
+            elif code is not None:
+                announce(f"rank {rank} ended with {code}")
                 running[rank] = start(rank)
         if store.check([f"failed {generation}"]):
             announce("nobody has ended, but the group is of no more use")

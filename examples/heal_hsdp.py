@@ -59,7 +59,7 @@ def heal(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, group: d
         weights, moments = get_state_dict(model, optimizer)
         return {"model": weights, "optimizer": moments, "step": step}
 
-    transport = PGTransport(group, timedelta(seconds=30), torch.device("cpu"), state, strict=True)
+    transport = PGTransport(group, timedelta(seconds=60), torch.device("cpu"), state, strict=True)
     if dist.get_rank() in HEALTHY:
         transport.send_checkpoint(LOST, state(), step=step)
     else:

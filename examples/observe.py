@@ -20,7 +20,7 @@ from torch.distributed.run import main as torchrun
 import transfuse
 from transfuse import PGTransport
 
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=60)
 CPU = torch.device("cpu")
 MIB = 1 << 20
 

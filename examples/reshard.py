@@ -102,7 +102,7 @@ def train_and_send(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    transport = PGTransport(group, timedelta(seconds=30), torch.device("cpu"))
+    transport = PGTransport(group, timedelta(seconds=60), torch.device("cpu"))
     for steps in (range(5), range(5, 8)):
         train(model, optimizer, steps)
         transport.send_checkpoint(SERVERS, model.state_dict(), step=steps.stop)
@@ -126,7 +126,7 @@ def receive_and_serve(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
     }
     parallelize_module(model, mesh, plan)
     transport = PGTransport(
-        group, timedelta(seconds=30), torch.device("cpu"), model.state_dict, cast=True, map_path=RULES, delta=True
+        group, timedelta(seconds=60), torch.device("cpu"), model.state_dict, cast=True, map_path=RULES, delta=True
     )
     for step in (5, 8):
         transport.recv_checkpoint(TRAINERS, step=step)

@@ -55,7 +55,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    timeout, device = timedelta(seconds=30), torch.device("cpu")
+    timeout, device = timedelta(seconds=60), torch.device("cpu")
     if rank == 1:
         receive(group, timeout, device)
     else:

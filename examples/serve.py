@@ -18,7 +18,7 @@ from torch import nn
 
 import transfuse
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=60)
 MORE_STEPS = 50
 
 

@@ -70,7 +70,7 @@ class Job:
 
 def move(before: Job, after: Job | None, group: dist.ProcessGroup) -> str:
     """Called by all ranks: a rank that is both sends in a thread of its own. What happened."""
-    timeout, cpu = timedelta(seconds=30), torch.device("cpu")
+    timeout, cpu = timedelta(seconds=60), torch.device("cpu")
     with ThreadPoolExecutor(1) as thread:
         sender = PGTransport(group, timeout, cpu)
         sending = thread.submit(sender.send_checkpoint, AFTER, before.state())

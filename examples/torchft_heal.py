@@ -28,7 +28,7 @@ from transfuse.dropin.torchft import PGTransport
 
 #: How many steps the two take together, and after how many of them replica 1 is killed.
 STEPS, FATAL = 40, 15
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=60)
 #: How long a process may take. Most of that goes into importing torch.
 PATIENCE_SECONDS = 90
 
