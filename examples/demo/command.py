@@ -1,4 +1,4 @@
-"""``python -m examples.demo``: the options, and the three runs one after the other."""
+"""``python -m examples.demo``: the options, the three runs one after the other, and the second act."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from examples.demo import kept
 from examples.demo.crew import Crew
 from examples.demo.job import size_of
 from examples.demo.model import width_for
@@ -17,7 +18,7 @@ from examples.demo.outcome import Outcome, differences, healings, restart
 from examples.demo.picture import draw
 from examples.demo.run import Course, Kill, run
 from examples.demo.screen import Screen
-from examples.demo.summary import conclude
+from examples.demo.summary import conclude, conclude_kept
 from examples.demo.words import Settings
 
 from transfuse.cli.errors import Command, Failed
@@ -53,6 +54,7 @@ def demo(
         typer.Option("--same-host", help="Heal out of the sources' memory, not over the group as between hosts."),
     ] = False,
     compare: Annotated[bool, typer.Option(help="Measure restarting from a file as well.")] = True,
+    keeper: Annotated[bool, typer.Option(help="Let torchrun restart all workers of a second job as well.")] = True,
     picture: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw what happened.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the measurements, as JSON.")] = False,
 ) -> None:
@@ -64,7 +66,10 @@ def demo(
     Both runs must be the same bit for bit: every loss of every worker at every step, and the final state.
     Then the same kill once more, and everybody starts again from a file, for comparison.
 
-    Exit code 1 if anything differs. Takes about half a minute on two cores.
+    In a second act torchrun starts the workers, and all of them again when one is killed: nobody is left to heal from.
+    They go on from a keeper's memory, and after another kill from a file, for comparison.
+
+    Exit code 1 if anything differs. Takes about a minute on two cores.
     """
     began, load = time.monotonic(), os.getloadavg()[0]
     parameters = millions(size) * 1e6
@@ -74,16 +79,24 @@ def demo(
         with tempfile.TemporaryDirectory(prefix="transfuse-demo-", ignore_cleanup_errors=True) as folder:
             settings = Settings(workers, width_for(parameters), steps, seed, Path(folder), same_host)
             outcome = perform(settings, victim, kills, chaos, compare, screen, began, load)
+        if picture is not None:
+            picture.write_text(draw(outcome))
+        conclude(outcome, screen)
+        second = None
+        if keeper:
+            screen.say()
+            screen.begin("Second act: torchrun restarts all workers when one is killed. A keeper's memory survives")
+            second = kept.perform(settings.width, seed, screen)
+            conclude_kept(second, screen)
     except RanksFailed as error:
         raise Failed(str(error)) from error
-    if picture is not None:
-        picture.write_text(draw(outcome))
+    screen.say(f"All of it took {time.monotonic() - began:.0f} s.")
     if as_json:
-        print(json.dumps(outcome.to_dict(), indent=2))
-    else:
-        conclude(outcome, screen)
+        print(json.dumps({**outcome.to_dict(), "keeper": second and second.to_dict()}, indent=2))
     if outcome.wrong:
         raise Failed("\n  ".join([f"{len(outcome.wrong)} difference(s) between the two runs:", *outcome.wrong[:10]]))
+    if second is not None and not second.is_equal:
+        raise Failed("the job that torchrun restarted differs from the undisturbed one")
     if chaos and outcome.killed_sources < kills:
         raise Failed("a healing was over before its source could be killed; choose a larger --size")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -29,7 +29,17 @@ from examples.demo.words import (
 import transfuse
 from transfuse.report import Report
 
-__all__ = ["PARTS", "Outcome", "Recovery", "differences", "healings", "losses", "mean_losses", "restart"]
+__all__ = [
+    "PARTS",
+    "Outcome",
+    "Recovery",
+    "differences",
+    "healings",
+    "losses",
+    "mean_losses",
+    "parts_between",
+    "restart",
+]
 
 #: The phases of a recovery. Either way of recovering has some of these, one after the other.
 PARTS = (
@@ -206,6 +216,14 @@ class _Parts:
         end = max([self._now, *whens])
         self.seconds[name] = self.seconds.get(name, 0.0) + end - self._now
         self._now = end
+
+
+def parts_between(start: float, whens: Mapping[str, Iterable[float]]) -> dict[str, float]:
+    """Seconds of each phase: it begins where the one before ended, and ends at the latest of its moments."""
+    parts = _Parts(start)
+    for name, moments in whens.items():
+        parts.until(name, moments)
+    return parts.seconds
 
 
 def healings(events: Sequence[Event], workers: int) -> list[Recovery]:

@@ -167,7 +167,11 @@ class Screen:
             self._line(event, f"a group of all {len(self._rows)} workers is formed")
 
     def _line(self, event: Event, text: str, style: str = "") -> None:
-        self.say(Text.assemble((f"{event.word.when - self._began:6.2f} s  ", "dim"), (text, style)))
+        self.line(event.word.when, text, style)
+
+    def line(self, when: float, text: str, style: str = "") -> None:
+        """Say what happened at this moment."""
+        self.say(Text.assemble((f"{when - self._began:6.2f} s  ", "dim"), (text, style)))
 
     # ---------------------------------------------------------------------------------------------------- the live view
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from examples.demo.outcome import PARTS, Outcome, mean_losses
+from examples.demo.kept import Kept
+from examples.demo.kept_words import RANKS, STEPS
+from examples.demo.outcome import PARTS, Outcome, Recovery, mean_losses
 from examples.demo.screen import Screen
 from examples.demo.words import Killed
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["conclude"]
+__all__ = ["conclude", "conclude_kept"]
 
 HEIGHT = 7
 #: Width of the axis labels.
@@ -80,7 +82,7 @@ def _report(outcome: Outcome, screen: Screen) -> None:
 
 def _times(outcome: Outcome, screen: Screen) -> None:
     title = "Seconds from the kill until the step that it cut off is done"
-    _table(screen, title, ["", *outcome.names], _time_rows(outcome))
+    _table(screen, title, ["", *outcome.names], _time_rows(outcome.recoveries))
     if outcome.restart is not None:
         lost = outcome.restart.steps - 1
         workers = outcome.settings["workers"]
@@ -93,12 +95,33 @@ def _times(outcome: Outcome, screen: Screen) -> None:
             f"{healing}; restarting starts all {workers}, on the same cores here, and repeats {lost} "
             f"{'step' if lost == 1 else 'steps'} done since the last file."
         )
-    screen.say(f"All of it took {outcome.seconds:.0f} s.")
 
 
-def _time_rows(outcome: Outcome) -> list[list[str]]:
+def conclude_kept(kept: Kept, screen: Screen) -> None:
+    """What the second act has shown."""
+    screen.say()
+    if not kept.is_equal:
+        screen.say(Text("✗ the job that was restarted differs from the undisturbed one", style="bold red"))
+        return
+    screen.say(
+        Text.assemble(
+            ("✓ equal bit for bit: ", "bold green"),
+            f"the losses of {STEPS} steps, weights and moments of {RANKS} workers after both restarts, and of the same "
+            "job undisturbed",
+        )
+    )
+    recoveries = kept.from_memory, kept.from_file
+    title = "Seconds from the kill until the step that it cut off is done"
+    _table(screen, title, ["", "from the keeper's memory", "from a file"], _time_rows(recoveries))
+    memory, file = (recovery.steps - 1 for recovery in recoveries)
+    screen.say(
+        "Both are mostly the time to start Python and to import torch. Of the steps that were done already, "
+        f"{memory or 'none'} had to be done again from memory, {file} from the file."
+    )
+
+
+def _time_rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
     """A table of the recoveries' phases side by side."""
-    recoveries = outcome.recoveries
     rows = [
         [name, *(f"{one.parts[name]:.2f}" if name in one.parts else "–" for one in recoveries)]
         for name in PARTS

@@ -12,6 +12,7 @@ Modules and packages; each imports only from those above it:
     session                            one transfer: source, receiver, and all that they share
     transport                          PGTransport
     remote                             serve and fetch, for readers outside the group
+    keeper                             keep: states that outlive the restart of all workers
     dcp, dropin                        the same for users of torch.distributed.checkpoint, torch and torchft
     cli                                the command
 """
@@ -36,6 +37,8 @@ from transfuse.errors import (
     TransfuseError,
     UnsupportedLeaf,
 )
+from transfuse.keeper import rendezvous
+from transfuse.keeper.client import CommitReport, Keep, keep
 from transfuse.progress import Progress
 from transfuse.remote.client import Peeked, fetch, peek
 from transfuse.remote.server import Server, serve
@@ -45,11 +48,15 @@ from transfuse.session.partial import Partial
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.transport import PGTransport
 
-__version__ = "0.8.0"
+__version__ = "0.9.0"
+
+rendezvous.register()
 
 __all__ = [
+    "CommitReport",
     "Concat",
     "CorruptData",
+    "Keep",
     "LimitExceeded",
     "MapPath",
     "MeshDescription",
@@ -80,6 +87,7 @@ __all__ = [
     "UnsupportedLeaf",
     "__version__",
     "fetch",
+    "keep",
     "peek",
     "serve",
 ]

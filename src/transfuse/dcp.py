@@ -4,6 +4,8 @@
 send with ``transport.send_checkpoint(dst_ranks, state_dict)``. DCP makes two calls: first for the metadata, then for
 all data that it wants. A receive is one conversation. So the receive runs in a thread of its own and waits between
 the two calls.
+
+:class:`KeeperWriter` and :class:`KeeperReader` save to, and load from, the keepers of a run (:func:`transfuse.keep`).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch.futures import Future
 
 from transfuse.arguments import check_step, ranks_of
 from transfuse.errors import StateError, TransfuseError, UnsupportedLeaf
+from transfuse.keeper.dcp_storage import KeeperReader, KeeperWriter
 from transfuse.limits import Limits
 from transfuse.memory import streams
 from transfuse.plan.apply_rules import Link
@@ -44,7 +47,7 @@ from transfuse.state.leaves.spec import Spec, is_sharded, of_plain_tensors
 from transfuse.state.manifest import Leaf
 from transfuse.transport import PGTransport
 
-__all__ = ["PeerReader"]
+__all__ = ["KeeperReader", "KeeperWriter", "PeerReader"]
 
 
 class PeerReader(StorageReader):

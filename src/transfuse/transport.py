@@ -31,13 +31,14 @@ from transfuse.progress import Progress, Show, showing
 from transfuse.report import Report, failed_with, routes_of, said
 from transfuse.rules import MapPath
 from transfuse.session import receive_from_one, source, threads
-from transfuse.session.context import Context, Request
+from transfuse.session.context import Context, Permit, Request
 from transfuse.session.partial import Partial
 from transfuse.session.receive_from_all import Receive
 from transfuse.session.relay import Chains, this_host
 from transfuse.session.remembered import Remembered
 from transfuse.sizes import Sizes
 from transfuse.state.leaves.codec import MeshDescription
+from transfuse.state.manifest import Described
 from transfuse.timeouts import Patience
 from transfuse.wire import messages, nixl_agent
 from transfuse.wire.channel import Channel
@@ -303,12 +304,13 @@ class PGTransport:
         resume: Partial | None = None,
         late: Late | None = None,
         absent: Mapping[str, BaseException] | None = None,
+        permit: Permit | None = None,
     ) -> Any:
-        """As :meth:`recv_checkpoint`, with two more arguments.
+        """As :meth:`recv_checkpoint`, with three more arguments.
 
         ``late`` chooses the targets once the sources have offered: it is called with the catalogue of their leaves.
         ``absent`` names sources that cannot be reached, and why. If only they may hold a leaf, the receive fails
-        instead of leaving that leaf as it was.
+        instead of leaving that leaf as it was. ``permit`` is asked before a target is written, and may raise.
         """
         ranks = self._check_ranks("src_rank", src_rank)
         if not ranks:
@@ -325,6 +327,7 @@ class PGTransport:
             late=late,
             resume=resume,
             absent=absent or {},
+            permit=permit,
             options=replace(self._options, atomic=self._options.atomic and in_place),
         )
         with self._call(report) as context:
@@ -392,7 +395,9 @@ class PGTransport:
         if self._torn:
             raise TornState(self._torn)
         arguments.check_no_module(state_dict, "pass model.state_dict()")
-        described = self._remembered.describe(state_dict, self._limits)
+        described = (
+            state_dict if isinstance(state_dict, Described) else self._remembered.describe(state_dict, self._limits)
+        )
         nbytes = int(described.manifest.storages.nbytes.sum())
         options = self._options
         relay = options.relay and self._group.relays and len(ranks) > 1 and nbytes >= self._limits.min_relay_bytes

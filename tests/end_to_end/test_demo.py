@@ -10,6 +10,7 @@ import pathlib
 import random
 import re
 import signal
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import deque
@@ -24,6 +25,8 @@ import torch
 from examples.demo.command import app
 from examples.demo.generation import Generation, GenerationOver, Parent
 from examples.demo.job import Job
+from examples.demo.kept import recoveries
+from examples.demo.kept_words import Said
 from examples.demo.model import batch, width_for
 from examples.demo.outcome import differences, healings, restart
 from examples.demo.run import Course, Event, Kill, run
@@ -52,7 +55,7 @@ from typer.testing import CliRunner
 from commands import DEMO, Running
 from transfuse.report import Report
 from transfuse.testing.exact import assert_exact
-from transfuse.testing.ranks import interrupts_held, loopback_store
+from transfuse.testing.ranks import RanksFailed, interrupts_held, loopback_store
 
 #: Every worker imports torch, on a machine that may be busy with other tests.
 pytestmark = pytest.mark.timeout(300)
@@ -94,6 +97,10 @@ def test_a_killed_worker_is_healed_bit_for_bit(tmp_path: pathlib.Path) -> None:
     assert (restarted["step"], restarted["steps"]) == (4, 2), "one step since the file was lost"
     # If the kill comes late, a step that had been saved is done and saved again.
     assert sorted({save["step"] for save in result["saves"]}) == [1, 3, 5, 7]
+    second = result["keeper"]
+    assert second["equal"] is True
+    assert [second[way]["steps"] for way in ("from_memory", "from_file")] == [1, 5], "only the file loses steps"
+    assert list(second["from_memory"]["parts"]) == list(second["from_file"]["parts"])
     # The folder for these files is gone.
     assert not list(tmp_path.glob("transfuse*"))
     root = ElementTree.parse(picture).getroot()
@@ -109,7 +116,7 @@ def test_a_killed_worker_is_healed_bit_for_bit(tmp_path: pathlib.Path) -> None:
 @pytest.mark.soak  # Sources that are killed midway have tests of their own; this is the demo's telling of it.
 def test_a_source_is_killed_during_the_healing() -> None:
     with Running(
-        "--workers", "3", "--chaos", "--size", "tiny", "--steps", "4", "--no-compare", command=DEMO
+        "--workers", "3", "--chaos", "--size", "tiny", "--steps", "4", "--no-compare", "--no-keeper", command=DEMO
     ) as running:
         out, err, code = running.end()
     assert (code, err) == (0, "")
@@ -146,6 +153,29 @@ def test_interrupted_in_a_restart_it_leaves_nothing_behind(number: signal.Signal
     assert not list(tmp_path.glob("transfuse*"))
 
 
+@pytest.fixture
+def short_path() -> Iterator[pathlib.Path]:
+    """pytest's own paths leave no room for the path of the keeper's socket: the demo would use /tmp."""
+    with tempfile.TemporaryDirectory(prefix="demo-", dir="/tmp") as folder:
+        yield pathlib.Path(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
+def test_interrupted_in_the_second_act_it_leaves_nothing_behind(
+    number: signal.Signals, short_path: pathlib.Path
+) -> None:
+    options = ("--workers", "2", "--size", "tiny", "--steps", "4", "--no-compare")
+    with Running(*options, environ={"TMPDIR": str(short_path)}, command=DEMO) as running:
+        running.read_until("from the keeper's memory")
+        running.process.send_signal(number)
+        if number == signal.SIGKILL:
+            running.until(lambda: not running.alive())
+            return
+        _, err, code = running.end()
+    assert (code, err) == (130, "demo: interrupted\n")
+    assert not [path for path in short_path.iterdir() if path.name.startswith(("transfuse", "torchelastic"))]
+
+
 def test_killed_it_leaves_no_process_behind(tmp_path: pathlib.Path) -> None:
     # Its empty folder stays: nobody is left to remove it.
     with Running("--workers", "2", "--size", "tiny", environ={"TMPDIR": str(tmp_path)}, command=DEMO) as running:
@@ -161,7 +191,7 @@ def test_interrupted_at_any_moment(number: signal.Signals) -> None:
     for seed in range(6):
         with Running("--workers", "3", "--chaos", "--size", "tiny", "--steps", "6", command=DEMO) as running:
             running.read_until("million parameters")
-            time.sleep(random.Random(seed).uniform(0, 30))
+            time.sleep(random.Random(seed).uniform(0, 50))
             running.process.send_signal(number)
             _, err, code = running.end()
         # It may have been over.
@@ -170,7 +200,8 @@ def test_interrupted_at_any_moment(number: signal.Signals) -> None:
 
 @pytest.mark.soak
 def test_a_worker_killed_by_somebody_else_is_healed_too() -> None:
-    with Running("--workers", "3", "--size", "tiny", "--steps", "300", "--no-compare", command=DEMO) as running:
+    options = ("--workers", "3", "--size", "tiny", "--steps", "300", "--no-compare", "--no-keeper")
+    with Running(*options, command=DEMO) as running:
         running.read_until("and a worker is killed")
         running.read_until("is formed")
         os.kill(running.workers()[0], signal.SIGKILL)
@@ -441,6 +472,24 @@ def test_parts_of_a_restart_add_up() -> None:
     names = ["noticing", "ending the others", "starting", "loading", "forming the group", "steps"]
     assert found.parts == dict(zip(names, parts, strict=True))
     assert found.steps == 3
+
+
+def test_recoveries_of_the_second_act_add_up() -> None:
+    def life(number: int, start: float, begun: str, first: int, fatal: int | None) -> list[Said]:
+        when = itertools.count(start)
+        told = [("started", 0), ("ready", 0), ("formed", 0), (begun, first)]
+        told += [("done", step) for step in range(first, 16 if fatal is None else fatal)]
+        said = [Said(number, rank, 7, what, step, next(when)) for what, step in told for rank in range(2)]
+        return said if fatal is None else [*said, Said(number, 1, 7, "killed", fatal, start + 100)]
+
+    said = [*life(0, 0.0, "begun", 0, 5), *life(1, 110.0, "restored", 5, 12), *life(2, 220.0, "loaded", 8, None)]
+    memory, file = recoveries(said)
+    parts = {"ending the others": 11.0, "starting": 2.0, "forming the group": 2.0, "loading": 2.0}
+    assert memory.parts == {**parts, "steps": 2.0}
+    assert file.parts == {**parts, "steps": 10.0}
+    assert [(one.step, one.steps) for one in (memory, file)] == [(5, 1), (12, 5)]
+    with pytest.raises(RanksFailed, match=r"went on from steps \[\] after the kill in step 5"):
+        recoveries([one for one in said if one.what != "restored"])
 
 
 class Scripted:

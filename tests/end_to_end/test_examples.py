@@ -1,18 +1,26 @@
-"""The examples run as their docstrings say: forked, and in `make soak` by the real torchrun."""
+"""The examples run as their docstrings say: forked, and in `make soak` by the real torchrun.
+
+Those that torchrun restarts are run by it in any case.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import os
 import pathlib
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from subprocess import PIPE
+from typing import Any
 
 import pytest
+import torch
 
 import forking
-from example_outputs import ALONE, EXAMPLES, RANKS, elastic, heal_hsdp, reshard, shrink
+from example_outputs import ALONE, EXAMPLES, RANKS, RESTARTED, heal_hsdp, reshard, shrink
 from transfuse.testing.ranks import run_program
 
 pytestmark = pytest.mark.timeout(400)
@@ -37,8 +45,8 @@ def run(*command: object) -> str:
     return out
 
 
-def torchrun(name: str, ranks: int) -> str:
-    return run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", EXAMPLES / f"{name}.py")
+def torchrun(name: str, ranks: int, *options: str) -> str:
+    return run("-m", "torch.distributed.run", *options, f"--nproc-per-node={ranks}", EXAMPLES / f"{name}.py")
 
 
 def fork(name: str, ranks: int | None) -> str:
@@ -56,8 +64,7 @@ def test_forked(check: Callable[[str], None]) -> None:
     check(fork(check.__name__, RANKS[check]))
 
 
-# `elastic` starts the real torchrun, twice: in the soak.
-@pytest.mark.parametrize("check", [check for check in ALONE if check is not elastic], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", ALONE, ids=lambda check: check.__name__)
 def test_alone(check: Callable[[str], None]) -> None:
     check(fork(check.__name__, None))
 
@@ -65,7 +72,23 @@ def test_alone(check: Callable[[str], None]) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("check", RANKS, ids=lambda check: check.__name__)
 def test_by_torchrun(check: Callable[[str], None]) -> None:
-    check(torchrun(check.__name__, RANKS[check]))
+    check(torchrun(check.__name__, RANKS[check], "--standalone"))
+
+
+# The real torchrun, twice.
+@pytest.mark.soak
+@pytest.mark.parametrize("standalone", [False, True])
+@pytest.mark.parametrize("check", RESTARTED, ids=lambda check: check.__name__)
+def test_restarted(
+    check: Callable[[str], None], standalone: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("TRANSFUSE_KEEPER_DIR", str(tmp_path))
+    check(torchrun(check.__name__, RESTARTED[check], "--max-restarts=3", *["--standalone"] * standalone))
+    # The keeper has ended, or does so now.
+    until = time.monotonic() + 30
+    while list(tmp_path.glob("*/socket")):
+        assert time.monotonic() < until, "the keeper is still there"
+        time.sleep(0.1)
 
 
 @pytest.mark.soak
@@ -78,5 +101,40 @@ def test_docstrings_say_how_it_is_run() -> None:
     for check, ranks in RANKS.items():
         text = (EXAMPLES / f"{check.__name__}.py").read_text()
         assert f"torchrun --nproc-per-node {ranks} examples/{check.__name__}.py\n" in text
+    for check, ranks in RESTARTED.items():
+        text = (EXAMPLES / f"{check.__name__}.py").read_text()
+        assert f"torchrun --nproc-per-node {ranks} --max-restarts 3 examples/{check.__name__}.py\n" in text
     for check in ALONE:
         assert f"python examples/{check.__name__}.py\n" in (EXAMPLES / f"{check.__name__}.py").read_text()
+
+
+# ------------------------------------------------------------------------------ the recipe for a data loader
+
+
+def made_by_keep(**options: Any) -> Any:
+    specification = importlib.util.spec_from_file_location("examples_keep", EXAMPLES / "keep.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module.Loader(list(range(23)), 1, 2, batch_size=3, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_loader_goes_on_with_the_next_batch(workers: int) -> None:
+    """Wherever it is left, also between two epochs, and however far its processes have read ahead."""
+    undisturbed = [batch.tolist() for batch, _ in zip(made_by_keep(), range(8), strict=False)]
+    assert len({tuple(batch) for batch in undisturbed}) == 8, "a new order each epoch"
+    assert all(len({*itertools.chain(*undisturbed[at : at + 3])}) == 9 for at in (0, 3)), "nothing twice in an epoch"
+    for left_after in (0, 1, 3, 4) if workers else range(8):
+        first, second = (made_by_keep(num_workers=workers) for _ in range(2))
+        seen = [batch.tolist() for _, batch in zip(range(left_after), first, strict=False)]
+        second.load_state_dict(first.state_dict())
+        seen += [batch.tolist() for _, batch in zip(range(8 - left_after), second, strict=False)]
+        assert seen == undisturbed
+
+
+def test_the_loader_draws_nothing_from_torchs_random_numbers() -> None:
+    before = torch.get_rng_state()
+    next(iter(made_by_keep()))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -23,7 +23,7 @@ import pytest
 import typer
 
 import transfuse
-from example_outputs import ALONE, ELSEWHERE, EXAMPLES, RANKS
+from example_outputs import ALONE, ELSEWHERE, EXAMPLES, RANKS, RESTARTED
 from transfuse.cli.app import app
 from transfuse.testing.ranks import run_program
 
@@ -150,7 +150,7 @@ def test_files_that_the_reader_makes(page: str, tmp_path: pathlib.Path) -> None:
 
 def test_every_example_is_run() -> None:
     for path in EXAMPLES.glob("*.py"):
-        if path.stem in {check.__name__ for check in (*RANKS, *ALONE)}:
+        if path.stem in {check.__name__ for check in (*RANKS, *ALONE, *RESTARTED)}:
             continue
         test = ROOT / "tests" / ELSEWHERE[path.stem]
         assert f'"{path.name}"' in test.read_text(), f"{test.name} does not run {path.name}"
@@ -216,7 +216,7 @@ def _check_program(name: str, words: list[str], made: dict[str, str]) -> None:
         return
     assert (ROOT / program).is_file(), words
     example = pathlib.Path(program).stem
-    ranks = {check.__name__: count for check, count in RANKS.items()}
+    ranks = {check.__name__: count for check, count in (RANKS | RESTARTED).items()}
     if name == "torchrun":
         assert _ranks(words) == ranks[example], words
     else:

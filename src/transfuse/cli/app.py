@@ -11,6 +11,7 @@ from transfuse.cli.doctor import doctor
 from transfuse.cli.errors import DEBUG_VARIABLE, Commands
 from transfuse.cli.fetch import fetch
 from transfuse.cli.inspect import inspect
+from transfuse.cli.keep import keep
 from transfuse.cli.serve import serve
 
 __all__ = ["app"]
@@ -48,5 +49,5 @@ def _root(
     context.obj = {"debug": debug}
 
 
-for command in (inspect, serve, fetch, doctor):
+for command in (inspect, serve, fetch, keep, doctor):
     app.command()(command)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import transfuse
-from transfuse.cli import files, safetensors_file
+from transfuse.cli import files, keepers, safetensors_file
 from transfuse.cli.errors import Failed, warnings_shown
 from transfuse.cli.files import SUFFIXES, Format
 from transfuse.cli.options import (
@@ -53,7 +54,10 @@ class Goal:
 def fetch(
     addresses: Annotated[
         list[str],
-        typer.Argument(metavar="ADDRESS", help="A server's host:port. Several, if they serve one state."),
+        typer.Argument(
+            metavar="ADDRESS",
+            help="A server's host:port. Several, if they serve one state. Or `keeper:RUN` for the keeper of a run.",
+        ),
     ],
     out: Annotated[
         Path,
@@ -85,20 +89,24 @@ def fetch(
     plain tensors.
     """
     _check(addresses)
+    is_keeper = addresses[0].startswith(keepers.PREFIX)
     check_settings()
     check_step(step)
-    token, largest = token_of(token_file), bytes_of(max_size) if max_size is not None else None
+    largest = bytes_of(max_size) if max_size is not None else None
     reports: list[Report] = []
-    with warnings_shown("fetch"):
+    with warnings_shown("fetch"), _reached(addresses, token_file, timeout) as (reached, token):
         # Without a known suffix the command writes another file, beside this one.
         files.check_place(out, overwrite or out.suffix not in SUFFIXES)
-        seen = _peek(addresses, token, timeout)
+        seen = _peek(reached, token, timeout)
+        if is_keeper and not any(manifest.is_sharded for manifest in seen):
+            # Each rank has everything, and values of its own in part: take one rank's.
+            reached, seen = reached[:1], seen[:1]
         goal = _goal(out, seen)
         files.check_place(goal.path, overwrite)
         # Replicas bring the same bytes, so the file is at least as large as the largest server's state.
         files.check_room(goal.path, max(int(lay_out(manifest).nbytes.sum()) for manifest in seen))
         state = transfuse.fetch(
-            addresses if len(addresses) > 1 else addresses[0],
+            reached if len(reached) > 1 else reached[0],
             token=token,
             timeout=duration_of(timeout),
             step=step,
@@ -116,7 +124,19 @@ def fetch(
     _tell(goal, reports[-1], as_json)
 
 
+@contextmanager
+def _reached(addresses: list[str], token_file: Path | None, timeout: float) -> Iterator[tuple[list[str], bytes | None]]:
+    """The addresses of servers, and the token for them."""
+    if len(addresses) == 1:
+        with keepers.served(addresses[0], token_file, timeout) as (reached, token):
+            yield reached, token
+    else:
+        yield addresses, token_of(token_file)
+
+
 def _check(addresses: Sequence[str]) -> None:
+    if len(addresses) == 1 and addresses[0].startswith(keepers.PREFIX):
+        return
     for address in addresses:
         try:
             split_address(address)

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 
 import transfuse
-from transfuse.cli import files
+from transfuse.cli import files, keepers
 from transfuse.cli.contents import Contents, Folded, Row, fold, printable
 from transfuse.cli.errors import Failed
-from transfuse.cli.options import AsJson, Seconds, TokenFile, check_settings, duration_of, token_of
+from transfuse.cli.options import AsJson, Seconds, TokenFile, check_settings, duration_of
 from transfuse.cli.tables import Column, count_leaves, say, show
 from transfuse.remote.handshake import split_address
 from transfuse.report import human_bytes
@@ -59,7 +59,11 @@ class Inspected:
 
 def inspect(
     where: Annotated[
-        str, typer.Argument(metavar="ADDRESS|FILE", help="A server's host:port, or a .safetensors or .pt file.")
+        str,
+        typer.Argument(
+            metavar="ADDRESS|FILE",
+            help="A server's host:port, `keeper:RUN` for the keeper of a run, or a .safetensors or .pt file.",
+        ),
     ],
     depth: Annotated[
         int | None, typer.Option(min=1, help="Fold leaves whose names agree in so many steps between dots.")
@@ -74,7 +78,8 @@ def inspect(
     """Show what a state holds: names, kinds, dtypes, shapes, sizes, what shares memory, and how it is sharded.
 
     No tensor is read or moved. Of a .safetensors file only the header is read; a .pt file is mapped, and refused if it
-    holds more than plain data. Of a server only the description of its state is asked for.
+    holds more than plain data. Of a server only the description of its state is asked for; of a keeper, that of its
+    lowest rank.
 
     Leaves with the same number under *shares* have a storage in common. Sizes of sharded leaves are those of the part
     that the described rank holds. In JSON there are always all leaves that the filter leaves.
@@ -96,11 +101,13 @@ def _look(where: str, token_file: Path | None, timeout: float) -> Inspected:
         kind = files.format_of(path).value
         contents, metadata = files.contents_of(path)
         return Inspected(where, kind, contents, metadata=metadata)
-    try:
-        split_address(where)
-    except ValueError:
-        raise Failed(f"{where} is neither a file here nor the host:port of a server; is the name right?") from None
-    peeked = transfuse.peek(where, token=token_of(token_file), timeout=duration_of(timeout))
+    if not where.startswith(keepers.PREFIX):
+        try:
+            split_address(where)
+        except ValueError:
+            raise Failed(f"{where} is neither a file here nor the host:port of a server; is the name right?") from None
+    with keepers.served(where, token_file, timeout) as (addresses, token):
+        peeked = transfuse.peek(addresses[0], token=token, timeout=duration_of(timeout))
     try:
         return Inspected(where, "server", Contents.of(peeked.manifest), step=peeked.step)
     except ValueError as error:

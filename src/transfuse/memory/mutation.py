@@ -81,19 +81,23 @@ class MutationWatch:
 
     def changed(self) -> list[str]:
         """Paths of leaves that have been written to, or whose tensors have moved to other memory."""
+        return self._paths(self.changed_rows())
+
+    def changed_rows(self) -> Ints:
+        """The numbers of tensors that have been written to, or that have moved to other memory."""
         described = self._described
         pointers = np.fromiter(map(_pointer, described.tensors), dtype=np.int64, count=len(described.tensors))
         moved = (pointers != described.pointers) & (described.manifest.tensors.numel > 0)
+        versions = self._read_versions()
         if moved.any():
             # The old memory may belong to something else by now, so no sample of it is read.
-            return self._paths(np.flatnonzero(moved))
-        versions = self._read_versions()
+            return np.flatnonzero(moved | (np.array(versions) != np.array(self._versions)))
         samples, before = (
             [*self._sample(), self._read(self._sample_elsewhere())],
             [*self._samples, self._read(self._kept)],
         )
         if versions == self._versions and all(map(np.array_equal, samples, before)):
-            return []
+            return np.empty(0, dtype=np.int64)
         single = np.flatnonzero(samples[1] != before[1])
         rows = [
             np.flatnonzero(np.array(versions) != np.array(self._versions)),
@@ -101,7 +105,7 @@ class MutationWatch:
             self._rows[1][np.unique(np.searchsorted(self._ends, single, side="right"))],
             self._rows[2][np.any(samples[2] != before[2], axis=1)],
         ]
-        return self._paths(np.concatenate(rows))
+        return np.unique(np.concatenate(rows))
 
     def _paths(self, rows: Ints) -> list[str]:
         manifest = self._described.manifest

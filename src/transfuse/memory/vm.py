@@ -31,6 +31,8 @@ CALL_BYTES = 8 << 20
 MAX_THREADS = 8
 #: Up to this many ranges are copied one by one.
 FEW = 8
+#: Ranges of about this size are long: the call for each of them does not count.
+LONG_BYTES = 64 << 10
 #: For fewer bytes a second thread costs more time than it saves.
 THREAD_BYTES = 4 << 20
 
@@ -106,6 +108,7 @@ def read(
     call_bytes: int = 0,
     begins: Callable[[int], object] = lambda upto: None,
     went_on: Callable[[int], object] = lambda nbytes: None,
+    is_mapped: bool = False,
 ) -> npt.NDArray[np.int64]:
     """Copy ``theirs`` of process ``pid`` into ``mine``, range by range. Return the rows that could not be read.
 
@@ -113,6 +116,9 @@ def read(
     Before each call ``begins(upto)`` is called: from now on the first ``upto`` bytes of ``mine``, counted over all
     ranges, may be written. After each call ``went_on(nbytes)`` is called with the bytes that the call asked for. An
     exception from either ends the read. :class:`ReadFailed` means that the process cannot be read at all.
+
+    ``is_mapped``: the process is this one, and all of the memory is known to be mapped. Then long ranges are moved
+    without the kernel, which takes half the time.
     """
     split_theirs, split_mine, starts = split(theirs, mine, call_bytes or CALL_BYTES)
     upto = np.concatenate([[0], np.cumsum(split_theirs[:, 1].astype(np.int64))])[starts]
@@ -125,7 +131,10 @@ def read(
             while not errors and (call := next(calls)) < len(starts) - 1:
                 low, high = int(starts[call]), int(starts[call + 1])
                 begins(int(upto[call + 1]))
-                failed.extend(_read(pid, split_theirs, split_mine, low, high))
+                if is_mapped and upto[call + 1] - upto[call] >= (high - low) * LONG_BYTES:
+                    _move(split_theirs, split_mine, low, high)
+                else:
+                    failed.extend(_read(pid, split_theirs, split_mine, low, high))
                 went_on(int(upto[call + 1] - upto[call]))
         except BaseException as error:
             errors.append(error)
@@ -158,6 +167,11 @@ def run_in(helpers: list[threading.Thread], work: Callable[[], None]) -> None:
         work()
         for helper in started:
             helper.join()
+
+
+def _move(theirs: Ranges, mine: Ranges, low: int, high: int) -> None:
+    for (source, nbytes), (target, _) in zip(theirs[low:high].tolist(), mine[low:high].tolist(), strict=True):
+        ctypes.memmove(target, source, nbytes)
 
 
 def _read(pid: int, theirs: Ranges, mine: Ranges, low: int, high: int) -> list[int]:

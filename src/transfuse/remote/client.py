@@ -23,6 +23,7 @@ from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, c
 from transfuse.remote.pair_group import READER, PairGroup, PairGroups
 from transfuse.report import Report
 from transfuse.session import receive_from_one, threads
+from transfuse.session.context import Permit
 from transfuse.session.partial import Partial
 from transfuse.session.planning import read_offer
 from transfuse.session.remembered import Remembered
@@ -34,7 +35,7 @@ from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG, Group
 from transfuse.wire.messages import Message
 
-__all__ = ["Peeked", "fetch", "peek"]
+__all__ = ["Peeked", "fetch", "fetch_if", "peek"]
 
 logger = logging.getLogger("transfuse")
 
@@ -74,6 +75,32 @@ def fetch(
     If some of several servers are absent, the fetch goes on with the others, as long as those hold all that is needed.
     """
     check_names("fetch", options, FetchKeywords)
+    return fetch_if(
+        None,
+        address,
+        state_dict,
+        token=token,
+        timeout=timeout,
+        step=step,
+        resume=resume,
+        on_report=on_report,
+        **options,
+    )
+
+
+def fetch_if(
+    permit: Permit | None,
+    address: str | Sequence[str],
+    state_dict: object | None = None,
+    *,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = timedelta(seconds=30),
+    step: SupportsIndex | None = None,
+    resume: Partial | None = None,
+    on_report: Callable[[Report], object] | None = None,
+    **options: Unpack[FetchKeywords],
+) -> Any:
+    """As :func:`fetch`, but ``permit`` is asked before a target is written, and may raise."""
     addresses, timeout, step = _check(address), arguments.duration(timeout), check_step(step)
     arguments.check_no_module(state_dict, "fetch(address, model.state_dict)")
     arguments.check_callable("on_report", on_report)
@@ -92,7 +119,7 @@ def fetch(
         ranks = visit.begin()
         try:
             with transport:
-                return transport.receive(ranks, step=step, resume=resume, absent=visit.absent)
+                return transport.receive(ranks, step=step, resume=resume, absent=visit.absent, permit=permit)
         except TransfuseError as error:
             visit.explain(error)
             raise

@@ -31,12 +31,15 @@ import msgspec
 from transfuse.errors import PeerLost, PeerRefused, PeerTimeout, ProtocolError
 
 __all__ = [
+    "MAX_FRAME_BYTES",
     "WAIT_SECONDS",
+    "Ask",
     "Call",
     "ControlConnection",
     "Frame",
     "Ready",
     "Refused",
+    "Told",
     "Wait",
     "connect",
     "join_address",
@@ -79,9 +82,21 @@ class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=
     cause: str
 
 
-Frame = Wait | Call | Ready | Refused
+class Ask(msgspec.Struct, tag="ask", frozen=True, forbid_unknown_fields=True):
+    """Keeper to keeper: a question (:mod:`transfuse.keeper.questions`)."""
+
+    body: bytes
+
+
+class Told(msgspec.Struct, tag="told", frozen=True, forbid_unknown_fields=True):
+    """Keeper to keeper: the answer."""
+
+    body: bytes
+
+
+Frame = Wait | Call | Ready | Refused | Ask | Told
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
-_F = TypeVar("_F", Wait, Call, Ready)
+_F = TypeVar("_F", Wait, Call, Ready, Ask, Told)
 _T = TypeVar("_T")
 
 
@@ -120,12 +135,16 @@ class ControlConnection:
     def gone(self) -> bool:
         """Whether the other end has closed. Call it only while no frame is due from that end."""
         try:
-            # Not select(): it takes descriptors up to 1023 only, and a training process may have more.
-            look = select.poll()
-            look.register(self._socket, select.POLLIN)
-            return bool(look.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
+            return self.has_news(0.0) and not self._socket.recv(1, socket.MSG_PEEK)
         except (OSError, ValueError):
             return True
+
+    def has_news(self, seconds: float) -> bool:
+        """Wait so long: whether the other end has sent something, or closed."""
+        # Not select(): it takes descriptors up to 1023 only, and a training process may have more.
+        look = select.poll()
+        look.register(self._socket, select.POLLIN)
+        return bool(look.poll(seconds * 1000))
 
     # ---------------------------------------------------------------------------------------------------- frames
 

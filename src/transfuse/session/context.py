@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,8 @@ import torch
 from transfuse.limits import Limits
 from transfuse.options import Options
 from transfuse.plan.catalogue import Late
+from transfuse.plan.cohorts import Cohort
+from transfuse.plan.match import Prepared
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session.partial import Partial
@@ -17,7 +19,11 @@ from transfuse.session.remembered import Remembered
 from transfuse.session.threads import Caller
 from transfuse.wire.lanes import Pool
 
-__all__ = ["Context", "Request"]
+__all__ = ["Context", "Permit", "Request"]
+
+#: Called once with the sources' descriptions and the target, when all that can be known beforehand is known, and before
+#: a byte of a target is written. It raises to forbid the receive.
+Permit = Callable[[Sequence[Cohort], Prepared], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,4 +64,6 @@ class Request:
     resume: Partial | None = None
     #: Sources that the caller named but that cannot be reached, and why.
     absent: Mapping[str, BaseException] = field(default_factory=dict)
+    #: Asked before the first byte lands in a target; with ``atomic`` after the last one has arrived.
+    permit: Permit | None = None
     options: Options = field(default_factory=Options)

@@ -57,6 +57,9 @@ class Accepted:
     build_context: BuildContext
     registry: Registry
     landing: Landing
+    #: All cohorts, and the target that they were matched with.
+    cohorts: Sequence[Cohort]
+    target: Prepared
     #: Remembers the plan for a later receive. Called when this receive has ended well, and needs the plan no more.
     remember: Callable[[], None] | None = None
 
@@ -229,7 +232,9 @@ def accept(
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
     remember = None if key is None or mine is None else partial(_keep, context.remembered, key, mine, plan)
-    return Accepted(described, parcel_bytes, manifest, build_context, registry, Landing(plan), remember)
+    return Accepted(
+        described, parcel_bytes, manifest, build_context, registry, Landing(plan), cohorts, target, remember
+    )
 
 
 def _keep(remembered: Remembered, key: PlanKey, mine: Outline, plan: AsIs | Assembly) -> None:

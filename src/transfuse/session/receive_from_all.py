@@ -78,6 +78,9 @@ class Receive:
         #: Whether a thread has begun to build the state; and a list that holds the state once it is built.
         self._finishing = False
         self._result: list[Any] = []
+        #: Held while the caller is asked for permission; and whether the caller has given it.
+        self._asking = threading.Lock()
+        self._permitted = request.permit is None
 
     @property
     def accepted(self) -> Accepted:
@@ -112,6 +115,23 @@ class Receive:
                 self._readers.add(channel.peer)
             self._count()
             self.roster.changed.notify_all()
+
+    def ask_permission(self, *, atomic: bool) -> None:
+        """Ask the caller once whether targets may be written: at the end if the receive is atomic, else before it."""
+        if self._permitted or atomic is not self.request.options.atomic:
+            return
+        with self._asking:
+            if self._permitted:
+                return
+            if self.failure is not None:
+                raise self.failure
+            assert self.request.permit is not None
+            try:
+                self.request.permit(self.accepted.cohorts, self.accepted.target)
+            except BaseException as error:
+                self.roster.fail(error)
+                raise
+            self._permitted = True
 
     def share(self, rank: int) -> Share:
         """What a source can send. It is computed outside the lock, before the source gets its first task."""
@@ -303,6 +323,7 @@ class Receive:
     def _build(self, rank: int) -> Any:
         """Build the state. The data may still be invalid, for example the indices of a sparse tensor."""
         try:
+            self.ask_permission(atomic=True)
             return self.accepted.landing.finish(self.accepted.build_context, self.accepted.registry)
         except TransfuseError:
             raise

@@ -127,6 +127,8 @@ class _Conversation:
         if not needed:
             shared.release(channel.peer)
         try:
+            with channel.holding_turn():
+                shared.ask_permission(atomic=False)
             if needed:
                 self._pulling.pull()
             while needed:

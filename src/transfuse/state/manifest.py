@@ -353,6 +353,8 @@ class Described:
     owners: Ints
     #: What ``data_ptr()`` of each tensor has returned.
     pointers: Ints
+    #: Whether all of this memory is mapped, and stays mapped as long as the tensors live.
+    is_mapped: bool = False
 
     @property
     def devices(self) -> list[torch.device]:

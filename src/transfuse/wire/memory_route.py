@@ -111,6 +111,9 @@ class _Permission:
 
 _permission = _Permission()
 
+#: For leases of this very process whose memory is known to be mapped: the storages, by token.
+_mapped: dict[bytes, bytes] = {}
+
 
 class MemoryLease:
     """A source's permission to read its memory. It begins with ``with`` and ends with :meth:`end` or the block."""
@@ -130,10 +133,16 @@ class MemoryLease:
 
     def end(self) -> None:
         """Wipe the token, so that a receiver that still reads will notice."""
+        _mapped.pop(self._token, None)
         ctypes.memset(self._page, 0, TOKEN_BYTES)
 
     def export(self, described: Described) -> bytes | None:
-        return self.describe(described.addresses).encode() if described.addresses.any() else None
+        if not described.addresses.any():
+            return None
+        entry = self.describe(described.addresses)
+        if described.is_mapped:
+            _mapped[self._token] = entry.storages
+        return entry.encode()
 
     def describe(self, storages: npt.NDArray[np.int64]) -> Entry:
         """The entry for an offer, given the address of each storage."""
@@ -198,7 +207,8 @@ class Reader:
         """Read ranges of the source's memory into our own, as :func:`vm.read` does. Return the rows that failed."""
         try:
             pid, calls = self._memory.pid, self._call_bytes
-            return vm.read(pid, theirs, mine, workers=vm.threads(), call_bytes=calls, **watchers)
+            mapped = _mapped.get(self._memory.token) == self._memory.storages
+            return vm.read(pid, theirs, mine, workers=vm.threads(), call_bytes=calls, is_mapped=mapped, **watchers)
         except vm.ReadFailed as error:
             pid = self._memory.pid
             if error.errno == errno.ESRCH:

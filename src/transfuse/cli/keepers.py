@@ -1,0 +1,161 @@
+"""The keepers of this user on this host, for the commands that name them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transfuse.cli.errors import Failed
+from transfuse.cli.options import token_of
+from transfuse.errors import TransfuseError
+from transfuse.keeper import frames, runs
+from transfuse.keeper.attach import SOCKET_NAME, try_lock
+from transfuse.keeper.frames import KeeperLost, Link
+from transfuse.keeper.process import TOKEN_NAME, remove_files
+from transfuse.keeper.runs import Run
+
+__all__ = ["PREFIX", "Found", "find", "list_keepers", "served", "stop"]
+
+#: ``keeper:NAME`` is the keeper of this run.
+PREFIX = "keeper:"
+LOOPBACK = "127.0.0.1"
+ALIVE, SILENT, DEAD = "alive", "silent", "dead"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run that has a directory on this host, and what its keeper says."""
+
+    run: Run
+    #: ``ALIVE``; ``SILENT``: it is there, but does not answer; ``DEAD``.
+    state: str
+    status: dict[str, Any]
+
+    @property
+    def directory(self) -> Path:
+        return self.run.directory
+
+    @property
+    def token_file(self) -> Path:
+        return self.directory / TOKEN_NAME
+
+    @property
+    def pid(self) -> int | None:
+        return self.status.get("pid")
+
+    def to_dict(self) -> dict[str, Any]:
+        about: dict[str, Any] = {"run": self.run.name, "is_named": self.run.is_named, "keeper": self.state}
+        where = {"directory": str(self.directory), "token_file": str(self.token_file)}
+        return about | self.status | (where if self.state != DEAD else {"directory": str(self.directory)})
+
+
+def list_keepers(seconds: float) -> list[Found]:
+    """All runs of this user that have a directory here. Each keeper has so long to answer."""
+    return [_look(run, seconds) for run in runs.list_runs()]
+
+
+def _look(run: Run, seconds: float) -> Found:
+    try:
+        link = Link.to(str(run.directory / SOCKET_NAME), seconds)
+    except KeeperLost:
+        return Found(run, DEAD, {})
+    try:
+        told = link.ask(frames.Status(), frames.Told, seconds)
+        return Found(run, ALIVE, json.loads(told.text))
+    except TransfuseError:
+        return Found(run, SILENT, {"pid": link.peer_pid()})
+    finally:
+        link.close()
+
+
+def find(name: str, seconds: float) -> Found:
+    """The keeper of the run of this name, or the keeper with this pid."""
+    keepers = list_keepers(seconds)
+    # A name comes first: it may consist of digits.
+    for one in [*(one for one in keepers if one.run.is_named and one.run.name == name), *keepers]:
+        if name in (one.run.name, str(one.pid)):
+            return one
+    known = ", ".join(_short_name(one) for one in keepers) or "there is none"
+    raise Failed(f"no keeper of a run {name} in {runs.base_directory()}: {known}; see transfuse keep --status")
+
+
+def _short_name(found: Found) -> str:
+    return found.run.name if found.run.is_named else f"pid {found.pid}" if found.pid else found.directory.name
+
+
+def stop(found: Found, seconds: float) -> str:
+    """Ask a keeper to end, wait for it, and say what has happened."""
+    if found.state == DEAD:
+        _remove(found)
+        return f"the keeper of {_short_name(found)} was dead; its directory is removed"
+    try:
+        link = Link.to(str(found.directory / SOCKET_NAME), seconds)
+    except KeeperLost:
+        return f"the keeper of {_short_name(found)} has ended by itself"
+    try:
+        # The process at the other end of this connection, whatever its version and whatever a file says.
+        pid = link.peer_pid()
+        if not pid:
+            raise Failed(f"the keeper of {_short_name(found)} runs in another namespace of pids: end it there")
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        until = time.monotonic() + seconds
+        while not link.gone():
+            if time.monotonic() > until:
+                raise Failed(f"keeper {pid} has not ended within {seconds:g} s; kill -9 {pid} ends it for certain")
+            time.sleep(0.02)
+    finally:
+        link.close()
+    attached = found.status.get("attached", [])
+    more = f"; {len(attached)} workers were attached, who start another one" if attached else ""
+    return f"keeper {pid} of {_short_name(found)} has ended{more}"
+
+
+def _remove(found: Found) -> None:
+    """Remove what a dead keeper has left, unless a worker is starting another one."""
+    lock = try_lock(found.directory)
+    if lock is None:
+        raise Failed(f"a worker is starting a keeper in {found.directory} at this moment")
+    try:
+        with suppress(KeeperLost):
+            Link.to(str(found.directory / SOCKET_NAME), 1.0).close()
+            raise Failed(f"a worker has started a keeper in {found.directory} at this moment")
+        remove_files(found.directory)
+    finally:
+        os.close(lock)
+
+
+# ----------------------------------------------------------------------------------------------- as an address
+
+
+@contextmanager
+def served(where: str, token_file: Path | None, seconds: float) -> Iterator[tuple[list[str], bytes | None]]:
+    """The addresses behind an address, and the token for them.
+
+    ``keeper:NAME`` becomes one address for each rank whose newest complete step the keeper holds. The keeper serves
+    these while the block runs.
+    """
+    if not where.startswith(PREFIX):
+        yield [where], token_of(token_file)
+        return
+    found = find(where.removeprefix(PREFIX), seconds)
+    if found.state != ALIVE:
+        raise Failed(f"the keeper of {_short_name(found)} is {found.state}: see transfuse keep --status")
+    newest = found.status["complete"]
+    if newest is None:
+        raise Failed(f"the keeper of {_short_name(found)} holds no complete step yet")
+    token = found.token_file.read_text()
+    link = Link.to(str(found.directory / SOCKET_NAME), seconds)
+    try:
+        question = frames.Serve(newest["generation"], newest["step"], LOOPBACK, token)
+        serving = link.ask(question, frames.Serving, seconds)
+        yield [one.address for one in sorted(serving.addresses, key=lambda one: one.rank)], token.encode()
+    finally:
+        link.close()

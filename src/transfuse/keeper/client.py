@@ -1,0 +1,628 @@
+"""``keep()``, and what it returns: a worker commits its state to the keeper of its host, and restores it later."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import pathlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import msgspec
+import numpy as np
+import torch.distributed as dist
+
+from transfuse import arguments
+from transfuse.errors import TransfuseError, as_utf8
+from transfuse.keeper import copying, frames, rendezvous, restoring, runs
+from transfuse.keeper.attach import attach
+from transfuse.keeper.bundles import IsShared, bundle
+from transfuse.keeper.commits import ANSWER_SECONDS, BRIEF_BYTES, NO_SLOT, CommitReport, Copy, Layout, Taken, Who, timed
+from transfuse.keeper.exchange import Exchange
+from transfuse.keeper.frames import KeeperLost, Link
+from transfuse.keeper.slots import Label, SlotView, column
+from transfuse.limits import Limits
+from transfuse.options import FetchKeywords, check_names
+from transfuse.session.remembered import Remembered
+from transfuse.state.manifest import Ints
+
+__all__ = ["CommitReport", "Keep", "keep"]
+
+logger = logging.getLogger("transfuse")
+
+VERSION = 1
+#: How often a lost keeper is looked for.
+REVIVE_SECONDS = 5.0
+
+
+def keep(
+    state_dict: Callable[[], object] | None = None,
+    *,
+    load: Callable[[Any], object] | None = None,
+    own: Any = None,
+    load_own: Callable[[Any], object] | None = None,
+    shared: bool | str | Sequence[str] | IsShared = False,
+    run: str | None = None,
+    group: Any = None,
+    every: int = 1,
+    slots: int | None = None,
+    replicas: int = 1,
+    max_bytes: int | None = None,
+    reserve: int | None = None,
+    max_bytes_per_second: float | None = None,
+    linger: timedelta | float = timedelta(minutes=10),
+    digests: bool = True,
+    timeout: timedelta | float = timedelta(seconds=60),
+    on_report: Callable[[CommitReport], object] | None = None,
+    **options: Unpack[FetchKeywords],
+) -> Keep:
+    """Join the keeper of this host and run, or start it. Every rank calls this, after ``init_process_group``.
+
+    Args:
+        state_dict: a callable that returns the state. It is called at each commit, and by :meth:`Keep.restore` only if
+            there is something to restore. The bytes land in the tensors that it returns. Leave it out if every commit
+            is given its state, as by :class:`transfuse.dcp.KeeperWriter`.
+        load: called by :meth:`Keep.restore` with the whole state. Without it, leaves that the callback's state does not
+            have (moments of a new optimizer), and values that differ from the callback's, are an error that names them.
+        own: what belongs to the rank itself (random number generators, data loader, counters): a callable that returns
+            a tree, or an object with ``state_dict()`` and ``load_state_dict()``. It is committed in the same slot, and
+            restored to the rank of the same number.
+        load_own: called by :meth:`Keep.restore` with what ``own`` had returned, on the rank of the same number.
+        shared: which leaves hold the same values on all ranks: True for all, patterns (``"model.*"``), or a callable
+            that gets a path. Ranks of one host share the copying of these, and nothing is hashed to find that out.
+        run: the run's name. A later job of the same name goes on from this one's memory. None: ``TRANSFUSE_RUN``, an
+            explicit ``--rdzv-id``, or the agent that started this worker.
+        group: the process group. None: the default group.
+        every: commit only steps that are a multiple of this.
+        slots: how many steps of each rank the keeper has room for. None: 3, and with replicas 4.
+        replicas: on how many other hosts each host's states are kept, too.
+        max_bytes: the most memory that the keeper of this host may take. None: what is free.
+        reserve: how many bytes this rank will commit. The keeper allocates its memory now, and refuses now what does
+            not fit. None: at the first commit, when the size is known.
+        max_bytes_per_second: the most that a keeper sends to other hosts.
+        linger: how long the keeper of a named run stays when its job has ended without :meth:`Keep.close`.
+        digests: hash what is committed. Restoring compares digests if ``verify=True``. Leaves that are not ``shared``
+            are hashed in any case.
+        timeout: how long a call may go without progress.
+        on_report: called with the :class:`CommitReport` of each commit.
+        **options: the options of ``fetch`` for :meth:`Keep.restore`: ``cast``, ``map_path``, ``strict``, ``verify``, …
+    """
+    check_names("keep", options, FetchKeywords)
+    arguments.check_callable("state_dict", state_dict)
+    for name, value in (("load", load), ("load_own", load_own), ("on_report", on_report)):
+        arguments.check_callable(name, value)
+    if not dist.is_initialized() and group is None:
+        raise TransfuseError("keep() needs the job's process group: call init_process_group() first")
+    settings = Settings(
+        state_dict=state_dict,
+        load=load,
+        own=_own_of(own),
+        load_own=load_own or getattr(own, "load_state_dict", None),
+        is_shared=_is_shared(shared),
+        run=runs.find_run(run),
+        group=group,
+        every=_at_least("every", every, 1),
+        slots=None if slots is None else _at_least("slots", slots, 2),
+        replicas=_at_least("replicas", replicas, 0),
+        max_bytes=None if max_bytes is None else _at_least("max_bytes", max_bytes, 1),
+        reserve=None if reserve is None else _at_least("reserve", reserve, 1),
+        rate=max_bytes_per_second,
+        linger=arguments.duration(linger, "linger").total_seconds(),
+        digests=digests,
+        timeout=arguments.duration(timeout),
+        on_report=on_report,
+        options=options,
+    )
+    if rendezvous.is_needed():
+        logger.warning(
+            "torchrun keeps its store over restarts, and gloo then meets dead addresses: pass "
+            'init_method="transfuse://" to init_process_group, or a restarted job cannot form its group'
+        )
+    return Keep(settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of :func:`keep`, checked."""
+
+    state_dict: Callable[[], object] | None
+    load: Callable[[Any], object] | None
+    own: Callable[[], object] | None
+    load_own: Callable[[Any], object] | None
+    is_shared: IsShared
+    run: runs.Run
+    group: Any
+    every: int
+    slots: int | None
+    replicas: int
+    max_bytes: int | None
+    reserve: int | None
+    rate: float | None
+    linger: float
+    digests: bool
+    timeout: timedelta
+    on_report: Callable[[CommitReport], object] | None
+    options: FetchKeywords
+
+
+class _NoRoom(TransfuseError):
+    """The keeper has no room for a state that has changed."""
+
+
+class Keep:
+    """A worker's connection to the keeper of its host, made by :func:`keep`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._seconds = settings.timeout.total_seconds()
+        self._exchange = Exchange(settings.group, settings.timeout)
+        self.rank, self.world_size = self._exchange.rank, self._exchange.size
+        self._who = Who(self.rank, self.world_size, settings.digests, self._ask)
+        self._limits = Limits.from_environment()
+        self._remembered, self._remembered_own = Remembered(), Remembered()
+        self._directory = runs.make_directory(settings.run)
+        self._link: Link | None = None
+        self._asking = threading.RLock()
+        self._layout: Layout | None = None
+        self._copying: threading.Thread | None = None
+        self._reviving: threading.Thread | None = None
+        self._warned = self._warned_of_room = False
+        self._closed = False
+        #: The newest step that was committed, and whether :meth:`restore` was called since.
+        self._newest: int | None = None
+        self._went_back = False
+        #: The state of the last commit, and the versions of its tensors then.
+        self._taken: Taken | None = None
+        self._versions: list[int] = []
+        #: The same state, and the versions of its tensors at the end of the last ``mutating()``.
+        self._last: tuple[Taken, list[int]] | None = None
+        self._report: CommitReport | None = None
+        #: By rank of the job before: what ``own`` had returned there, after :meth:`restore`.
+        self.own: Mapping[int, Any] = {}
+        try:
+            self.members = self._meet()
+        except BaseException:
+            self.detach()
+            raise
+
+    # ------------------------------------------------------------------------------------------------- attaching
+
+    def _meet(self) -> restoring.Members:
+        """Attach to this host's keeper, and let all keepers of the job know each other."""
+        exchange, link, failure, mine = self._exchange, None, "", b""
+        try:
+            link, welcome = self._attach()
+            host = f"{_boot_id()} {welcome.pid} {self._directory}"
+            mine = msgspec.msgpack.encode([host, welcome.generation, welcome.token, ""])
+        except (TransfuseError, OSError) as error:
+            failure = as_utf8(str(error))
+            mine = msgspec.msgpack.encode(["", 0, "", failure])
+        self._link = link
+        rows = [msgspec.msgpack.decode(row) for row in exchange.gather(mine, "finding the keepers of the job")]
+        failures = {rank: row[3] for rank, row in enumerate(rows) if row[3]}
+        if failures:
+            raise TransfuseError("\n".join(f"rank {rank}: {why}" for rank, why in failures.items()))
+        hosts = list(dict.fromkeys(row[0] for row in rows))
+        ranks = [[rank for rank, row in enumerate(rows) if row[0] == host] for host in hosts]
+        index = hosts.index(rows[self.rank][0])
+        token, address = rows[0][2], restoring.LOOPBACK
+        doors = [""]
+        if len(hosts) > 1:
+            address = own_address()
+            door = self._ask(frames.Expose(address, token), frames.Exposed).address
+            doors_by_rank = exchange.gather(door.encode(), "finding the keepers' addresses")
+            doors = [doors_by_rank[some[0]].decode() for some in ranks]
+        self._peers = frames.Peers(
+            generation=max(row[1] for row in rows) + 1,
+            world_size=self.world_size,
+            keepers=doors,
+            ranks=ranks,
+            index=index,
+            token=token,
+            replicas=min(self._settings.replicas, len(hosts) - 1),
+            rate=self._settings.rate,
+        )
+        try:
+            self._ask(self._peers, frames.Done)
+            if self._settings.reserve is not None:
+                self._ask(frames.Reserve(self._settings.reserve), frames.Done)
+        except TransfuseError as error:
+            failure = as_utf8(str(error))
+        refusals = exchange.gather(failure.encode(), "joining the keepers")
+        if any(refusals):
+            lines = [f"rank {rank}: {why.decode()}" for rank, why in enumerate(refusals) if why]
+            raise TransfuseError("\n".join(lines))
+        return restoring.Members(exchange, ranks, index, token, address)
+
+    def _attach(self) -> tuple[Link, frames.Welcome]:
+        """Connect to this host's keeper, and say who this is. If the keeper was about to end, find or start another."""
+        until = time.monotonic() + self._seconds
+        while True:
+            link = attach(self._settings.run, self._seconds)
+            try:
+                return link, self._greet(link)
+            except BaseException as error:
+                link.close()
+                if not isinstance(error, KeeperLost) or time.monotonic() > until:
+                    raise
+            time.sleep(0.05)
+
+    def _greet(self, link: Link) -> frames.Welcome:
+        settings, here = self._settings, runs.Process.of(os.getpid())
+        assert here is not None
+        agent = settings.run.agent or here
+        hello = frames.Hello(
+            version=VERSION,
+            rank=self.rank,
+            world_size=self.world_size,
+            pid=here.pid,
+            started=here.started,
+            agent_pid=agent.pid,
+            agent_started=agent.started,
+            is_named=settings.run.is_named,
+            linger=settings.linger,
+            max_bytes=settings.max_bytes,
+            slots=settings.slots or 0,
+        )
+        return link.ask(hello, frames.Welcome, self._seconds)
+
+    def _ask(self, question: Any, expected: Any, seconds: float | None = None) -> Any:
+        return self._ask_for_files(question, expected, seconds)[0]
+
+    def _ask_for_files(self, question: Any, expected: Any, seconds: float | None = None) -> tuple[Any, list[int]]:
+        with self._asking:
+            if self._link is None:
+                raise KeeperLost("the keeper of this host is lost")
+            return self._link.ask_for_files(question, expected, self._seconds if seconds is None else seconds)
+
+    # ---------------------------------------------------------------------------------------------- restoring
+
+    def restore(self, *, missing_ok: bool = False) -> int | None:
+        """Restore the newest step that the keepers hold whole, in place, on all ranks. Every rank calls this.
+
+        Returns the step; None if this run has never held one: then nothing was touched. Other numbers of ranks and
+        other shardings than before are fine. If a step cannot be restored on some rank, all ranks go to the next older
+        one. If none can be restored, all ranks raise the same error, and nothing was touched; with ``missing_ok`` they
+        return None instead.
+        """
+        if self._settings.state_dict is None:
+            raise TransfuseError("restore() needs the callable that returns the state: keep(state_dict)")
+        # A copy that goes on meanwhile would see half of what is restored.
+        self._join()
+        self._last = None
+        restored = restoring.restore(
+            self.members,
+            self._link,
+            self._asking,
+            restoring.Wish(
+                state_dict=self._settings.state_dict,
+                load=self._settings.load,
+                load_own=self._settings.load_own,
+                seconds=self._seconds,
+                missing_ok=missing_ok,
+                options=self._settings.options,
+            ),
+        )
+        if restored is None:
+            return None
+        self.own, self._went_back = restored.own, True
+        return restored.step
+
+    # ---------------------------------------------------------------------------------------------- committing
+
+    @property
+    def report(self) -> CommitReport | None:
+        """The report of the last commit. With ``wait=False`` it is filled in when the copy has ended."""
+        return self._report
+
+    def commit(self, step: int, *, wait: bool = True, state: object = None) -> CommitReport | None:
+        """Commit the state of a step. Returns when this rank's state has been copied, not when it is replicated.
+
+        With ``wait=False`` the copy goes on while the next forward and backward pass run; then change the state only
+        within :meth:`mutating`, which waits for the copy. What was seen to change outside of it is copied at once.
+        Steps must rise, except after :meth:`restore`. Returns None for steps that ``every=`` leaves out. ``state`` is
+        committed in place of what ``state_dict`` returns.
+        """
+        number = arguments.whole("step", step)
+        if self._closed:
+            raise TransfuseError("commit() after close()")
+        if state is None and self._settings.state_dict is None:
+            raise TransfuseError("commit() needs a state: keep(state_dict), or commit(step, state=...)")
+        if number % self._settings.every:
+            return None
+        if self._newest is not None and number < self._newest and not self._went_back:
+            raise ValueError(f"commit() of step {number} after step {self._newest}: steps must rise")
+        report = CommitReport(number)
+        with timed(report, "the copy before"):
+            self._join()
+        self._report = report
+        try:
+            self._commit(report, number, state, wait=wait)
+        except KeeperLost as error:
+            self._lose(report, error)
+        if self._copying is None:
+            self._tell(report)
+        return report
+
+    def _commit(self, report: CommitReport, step: int, state: object, *, wait: bool) -> None:
+        if self._link is None:
+            self._revive()
+            report.outcome, report.why = "skipped", "the keeper of this host is lost"
+            return
+        if self._newest is not None and step <= self._newest:
+            report.outcome, report.why = "skipped", f"step {self._newest} has been committed already"
+            return
+        label = Label(self._peers.generation, step)
+        with timed(report, "state_dict"):
+            if state is None and self._settings.state_dict is not None:
+                state = self._settings.state_dict()
+            own = None if self._settings.own is None else self._settings.own()
+        with timed(report, "describe"):
+            taken = Taken(
+                self._remembered.describe(state, self._limits),
+                None if own is None else self._remembered_own.describe(own, self._limits),
+            )
+            structure = taken.structure
+        try:
+            with timed(report, "keeper"):
+                layout, number = self._begin(taken, structure, label)
+        except _NoRoom as error:
+            report.outcome, report.why = "skipped", str(error)
+            if not self._warned_of_room:
+                self._warned_of_room = True
+                logger.warning("rank %d: the state has changed, and is not kept any more: %s", self.rank, error)
+            return
+        if number is None:
+            report.outcome, report.why = "skipped", "all slots hold steps that are not complete everywhere yet"
+            return
+        job = Copy(self._who, taken, layout, number, label, report)
+        self._taken, self._versions = taken, taken.versions()
+        try:
+            with timed(report, "copy"):
+                if job.begin(None if wait else self._volatile(taken, layout)):
+                    job.finish()
+                    self._newest = step
+                    return
+        except KeeperLost:
+            raise
+        except BaseException:
+            job.drop()
+            raise
+        self._copying = threading.Thread(target=self._go_on, args=(job, step), name="transfuse-commit", daemon=True)
+        self._copying.start()
+
+    def _go_on(self, job: Copy, step: int) -> None:
+        """The rest of a commit that training does not wait for, in a thread of its own."""
+        report = job.report
+        try:
+            if job.go_on():
+                self._newest = step
+        except KeeperLost as error:
+            self._lose(report, error)
+        except Exception as error:
+            report.outcome, report.why = "dropped", f"{type(error).__name__}: {error}"
+            logger.warning("step %d was not kept: %s", report.step, report.why)
+            job.drop()
+        self._tell(report)
+
+    def _begin(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> tuple[Layout, int | None]:
+        """The layout for a state, and the slot that the keeper has for it."""
+        layout = self._layout
+        if layout is None or layout.structure != structure or not layout.fits(taken.text(layout.bundles)):
+            layout = self._lay(taken, structure, label)
+        slot = self._ask(frames.Begin(*label), frames.Slot, ANSWER_SECONDS)
+        if slot.renew:
+            layout = self._lay(taken, structure, label)
+            slot = self._ask(frames.Begin(*label), frames.Slot, ANSWER_SECONDS)
+        return layout, slot.number
+
+    def _lay(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> Layout:
+        own = None if taken.own is None else taken.own.manifest
+        bundles = bundle(taken.described.manifest, own, self._settings.is_shared)
+        nowhere = np.full(len(bundles), -1, dtype=np.int64)
+        digests = copying.copy(taken.memory, bundles, nowhere, NO_SLOT, digests=False)
+        question = frames.Lay(
+            *label,
+            bundles.keys,
+            bundles.nbytes.astype("<i8").tobytes(),
+            bundles.modes.astype("<u1").tobytes(),
+            digests,
+            len(taken.text(bundles)) + BRIEF_BYTES * len(bundles),
+        )
+        try:
+            laid, descriptors = self._ask_for_files(question, frames.Laid)
+        except KeeperLost:
+            raise
+        except TransfuseError as error:
+            # At the first commit nothing has been kept, and the caller should know. Later, training goes on.
+            raise error if self._newest is None else _NoRoom(str(error)) from error
+        self._warned_of_room = False
+        try:
+            views = {laid.first + i: SlotView(fd, writable=True, populate=True) for i, fd in enumerate(descriptors)}
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+        before = self._layout
+        volatile = before.volatile if before is not None and before.structure == structure else set()
+        self._layout = Layout(
+            structure, bundles, column(laid.owners, "<i4"), column(laid.places, "<i8"), views, volatile
+        )
+        return self._layout
+
+    def _volatile(self, taken: Taken, layout: Layout) -> Ints | None:
+        """The storages that must be copied before ``commit`` returns; None: all of them."""
+        last, self._last = self._last, None
+        if last is None or last[0].structure != taken.structure:
+            return None
+        now, before = np.array(taken.versions()), np.array(last[1])
+        changed = taken.described.manifest.tensors.storage[now != before]
+        layout.volatile |= set(changed.tolist())
+        return np.array(sorted(layout.volatile), dtype=np.int64)
+
+    @contextmanager
+    def mutating(self) -> Iterator[None]:
+        """Change the state within this block. It waits until the copy that ``commit(wait=False)`` began has ended."""
+        report = self._report
+        if report is not None and self._copying is not None:
+            with timed(report, "the copy"):
+                self._join()
+        taken, layout = self._taken, self._layout
+        if taken is not None and layout is not None and layout.structure == taken.structure:
+            # What has changed since the commit has changed outside of such a block.
+            changed = np.array(taken.versions()) != np.array(self._versions)
+            layout.volatile |= set(taken.described.manifest.tensors.storage[changed].tolist())
+        try:
+            yield
+        finally:
+            with suppress(Exception):
+                taken = self._taken
+                if taken is not None:
+                    self._last = taken, taken.versions()
+
+    def _join(self) -> None:
+        thread, self._copying = self._copying, None
+        if thread is not None:
+            thread.join()
+
+    def _tell(self, report: CommitReport) -> None:
+        logger.info("%s", report.line(), extra={"transfuse_report": report})
+        if self._settings.on_report is not None:
+            self._settings.on_report(report)
+
+    # ------------------------------------------------------------------------------------------ a lost keeper
+
+    def _lose(self, report: CommitReport, error: KeeperLost) -> None:
+        """Go on without the keeper. One warning; commits go on when it is back."""
+        report.outcome, report.why = "skipped", str(error)
+        with self._asking:
+            link, self._link = self._link, None
+            self._layout = None
+        if link is not None:
+            link.close()
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "rank %d goes on without the keeper of its host, and looks for it every %g s: %s. Until it is back, "
+                "nothing is kept",
+                self.rank,
+                REVIVE_SECONDS,
+                error,
+            )
+        self._revive()
+
+    def _revive(self) -> None:
+        if self._reviving is None or not self._reviving.is_alive():
+            self._reviving = threading.Thread(target=self._look, name="transfuse-revive", daemon=True)
+            self._reviving.start()
+
+    def _look(self) -> None:
+        """Look for the keeper, or start it again, until it answers."""
+        while not self._closed and self._link is None:
+            try:
+                link, _ = self._attach()
+                try:
+                    link.ask(self._peers, frames.Done, self._seconds)
+                except BaseException:
+                    link.close()
+                    raise
+                with self._asking:
+                    if self._closed:
+                        with suppress(TransfuseError):
+                            link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+                        link.close()
+                        return
+                    self._link = link
+                logger.warning("rank %d has found the keeper of its host again", self.rank)
+                self._warned = False
+                return
+            except (TransfuseError, OSError) as error:
+                logger.debug("looking for the keeper: %s", error)
+                time.sleep(REVIVE_SECONDS)
+
+    # -------------------------------------------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """This rank has done its work. When all ranks of all hosts have closed, the keepers forget, and end."""
+        if self._closed:
+            return
+        self._closed = True
+        self._join()
+        with suppress(TransfuseError):
+            self._ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+        self.detach()
+
+    def detach(self) -> None:
+        """Leave the keeper as it is. It keeps what it has, as after the end of this process."""
+        self._closed = True
+        self._join()
+        with self._asking:
+            link, self._link = self._link, None
+        self._layout = None
+        if link is not None:
+            link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.detach()
+
+
+def _at_least(name: str, value: object, least: int) -> int:
+    number = arguments.whole(name, value)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def _own_of(own: Any) -> Callable[[], object] | None:
+    if own is None or callable(own):
+        return own  # type: ignore[no-any-return]
+    if callable(getattr(own, "state_dict", None)):
+        return own.state_dict  # type: ignore[no-any-return]
+    raise TypeError(f"own= takes a callable, or an object with state_dict(), got {type(own).__name__}")
+
+
+def _is_shared(shared: object) -> IsShared:
+    if isinstance(shared, bool):
+        return lambda path: shared
+    if callable(shared):
+        return lambda path: bool(shared(path))
+    patterns = [shared] if isinstance(shared, str) else shared
+    if isinstance(patterns, Sequence) and all(isinstance(pattern, str) for pattern in patterns):
+        return lambda path: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    raise TypeError(f"shared= takes a bool, patterns, or a callable that gets a path, got {type(shared).__name__}")
+
+
+def own_address() -> str:
+    """This host's address on the network of the job."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        with suppress(OSError):
+            import fcntl
+            import struct
+
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                packed = fcntl.ioctl(sock, 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+                return socket.inet_ntoa(packed[20:24])
+    master = os.environ.get("MASTER_ADDR", "")
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        # No packet is sent: the kernel only chooses the interface that leads there.
+        sock.connect((master or "127.0.0.1", 9))
+        return str(sock.getsockname()[0])
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _boot_id() -> str:
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,228 @@
+"""Copy a described state into a slot, in several threads, and hash each bundle on the way.
+
+A bundle that another rank of this host holds is only hashed. A bundle's digest is the digest of its blocks' digests, so
+that several threads can hash one large bundle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import xxhash
+
+from transfuse.keeper.bundles import PLAIN, PRIVATE, Bundles
+from transfuse.keeper.slots import SlotView
+from transfuse.memory import vm
+from transfuse.state.leaves import dense
+from transfuse.state.manifest import Described, Ints
+
+__all__ = ["DIGEST_BYTES", "Memory", "copy", "digests_at"]
+
+DIGEST_BYTES = 16
+#: A block is copied, then hashed while it is in the cache.
+BLOCK_BYTES = 1 << 20
+NO_DIGEST = bytes(DIGEST_BYTES)
+
+
+@dataclass(eq=False)
+class Memory:
+    """Where the storages of a state lie: of the state itself, then of what belongs to the rank alone."""
+
+    described: Sequence[Described]
+    addresses: Ints = field(init=False)
+    nbytes: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.addresses = np.concatenate([one.addresses for one in self.described])
+        self.nbytes = np.concatenate([one.manifest.storages.nbytes for one in self.described])
+
+    def bring(self, storage: int) -> torch.Tensor:
+        """The bytes of a storage that is not in main memory, where they are."""
+        for one in self.described:
+            count = len(one.manifest.storages)
+            if storage < count:
+                size = int(one.manifest.storages.nbytes[storage])
+                return dense.over(one.storages[storage], torch.uint8, int(one.windows[storage]), (size,), (1,))
+            storage -= count
+        raise IndexError(storage)
+
+
+def copy(
+    memory: Memory,
+    bundles: Bundles,
+    places: Ints,
+    slot: SlotView,
+    *,
+    digests: bool,
+    only: Ints | None = None,
+    known: bytes = b"",
+    should_stop: Callable[[], bool] = lambda: False,
+) -> bytes:
+    """Copy the bundles that have a place (not -1) into the slot. Return the digests of all bundles, if asked for.
+
+    ``only``: the numbers of the bundles to handle now; for all others, what ``known`` says.
+    Without ``digests``, bundles whose equality must be seen are hashed all the same.
+    """
+    work = _Work(memory, bundles, places, slot.address, digests=digests)
+    chosen = np.arange(len(bundles)) if only is None else only
+    work.bring_from_devices(chosen, slot)
+    tasks = list(work.tasks(chosen.tolist()))
+    _run(tasks, should_stop)
+    return work.result(known)
+
+
+def digests_at(address: int, nbytes: Ints, starts: Ints) -> list[bytes]:
+    """The digests of bundles that lie in a mapped slot, each of ``nbytes`` from ``starts`` on."""
+    result: list[list[bytes]] = [[] for _ in starts]
+    tasks = []
+    for number, (start, size) in enumerate(zip(starts.tolist(), nbytes.tolist(), strict=True)):
+        result[number] = [NO_DIGEST] * len(range(0, max(size, 1), BLOCK_BYTES))
+        for block, low in enumerate(range(0, max(size, 1), BLOCK_BYTES)):
+            tasks.append(_hashing(result[number], block, address + start + low, min(BLOCK_BYTES, size - low)))
+    _run(tasks, lambda: False)
+    return [_join(blocks) for blocks in result]
+
+
+def _hashing(into: list[bytes], block: int, address: int, nbytes: int) -> Callable[[], None]:
+    def task() -> None:
+        into[block] = _hash(address, nbytes)
+
+    return task
+
+
+class _Work:
+    def __init__(self, memory: Memory, bundles: Bundles, places: Ints, base: int, *, digests: bool) -> None:
+        self._memory, self._bundles, self._places, self._base = memory, bundles, places, base
+        modes = bundles.modes
+        self._hashes = np.ones(len(bundles), dtype=bool) if digests else (modes == PLAIN)
+        self._hashes &= modes != PRIVATE if not digests else True
+        self._blocks: list[list[bytes]] = [[] for _ in range(len(bundles))]
+        #: The storages of each bundle.
+        order = np.argsort(bundles.of_storage, kind="stable")
+        self._storages = np.split(order, np.searchsorted(bundles.of_storage[order], np.arange(1, len(bundles))))
+        self._scratch = threading.local()
+        #: Copies of storages that are not in main memory and have no place in the slot.
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def bring_from_devices(self, chosen: Ints, slot: SlotView) -> None:
+        """Copy what is not in main memory, on the caller's stream."""
+        memory, bundles = self._memory, self._bundles
+        elsewhere = np.flatnonzero((memory.addresses == 0) & (memory.nbytes > 0))
+        for storage in elsewhere[np.isin(bundles.of_storage[elsewhere], chosen)].tolist():
+            number = int(bundles.of_storage[storage])
+            data, place = memory.bring(storage), int(self._places[number])
+            if place >= 0:
+                start = place + int(bundles.place[storage])
+                target = torch.frombuffer(slot.memory, dtype=torch.uint8, count=data.numel(), offset=start)
+                target.copy_(data)
+            elif self._hashes[number]:
+                self._copies[storage] = data.cpu()
+
+    def tasks(self, chosen: Sequence[int]) -> Iterator[Callable[[], None]]:
+        """What is to be done, large blocks first: so the threads end at about the same time."""
+        small = []
+        for number in chosen:
+            storages = self._storages[number]
+            # By the size of the storage: a bundle may be a little larger, and its padding is hashed, too.
+            if len(storages) == 1 and self._memory.nbytes[storages[0]] >= BLOCK_BYTES:
+                yield from self._large(number, int(storages[0]))
+            elif self._places[number] >= 0 or self._hashes[number]:
+                small.append(number)
+        for number in small:
+            yield self._small(number)
+
+    def _source(self, storage: int) -> int:
+        copied = self._copies.get(storage)
+        return int(self._memory.addresses[storage]) if copied is None else copied.data_ptr()
+
+    def _large(self, number: int, storage: int) -> Iterator[Callable[[], None]]:
+        source, nbytes = self._source(storage), int(self._memory.nbytes[storage])
+        place = int(self._places[number])
+        target = self._base + place if place >= 0 else 0
+        blocks = self._blocks[number] = [NO_DIGEST] * len(range(0, nbytes, BLOCK_BYTES))
+        if not target and not self._hashes[number]:
+            return
+        step = BLOCK_BYTES if self._hashes[number] else 8 * BLOCK_BYTES
+
+        def task(low: int) -> None:
+            size = min(step, nbytes - low)
+            if target and source:
+                ctypes.memmove(target + low, source + low, size)
+            if self._hashes[number]:
+                blocks[low // BLOCK_BYTES] = _hash((target or source) + low, size)
+
+        for low in range(0, nbytes, step):
+            yield lambda low=low: task(low)  # type: ignore[misc]
+
+    def _small(self, number: int) -> Callable[[], None]:
+        storages, nbytes = self._storages[number], int(self._bundles.nbytes[number])
+        place = int(self._places[number])
+
+        def task() -> None:
+            target = self._base + place if place >= 0 else self._empty(nbytes)
+            sources = np.array([self._source(storage) for storage in storages.tolist()], dtype=np.int64)
+            sizes, into = self._memory.nbytes[storages], self._bundles.place[storages] + target
+            # What came from a device lies in the slot already.
+            chosen = (sources > 0) & (sizes > 0)
+            theirs, mine = vm.ranges(sources[chosen], sizes[chosen]), vm.ranges(into[chosen], sizes[chosen])
+            try:
+                vm.copy(theirs, mine)
+            except OSError:  # A container may forbid process_vm_readv.
+                for (source, size), (to, _) in zip(theirs.tolist(), mine.tolist(), strict=True):
+                    ctypes.memmove(to, source, size)
+            if self._hashes[number]:
+                self._blocks[number] = [_hash(target, nbytes)]
+
+        return task
+
+    def _empty(self, nbytes: int) -> int:
+        """Zeroed memory of this thread's own."""
+        buffer = getattr(self._scratch, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._scratch.buffer = np.zeros(max(nbytes, BLOCK_BYTES), dtype=np.uint8)
+        buffer[:nbytes] = 0
+        return int(buffer.ctypes.data)
+
+    def result(self, known: bytes) -> bytes:
+        if not self._hashes.any():
+            return b""
+        result = bytearray(known or bytes(DIGEST_BYTES * len(self._bundles)))
+        for number, blocks in enumerate(self._blocks):
+            if blocks:
+                result[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)] = _join(blocks)
+        return bytes(result)
+
+
+def _join(blocks: Sequence[bytes]) -> bytes:
+    return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_digest(b"".join(blocks))
+
+
+def _hash(address: int, nbytes: int) -> bytes:
+    return xxhash.xxh3_128_digest((ctypes.c_char * nbytes).from_address(address))
+
+
+def _run(tasks: Sequence[Callable[[], None]], should_stop: Callable[[], bool]) -> None:
+    """Run all tasks, in several threads if there are many bytes."""
+    numbers = itertools.count()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while not errors and (number := next(numbers)) < len(tasks) and not should_stop():
+                tasks[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    helpers = [
+        threading.Thread(target=work, name="transfuse-copy", daemon=True)
+        for _ in range(min(vm.threads(), len(tasks) // 4) - 1)
+    ]
+    vm.run_in(helpers, work)
+    if errors:
+        raise errors[0]

@@ -1,0 +1,720 @@
+"""The keeper's process: one for each host and run. It outlives the workers, and answers them over a unix socket.
+
+``python -m transfuse.keeper.process DIRECTORY`` is what a worker starts, detached; ``transfuse keep`` runs the same in
+the foreground. The directory belongs to the run (:mod:`transfuse.keeper.runs`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import secrets
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from transfuse.errors import TransfuseError
+from transfuse.keeper import frames
+from transfuse.keeper.attach import LOCK_NAME, LOG_NAME, SOCKET_NAME, try_lock
+from transfuse.keeper.books import Books, Generation, Kept, Layout, Wanted
+from transfuse.keeper.bundles import KEY_BYTES
+from transfuse.keeper.copying import DIGEST_BYTES
+from transfuse.keeper.frames import Address, Frame, KeeperLost, Link
+from transfuse.keeper.restored import Restored, describe_slots
+from transfuse.keeper.ring import Ring
+from transfuse.keeper.runs import RUN_FILE, Process
+from transfuse.keeper.slots import Label, SlotFile, column, round_up
+from transfuse.remote.server import Server, serve
+from transfuse.report import human_bytes
+
+__all__ = ["SOCKET_NAME", "TOKEN_NAME", "Keeper", "main", "remove_files"]
+
+logger = logging.getLogger("transfuse.keeper")
+
+TOKEN_NAME, HELD_NAME = "token", "held"
+#: The version of the frames between workers and keeper.
+VERSION = 1
+#: How often the keeper looks whether it is still needed.
+LOOK_SECONDS = 0.25
+#: How long ranks that ask for a layout wait for the other ranks of the host, which may share it.
+PARTNER_SECONDS = 10.0
+#: How long a worker has to attach before a keeper that nobody needs ends.
+FIRST_SECONDS = 60.0
+#: How long a worker that takes an ended worker's place waits until its connection is closed.
+CHANGE_SECONDS = 10.0
+ANSWER_SECONDS = 30.0
+#: How long a reader on another host may go without progress.
+SERVE_SECONDS = 60.0
+#: Slots of a rank that did not say how many it wants.
+SLOTS = 3
+#: A sign to the kernel to end the keeper before training, if memory runs out.
+OOM_SCORE = "500"
+
+
+class _Worker:
+    """A connection, and what the worker behind it uses."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.hello: frames.Hello | None = None
+        #: Whether no other process can write to slots of this rank.
+        self.is_only_writer = False
+        self.pinned: list[Kept] = []
+        self.servers: list[Server] = []
+
+
+class Keeper:
+    """Answers workers until nobody needs it any more."""
+
+    def __init__(self, directory: pathlib.Path, *, in_foreground: bool = False, linger: float | None = None) -> None:
+        """``linger``: in the foreground, how long it stays when workers and agents have ended. None: for ever."""
+        self.directory = directory
+        self._in_foreground, self._linger = in_foreground, linger
+        self.token = secrets.token_hex(32)
+        self.books = Books()
+        self._changed = threading.Condition()
+        self._workers: dict[int, _Worker] = {}
+        #: By rank: the agent that started its worker, and the worker itself.
+        self._agents: dict[int, Process] = {}
+        self._processes: dict[int, Process] = {}
+        self._closed: set[int] = set()
+        self._wanted: dict[int, tuple[Label, Wanted]] = {}
+        self._laid: dict[int, Layout] = {}
+        #: Slots that were reserved before their layout is known; bytes that are being allocated.
+        self._spare: dict[int, list[SlotFile]] = {}
+        self._allocating = 0
+        #: Whether this run has held a complete step: in this process, or in a keeper before it that was killed.
+        self._has_held = (directory / HELD_NAME).exists()
+        self._hello: frames.Hello | None = None
+        self._since = time.monotonic()
+        self._alone_since: float | None = None
+        self._over = threading.Event()
+        self.ring = Ring(self)
+        path = directory / SOCKET_NAME
+        with suppress(FileNotFoundError):
+            path.unlink()
+        self._write(TOKEN_NAME, self.token)
+        self._server = serve(self._newest, token=self.token, step=self._newest_step, same_host=True)
+        self._write("address", self._server.address)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket.bind(str(path))
+        self._bound = path.stat()
+        self._socket.listen(128)
+
+    def _write(self, name: str, text: str) -> None:
+        path = self.directory / name
+        new = path.with_suffix(".new")
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+        new.rename(path)
+
+    # ------------------------------------------------------------------------------------------------ its life
+
+    def run(self) -> None:
+        """Answer workers until it is over."""
+        threading.Thread(target=self._listen, name="transfuse-keeper", daemon=True).start()
+        while not self._over.wait(LOOK_SECONDS):
+            self._mend_socket()
+            with self._changed:
+                self._bury()
+                self._note_held(self.ring.has_held)
+                why = self._why_end()
+                if why is not None:
+                    self._over.set()  # From now on no worker is welcome: it finds, or starts, another keeper.
+                    logger.info("the keeper ends: %s", why)
+        self.close()
+
+    def _note_held(self, has_held: bool) -> None:
+        """Note once that this run has held a step: if this process is killed, the run must not begin anew."""
+        if has_held and not self._has_held:
+            self._has_held = True
+            with suppress(OSError):
+                self._write(HELD_NAME, "")
+
+    def _bury(self) -> None:
+        """Close the connections of workers that are dead: children that they have forked may hold them open."""
+        for rank, worker in self._workers.items():
+            if not self._in_foreground and not self._processes[rank].alive():
+                worker.link.close()
+
+    def _mend_socket(self) -> None:
+        """Listen anew if the socket was deleted, by a cleaner of /tmp: else the next worker starts an empty keeper."""
+        path = self.directory / SOCKET_NAME
+        if path.exists() or (lock := try_lock(self.directory)) is None:
+            return
+        try:
+            before, self._socket = self._socket, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            self._socket.bind(str(path))
+            self._bound = path.stat()
+            self._socket.listen(128)
+            self._write(TOKEN_NAME, self.token)
+            self._write("address", self._server.address)
+            with suppress(OSError):
+                before.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits for connections.
+            before.close()
+        except OSError as error:
+            logger.warning("the socket was deleted, and cannot be made again: %s", error)
+        finally:
+            os.close(lock)
+
+    def stop(self) -> None:
+        self._over.set()
+
+    @property
+    def address(self) -> str:
+        """Where readers on this host find the newest complete step."""
+        return self._server.address
+
+    def close(self) -> None:
+        self._remove_files()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the thread that listens.
+        self._socket.close()
+        self.ring.close()
+        self._server.close(cancel=True)
+
+    def _remove_files(self) -> None:
+        """Remove the directory and what is in it, unless it belongs to another keeper by now, or soon will.
+
+        Workers who start a keeper hold the lock. If one holds it now, the keeper that it starts takes the files over.
+        """
+        lock = try_lock(self.directory)
+        if lock is None:
+            return
+        try:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(self._bound, (self.directory / SOCKET_NAME).stat()):
+                    remove_files(self.directory)
+        finally:
+            os.close(lock)
+
+    def _why_end(self) -> str | None:
+        """Why the keeper is no longer needed; None: it is."""
+        with self._changed:
+            hello, now = self._hello, time.monotonic()
+            if self.ring.is_over() or (self._all_closed() and self.books.is_alone()):
+                return "all ranks have closed"
+            if self._workers:
+                self._alone_since = None
+                return None
+            if hello is None:
+                gone = now - self._since > FIRST_SECONDS
+                return "no worker has come" if gone and not self._in_foreground else None
+            if any(agent.alive() for agent in self._agents.values()):
+                self._alone_since = None
+                return None
+            if not self._in_foreground and not hello.is_named:
+                return "the agent that started the workers is gone, and the run has no name"
+            linger = self._linger if self._in_foreground else hello.linger
+            self._alone_since = now if self._alone_since is None else self._alone_since
+            is_over = linger is not None and now - self._alone_since > linger
+            return f"nobody has come for {linger:g} s" if is_over else None
+
+    def _all_closed(self) -> bool:
+        generation = self.books.current()
+        return generation is not None and self._closed >= set(generation.ranks)
+
+    @property
+    def all_closed(self) -> bool:
+        with self._changed:
+            return self._all_closed()
+
+    # -------------------------------------------------------------------------------------------------- workers
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                if self._over.is_set() or self._socket.fileno() < 0:
+                    return
+                time.sleep(0.1)
+                continue
+            if _uid_of(sock) not in (os.getuid(), 0):
+                sock.close()  # The directory keeps others out. This is for a directory that was opened up later.
+                continue
+            threading.Thread(target=self._talk, args=(Link(sock),), name="transfuse-worker", daemon=True).start()
+
+    def _talk(self, link: Link) -> None:
+        worker = _Worker(link)
+        try:
+            while True:
+                question, descriptors = link.hear(None)
+                for fd in descriptors:
+                    os.close(fd)
+                try:
+                    answer, files = self._answer(worker, question)
+                except KeeperLost:
+                    raise
+                except Exception as error:
+                    if not isinstance(error, TransfuseError):
+                        logger.exception("a question of a worker could not be answered")
+                    answer, files = frames.Refused(f"{error}" or type(error).__name__), []
+                link.send(answer, files, seconds=ANSWER_SECONDS)
+        except KeeperLost:
+            pass
+        finally:
+            self._detach(worker)
+            link.close()
+
+    def _detach(self, worker: _Worker) -> None:
+        self._release(worker)
+        with self._changed:
+            if worker.hello is not None and self._workers.get(worker.hello.rank) is worker:
+                rank = worker.hello.rank
+                del self._workers[rank]
+                self._wanted.pop(rank, None)
+                self._laid.pop(rank, None)
+                self.books.detach(rank)
+                self._changed.notify_all()
+
+    def _release(self, worker: _Worker) -> None:
+        for server in worker.servers:
+            server.close(cancel=True)
+        worker.servers = []
+        self._unpin(worker.pinned)
+
+    def _answer(self, worker: _Worker, question: Frame) -> tuple[Frame, list[int]]:
+        for kind, answer in _ANSWERS.items():
+            if isinstance(question, kind):
+                result = answer(self, worker, question)
+                return result if isinstance(result, tuple) else (result, [])
+        raise TransfuseError(f"{type(question).__name__} is no question")
+
+    def _hear_hello(self, worker: _Worker, hello: frames.Hello) -> Frame:
+        if hello.version != VERSION:
+            raise TransfuseError(
+                f"the keeper of this run speaks version {VERSION}, this worker version {hello.version}: end the keeper "
+                "(transfuse keep --stop), or use the version of transfuse that started it"
+            )
+        process, agent = Process(hello.pid, hello.started), Process(hello.agent_pid, hello.agent_started)
+        with self._changed:
+            if self._over.is_set():
+                raise KeeperLost("the keeper ends just now")
+            before = self._agents.get(hello.rank)
+            if before is not None and before != agent and before.alive():
+                raise TransfuseError(
+                    f"rank {hello.rank} of this run belongs to the running agent {before.pid}: give this job a name of "
+                    "its own (run=), or end the other one first"
+                )
+            until = time.monotonic() + CHANGE_SECONDS
+            while (
+                (other := self._workers.get(hello.rank)) is not None
+                and other is not worker
+                and time.monotonic() < until
+            ):
+                self._changed.wait(0.1)
+            if other is not None and other is not worker:
+                raise TransfuseError(f"rank {hello.rank} of this run is attached already, by another process")
+            if before is not None and before != agent:
+                logger.info("agent %d takes this run over from agent %d, which has ended", agent.pid, before.pid)
+                self._agents = {rank: one for rank, one in self._agents.items() if one.alive()}
+            writer = self._processes.get(hello.rank)
+            worker.is_only_writer = writer is None or writer == process or not writer.alive()
+            self._workers[hello.rank] = worker
+            self._agents[hello.rank], self._processes[hello.rank] = agent, process
+            self._closed.clear()
+            worker.hello = self._hello = hello
+            self._changed.notify_all()
+            return frames.Welcome(self.token, self.books.generation, self._server.address, os.getpid())
+
+    def _meet_peers(self, worker: _Worker, peers: frames.Peers) -> Frame:
+        ranks = tuple(peers.ranks[peers.index])
+        with self._changed:
+            if peers.generation > self.books.generation:
+                self._wanted.clear()
+                self._laid.clear()
+            self.books.begin_generation(Generation(peers.generation, peers.world_size, ranks, len(peers.keepers)))
+            self._changed.notify_all()
+        self.ring.join(peers)
+        return frames.Done()
+
+    def _expose(self, worker: _Worker, question: frames.Expose) -> Frame:
+        return frames.Exposed(self.ring.listen(question.host, question.token))
+
+    # -- layouts
+
+    def _lay(self, worker: _Worker, lay: frames.Lay) -> tuple[Frame, list[int]]:
+        rank = self._rank_of(worker)
+        label = Label(lay.generation, lay.step)
+        wanted = Wanted(
+            _split(lay.keys, KEY_BYTES),
+            column(lay.nbytes, "<i8"),
+            column(lay.modes, "<u1"),
+            _split(lay.digests, DIGEST_BYTES),
+            lay.text_bytes,
+        )
+        until = time.monotonic() + PARTNER_SECONDS
+        with self._changed:
+            self._laid.pop(rank, None)
+            self._wanted[rank] = label, wanted
+            self._changed.notify_all()
+            partners = self.books.needs_partners(rank, wanted)
+            while rank not in self._laid and not self._are_here(label, partners) and time.monotonic() < until:
+                self._changed.wait(0.1)
+            if rank not in self._laid:
+                # This rank is the last to come, or has waited long enough: it decides for all that are here.
+                here = {one: what for one, (of, what) in self._wanted.items() if of == label} if partners else {}
+                self._laid.update(self.books.lay_out(here or {rank: wanted}))
+                self._changed.notify_all()
+            layout = self._laid.pop(rank)
+            self._wanted.pop(rank, None)
+        return self._allocate(worker, rank, layout)
+
+    def _are_here(self, label: Label, partners: bool) -> bool:
+        """Whether nobody is to be waited for. Called under the lock."""
+        return not partners or all(
+            self._wanted.get(rank, (None,))[0] == label or rank not in self._workers or self.books.is_past(rank, label)
+            for rank in self._local_ranks()
+        )
+
+    def _local_ranks(self) -> tuple[int, ...]:
+        generation = self.books.current()
+        return () if generation is None else generation.ranks
+
+    def _allocate(self, worker: _Worker, rank: int, layout: Layout) -> tuple[Frame, list[int]]:
+        assert worker.hello is not None
+        with self._changed:
+            # What another process may still write to is not used again.
+            reused = self.books.reusable(rank, layout.slot_bytes) if worker.is_only_writer else []
+            reused = reused[-self._slots_of(worker) :]
+            for file in self.books.free_slots(rank, reused):
+                file.close()
+        new = self._make_files(worker, rank, layout.slot_bytes, self._slots_of(worker) - len(reused))
+        with self._changed:
+            files = [self.books.slot(rank, number).file for number in reused] + new
+            first = self.books.take_layout(rank, layout, reused, new)
+        laid = frames.Laid(
+            layout.owners.astype("<i4").tobytes(), layout.places.astype("<i8").tobytes(), len(files), first
+        )
+        return laid, [file.fd for file in files]
+
+    def _make_files(self, worker: _Worker, rank: int, slot_bytes: int, count: int) -> list[SlotFile]:
+        """Slots for a rank. To allocate memory takes time: no lock is held meanwhile."""
+        assert worker.hello is not None
+        with self._changed:
+            spare = self._spare.pop(rank, [])
+            if spare and spare[0].nbytes >= slot_bytes:
+                for file in spare[count:]:
+                    file.close()
+                return spare[:count]
+            for file in spare:
+                file.close()
+            self._check_room(rank, slot_bytes, count, worker.hello.max_bytes, self.ring.replicas)
+            self._allocating += slot_bytes * count
+        try:
+            return [SlotFile(slot_bytes) for _ in range(count)]
+        finally:
+            with self._changed:
+                self._allocating -= slot_bytes * count
+
+    def _reserve(self, worker: _Worker, reserve: frames.Reserve) -> Frame:
+        rank = self._rank_of(worker)
+        with self._changed:
+            if self.books.has_layout(rank):
+                return frames.Done()
+        # Room for the description and for the padding between bundles.
+        slot_bytes = round_up(reserve.nbytes + reserve.nbytes // 50 + (4 << 20))
+        assert worker.hello is not None
+        with self._changed:
+            count = self._slots_of(worker) - len(self.books.reusable(rank, reserve.nbytes))
+        files = self._make_files(worker, rank, slot_bytes, max(count, 0))
+        with self._changed:
+            self._spare[rank] = files
+        return frames.Done()
+
+    def _slots_of(self, worker: _Worker) -> int:
+        """How many slots a rank gets: the last complete step, one being written, one between; one more for replicas."""
+        assert worker.hello is not None
+        return worker.hello.slots or SLOTS + bool(self.ring.replicas)
+
+    def _check_room(self, rank: int, slot_bytes: int, count: int, most: int | None, replicas: int) -> None:
+        need, held, free = slot_bytes * count, self._nbytes + self._allocating, free_memory()
+        # Replicas of the neighbours that are here already are part of what the keeper holds.
+        here = sum(kept.nbytes for one in self.books.neighbours for kept in self.books.replicas.get(one, ()))
+        copies = max(0, 2 * slot_bytes * replicas - here)
+        sums = (
+            f"rank {rank} needs {count} slots of {human_bytes(slot_bytes)} = {human_bytes(need)}"
+            + (f", and its neighbour's replicas {human_bytes(copies)}" if copies else "")
+            + f"; this host's keeper holds {human_bytes(held)} already"
+        )
+        if most is not None and held + need + copies > most:
+            raise TransfuseError(f"{sums}, which is more than max_bytes={human_bytes(most)}")
+        if need + copies > free:
+            raise TransfuseError(f"{sums}, and only {human_bytes(free)} of memory are free")
+
+    def room(self) -> int:
+        """How many bytes more the keeper may take. Called under the lock."""
+        most = None if self._hello is None else self._hello.max_bytes
+        return free_memory() if most is None else min(free_memory(), most - self._nbytes)
+
+    @property
+    def _nbytes(self) -> int:
+        return self.books.nbytes + sum(file.nbytes for files in self._spare.values() for file in files)
+
+    # -- commits
+
+    def _begin(self, worker: _Worker, begin: frames.Begin) -> Frame:
+        rank = self._rank_of(worker)
+        with self._changed:
+            if begin.generation != self.books.generation:
+                raise TransfuseError(
+                    f"rank {rank} commits for generation {begin.generation}, but the job is at "
+                    f"{self.books.generation}: it was started again without this process"
+                )
+            number, renew = self.books.begin(rank, Label(begin.generation, begin.step))
+            return frames.Slot(number, renew)
+
+    def _committed(self, worker: _Worker, committed: frames.Committed) -> Frame:
+        rank, label = self._rank_of(worker), Label(committed.generation, committed.step)
+        with self._changed:
+            kept = self.books.slot(rank, committed.number)
+            contents = kept.file.contents()
+            if contents is None or contents.label != label:
+                raise TransfuseError(f"slot {committed.number} of rank {rank} does not hold step {committed.step}")
+            self.books.commit(rank, committed.number, label, kept.file.brief())
+            self._note_held(self.books.confirmed is not None)
+            for file in self.books.free_ranks():
+                file.close()
+            self._changed.notify_all()
+        self.ring.wake()
+        return frames.Done()
+
+    def _drop(self, worker: _Worker, drop: frames.Drop) -> Frame:
+        with self._changed:
+            self.books.drop(self._rank_of(worker), drop.number)
+        return frames.Done()
+
+    # -- restoring
+
+    def _inventory(self, worker: _Worker, _: frames.Inventory) -> Frame:
+        with self._changed:
+            return frames.Holdings(self.books.holdings(), self._has_held or self.ring.has_held)
+
+    def _open(self, worker: _Worker, question: frames.Open) -> tuple[Frame, list[int]]:
+        label = Label(question.generation, question.step)
+        with self._changed:
+            ranks: set[int] = set()
+            for rank in question.ranks:
+                needed = self.books.needed_for(rank, label)
+                if needed is None:
+                    raise TransfuseError(f"step {label.step} of rank {rank} is not here, or not whole")
+                ranks |= set(needed)
+            found = [(rank, self.books.find(rank, label)) for rank in sorted(ranks)]
+            for _, kept in found:
+                assert kept is not None
+                kept.pins += 1
+                worker.pinned.append(kept)
+            return frames.Mapped([rank for rank, _ in found]), [kept.file.fd for _, kept in found if kept is not None]
+
+    def _serve(self, worker: _Worker, question: frames.Serve) -> Frame:
+        """Serve every rank's state of a step that is whole here, for workers on other hosts."""
+        label = Label(question.generation, question.step)
+        addresses = []
+        for rank in self.ranks_of(label):
+            restored = self._pinned(worker.pinned, rank, label)
+            if restored is None:
+                continue
+            served = partial(serve, host=question.host, token=question.token, max_readers=16, timeout=SERVE_SECONDS)
+            server = served(restored.state, step=label.step)
+            worker.servers.append(server)
+            own = ""
+            if restored.own is not None:
+                worker.servers.append(served(restored.own))
+                own = worker.servers[-1].address
+            addresses.append(Address(rank, server.address, own))
+        return frames.Serving(addresses)
+
+    def ranks_of(self, label: Label) -> list[int]:
+        with self._changed:
+            return sorted({kept.rank for kept in self.books.all() if kept.label == label and kept.brief is not None})
+
+    def _pinned(self, pinned: list[Kept], rank: int, label: Label) -> Restored | None:
+        """A rank's state as it lies in the slots; None if it is not whole. The slots are pinned: see ``pinned``."""
+        with self._changed:
+            needed = self.books.needed_for(rank, label)
+            if needed is None:
+                return None
+            views = {}
+            for one in needed:
+                kept = self.books.find(one, label)
+                assert kept is not None
+                kept.pins += 1
+                pinned.append(kept)
+                views[one] = kept.file
+        return describe_slots(rank, views)
+
+    def _unpin(self, pinned: list[Kept]) -> None:
+        with self._changed:
+            for kept in pinned:
+                kept.pins -= 1
+            pinned.clear()
+
+    def _done(self, worker: _Worker, _: frames.Done) -> Frame:
+        self._release(worker)
+        return frames.Done()
+
+    def _close(self, worker: _Worker, _: frames.Close) -> Frame:
+        with self._changed:
+            self._closed.add(self._rank_of(worker))
+        self.ring.wake()
+        return frames.Done()
+
+    def _rank_of(self, worker: _Worker) -> int:
+        if worker.hello is None:
+            raise TransfuseError("say Hello first")
+        return worker.hello.rank
+
+    # -- for readers on this host: transfuse inspect and fetch
+
+    def _newest_step(self) -> int | None:
+        with self._changed:
+            label = self.books.newest_complete()
+            return None if label is None else label.step
+
+    def _newest(self) -> object:
+        with self._changed:
+            label = self.books.newest_complete()
+            if label is None:
+                raise TransfuseError("this keeper holds no complete step yet")
+            rank = next(iter(self.books.ranks_at(label)))
+        pinned: list[Kept] = []
+        restored = self._pinned(pinned, rank, label)
+        if restored is None:
+            self._unpin(pinned)
+            raise TransfuseError("this keeper holds no complete step yet")
+        # The slots are in use as long as the reader's thread has the state.
+        weakref.finalize(restored.state, self._unpin, pinned)
+        return restored.state
+
+    # -- what it says about itself
+
+    def _status(self, worker: _Worker, _: frames.Status) -> Frame:
+        return frames.Told(json.dumps(self.status()).encode())
+
+    def status(self) -> dict[str, Any]:
+        with self._changed:
+            books = self.books
+            newest = books.newest_complete()
+            return {
+                "pid": os.getpid(),
+                "address": self._server.address,
+                "directory": str(self.directory),
+                "generation": books.generation,
+                "attached": sorted(self._workers),
+                "closed": sorted(self._closed),
+                "agents": sorted({agent.pid for agent in self._agents.values() if agent.alive()}),
+                "confirmed_step": None if books.confirmed is None else books.confirmed.step,
+                "complete": None if newest is None else {"generation": newest.generation, "step": newest.step},
+                "bytes": self._nbytes,
+                "states": [
+                    {
+                        "rank": held.rank,
+                        "generation": held.generation,
+                        "step": held.step,
+                        "bytes": held.nbytes,
+                        "whole": held.whole,
+                        "replica": held.replica,
+                    }
+                    for held in sorted(books.holdings(), key=lambda held: (held.rank, held.generation, held.step))
+                ],
+                "replicas": self.ring.status(),
+            }
+
+
+_ANSWERS: Mapping[type, Callable[..., Any]] = {
+    frames.Hello: Keeper._hear_hello,
+    frames.Expose: Keeper._expose,
+    frames.Peers: Keeper._meet_peers,
+    frames.Reserve: Keeper._reserve,
+    frames.Lay: Keeper._lay,
+    frames.Begin: Keeper._begin,
+    frames.Committed: Keeper._committed,
+    frames.Drop: Keeper._drop,
+    frames.Inventory: Keeper._inventory,
+    frames.Open: Keeper._open,
+    frames.Serve: Keeper._serve,
+    frames.Done: Keeper._done,
+    frames.Close: Keeper._close,
+    frames.Status: Keeper._status,
+}
+
+
+def remove_files(directory: pathlib.Path) -> None:
+    """Remove what a keeper has left. The caller holds the lock of the directory."""
+    # The lock last: whoever waits for it sees that it is gone, and begins again.
+    notes = [path.name for path in directory.glob(f"{RUN_FILE}*")]
+    for name in [SOCKET_NAME, TOKEN_NAME, "address", "port", HELD_NAME, LOG_NAME, *notes, LOCK_NAME]:
+        with suppress(OSError):
+            (directory / name).unlink()
+    with suppress(OSError):
+        directory.rmdir()
+
+
+def _split(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+def _uid_of(sock: socket.socket) -> int:
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
+
+
+def free_memory() -> int:
+    """How many bytes this process and others of its control group may still take."""
+    free = [1 << 62]
+    with suppress(OSError, ValueError, StopIteration):
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        free.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) << 10)
+    with suppress(OSError, ValueError):
+        here = pathlib.Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
+        group = pathlib.Path("/sys/fs/cgroup") / here
+        while True:
+            with suppress(OSError, ValueError):
+                most, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+                free.append(int(most) - int(used))
+            if group == pathlib.Path("/sys/fs/cgroup"):
+                break
+            group = group.parent
+    return min(free)
+
+
+def detach() -> None:
+    """Be nobody's helper: all cores, no limit on threads that a launcher set, the first to go if memory runs out."""
+    os.chdir("/")
+    with suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    with suppress(OSError):
+        pathlib.Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+
+
+def main(argv: list[str]) -> int:
+    """Run a keeper in a directory."""
+    detach()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("transfuse").setLevel(logging.WARNING)
+    logger.setLevel(logging.INFO)
+    keeper = Keeper(pathlib.Path(argv[0]))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: keeper.stop())
+    logger.info("keeper %d serves %s", os.getpid(), argv[0])
+    keeper.run()
+    return 0
+
+
+if __name__ == "__main__":
+    # No wait for threads that readers have left behind.
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)

@@ -1,0 +1,89 @@
+"""What the keepers of a job's hosts ask each other, and answer. Each question has one answer, or ``No``."""
+
+from __future__ import annotations
+
+import msgspec
+
+from transfuse.errors import TransfuseError
+from transfuse.keeper.slots import Label
+
+__all__ = ["Answer", "Lend", "Lent", "LentSlot", "No", "Question", "Round", "State", "decode_answer", "decode_question"]
+
+
+class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Round(_Message):
+    """Leader: this is decided. Answered by ``State``."""
+
+    generation: int
+    confirmed: Label | None
+    #: Whether all keepers of the generation have been heard. Before that, the rest is not to be used.
+    settled: bool
+    agreed: Label | None
+    floor: Label | None
+    over: bool
+    has_held: bool
+
+
+class State(_Message):
+    generation: int
+    confirmed: Label | None
+    #: Steps that are complete here, and those that are or may become so.
+    complete: list[Label]
+    hopeful: list[Label]
+    #: The newest step that a rank of this host has come to, and whether one found no free slot.
+    reached: Label | None
+    starved: bool
+    #: The agreed step whose replicas are here, or that cannot be replicated here for want of memory (``bare``).
+    replicated: Label | None
+    bare: bool
+    #: Whether all ranks of this host have closed.
+    closed: bool
+    has_held: bool
+
+
+class Lend(_Message):
+    """Puller: serve me your slots of this step, as long as this connection lasts. Answered by ``Lent``."""
+
+    generation: int
+    step: int
+    #: A frame has no room for the slots of many ranks: the puller asks again, with how many it has heard of so far.
+    first: int = 0
+
+
+class LentSlot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    rank: int
+    nbytes: int
+    head: bytes
+
+
+class Lent(_Message):
+    address: str
+    token: str
+    slots: list[LentSlot]
+
+
+class No(_Message):
+    why: str
+
+
+Question = Round | Lend
+Answer = State | Lent
+_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answers: msgspec.msgpack.Decoder[Answer | No] = msgspec.msgpack.Decoder(Answer | No)
+
+
+def decode_question(body: bytes) -> Question:
+    try:
+        return _questions.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TransfuseError(str(error)) from error
+
+
+def decode_answer(body: bytes) -> Answer | No:
+    try:
+        return _answers.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TransfuseError(f"a strange answer: {error}") from error

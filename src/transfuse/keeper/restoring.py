@@ -1,0 +1,515 @@
+"""Restore a job's state from what all reachable keepers hold. All ranks decide together, and none is touched alone.
+
+every rank        what its keeper holds                              gathered: all ranks choose the same step
+one of each host  addresses at which other hosts can fetch it        gathered, if somebody needs them
+every rank        plans, checks its targets; from other hosts it     asked before a target is touched: if one rank
+                  also receives, aside                               cannot, all go to the next older step
+every rank        lands                                              gathered: the same result, or the same error
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from transfuse.errors import StateError, TransfuseError, as_utf8
+from transfuse.keeper import frames
+from transfuse.keeper.bundles import KEY_BYTES, PLAIN
+from transfuse.keeper.copying import DIGEST_BYTES, digests_at
+from transfuse.keeper.exchange import Exchange
+from transfuse.keeper.frames import Held, Link
+from transfuse.keeper.restored import Restored, describe_slots
+from transfuse.keeper.slots import Label, SlotView, column
+from transfuse.limits import Limits
+from transfuse.options import FetchKeywords
+from transfuse.plan.cohorts import Cohort
+from transfuse.plan.match import Prepared
+from transfuse.remote.client import fetch, fetch_if
+from transfuse.remote.server import serve
+from transfuse.state import trees
+from transfuse.state.leaves import values
+from transfuse.state.leaves.codec import MeshDescription
+
+__all__ = [
+    "LOOPBACK",
+    "Attempt",
+    "Candidate",
+    "Forbidden",
+    "Holding",
+    "Members",
+    "RestoredStep",
+    "Wish",
+    "candidates_in",
+    "restore",
+    "tell",
+]
+
+logger = logging.getLogger("transfuse")
+
+LOOPBACK = "127.0.0.1"
+
+
+class Members(NamedTuple):
+    """The ranks of the job, by host."""
+
+    exchange: Exchange
+    ranks: list[list[int]]
+    #: This host's number.
+    host: int
+    token: str
+    #: This host's address, for the others.
+    address: str
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for its host."""
+        return self.exchange.rank == self.ranks[self.host][0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the caller wants restored, and how."""
+
+    state_dict: Callable[[], object]
+    load: Callable[[Any], object] | None
+    load_own: Callable[[Any], object] | None
+    seconds: float
+    missing_ok: bool
+    options: FetchKeywords
+
+
+class RestoredStep(NamedTuple):
+    step: int
+    own: Mapping[int, Any]
+
+
+class Holding(msgspec.Struct, array_like=True):
+    """What a host's keeper holds, as its first rank tells the others."""
+
+    states: list[Held]
+    has_held: bool
+    failure: str
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A step that may be restored: who holds which rank's state of it."""
+
+    label: Label
+    world_size: int
+    #: By rank of the job before: the hosts whose keepers hold its state whole.
+    holders: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.holders]
+
+
+class Forbidden(TransfuseError):
+    """Some rank cannot restore this step. No rank has been touched."""
+
+
+def restore(members: Members, link: Link | None, asking: threading.RLock, wish: Wish) -> RestoredStep | None:
+    """Restore the newest step that can be restored on all ranks; None if there never was one."""
+    exchange = members.exchange
+    told = exchange.gather(tell(members, link, asking, wish.seconds), "gathering what the keepers hold")
+    holdings = [msgspec.msgpack.decode(row, type=Holding) for row in told]
+    candidates = candidates_in(members, holdings)
+    # A step that some ranks have never committed is no loss: nobody was told that it is kept.
+    has_held = any(one.has_held for one in holdings) or any(not candidate.missing for candidate in candidates)
+    reasons: list[str] = [one.failure for one in holdings if one.failure]
+    for candidate in candidates:
+        try:
+            with ExitStack() as stack:
+                return Attempt(members, link, asking, wish, candidate, stack).run()
+        except Forbidden as error:
+            reasons.append(f"step {candidate.label.step}: {error}")
+            logger.warning("step %d cannot be restored: %s", candidate.label.step, error)
+    if not has_held or wish.missing_ok:
+        return None
+    lines = "".join(f"\n  {reason}" for reason in reasons) or "\n  no keeper holds a step any more"
+    raise StateError(
+        f"this run has kept steps, and none of them can be restored now ({len(members.ranks)} hosts answered, within "
+        f"{wish.seconds:g} s):{lines}\nStart the missing hosts again, load a checkpoint, or begin anew with "
+        "restore(missing_ok=True). Nothing was touched"
+    )
+
+
+def tell(members: Members, link: Link | None, asking: threading.RLock, seconds: float) -> bytes:
+    holding = Holding([], False, "")
+    if members.speaks:
+        try:
+            if link is None:
+                raise TransfuseError("the keeper of this host is lost")
+            with asking:
+                answer = link.ask(frames.Inventory(), frames.Holdings, seconds)
+            holding = Holding(answer.states, answer.has_held, "")
+        except TransfuseError as error:
+            holding.failure = f"host {members.host}: {as_utf8(str(error))}"
+    return msgspec.msgpack.encode(holding)
+
+
+def candidates_in(members: Members, holdings: Sequence[Holding]) -> list[Candidate]:
+    """The steps to try, best first: whole ones before those of which ranks are missing, newest first."""
+    found: dict[Label, Candidate] = {}
+    for host, ranks in enumerate(members.ranks):
+        for held in holdings[ranks[0]].states:
+            label = Label(held.generation, held.step)
+            candidate = found.setdefault(label, Candidate(label, held.world_size))
+            if held.whole:
+                candidate.holders.setdefault(held.rank, []).append(host)
+    usable = [candidate for candidate in found.values() if candidate.holders]
+    return sorted(usable, key=lambda one: (not one.missing, one.label), reverse=True)
+
+
+class Attempt:
+    """Restore one step, or raise :class:`Forbidden` on all ranks."""
+
+    def __init__(
+        self,
+        members: Members,
+        link: Link | None,
+        asking: threading.RLock,
+        wish: Wish,
+        candidate: Candidate,
+        stack: ExitStack,
+    ) -> None:
+        self._members, self._link, self._asking, self._wish = members, link, asking, wish
+        self._candidate, self._stack = candidate, stack
+        self._exchange = members.exchange
+        #: Whether every rank gets the state of the rank of the same number.
+        self.same = candidate.world_size == self._exchange.size and not candidate.missing
+        self._voted = False
+        self._state: Any = None
+
+    def run(self) -> RestoredStep:
+        sources = [self._exchange.rank] if self.same else sorted(self._candidate.holders)
+        local = [rank for rank in sources if self._members.host in self._candidate.holders[rank]]
+        failure = ""
+        restored: dict[int, Restored] = {}
+        own: dict[int, Any] = {}
+        try:
+            restored = self._open(local)
+            own = self._own(restored)
+        except TransfuseError as reason:
+            failure = str(reason)
+        elsewhere = self._serve(failure)
+        self._own_elsewhere(own, [elsewhere[rank] for rank in sources if rank not in local and rank in elsewhere])
+        if not self.same:
+            self._compare(restored)
+        addresses = [self._stack.enter_context(self._serve_here(restored[rank])) for rank in local]
+        remote = [elsewhere[rank].address for rank in sources if rank not in local and rank in elsewhere]
+        error = self._land([*addresses, *remote], atomic=bool(remote))
+        if error is None:
+            error = self._load(own)
+        self._agree(error)
+        return RestoredStep(self._candidate.label.step, own)
+
+    def _ask(self, question: Any, expected: Any) -> tuple[Any, list[int]]:
+        if self._link is None:
+            raise TransfuseError("the keeper of this host is lost")
+        with self._asking:
+            return self._link.ask_for_files(question, expected, self._wish.seconds)
+
+    def _open(self, ranks: Sequence[int]) -> dict[int, Restored]:
+        """Map the states of these ranks, which this host's keeper holds."""
+        if not ranks:
+            return {}
+        self._stack.callback(self._release)
+        mapped, descriptors = self._ask(frames.Open(*self._candidate.label, list(ranks)), frames.Mapped)
+        try:
+            views = {rank: SlotView(fd, writable=False) for rank, fd in zip(mapped.ranks, descriptors, strict=True)}
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+        restored = {rank: describe_slots(rank, views) for rank in ranks}
+        if self._wish.options.get("verify"):
+            for rank, one in restored.items():
+                damaged = one.damaged()
+                if damaged:
+                    raise TransfuseError(
+                        f"the kept state of rank {rank} is damaged: {len(damaged)} leaves differ from their digests: "
+                        f"{', '.join(damaged[:10])}"
+                    )
+        return restored
+
+    def _release(self) -> None:
+        with suppress(TransfuseError):
+            self._ask(frames.Done(), frames.Done)
+
+    def _serve(self, failure: str) -> dict[int, frames.Address]:
+        """Have what other hosts need served by this host's keeper. Returns the addresses of all, by rank."""
+        members, candidate = self._members, self._candidate
+        if len(members.ranks) == 1 or self._all_local():
+            self._agree_to("opening the kept states", failure)
+            return {}
+        addresses: list[frames.Address] = []
+        if members.speaks and not failure:
+            try:
+                question = frames.Serve(*candidate.label, members.address, members.token)
+                self._stack.callback(self._release)
+                addresses = self._ask(question, frames.Serving)[0].addresses
+            except TransfuseError as error:
+                failure = str(error)
+        rows = self._agree_to("opening the kept states", failure, msgspec.msgpack.encode(addresses))
+        found: dict[int, frames.Address] = {}
+        for row in rows:
+            for one in msgspec.msgpack.decode(row, type=list[frames.Address]):
+                found.setdefault(one.rank, one)
+        return found
+
+    def _all_local(self) -> bool:
+        """Whether every rank finds its own state on its own host."""
+        if not self.same:
+            return False
+        return all(
+            host in self._candidate.holders[rank] for host, ranks in enumerate(self._members.ranks) for rank in ranks
+        )
+
+    def _agree_to(self, what: str, failure: str, data: bytes = b"") -> list[bytes]:
+        """Gather data; raise on all ranks if one has failed."""
+        rows = self._exchange.gather(msgspec.msgpack.encode([failure, data]), what)
+        decoded = [msgspec.msgpack.decode(row, type=tuple[str, bytes]) for row in rows]
+        failures = {rank: why for rank, (why, _) in enumerate(decoded) if why}
+        if failures:
+            raise Forbidden("; ".join(f"rank {rank}: {why}" for rank, why in failures.items()))
+        return [row for _, row in decoded]
+
+    def _compare(self, restored: Mapping[int, Restored]) -> None:
+        """With another number of ranks: leaves in which the ranks differed cannot be given to anybody."""
+        mine = restored if self._members.speaks else {}
+        self._agree_to("looking for what is lost", self._find_lost(mine))
+        rows = self._agree_to(
+            "comparing the kept states", "", msgspec.msgpack.encode([_plain(one) for one in mine.values()])
+        )
+        seen: dict[bytes, set[bytes]] = {}
+        for row in rows:
+            for state in msgspec.msgpack.decode(row, type=list[dict[bytes, bytes]]):
+                for key, digest in state.items():
+                    seen.setdefault(key, set()).add(digest)
+        suspects = {key for key, digests in seen.items() if len(digests) > 1}
+        if not suspects:
+            return
+        details = [_storage_digests(one, suspects) for one in mine.values()]
+        rows = self._agree_to("comparing the kept leaves", "", msgspec.msgpack.encode(details))
+        leaves: dict[str, set[bytes]] = {}
+        for row in rows:
+            for leaf in msgspec.msgpack.decode(row, type=list[dict[str, bytes]]):
+                for path, digest in leaf.items():
+                    leaves.setdefault(path, set()).add(digest)
+        differing = sorted(path for path, digests in leaves.items() if len(digests) > 1)
+        if differing:
+            raise Forbidden(
+                f"{len(differing)} leaves differed between the {self._candidate.world_size} ranks that committed them: "
+                f"{', '.join(differing[:10])}{', …' if len(differing) > 10 else ''}. Nobody can say whose the "
+                f"{self._exchange.size} ranks of now should get: commit them with own=, and choose from keep.own"
+            )
+
+    def _find_lost(self, restored: Mapping[int, Restored]) -> str:
+        """If ranks are missing, name the leaves of which every rank may have had values of its own."""
+        if not self._candidate.missing:
+            return ""
+        for one in restored.values():
+            plain = np.flatnonzero(column(one.brief.modes, "<u1") == PLAIN)
+            leaves = one.leaves_of(plain.tolist())
+            if leaves:
+                return (
+                    f"what ranks {self._candidate.missing} had committed is not here, and may have differed in "
+                    f"{len(leaves)} leaves: {', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}. Declare with "
+                    "shared= what is the same on all ranks"
+                )
+        return ""
+
+    @contextmanager
+    def _serve_here(self, restored: Restored) -> Iterator[str]:
+        """Serve a mapped state to this process itself: from there on it is a source like any other."""
+        server = serve(
+            restored.state,
+            token=self._members.token,
+            timeout=self._wish.seconds,
+            step=self._candidate.label.step,
+            verify=self._wish.options.get("verify"),
+        )
+        try:
+            yield server.address
+        finally:
+            server.close(cancel=True)
+
+    def _own(self, restored: Mapping[int, Restored]) -> dict[int, Any]:
+        """What belonged to the ranks themselves, in fresh tensors."""
+        found: dict[int, Any] = {}
+        for rank, one in restored.items():
+            if one.own is not None:
+                with serve(one.own, token=self._members.token, timeout=self._wish.seconds) as server:
+                    found[rank] = self._fetch_own(server.address)
+        return found
+
+    def _own_elsewhere(self, own: dict[int, Any], addresses: Sequence[frames.Address]) -> None:
+        """The same for ranks whose states other hosts hold. All ranks come here, or none."""
+        if len(self._members.ranks) == 1 or self._all_local():
+            return
+        failure = ""
+        try:
+            own.update({one.rank: self._fetch_own(one.own) for one in addresses if one.own})
+        except TransfuseError as error:
+            failure = as_utf8(str(error))
+        self._agree_to("fetching what belongs to single ranks", failure)
+
+    def _fetch_own(self, address: str) -> Any:
+        return fetch(address, token=self._members.token, timeout=self._wish.seconds)
+
+    def _land(self, addresses: Sequence[str], *, atomic: bool) -> BaseException | None:
+        """Plan, vote, and land. Returns what went wrong after the vote; raises :class:`Forbidden` if it is lost."""
+        options: Any = {**self._wish.options}
+        options["atomic"] = atomic or options.get("atomic", False)
+        if not atomic:
+            options["verify"] = False  # Nothing leaves this process, and `_open` has compared the digests if asked to.
+        try:
+            if not addresses:
+                raise TransfuseError("no keeper that holds this rank's state can be reached")
+            target = self._wish.state_dict()
+            meshes = _meshes_in(target)
+            if meshes and options.get("mesh") is None:
+                options["mesh"] = lambda described: _most_like(described, meshes)
+            self._state = fetch_if(
+                self._permit,
+                addresses,
+                target,
+                token=self._members.token,
+                timeout=self._wish.seconds,
+                step=self._candidate.label.step,
+                **options,
+            )
+        except Forbidden:
+            raise
+        except BaseException as error:
+            if not self._voted:
+                if not isinstance(error, Exception):
+                    with suppress(Exception):
+                        self._vote(f"interrupted by {type(error).__name__}")
+                    raise
+                self._vote(as_utf8(f"{type(error).__name__}: {error}"))
+            return error
+        return None
+
+    def _permit(self, cohorts: Sequence[Cohort], target: Prepared) -> None:
+        """Everything is planned, and no target has been touched. Go on only if all ranks have come so far."""
+        failure = ""
+        if self._wish.load is None:
+            try:
+                lost = _would_be_lost(cohorts, target)
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+            else:
+                if lost:
+                    failure = (
+                        f"{len(lost)} leaves cannot land in what state_dict() returns, and there is no load= to get "
+                        f"them: {', '.join(lost[:10])}{', …' if len(lost) > 10 else ''}"
+                    )
+        self._vote(failure)
+
+    def _vote(self, failure: str) -> None:
+        self._voted = True
+        self._agree_to("voting on the step", failure)
+
+    def _load(self, own: Mapping[int, Any]) -> BaseException | None:
+        """Hand over what does not land in place."""
+        try:
+            if self._wish.load is not None:
+                self._wish.load(self._state)
+            rank = self._exchange.rank
+            if self._wish.load_own is not None and self.same and rank in own:
+                self._wish.load_own(own[rank])
+        except Exception as error:
+            return error
+        return None
+
+    def _agree(self, error: BaseException | None) -> None:
+        """Tell the others how it has ended. If one has failed, all raise."""
+        failure = "" if error is None else as_utf8(f"{type(error).__name__}: {error}")
+        try:
+            self._agree_to("ending the restore", failure)
+        except Forbidden as all_of_them:
+            if error is not None:
+                raise error from None
+            raise StateError(
+                f"step {self._candidate.label.step} was restored here, but not everywhere: {all_of_them}. End this "
+                "process: the ranks are at different states"
+            ) from all_of_them
+
+
+def _meshes_in(state: object) -> list[DeviceMesh]:
+    """The meshes of a state's DTensors: those that arrive fresh (moments of a new optimizer) belong there, too."""
+    _, leaves = trees.flatten(state, max_depth=Limits.from_environment().max_depth)
+    found = (leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
+    return list({id(mesh): mesh for mesh in found}.values())
+
+
+def _most_like(described: MeshDescription, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The mesh for a DTensor that was kept on another one: of the same names and shape, or of as many dimensions."""
+
+    def likeness(mesh: DeviceMesh) -> tuple[bool, bool, bool]:
+        names, shape = mesh.mesh_dim_names, tuple(mesh.shape)
+        return mesh.ndim == len(described.shape), names == described.dim_names, shape == described.shape
+
+    return max(meshes, key=likeness)
+
+
+def _plain(restored: Restored) -> dict[bytes, bytes]:
+    """The digests of the bundles of which every rank may have values of its own."""
+    brief = restored.brief
+    numbers = np.flatnonzero(column(brief.modes, "<u1") == PLAIN).tolist()
+    return {
+        brief.keys[KEY_BYTES * n : KEY_BYTES * (n + 1)]: brief.digests[DIGEST_BYTES * n : DIGEST_BYTES * (n + 1)]
+        for n in numbers
+    }
+
+
+def _storage_digests(restored: Restored, keys: set[bytes]) -> dict[str, bytes]:
+    """The digests of single leaves in these bundles."""
+    brief, state = restored.brief, restored.state
+    chosen = [
+        number
+        for number in range(len(brief.keys) // KEY_BYTES)
+        if brief.keys[KEY_BYTES * number : KEY_BYTES * (number + 1)] in keys
+    ]
+    manifest = state.manifest
+    storages = np.flatnonzero(np.isin(restored.of_storage[: len(manifest.storages)], np.array(chosen, dtype=np.int64)))
+    digests = digests_at(0, manifest.storages.nbytes[storages], state.addresses[storages])
+    of = dict(zip(storages.tolist(), digests, strict=True))
+    leaves = manifest.leaves_of(np.arange(len(manifest.tensors))).tolist()
+    return {
+        manifest.paths[leaf]: of[storage]
+        for leaf, storage in zip(leaves, manifest.tensors.storage.tolist(), strict=True)
+        if storage in of
+    }
+
+
+def _would_be_lost(cohorts: Sequence[Cohort], target: Prepared) -> list[str]:
+    """Leaves that the target's own tree does not have, and values in which it differs: only ``load`` can take them."""
+    here = {path: number for number, path in enumerate(trees.paths(target.root))}
+    lost: dict[str, None] = {}
+    for cohort in cohorts:
+        manifest = cohort.manifest
+        for leaf, path in enumerate(manifest.paths):
+            number = here.get(path)
+            if number is None or cohort.is_blob(leaf):
+                lost[path] = None
+            elif cohort.is_value(leaf):
+                try:
+                    same = values.encode(target.leaves[number]) == manifest.detail(leaf)
+                except Exception:
+                    same = False
+                if not same:
+                    lost[path] = None
+    return list(lost)

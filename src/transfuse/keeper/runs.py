@@ -1,0 +1,309 @@
+"""Which run a worker belongs to, and the directory in which the keeper of that run is found on this host.
+
+A run is a job with all its restarts. It has a name if somebody gave it one: ``run=``, ``TRANSFUSE_RUN``, or torchrun's
+``--rdzv-id``. Otherwise it is known by its agent: the process that starts the workers, and starts them again when one
+has failed. A process is known by its pid and its start time, because pids are used again.
+
+==================================  ================================================================================
+how the worker was started          its agent
+==================================  ================================================================================
+torchrun                            torchrun: the parent of the worker's session leader, since torchrun starts each
+                                    worker in a session of its own
+torchrun's Python API, with a       the process that called it
+function instead of a program
+``multiprocessing``, ``mp.spawn``   the process that called it
+a script, ``make``, a loop          the leader of the worker's process group: what a shell calls a job
+a launcher that gives each worker   the launcher: the worker's parent
+a group of its own, such as mpirun
+by hand, from a terminal            the worker itself: nobody would start it again
+==================================  ================================================================================
+
+Two runs without a name that have one agent are one run. Whoever starts two jobs at once from one script, or the ranks
+of one job from several terminals, must give names.
+
+``TORCHELASTIC_RUN_ID`` alone names nothing: it is "none" for every job without a name on several hosts, and a new one
+for every job on one host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import pathlib
+import re
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from transfuse.errors import TransfuseError
+
+__all__ = [
+    "MAX_NAME_LENGTH",
+    "MAX_SOCKET_NAME_BYTES",
+    "RUN_FILE",
+    "Process",
+    "Run",
+    "base_directory",
+    "find_run",
+    "list_runs",
+    "make_directory",
+]
+
+MAX_NAME_LENGTH = 200
+#: Linux allows 108 bytes for the path of a unix socket, the last of which is zero.
+MAX_SOCKET_PATH_BYTES = 107
+#: A socket's name within the directory of a run has at most this many bytes: "keeper.sock" and one to spare.
+MAX_SOCKET_NAME_BYTES = 12
+#: In the directory of each run, for `list_runs`.
+RUN_FILE = "run.json"
+
+_DIGEST_LENGTH = 12
+_PREFIX_LENGTH = 12
+_MAX_BASE_BYTES = MAX_SOCKET_PATH_BYTES - len("/") - _PREFIX_LENGTH - len("-") - _DIGEST_LENGTH - len("/")
+_MAX_BASE_BYTES -= MAX_SOCKET_NAME_BYTES
+
+
+# --------------------------------------------------------------------------------------------- processes
+
+
+class Process(NamedTuple):
+    """A process of this host. Its start time, in clock ticks since the boot, tells it from others with the same pid."""
+
+    pid: int
+    started: int
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """The process that has this pid now; None if there is none, or if it is hidden from us."""
+        found = _look_up(pid)
+        return None if found is None else cls(pid, found.started)
+
+    def alive(self) -> bool:
+        """Whether this very process runs. A zombie does not."""
+        found = _look_up(self.pid)
+        return found is not None and found.started == self.started and found.state not in "ZXx"
+
+
+class _Stat(NamedTuple):
+    """Fields of ``/proc/<pid>/stat``."""
+
+    state: str
+    parent: int
+    group: int
+    session: int
+    terminal: int
+    started: int
+
+
+def _look_up(pid: int) -> _Stat | None:
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The second field is the name of the program in parentheses. It may hold spaces and parentheses of its own.
+    fields = text[text.rindex(b")") + 1 :].split()
+    parent, group, session, terminal = map(int, fields[1:5])
+    return _Stat(fields[0].decode(), parent, group, session, terminal, int(fields[19]))
+
+
+def _find_agent() -> Process:
+    """The process that started this worker and would start it again. The module's docstring has the table."""
+    me = os.getpid()
+    mine = _look_up(me)
+    if mine is None:
+        raise TransfuseError("/proc/self/stat cannot be read: the keeper needs /proc to tell one run from another")
+    starter = multiprocessing.parent_process()
+    leader = _look_up(mine.session)
+    candidate = 0
+    if "TORCHELASTIC_RUN_ID" in os.environ and (starter is None or _was_started_by_torchrun(mine.session)):
+        candidate = mine.parent if leader is None else leader.parent
+    elif starter is not None and starter.pid is not None:
+        candidate = starter.pid
+    elif mine.group != me:
+        candidate = mine.group
+    else:
+        parent = _look_up(mine.parent)
+        is_shell = parent is not None and parent.session == mine.parent and parent.terminal != 0
+        # A service is started by init, as are all others.
+        candidate = me if is_shell or mine.parent == 1 else mine.parent
+    # A parent that belongs to somebody else may be hidden, and the leader of a process group may be gone.
+    return Process.of(candidate) or Process(me, mine.started)
+
+
+def _was_started_by_torchrun(pid: int) -> bool:
+    """Whether this process was started as a program by the torchrun that we run under."""
+    try:
+        environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return os.fsencode(f"TORCHELASTIC_RUN_ID={os.environ['TORCHELASTIC_RUN_ID']}") in environ
+
+
+# -------------------------------------------------------------------------------------------------- runs
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job with all its restarts. ``name`` stays the same over restarts; ``agent`` is who started this worker."""
+
+    name: str
+    is_named: bool
+    agent: Process | None
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """Where this run's keeper is found. `make_directory` makes it."""
+        kind = b"named" if self.is_named else b"unnamed"
+        digest = hashlib.sha256(kind + b"\0" + self.name.encode()).hexdigest()[:_DIGEST_LENGTH]
+        if self.is_named:
+            prefix = re.sub(r"[^A-Za-z0-9_]+", "-", self.name).strip("-")[:_PREFIX_LENGTH]
+        else:
+            prefix = f"pid{self.agent.pid}"[:_PREFIX_LENGTH] if self.agent else ""
+        return base_directory() / f"{prefix or 'run'}-{digest}"
+
+
+def find_run(run: str | None = None) -> Run:
+    """The run that this worker belongs to. ``run`` is its name; None: find out."""
+    agent = _find_agent()
+    source = "run="
+    if run is None and "TRANSFUSE_RUN" in os.environ:
+        run, source = os.environ["TRANSFUSE_RUN"], "TRANSFUSE_RUN"
+    if run is None:
+        run, source = _explicit_rendezvous_id(agent), "torchrun's --rdzv-id"
+    if run is not None:
+        _check_name(run, source)
+        return Run(run, True, agent)
+    # Pids mean something only within their namespace, and containers of one host have the same boot id.
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return Run(f"boot {boot}, pid namespace {namespace}, pid {agent.pid}, start {agent.started}", False, agent)
+
+
+def _explicit_rendezvous_id(agent: Process) -> str | None:
+    """The ``--rdzv-id`` that somebody gave to torchrun, if torchrun uses it."""
+    used = os.environ.get("TORCHELASTIC_RUN_ID")
+    # "none" is torchrun's own default.
+    if not used or used == "none":
+        return None
+    try:
+        words = pathlib.Path(f"/proc/{agent.pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        words = []
+    given = []
+    for word, following in zip(words, [*words[1:], b""], strict=True):
+        option, equals, value = word.partition(b"=")
+        if option in (b"--rdzv-id", b"--rdzv_id"):
+            given.append(os.fsdecode(value if equals else following))
+    # torchrun takes every option from the environment too.
+    given.append(os.environ.get("PET_RDZV_ID", ""))
+    return used if used in given else None
+
+
+def _check_name(name: str, source: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{source} must be a str, not {type(name).__name__}")
+    if not name.strip():
+        raise ValueError(f"{source} is empty: give the run a name, or leave it out")
+    if len(name) > MAX_NAME_LENGTH:
+        raise ValueError(f"{source} has {len(name)} characters; a run's name has at most {MAX_NAME_LENGTH}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{source} is not valid Unicode: {name!r}") from None
+
+
+# ------------------------------------------------------------------------------------------- directories
+
+
+def base_directory() -> pathlib.Path:
+    """The directory of this user's keepers on this host. It is made if it is not there.
+
+    It is ``TRANSFUSE_KEEPER_DIR`` if that is set, else ``transfuse`` in ``XDG_RUNTIME_DIR`` if that is ours, else
+    ``/tmp/transfuse-<uid>``. Whoever can write there can pretend to be the keeper, so it must be open to us alone.
+    """
+    chosen = os.environ.get("TRANSFUSE_KEEPER_DIR")
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if chosen:
+        path = pathlib.Path(os.path.abspath(chosen))
+        path.parent.mkdir(parents=True, exist_ok=True)
+    elif runtime and os.path.isabs(runtime) and _is_ours(runtime):
+        path = pathlib.Path(runtime, "transfuse")
+    else:
+        path = pathlib.Path(f"/tmp/transfuse-{os.geteuid()}")
+    length = len(os.fsencode(path))
+    if length > _MAX_BASE_BYTES:
+        raise TransfuseError(
+            f"the keepers' directory {path} has a path of {length} bytes; at most {_MAX_BASE_BYTES} leave room for "
+            "the path of a unix socket. Set TRANSFUSE_KEEPER_DIR to a shorter one"
+        )
+    _make_private(path)
+    return path
+
+
+def make_directory(run: Run) -> pathlib.Path:
+    """Make the directory of this run if it is not there, and note there whose it is."""
+    path = run.directory
+    note = path / f"{RUN_FILE}.{os.getpid()}"
+    while True:
+        _make_private(path)
+        # A keeper that ends just now may remove the directory meanwhile.
+        with suppress(FileNotFoundError):
+            note.write_bytes(msgspec.json.encode(run))
+            # Several workers write the same at once. Readers see a whole file.
+            note.replace(path / RUN_FILE)
+            return path
+
+
+def list_runs() -> list[Run]:
+    """The runs that have a directory on this host, sorted by name. Their keepers may be dead."""
+    base = base_directory()
+    found = []
+    for path in base.iterdir():
+        # A directory without a note is being made or removed just now.
+        with suppress(OSError, msgspec.MsgspecError):
+            run = msgspec.json.decode((path / RUN_FILE).read_bytes(), type=Run)
+            if run.directory == path:
+                found.append(run)
+    return sorted(found, key=lambda run: (not run.is_named, run.name))
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _make_private(path: pathlib.Path) -> None:
+    """Make a directory that only we may enter; raise if there is something else in its place."""
+    try:
+        status = None
+        while status is None:
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            # A keeper that ends just now may have removed it again.
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+    except OSError as error:
+        raise TransfuseError(f"the keepers' directory {path} cannot be made: {error}. {_ELSEWHERE}") from error
+    wrong = None
+    if stat.S_ISLNK(status.st_mode):
+        wrong = "is a symbolic link"
+    elif not stat.S_ISDIR(status.st_mode):
+        wrong = "is not a directory"
+    elif status.st_uid != os.geteuid():
+        wrong = f"belongs to user {status.st_uid}, not to user {os.geteuid()}"
+    elif status.st_mode & 0o077:
+        wrong = f"is open to others (mode {stat.S_IMODE(status.st_mode):04o} instead of 0700)"
+    if wrong:
+        raise TransfuseError(
+            f"the keepers' directory {path} {wrong}: another user could pose as the keeper. {_ELSEWHERE}"
+        )
+
+
+_ELSEWHERE = "Remove it, or set TRANSFUSE_KEEPER_DIR to a directory of your own"

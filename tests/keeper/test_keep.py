@@ -1,0 +1,521 @@
+"""``keep`` and ``restore``: all ranks get the same step, exactly and in place; or the same error, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import transfuse
+from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, snapshot, threaded, until  # noqa: F401
+from transfuse.errors import StateError, TransfuseError
+from transfuse.keeper import client
+from transfuse.keeper.process import SOCKET_NAME, Keeper
+from transfuse.testing.ranks import ProcessPool
+
+pytestmark = pytest.mark.usefixtures("threaded")
+
+
+@pytest.fixture
+def keeper(home: Home) -> Keeper:  # noqa: F811
+    return home.start()
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    """A state that says whose it is, and of which step."""
+    return {"shared": torch.full((1000,), float(step)), "bn": torch.full((7,), 100.0 * rank + step)}
+
+
+def commit(n: int, *steps: int, own: bool = False, make: Callable[[int, int], Any] = state_of, **options: Any) -> None:
+    """A job that commits these steps, and is killed."""
+    with Job(n, **options) as job:
+        now = [make(rank, steps[0]) for rank in range(n)]
+        owns = [{"own": lambda rank=rank: {"rank": rank}} if own else {} for rank in range(n)]
+        job.start(same(*now), owns)
+        for step in steps:
+            for rank in range(n):
+                for name, value in make(rank, step).items():
+                    if isinstance(value, torch.Tensor):
+                        now[rank][name].copy_(value)
+                    else:
+                        now[rank][name] = value
+            assert job.commit(step) == ["committed"] * n
+
+
+def test_the_first_start_touches_nothing_and_asks_for_no_state(keeper: Keeper) -> None:
+    def state() -> Any:
+        raise AssertionError("get_state_dict on a fresh optimizer runs a step")
+
+    with Job(2) as job:
+        job.start([state, state])
+        assert job.restore() is None
+        assert job.restore(missing_ok=True) is None
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_every_rank_gets_its_own_in_place(keeper: Keeper, n: int) -> None:
+    commit(n, 1, 2, 3)
+    for start in range(2):
+        targets = [state_of(99, 0) for _ in range(n)]
+        pointers = [[leaf.data_ptr() for leaf in target.values()] for target in targets]
+        with Job(n) as job:
+            job.start(same(*targets))
+            for _ in range(start + 1):
+                for target in targets:
+                    target["bn"].zero_()
+                assert job.restore() == 3
+                assert exact(targets, [state_of(rank, 3) for rank in range(n)])
+        assert pointers == [[leaf.data_ptr() for leaf in target.values()] for target in targets]
+
+
+def test_a_leaf_without_a_place_is_named_and_nothing_is_touched_on_any_rank(keeper: Keeper) -> None:
+    commit(3, 1, 2)
+    targets: list[Any] = [state_of(9, 0) for _ in range(3)]
+    del targets[1]["bn"]
+    before = snapshot(targets)
+    with Job(3) as job:
+        job.start(same(*targets))
+        errors = job.errors(lambda keep: keep.restore())
+        assert len({str(error) for error in errors}) == 1
+        assert all(isinstance(error, StateError) for error in errors)
+        text = str(errors[0])
+        assert "rank 1: 1 leaves cannot land" in text
+        assert "['bn']" in text
+        assert "['shared']" not in text
+        assert "step 1" in text
+        assert "step 2" in text
+        assert exact(targets, before)
+        assert job.restore(missing_ok=True) is None
+        assert exact(targets, before)
+        # The slots are whole, and the connection as well.
+        targets[1]["bn"] = torch.zeros(7)
+        assert job.restore() == 2
+        assert exact(targets, [state_of(rank, 2) for rank in range(3)])
+
+
+def test_values_that_differ_need_load(keeper: Keeper) -> None:
+    def make(rank: int, step: int) -> dict[str, Any]:
+        return {"w": torch.full((3,), float(step)), "lr": 0.1 * step, "name": "same"}
+
+    commit(2, 1, 2, make=make)
+    targets = [{**make(rank, 1), "lr": 0.0} for rank in range(2)]
+    before = snapshot(targets)
+    with Job(2) as job:
+        job.start(same(*targets))
+        errors = job.errors(lambda keep: keep.restore())
+        assert len({str(error) for error in errors}) == 1
+        assert "['lr']" in str(errors[0])
+        assert "['name']" not in str(errors[0])
+        assert "load=" in str(errors[0])
+        assert exact(targets, before)
+    got: list[Any] = []
+    with Job(2, load=got.append) as job:
+        job.start(same(*targets))
+        assert job.restore() == 2
+    assert exact(got, [make(0, 2)] * 2)
+    # Without load= a step whose values are the target's own can be restored: here the older one.
+    targets = [make(rank, 1) for rank in range(2)]
+    with Job(2) as job:
+        job.start(same(*targets))
+        assert job.restore() == 1
+
+
+@pytest.mark.parametrize("fails", ["state_dict", "shape", "load", "load_own"])
+def test_if_one_rank_fails_all_do(keeper: Keeper, fails: str) -> None:
+    commit(3, 1, 2, own=True)
+    targets: list[Any] = [state_of(9, 0) for _ in range(3)]
+    if fails == "shape":
+        targets[2]["bn"] = torch.zeros(8)
+    before = snapshot(targets)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("this is out of order")
+
+    states = same(*targets)
+    if fails == "state_dict":
+        states[2] = fail
+    with Job(3) as job:
+        job.start(states, [{}, {}, {fails: fail} if fails in ("load", "load_own") else {}])
+        errors = job.errors(lambda keep: keep.restore())
+        assert all(error is not None for error in errors)
+        if fails in ("state_dict", "shape"):
+            assert len({str(error) for error in errors}) == 1
+            assert exact(targets, before)
+        assert all(("out of order" in str(error)) or fails == "shape" for error in errors)
+        if fails in ("load", "load_own"):
+            assert isinstance(errors[2], RuntimeError)
+            assert "rank 2" in str(errors[0])
+            assert "End this process" in str(errors[0])
+
+
+def flip(keeper: Keeper, rank: int, step: int) -> None:
+    """Damage one byte of a kept state."""
+    for kept in keeper.books.all():
+        if kept.label is not None and kept.label.step == step and kept.rank == rank:
+            needle = torch.full((1,), 100.0 * rank + step).numpy().tobytes()
+            at = bytes(kept.file.memory).rindex(needle)
+            kept.file.memory[at] ^= 1
+
+
+def test_a_damaged_step_is_found_and_the_older_one_is_restored(keeper: Keeper) -> None:
+    commit(2, 1, 2, 3)
+    flip(keeper, 1, 3)
+    targets = [state_of(9, 0) for _ in range(2)]
+    with Job(2, verify=True) as job:
+        job.start(same(*targets))
+        assert job.restore() == 2
+        assert exact(targets, [state_of(rank, 2) for rank in range(2)])
+        # What is committed now counts, though a higher step is there.
+        assert job.commit(3) == ["committed"] * 2
+    flip(keeper, 0, 1)
+    with Job(2, verify=True) as job:
+        job.start(same(*targets))
+        assert job.restore() == 3
+        assert exact(targets, [state_of(rank, 2) for rank in range(2)])
+
+
+# ------------------------------------------------------------------------------------- other numbers of ranks
+
+
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (4, 1), (1, 3)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_equal_leaves_go_to_any_number_of_ranks(keeper: Keeper, before: int, now: int, shared: bool) -> None:
+    def make(rank: int, step: int) -> dict[str, Any]:
+        return {"w": torch.full((300_000,), float(step)), "b": torch.full((3,), -1.0 * step), "n": 5}
+
+    commit(before, 1, 2, make=make, own=True, shared=shared)
+    targets = [make(0, 0) for _ in range(now)]
+    with Job(now) as job:
+        job.start(same(*targets))
+        assert job.restore() == 2
+        assert exact(targets, [make(0, 2)] * now)
+        assert all(dict(keep.own) == {rank: {"rank": rank} for rank in range(before)} for keep in job.keeps)
+        for step in range(3, 9):
+            assert job.commit(step) == ["committed"] * now
+    with Job(before) as job:
+        targets = [make(0, 0) for _ in range(before)]
+        job.start(same(*targets))
+        assert job.restore() == 8
+        assert exact(targets, [make(0, 2)] * before)
+
+
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 3), (2, 1)])
+def test_leaves_that_differed_are_named_if_the_number_of_ranks_changes(keeper: Keeper, before: int, now: int) -> None:
+    commit(before, 1, 2)
+    targets = [state_of(9, 0) for _ in range(now)]
+    untouched = snapshot(targets)
+    with Job(now) as job:
+        job.start(same(*targets))
+        errors = job.errors(lambda keep: keep.restore())
+        assert len({str(error) for error in errors}) == 1
+        text = str(errors[0])
+        assert "['bn']" in text
+        assert "['shared']" not in text
+        assert f"the {before} ranks" in text
+        assert "own=" in text
+        assert exact(targets, untouched)
+
+
+def test_values_that_differed_are_named_too(keeper: Keeper) -> None:
+    def make(rank: int, step: int) -> dict[str, Any]:
+        return {"w": torch.full((3,), float(step)), "seed": rank, "step": step}
+
+    commit(2, 1, make=make)
+    got: list[Any] = []
+    with Job(1, load=got.append) as job:
+        job.start(same(make(0, 0)))
+        with pytest.raises(StateError, match="seed"):
+            job.restore()
+    assert got == []
+
+
+def test_a_rank_never_gets_what_belonged_to_another_one(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rank 0 has committed a step: that is no state for rank 1."""
+    monkeypatch.setattr("transfuse.keeper.process.PARTNER_SECONDS", 0.2)
+    with Job(2) as job:
+        job.start(same(*[state_of(rank, 5) for rank in range(2)]))
+        job.keeps[0].commit(5)
+    targets = [state_of(9, 0) for _ in range(2)]
+    before = snapshot(targets)
+    with Job(2) as job:
+        job.start(same(*targets))
+        # No step was ever complete, so this is a first start.
+        assert job.restore() is None
+        assert exact(targets, before)
+        assert job.commit(6) == ["committed"] * 2
+        assert job.restore() == 6
+
+
+# ------------------------------------------------------------------------------------------------ several jobs
+
+
+def test_two_runs_never_meet(home: Home) -> None:  # noqa: F811
+    for name in ("a", "b"):
+        home.start(name)
+    commit(1, 1, run="a")
+    commit(1, 7, run="b")
+    for name, step in (("a", 1), ("b", 7)):
+        target = state_of(9, 0)
+        with Job(1, run=name) as job:
+            job.start(same(target))
+            assert job.restore() == step
+        assert exact(target, state_of(0, step))
+
+
+def test_one_process_may_keep_one_thing_after_the_other(home: Home) -> None:  # noqa: F811
+    """The keeper of a run that is closed ends, and the next of the same name gets another, at once."""
+    for start in range(3):
+        keeper = home.start()
+        state = state_of(0, start)
+        with Job(1) as job:
+            job.start(same(state))
+            assert job.restore() is None
+            job.commit(start)
+            job.all(lambda keep: keep.close())
+        assert home.ended(keeper)
+    assert list(home.base.iterdir()) == []
+
+
+def test_a_rank_is_attached_once(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfuse.keeper.process.CHANGE_SECONDS", 0.2)
+    with Job(1) as job, Job(1) as second:
+        job.start(same(state_of(0, 0)))
+        with pytest.raises(TransfuseError, match="rank 0 of this run is attached already"):
+            second.start(same(state_of(0, 0)))
+        assert job.commit(1) == ["committed"]
+
+
+def test_commits_leak_nothing(home: Home, keeper: Keeper) -> None:  # noqa: F811
+    def used() -> tuple[int, int, int]:
+        descriptors = len(list(pathlib.Path("/proc/self/fd").iterdir()))
+        maps = pathlib.Path("/proc/self/maps").read_text().count("transfuse-slot")
+        return descriptors, maps, threading.active_count()
+
+    states, first = [state_of(rank, 0) for rank in range(2)], used()
+    with Job(2) as job:
+        job.start(same(*states))
+
+        def some(first: int) -> None:
+            for step in range(first, first + 50):
+                for state in states:
+                    state["shared"].add_(1)
+                job.commit(step, wait=step % 2 == 0)
+                with job.keeps[0].mutating(), job.keeps[1].mutating():
+                    pass
+
+        some(0)
+        before = used()
+        some(50)
+        until(lambda: all(now <= then for now, then in zip(used(), before, strict=True)))
+        job.all(lambda keep: keep.close())
+    assert home.ended(keeper)
+    # What is left are the keeper's own, which end with its process.
+    until(lambda: used()[1] <= first[1] + len(list(keeper.books.all())))
+    assert list(home.base.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------- a keeper in a process of its own
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost keeper is found lost, and looked for, at once."""
+    monkeypatch.setattr(client, "REVIVE_SECONDS", 0.05)
+
+
+def warnings(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.getMessage() for record in caplog.records)
+
+
+def commit_until(job: Job, step: int, outcome: str) -> int:
+    """Commit one step after the other until one has this outcome on all ranks; return it."""
+
+    def one() -> bool:
+        nonlocal step
+        step += 1
+        return job.commit(step) == [outcome] * job.n
+
+    until(one)
+    return step
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("impatient")
+def test_a_killed_keeper_costs_a_warning(home: Home, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    states = [state_of(rank, 0) for rank in range(2)]
+    with Job(2) as job:
+        job.start(same(*states))
+        assert job.commit(1) == ["committed"] * 2
+        (pid,) = keepers_in(home.base)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not keepers_in(home.base))
+        assert job.commit(2) == ["skipped"] * 2
+        assert warnings(caplog, "goes on without the keeper") == 2
+        until(lambda: warnings(caplog, "has found the keeper of its host again") == 2)
+        # Who starts again now does not begin from nothing: this run has held steps.
+    with Job(2) as job:
+        job.start(same(*states))
+        errors = job.errors(lambda keep: keep.restore())
+        assert all(isinstance(error, StateError) for error in errors), errors
+        assert job.restore(missing_ok=True) is None
+        step = commit_until(job, 2, "committed")
+    with Job(2) as job:
+        job.start(same(*states))
+        assert job.restore() == step
+        job.all(lambda keep: keep.close())
+    until(lambda: not keepers_in(home.base) and not list(home.base.iterdir()))
+    until(lambda: not zombies())
+
+
+def zombies() -> list[int]:
+    """Children of this process that have ended and that nobody has waited for."""
+    found = []
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state == "Z" and int(parent) == os.getpid():
+                    found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("impatient")
+def test_a_keeper_is_frozen_and_shouted_at_and_its_socket_is_deleted(
+    home: Home,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    states = [state_of(rank, 0) for rank in range(2)]
+    with Job(2) as job:
+        job.start(same(*states))
+        (pid,) = keepers_in(home.base)
+        path = str(home.directory("job") / SOCKET_NAME)
+        chance = random.Random(0)
+        for size in (0, 1, 7, 8, 9, 100, 100_000):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(path)
+                with suppress(OSError):
+                    sock.sendall(chance.randbytes(size))
+        with socket.socket(socket.AF_UNIX) as sock:
+            # A frame that is never complete.
+            sock.connect(path)
+            sock.sendall(b"\xff\xff\x00\x00\x00\x00\x00\x00" + bytes(100))
+            assert job.commit(1) == ["committed"] * 2
+        monkeypatch.setattr(client, "ANSWER_SECONDS", 0.5)
+        os.kill(pid, signal.SIGSTOP)
+        assert job.commit(2) == ["skipped"] * 2
+        assert warnings(caplog, "goes on without the keeper") == 2
+        os.kill(pid, signal.SIGCONT)
+        monkeypatch.setattr(client, "ANSWER_SECONDS", SECONDS)
+        step = commit_until(job, 2, "committed")
+        assert keepers_in(home.base) == [pid]
+        pathlib.Path(path).unlink()
+        assert job.commit(step + 1) == ["committed"] * 2
+    until(lambda: pathlib.Path(path).exists())
+    with Job(2) as job:
+        job.start(same(*states))
+        assert job.restore() == step + 1
+        assert keepers_in(home.base) == [pid]
+
+
+JOB = """
+import os, time, torch, torch.distributed as dist, transfuse
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+keep = transfuse.keep(lambda: {"w": torch.ones(3)}, linger=0.5)
+keep.commit(1)
+child = os.fork()
+if not child:
+    # A data loader's process, which has inherited the connection to the keeper, and is left behind.
+    print(os.getpid(), flush=True)
+    time.sleep(1000)
+os._exit(0)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["", pytest.param("a name", marks=pytest.mark.soak)])
+def test_when_the_agent_is_gone_the_keeper_ends(home: Home, name: str) -> None:  # noqa: F811
+    """At once if the run has no name, else after a while; though a child of the worker holds its connection open."""
+    agent = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True)"
+    environment = {**os.environ, **({"TRANSFUSE_RUN": name} if name else {})}
+    command = [sys.executable, "-c", agent, "-c", JOB]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            assert process.wait(2 * SECONDS) == 0
+            until(lambda: not keepers_in(home.base) and not list(home.base.iterdir()))
+            os.kill(child, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------------ DTensors
+
+
+def reshard(rank: int, base: str) -> list[Any]:
+    """One run over and over, each time on another mesh; what every start has found."""
+    os.environ["TRANSFUSE_KEEPER_DIR"] = base
+    meshes: list[tuple[list[Any], list[Any]]] = [
+        ([[0, 1], [2, 3]], [Replicate(), Shard(0)]),
+        ([0, 1], [Shard(0)]),
+        ([0, 1, 2, 3], [Shard(1)]),
+        ([0], [Shard(0)]),
+        ([0, 1, 2], [Shard(0)]),
+    ]
+    found = []
+    for number, (ranks, placements) in enumerate(meshes):
+        mesh = DeviceMesh("cpu", ranks)
+        members = mesh.mesh.flatten().tolist()
+        group = dist.new_group(members)
+        if rank in members:
+            found.append(_start_on(rank, base, number, mesh, placements, group))
+        dist.barrier()
+    return found
+
+
+def _start_on(rank: int, base: str, number: int, mesh: DeviceMesh, placements: list[Any], group: Any) -> Any:
+    whole = torch.arange(1001 * 515, dtype=torch.float32).reshape(1001, 515)
+    state = {
+        "w": distribute_tensor(torch.zeros(1001, 515), mesh, placements),
+        "plain": torch.zeros(5),
+    }
+    with transfuse.keep(lambda: state, run="mesh", group=group, timeout=SECONDS, shared="*plain*") as keep:
+        step = keep.restore()
+        held = cast(DTensor, state["w"]).full_tensor()
+        right = step is None or bool(held.eq(whole + step).all() and state["plain"].eq(step).all())
+        for new in range(10 * number + 1, 10 * number + 4):
+            with torch.no_grad():
+                state["w"].copy_(distribute_tensor(whole + new, mesh, placements))
+            state["plain"].fill_(new)
+            report = keep.commit(new)
+            assert report is not None
+            assert report.outcome == "committed"
+            copied = report.copied_bytes
+        keep.detach()
+        return step, right, copied
+
+
+@pytest.mark.processes
+def test_other_meshes_get_what_they_need(home: Home, pool4: ProcessPool) -> None:  # noqa: F811
+    results = [outcome.get() for outcome in pool4.run(reshard, str(home.base), deadline=4 * SECONDS)]
+    assert [step for step, _, _ in results[0]] == [None, 3, 13, 23, 33]
+    assert all(right for some in results for _, right, _ in some)
+    # Replicas are kept once: what all ranks have copied on the first mesh is one tensor, and a little.
+    nbytes = 1001 * 515 * 4
+    assert nbytes <= sum(some[0][2] for some in results) <= nbytes + 4096

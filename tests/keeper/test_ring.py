@@ -1,0 +1,145 @@
+"""The ring: keepers of several hosts confirm a step together, go on after losses, and end together."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+
+import numpy as np
+import pytest
+
+from ring_hosts import SECONDS, Job, contents, rings, until
+from transfuse.keeper import door, frames
+
+
+def test_without_replicas_complete_on_all_hosts_is_enough(job: Job) -> None:
+    for _ in range(2):
+        job.add_host()
+    workers = job.meet([0, 1], replicas=0)
+    assert workers[0].commit(1)
+    until(lambda: workers[0].status()["states"], "it is committed")
+    assert workers[0].confirmed() is None
+    assert workers[1].commit(1)
+    job.until_confirmed(1)
+    assert workers[0].read(1, 1) is None
+
+
+def test_hosts_whose_slots_are_full_of_different_steps_begin_again_from_a_common_one(job: Job) -> None:
+    for _ in range(2):
+        job.add_host()
+    workers = job.meet([0, 1], slots=3)
+    for worker, first in zip(workers, (1, 11), strict=True):
+        for step in range(first, first + 4):
+            worker.commit(step)
+    at = [4, 14]
+
+    def advance() -> bool:
+        for rank, worker in enumerate(workers):
+            at[rank] += 1
+            worker.commit(at[rank])
+        return all(worker.confirmed() is not None for worker in workers)
+
+    until(advance, "a step that both have")
+
+
+def test_a_replaced_host_learns_what_is_confirmed_and_takes_part(job: Job) -> None:
+    for _ in range(3):
+        job.add_host()
+    job.meet([0, 1])
+    job.commit(3)
+    job.until_confirmed(3)
+    job.hosts[1].stop()
+    workers = job.meet([0, 2])
+    job.until_confirmed(3)
+    assert workers[1].link.ask(frames.Inventory(), frames.Holdings, SECONDS).has_held
+    assert np.array_equal(workers[0].read(1, 3, job.generation - 1), contents(1, 3))
+    job.commit(4)
+    job.until_confirmed(4)
+    assert np.array_equal(workers[1].read(0, 4), contents(0, 4))
+
+
+def test_all_keepers_end_when_all_ranks_of_all_hosts_have_closed(job: Job) -> None:
+    for _ in range(3):
+        job.add_host()
+    workers = job.meet([0, 1, 2])
+    job.commit(1)
+    job.until_confirmed(1)
+    for worker in workers[1:]:
+        worker.close()
+    assert workers[2].status()["closed"] == [2]
+    assert not any(host.keeper is not None and host.keeper.ring.is_over() for host in job.hosts)
+    workers[0].close()
+    for host in job.hosts:
+        until(host.has_ended, f"the keeper in {host.directory} ends")
+    until(lambda: not rings(), "all threads of the ring have ended")
+
+
+# ---------------------------------------------------------------------------------------- real processes, real kills
+
+
+@pytest.mark.processes
+def test_a_keeper_that_is_killed_or_frozen_holds_up_confirmations_until_it_is_back(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "ASK_SECONDS", 2.0)
+    job.add_host()
+    host = job.add_host(processes=True)
+    workers = job.meet([0, 1])
+    job.commit(1)
+    job.until_confirmed(1)
+    assert host.child is not None
+    # Frozen: the other host goes on committing, and nothing is confirmed.
+    host.child.freeze()
+    assert workers[0].commit(2)
+    until(lambda: workers[0].status()["replicas"]["unreachable"] == [1], "the leader misses it")
+    assert workers[0].confirmed() == 1
+    host.child.thaw()
+    assert workers[1].commit(2)
+    job.until_confirmed(2)
+    # Killed: what it held is lost, but not the replicas. It comes back in the same place.
+    host.child.kill()
+    host.child.wait()
+    workers[1].link.close()
+    assert workers[0].commit(3)
+    assert np.array_equal(workers[0].read(1, 2), contents(1, 2))
+    job.come_back(1)
+    job.until_confirmed(2)
+    assert workers[1].link.ask(frames.Inventory(), frames.Holdings, SECONDS).has_held
+    job.commit(4)
+    job.until_confirmed(4)
+    assert np.array_equal(workers[1].read(0, 4), contents(0, 4))
+
+
+@pytest.mark.processes
+@pytest.mark.soak
+def test_kills_and_freezes_of_any_keeper(job: Job) -> None:
+    for _ in range(3):
+        job.add_host(processes=True)
+    workers = job.meet([0, 1, 2])
+    step = 0
+    for victim, number in ((0, signal.SIGKILL), (1, signal.SIGSTOP), (2, signal.SIGKILL), (0, signal.SIGSTOP)):
+        for _ in range(3):
+            step += 1
+            job.commit(step)
+            job.until_confirmed(step)
+        child = job.hosts[victim].child
+        assert child is not None
+        child.signal(number)
+        step += 1
+        for rank, worker in enumerate(workers):
+            if rank != victim:
+                assert worker.commit(step)
+        assert workers[(victim + 1) % 3].confirmed() == step - 1
+        if number == signal.SIGSTOP:
+            child.signal(signal.SIGCONT)
+        else:
+            child.wait()
+            workers[victim].link.close()
+            job.come_back(victim)
+        for rank, worker in enumerate(workers):
+            until(partial(worker.has_confirmed, step - 1), f"rank {rank} knows what is confirmed")
+    for worker in workers:
+        worker.close()
+    for host in job.hosts:
+        assert host.child is not None
+        assert host.child.wait(SECONDS) == 0
