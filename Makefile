@@ -60,6 +60,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.resharding --part host --part delta --json $(RESULTS)/$(TODAY)-resharding.json
 	$(BIN)/python -m benchmarks.planning --json $(RESULTS)/$(TODAY)-planning.json
 	$(BIN)/python -m benchmarks.repeat --json $(RESULTS)/$(TODAY)-repeat.json
+	$(BIN)/python -m benchmarks.keeper --json $(RESULTS)/$(TODAY)-keeper.json
 
 # Mooncake also needs Debian's libibverbs1, ibverbs-providers, librdmacm1 and libnuma1.
 peers: $(STAMP)

@@ -11,6 +11,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from subprocess import PIPE
@@ -79,16 +80,16 @@ def test_by_torchrun(check: Callable[[str], None]) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("standalone", [False, True])
 @pytest.mark.parametrize("check", RESTARTED, ids=lambda check: check.__name__)
-def test_restarted(
-    check: Callable[[str], None], standalone: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    monkeypatch.setenv("TRANSFUSE_KEEPER_DIR", str(tmp_path))
-    check(torchrun(check.__name__, RESTARTED[check], "--max-restarts=3", *["--standalone"] * standalone))
-    # The keeper has ended, or does so now.
-    until = time.monotonic() + 30
-    while list(tmp_path.glob("*/socket")):
-        assert time.monotonic() < until, "the keeper is still there"
-        time.sleep(0.1)
+def test_restarted(check: Callable[[str], None], standalone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The path of a unix socket must be short.
+    with tempfile.TemporaryDirectory(prefix="tf") as directory:
+        monkeypatch.setenv("TRANSFUSE_KEEPER_DIR", directory)
+        check(torchrun(check.__name__, RESTARTED[check], "--max-restarts=3", *["--standalone"] * standalone))
+        # The keeper has ended, or does so now.
+        until = time.monotonic() + 30
+        while list(pathlib.Path(directory).glob("*/socket")):
+            assert time.monotonic() < until, "the keeper is still there"
+            time.sleep(0.1)
 
 
 @pytest.mark.soak

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from benchmarks import planning, resharding
+from benchmarks import keeper, planning, resharding
 from benchmarks.compare import command, plot, run, table
 from benchmarks.compare.cases import cases
 from benchmarks.compare.checks import differences, digests
@@ -241,6 +241,17 @@ def test_resharding_sees_what_arrives_wrong(capsys: pytest.CaptureFixture[str]) 
     assert "DIFFERS" in resharding.table("links", {"rows": resharding.Measured(4, 4, 1.0, {result.name: result})})
     kept = resharding.Kept(1, resharding.CHANGES[0].name, "group", 1.0, 1.0, 4, 0, 0, ["tensor0 differs"])
     assert "DIFFERS" in resharding.delta_table({"one host": {kept.change: [kept]}})
+
+
+@pytest.mark.soak
+def test_the_keeper(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keeper.json"
+    assert keeper.main(["--mib", "32", "--runs", "1", "--neighbour", "0", "--json", str(path)]) == 0
+    assert "of the bare copy out" in capsys.readouterr().out
+    written = json.loads(path.read_text())
+    assert {"commit, with digests", "commit, declared shared", "restore", "restore, verified"} <= set(
+        written["medians"]
+    )
 
 
 @pytest.mark.soak

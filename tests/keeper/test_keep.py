@@ -475,6 +475,7 @@ def reshard(rank: int, base: str) -> list[Any]:
         ([[0, 1], [2, 3]], [Replicate(), Shard(0)]),
         ([0, 1], [Shard(0)]),
         ([0, 1, 2, 3], [Shard(1)]),
+        ([0, 1, 2, 3], [Shard(0)]),
         ([0], [Shard(0)]),
         ([0, 1, 2], [Shard(0)]),
     ]
@@ -514,7 +515,7 @@ def _start_on(rank: int, base: str, number: int, mesh: DeviceMesh, placements: l
 @pytest.mark.processes
 def test_other_meshes_get_what_they_need(home: Home, pool4: ProcessPool) -> None:  # noqa: F811
     results = [outcome.get() for outcome in pool4.run(reshard, str(home.base), deadline=4 * SECONDS)]
-    assert [step for step, _, _ in results[0]] == [None, 3, 13, 23, 33]
+    assert [step for step, _, _ in results[0]] == [None, 3, 13, 23, 33, 43]
     assert all(right for some in results for _, right, _ in some)
     # Replicas are kept once: what all ranks have copied on the first mesh is one tensor, and a little.
     nbytes = 1001 * 515 * 4

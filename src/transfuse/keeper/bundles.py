@@ -59,10 +59,10 @@ class Bundles:
 
 def bundle(manifest: Manifest, own: Manifest | None, is_shared: IsShared) -> Bundles:
     """Put the storages of a state into bundles."""
-    modes, words = _storages(manifest, is_shared)
+    modes, words = _storages(manifest, is_shared, "state")
     sizes = manifest.storages.nbytes.tolist()
     if own is not None:
-        _, more = _storages(own, lambda path: False)
+        _, more = _storages(own, lambda path: False, "own")
         modes += [PRIVATE] * len(more)
         words += more
         sizes += own.storages.nbytes.tolist()
@@ -88,13 +88,14 @@ def bundle(manifest: Manifest, own: Manifest | None, is_shared: IsShared) -> Bun
     )
 
 
-def _storages(manifest: Manifest, is_shared: IsShared) -> tuple[list[int], list[bytes]]:
+def _storages(manifest: Manifest, is_shared: IsShared, tree: str) -> tuple[list[int], list[bytes]]:
     """For each storage its mode, and bytes that say which leaves it has, how they lie in it, and of which place."""
     tensors, paths = manifest.tensors, manifest.paths
     columns = np.stack([tensors.dtype, tensors.flags, tensors.offset, tensors.numel], axis=1)
     placed: dict[int, bool] = {}
     declared: dict[int, bool] = {}
-    words: list[list[Any]] = [[int(nbytes)] for nbytes in manifest.storages.nbytes.tolist()]
+    # What belongs to the rank alone may have the same paths as the state.
+    words: list[list[Any]] = [[tree, int(nbytes)] for nbytes in manifest.storages.nbytes.tolist()]
     leaves = manifest.leaves_of(np.arange(len(tensors))).tolist()
     for row, (storage, leaf) in enumerate(zip(tensors.storage.tolist(), leaves, strict=True)):
         detail = manifest.detail(leaf)
@@ -110,13 +111,17 @@ def _storages(manifest: Manifest, is_shared: IsShared) -> tuple[list[int], list[
 
 
 def _place(manifest: Manifest, spec: Spec) -> list[Any]:
-    """The place of a DTensor's shard: this rank's coordinate along the dimensions of the mesh that do not replicate."""
+    """The place of a DTensor's shard: the mesh, and this rank's coordinate along its dimensions that do not replicate.
+
+    The mesh counts with its ranks: two meshes of one shape may hold models that have drifted apart (local SGD, stages).
+    """
     meta = msgspec.convert(spec.meta, DTensorMeta)
     own: Sequence[int] | None = manifest.coordinates[meta.mesh] if meta.mesh < len(manifest.coordinates) else None
+    mesh = msgspec.to_builtins(manifest.shared[meta.mesh])
     if own is None:
-        return [meta.shape, meta.placements]
+        return [meta.shape, meta.placements, mesh]
     where = [-1 if code[0] == REPLICATE else at for code, at in zip(meta.placements, own, strict=True)]
-    return [meta.shape, meta.placements, where]
+    return [meta.shape, meta.placements, mesh, where]
 
 
 #: How a description says that a dimension of the mesh replicates.

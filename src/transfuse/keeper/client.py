@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import logging
 import os
-import pathlib
 import socket
 import threading
 import time
@@ -200,7 +200,8 @@ class Keep:
         exchange, link, failure, mine = self._exchange, None, "", b""
         try:
             link, welcome = self._attach()
-            host = f"{_boot_id()} {welcome.pid} {self._directory}"
+            # The keeper's own secret, hashed: containers of one machine may have the same pids and paths.
+            host = hashlib.sha256(welcome.token.encode()).hexdigest()
             mine = msgspec.msgpack.encode([host, welcome.generation, welcome.token, ""])
         except (TransfuseError, OSError) as error:
             failure = as_utf8(str(error))
@@ -216,8 +217,12 @@ class Keep:
         token, address = rows[0][2], restoring.LOOPBACK
         doors = [""]
         if len(hosts) > 1:
-            address = own_address()
-            door = self._ask(frames.Expose(address, token), frames.Exposed).address
+            door = ""
+            try:
+                address = own_address()
+                door = self._ask(frames.Expose(address, token), frames.Exposed).address
+            except (TransfuseError, OSError) as error:
+                failure = as_utf8(str(error))
             doors_by_rank = exchange.gather(door.encode(), "finding the keepers' addresses")
             doors = [doors_by_rank[some[0]].decode() for some in ranks]
         self._peers = frames.Peers(
@@ -231,7 +236,8 @@ class Keep:
             rate=self._settings.rate,
         )
         try:
-            self._ask(self._peers, frames.Done)
+            if not failure:
+                self._ask(self._peers, frames.Done)
             if self._settings.reserve is not None:
                 self._ask(frames.Reserve(self._settings.reserve), frames.Done)
         except TransfuseError as error:
@@ -314,7 +320,21 @@ class Keep:
         if restored is None:
             return None
         self.own, self._went_back = restored.own, True
+        self._begin_anew()
         return restored.step
+
+    def _begin_anew(self) -> None:
+        """What is committed after a restore is another course than what was committed before: a new generation."""
+        flags = self._exchange.gather(b"1" if self._newest is not None else b"", "ending the restore")
+        if not any(flags):
+            return
+        self._peers = msgspec.structs.replace(self._peers, generation=self._peers.generation + 1)
+        self._layout, self._newest = None, None
+        try:
+            self._ask(self._peers, frames.Done)
+        except KeeperLost as error:
+            self._lose(CommitReport(0), error)
+        self._exchange.gather(b"", "beginning a new generation")
 
     # ---------------------------------------------------------------------------------------------- committing
 
@@ -529,6 +549,9 @@ class Keep:
             try:
                 link, _ = self._attach()
                 try:
+                    if len(self._peers.keepers) > 1:
+                        # A new keeper opens the door of the old one, which the keepers of the other hosts know.
+                        link.ask(frames.Expose(self.members.address, self._peers.token), frames.Exposed, self._seconds)
                     link.ask(self._peers, frames.Done, self._seconds)
                 except BaseException:
                     link.close()
@@ -622,7 +645,3 @@ def own_address() -> str:
         sock.connect((master or "127.0.0.1", 9))
         return str(sock.getsockname()[0])
     return socket.gethostbyname(socket.gethostname())
-
-
-def _boot_id() -> str:
-    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()

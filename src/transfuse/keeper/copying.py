@@ -145,8 +145,10 @@ class _Work:
         source, nbytes = self._source(storage), int(self._memory.nbytes[storage])
         place = int(self._places[number])
         target = self._base + place if place >= 0 else 0
-        blocks = self._blocks[number] = [NO_DIGEST] * len(range(0, nbytes, BLOCK_BYTES))
-        if not target and not self._hashes[number]:
+        blocks = [NO_DIGEST] * len(range(0, nbytes, BLOCK_BYTES))
+        if self._hashes[number]:
+            self._blocks[number] = blocks
+        elif not target:
             return
         step = BLOCK_BYTES if self._hashes[number] else 8 * BLOCK_BYTES
 

@@ -451,7 +451,7 @@ class Keeper:
         )
         if most is not None and held + need + copies > most:
             raise TransfuseError(f"{sums}, which is more than max_bytes={human_bytes(most)}")
-        if need + copies > free:
+        if need + copies + self._allocating > free:
             raise TransfuseError(f"{sums}, and only {human_bytes(free)} of memory are free")
 
     def room(self) -> int:

@@ -128,10 +128,12 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
     # A step that some ranks have never committed is no loss: nobody was told that it is kept.
     has_held = any(one.has_held for one in holdings) or any(not candidate.missing for candidate in candidates)
     reasons: list[str] = [one.failure for one in holdings if one.failure]
+    if not has_held:
+        # Only steps that some ranks have never committed. Nothing is called that could touch the state.
+        candidates = []
     for candidate in candidates:
         try:
-            with ExitStack() as stack:
-                return Attempt(members, link, asking, wish, candidate, stack).run()
+            return _attempt(members, link, asking, wish, candidate)
         except Forbidden as error:
             reasons.append(f"step {candidate.label.step}: {error}")
             logger.warning("step %d cannot be restored: %s", candidate.label.step, error)
@@ -143,6 +145,23 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
         f"{wish.seconds:g} s):{lines}\nStart the missing hosts again, load a checkpoint, or begin anew with "
         "restore(missing_ok=True). Nothing was touched"
     )
+
+
+def _attempt(
+    members: Members, link: Link | None, asking: threading.RLock, wish: Wish, candidate: Candidate
+) -> RestoredStep:
+    with ExitStack() as stack:
+        attempt = Attempt(members, link, asking, wish, candidate, stack)
+        try:
+            return attempt.run()
+        except Forbidden as error:
+            # As many ranks as before, but other shards. All ranks have heard the same reasons.
+            if not attempt.same or not any(kind in str(error) for kind in ("NotCovered: ", "TargetMismatch: ")):
+                raise
+    with ExitStack() as stack:
+        attempt = Attempt(members, link, asking, wish, candidate, stack)
+        attempt.same = False
+        return attempt.run()
 
 
 def tell(members: Members, link: Link | None, asking: threading.RLock, seconds: float) -> bytes:
@@ -292,12 +311,13 @@ class Attempt:
         rows = self._agree_to(
             "comparing the kept states", "", msgspec.msgpack.encode([_plain(one) for one in mine.values()])
         )
+        states = [state for row in rows for state in msgspec.msgpack.decode(row, type=list[dict[bytes, bytes]])]
         seen: dict[bytes, set[bytes]] = {}
-        for row in rows:
-            for state in msgspec.msgpack.decode(row, type=list[dict[bytes, bytes]]):
-                for key, digest in state.items():
-                    seen.setdefault(key, set()).add(digest)
-        suspects = {key for key, digests in seen.items() if len(digests) > 1}
+        for state in states:
+            for key, digest in state.items():
+                seen.setdefault(key, set()).add(digest)
+        # A bundle that only some ranks have may hold leaves that others have in other bundles.
+        suspects = {key for key, digests in seen.items() if len(digests) > 1 or any(key not in one for one in states)}
         if not suspects:
             return
         details = [_storage_digests(one, suspects) for one in mine.values()]
@@ -319,6 +339,8 @@ class Attempt:
         """If ranks are missing, name the leaves of which every rank may have had values of its own."""
         if not self._candidate.missing:
             return ""
+        if self._candidate.world_size == self._exchange.size and any(one.own is not None for one in restored.values()):
+            return f"what belonged to ranks {self._candidate.missing} alone (own=) is lost"
         for one in restored.values():
             plain = np.flatnonzero(column(one.brief.modes, "<u1") == PLAIN)
             leaves = one.leaves_of(plain.tolist())
@@ -428,7 +450,7 @@ class Attempt:
             if self._wish.load is not None:
                 self._wish.load(self._state)
             rank = self._exchange.rank
-            if self._wish.load_own is not None and self.same and rank in own:
+            if self._wish.load_own is not None and self._candidate.world_size == self._exchange.size and rank in own:
                 self._wish.load_own(own[rank])
         except Exception as error:
             return error
