@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import itertools
 import json
 import mmap
 import os
@@ -44,6 +45,13 @@ MIB = 1 << 20
 TENSOR_BYTES = 16 * MIB
 #: A bare copy moves this much at a time.
 BLOCK_BYTES = 4 * MIB
+#: What a step of training keeps busy, while the keeper's copy overlaps it; and about how long it takes.
+IDLE = "a step that leaves the cores free, as on an accelerator"
+ONE = "a step that computes on one core"
+ALL = "a step that computes on all cores"
+BUSY = (IDLE, ONE, ALL)
+STEP_SECONDS = 1.0
+MATRIX = 1500
 
 
 def bare(pairs: Sequence[tuple[int, int, int]]) -> None:
@@ -154,10 +162,9 @@ def measure(rank: int, ranks: int, mib: int, runs: int, directory: str) -> None:
                         say({"name": "DCP async_save: training stands still", "seconds": stalled[-1] - started})
                 stalled.clear()
         if rank == 0:
-            say({"name": "training without", "seconds": 0.0, "loop": _train(None, state, runs)})
-            say(
-                {"name": "training with", "seconds": 0.0, "loop": _train(keeps["commit, declared shared"], state, runs)}
-            )
+            for busy in BUSY:
+                without, overlapped = _train(keeps["commit, declared shared"], state, runs, busy)
+                say({"name": busy, "loop": {"without": without, "with": overlapped}})
         dist.barrier()
     finally:
         shutil.rmtree(files)
@@ -171,30 +178,45 @@ def _load(state: dict[str, torch.Tensor], path: Path) -> None:
         tensor.copy_(loaded[name])
 
 
-def _train(keep: Any, state: dict[str, torch.Tensor], steps: int) -> float:
-    """Steps that take twice as long as a copy, of which the keeper's copy overlaps all but the update."""
-    size = 1500
-    one, other = torch.randn(size, size), torch.randn(size, size)
-    work = sum(tensor.numel() for tensor in state.values()) / (1 << 30)
-    rounds = max(1, int(20 * work))
+def _train(keep: transfuse.Keep, state: dict[str, torch.Tensor], steps: int, busy: str) -> tuple[float, float]:
+    """Seconds for a step of about a second, without the keeper and with a commit that overlaps the next step."""
+    one, other = torch.randn(MATRIX, MATRIX), torch.randn(MATRIX, MATRIX)
     first = next(iter(state.values()))
+    numbers = itertools.count(10_000 * (1 + BUSY.index(busy)))
 
-    def step(number: int) -> None:
+    def compute(rounds: int) -> None:
         for _ in range(rounds):
             torch.mm(one, other)
-        if keep is None:
-            first[:16] += 1
-        else:
-            with keep.mutating():
-                first[:16] += 1
-            keep.commit(10_000 + number, wait=False)
 
-    step(0)
-    step(1)
-    started = time.perf_counter()
-    for number in range(2, 2 + 2 * steps):
-        step(number)
-    return (time.perf_counter() - started) / (2 * steps)
+    def step(rounds: int, keeps: bool) -> None:
+        if busy == IDLE:
+            time.sleep(STEP_SECONDS)
+        else:
+            compute(rounds)
+        with keep.mutating():
+            first[:16] += 1
+        if keeps:
+            keep.commit(next(numbers), wait=False)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if busy == ONE else len(os.sched_getaffinity(0)))
+    try:
+        compute(3)
+        started = time.perf_counter()
+        compute(3)
+        rounds = max(1, round(3 * STEP_SECONDS / (time.perf_counter() - started)))
+        found: dict[bool, list[float]] = {False: [], True: []}
+        # In turns, so that a noisy minute meets both. The first step after a change of turns does not count.
+        for _ in range(steps):
+            for keeps in found:
+                step(rounds, keeps)
+                started = time.perf_counter()
+                step(rounds, keeps)
+                step(rounds, keeps)
+                found[keeps].append((time.perf_counter() - started) / 2)
+        return statistics.median(found[False]), statistics.median(found[True])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def from_a_neighbour(rank: int, mib: int, runs: int, directory: str) -> None:
@@ -256,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
     given = parser.parse_args(argv)
     found: dict[str, list[float]] = {}
-    loops: dict[str, float] = {}
+    loops: dict[str, dict[str, float]] = {}
     load = os.getloadavg()[0]
     with (
         tempfile.TemporaryDirectory(prefix="tfk") as directory,
@@ -271,9 +293,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, seconds in medians.items():
         base = "bare copy back" if name.startswith(("restore", "torch.load", "bare copy back")) else "bare copy out"
         print(f"{name:40} {1000 * seconds:8.0f} ms   {medians[base] / seconds:.2f} of the {base}", flush=True)
-    if loops:
-        lost = loops["training with"] / loops["training without"] - 1
-        print(f"a step takes {1000 * loops['training without']:.0f} ms; with commit(wait=False) {100 * lost:+.1f} %")
+    for busy, loop in loops.items():
+        lost = loop["with"] / loop["without"] - 1
+        print(f"{busy}: {1000 * loop['without']:.0f} ms; with commit(wait=False) {100 * lost:+.1f} %", flush=True)
     neighbour: dict[str, Any] = {}
     if given.neighbour:
         try:

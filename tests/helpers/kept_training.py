@@ -78,11 +78,11 @@ class Worker:
         run, gather, moment = copying._run, Exchange.gather, self.death[1]
         chance = random.Random(self.number)
 
-        def run_and_die(tasks: Any, should_stop: Any) -> None:
+        def run_and_die(tasks: Any, workers: int | None = None) -> None:
             if moment == "commit" and self.committing >= self.death[2]:  # type: ignore[index]
-                run(tasks[: chance.randrange(len(tasks) + 1)], should_stop)
+                run(tasks[: chance.randrange(len(tasks) + 1)], workers)
                 self.die()
-            run(tasks, should_stop)
+            run(tasks, workers)
 
         at = chance.randrange(4)
 

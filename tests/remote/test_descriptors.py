@@ -234,12 +234,16 @@ def test_what_is_kept_is_nobody_elses_until_it_is_given_back() -> None:
 
 
 def transfer(rank: int, same_host: bool) -> str:
-    with leaving(0):
+    def move() -> str:
         transport = transfuse.PGTransport(cast(Any, dist.group.WORLD), LONG, CPU, same_host=same_host)
         if rank == 0:
             transport.send_checkpoint([1], STATE)
             return "sent"
         return "received" if transport.recv_checkpoint(0)["w"].equal(STATE["w"]) else "wrong"
+
+    move()  # torch and numpy import some of their modules when they are first needed: that opens files.
+    with leaving(0):
+        return move()
 
 
 @pytest.mark.parametrize("same_host", [True, False])

@@ -16,6 +16,7 @@ from transfuse.keeper import copying, frames
 from transfuse.keeper.bundles import BUNDLE_BYTES, PRIVATE, Bundles
 from transfuse.keeper.copying import Memory
 from transfuse.keeper.slots import PAGE, Brief, Label, SlotView, Text
+from transfuse.memory import vm
 from transfuse.memory.mutation import MutationWatch
 from transfuse.report import human_bytes
 from transfuse.state.manifest import Described, Ints
@@ -185,7 +186,8 @@ class Copy:
 
     def go_on(self) -> bool:
         """Copy the rest. Returns whether the commit counts: not if leaves changed while they were copied."""
-        self._digests = self._copy(self._later)
+        # Half of the cores: the others are training's.
+        self._digests = self._copy(self._later, workers=max(1, vm.threads() // 2))
         assert self._watch is not None
         changed = self._watch.changed_rows()
         changed = changed[self._calm[changed]]
@@ -203,7 +205,7 @@ class Copy:
         self._who.ask(frames.Drop(self._number), frames.Done, ANSWER_SECONDS)
         return False
 
-    def _copy(self, chosen: Ints) -> bytes:
+    def _copy(self, chosen: Ints, workers: int | None = None) -> bytes:
         layout = self._layout
         return copying.copy(
             self._taken.memory,
@@ -213,6 +215,7 @@ class Copy:
             digests=self._who.digests,
             only=chosen,
             known=self._digests,
+            workers=workers,
         )
 
     def finish(self) -> None:

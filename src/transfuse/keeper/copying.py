@@ -21,6 +21,7 @@ from transfuse.keeper.slots import SlotView
 from transfuse.memory import vm
 from transfuse.state.leaves import dense
 from transfuse.state.manifest import Described, Ints
+from transfuse.state.mapped_file import MappedFile
 
 __all__ = ["DIGEST_BYTES", "Memory", "copy", "digests_at"]
 
@@ -62,36 +63,45 @@ def copy(
     digests: bool,
     only: Ints | None = None,
     known: bytes = b"",
-    should_stop: Callable[[], bool] = lambda: False,
+    workers: int | None = None,
 ) -> bytes:
     """Copy the bundles that have a place (not -1) into the slot. Return the digests of all bundles, if asked for.
 
     ``only``: the numbers of the bundles to handle now; for all others, what ``known`` says.
     Without ``digests``, bundles whose equality must be seen are hashed all the same.
+    ``workers``: how many threads copy; None: one for each core.
     """
     work = _Work(memory, bundles, places, slot.address, digests=digests)
     chosen = np.arange(len(bundles)) if only is None else only
     work.bring_from_devices(chosen, slot)
     tasks = list(work.tasks(chosen.tolist()))
-    _run(tasks, should_stop)
+    _run(tasks, workers)
     return work.result(known)
 
 
-def digests_at(address: int, nbytes: Ints, starts: Ints) -> list[bytes]:
-    """The digests of bundles that lie in a mapped slot, each of ``nbytes`` from ``starts`` on."""
-    result: list[list[bytes]] = [[] for _ in starts]
+def digests_at(addresses: Ints, nbytes: Ints, files: Sequence[MappedFile] = ()) -> list[bytes]:
+    """The digests of bundles that lie in mapped slots, at these addresses. ``files``: the slots, for a reader."""
+    result: list[list[bytes]] = [[] for _ in addresses]
+    scratch = threading.local()
     tasks = []
-    for number, (start, size) in enumerate(zip(starts.tolist(), nbytes.tolist(), strict=True)):
+    for number, (start, size) in enumerate(zip(addresses.tolist(), nbytes.tolist(), strict=True)):
         result[number] = [NO_DIGEST] * len(range(0, max(size, 1), BLOCK_BYTES))
         for block, low in enumerate(range(0, max(size, 1), BLOCK_BYTES)):
-            tasks.append(_hashing(result[number], block, address + start + low, min(BLOCK_BYTES, size - low)))
-    _run(tasks, lambda: False)
+            tasks.append(_hashing(result[number], block, start + low, min(BLOCK_BYTES, size - low), files, scratch))
+    _run(tasks)
     return [_join(blocks) for blocks in result]
 
 
-def _hashing(into: list[bytes], block: int, address: int, nbytes: int) -> Callable[[], None]:
+def _hashing(
+    into: list[bytes], block: int, address: int, nbytes: int, files: Sequence[MappedFile], scratch: threading.local
+) -> Callable[[], None]:
     def task() -> None:
-        into[block] = _hash(address, nbytes)
+        if files and not hasattr(scratch, "buffer"):
+            scratch.buffer = ctypes.create_string_buffer(BLOCK_BYTES)
+        if files and vm.read_file(files, address, at := ctypes.addressof(scratch.buffer), nbytes):
+            into[block] = _hash(at, nbytes)
+        else:
+            into[block] = _hash(address, nbytes)
 
     return task
 
@@ -209,21 +219,21 @@ def _hash(address: int, nbytes: int) -> bytes:
     return xxhash.xxh3_128_digest((ctypes.c_char * nbytes).from_address(address))
 
 
-def _run(tasks: Sequence[Callable[[], None]], should_stop: Callable[[], bool]) -> None:
+def _run(tasks: Sequence[Callable[[], None]], workers: int | None = None) -> None:
     """Run all tasks, in several threads if there are many bytes."""
     numbers = itertools.count()
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            while not errors and (number := next(numbers)) < len(tasks) and not should_stop():
+            while not errors and (number := next(numbers)) < len(tasks):
                 tasks[number]()
         except BaseException as error:
             errors.append(error)
 
     helpers = [
         threading.Thread(target=work, name="transfuse-copy", daemon=True)
-        for _ in range(min(vm.threads(), len(tasks) // 4) - 1)
+        for _ in range(min(workers or vm.threads(), len(tasks) // 4) - 1)
     ]
     vm.run_in(helpers, work)
     if errors:

@@ -39,7 +39,7 @@ class Restored:
         nbytes = column(self.brief.nbytes, "<i8")
         known = [self.brief.digests[at : at + DIGEST_BYTES] for at in range(0, len(self.brief.digests), DIGEST_BYTES)]
         chosen = np.array([number for number, digest in enumerate(known) if any(digest)], dtype=np.int64)
-        found = digests_at(0, nbytes[chosen], self.addresses[chosen])
+        found = digests_at(self.addresses[chosen], nbytes[chosen], self.state.files)
         wrong = [int(n) for n, digest in zip(chosen.tolist(), found, strict=True) if digest != known[int(n)]]
         return self.leaves_of(wrong)
 
@@ -132,5 +132,5 @@ def _over(manifest: Manifest, holders: Sequence[SlotView], starts: Ints) -> Desc
         np.where(manifest.storages.nbytes > 0, pointers, 0),
         owners,
         pointers[rows] if len(rows) else np.zeros(0, dtype=np.int64),
-        is_mapped=True,
+        files=[holder.file for holder in dict.fromkeys(holders) if holder.file is not None],
     )

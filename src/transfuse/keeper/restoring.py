@@ -12,9 +12,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,11 +35,12 @@ from transfuse.limits import Limits
 from transfuse.options import FetchKeywords
 from transfuse.plan.cohorts import Cohort
 from transfuse.plan.match import Prepared
-from transfuse.remote.client import fetch, fetch_if
-from transfuse.remote.server import serve
+from transfuse.remote.client import fetch_if
+from transfuse.remote.in_process import InProcess
 from transfuse.state import trees
 from transfuse.state.leaves import values
 from transfuse.state.leaves.codec import MeshDescription
+from transfuse.state.manifest import Described
 
 __all__ = [
     "LOOPBACK",
@@ -226,9 +228,9 @@ class Attempt:
         self._own_elsewhere(own, [elsewhere[rank] for rank in sources if rank not in local and rank in elsewhere])
         if not self.same:
             self._compare(restored)
-        addresses = [self._stack.enter_context(self._serve_here(restored[rank])) for rank in local]
+        here = [self._stack.enter_context(self._serve_here(restored[rank])) for rank in local]
         remote = [elsewhere[rank].address for rank in sources if rank not in local and rank in elsewhere]
-        error = self._land([*addresses, *remote], atomic=bool(remote))
+        error = self._land([*here, *remote], atomic=bool(remote))
         if error is None:
             error = self._load(own)
         self._agree(error)
@@ -352,28 +354,21 @@ class Attempt:
                 )
         return ""
 
-    @contextmanager
-    def _serve_here(self, restored: Restored) -> Iterator[str]:
+    def _serve_here(self, restored: Restored) -> InProcess:
         """Serve a mapped state to this process itself: from there on it is a source like any other."""
-        server = serve(
-            restored.state,
-            token=self._members.token,
-            timeout=self._wish.seconds,
-            step=self._candidate.label.step,
-            verify=self._wish.options.get("verify"),
-        )
-        try:
-            yield server.address
-        finally:
-            server.close(cancel=True)
+        return self._in_process(restored.state, f"the kept state of rank {restored.rank}", self._candidate.label.step)
+
+    def _in_process(self, state: Described, name: str, step: int | None = None) -> InProcess:
+        timeout, verify = timedelta(seconds=self._wish.seconds), self._wish.options.get("verify")
+        return InProcess(state, name, step=step, timeout=timeout, verify=verify)
 
     def _own(self, restored: Mapping[int, Restored]) -> dict[int, Any]:
         """What belonged to the ranks themselves, in fresh tensors."""
         found: dict[int, Any] = {}
         for rank, one in restored.items():
             if one.own is not None:
-                with serve(one.own, token=self._members.token, timeout=self._wish.seconds) as server:
-                    found[rank] = self._fetch_own(server.address)
+                with self._in_process(one.own, f"what belongs to rank {rank} alone") as server:
+                    found[rank] = self._fetch_own(server)
         return found
 
     def _own_elsewhere(self, own: dict[int, Any], addresses: Sequence[frames.Address]) -> None:
@@ -387,10 +382,10 @@ class Attempt:
             failure = as_utf8(str(error))
         self._agree_to("fetching what belongs to single ranks", failure)
 
-    def _fetch_own(self, address: str) -> Any:
-        return fetch(address, token=self._members.token, timeout=self._wish.seconds)
+    def _fetch_own(self, address: str | InProcess) -> Any:
+        return fetch_if(None, [address], token=self._members.token, timeout=self._wish.seconds)
 
-    def _land(self, addresses: Sequence[str], *, atomic: bool) -> BaseException | None:
+    def _land(self, addresses: Sequence[str | InProcess], *, atomic: bool) -> BaseException | None:
         """Plan, vote, and land. Returns what went wrong after the vote; raises :class:`Forbidden` if it is lost."""
         options: Any = {**self._wish.options}
         options["atomic"] = atomic or options.get("atomic", False)
@@ -507,7 +502,7 @@ def _storage_digests(restored: Restored, keys: set[bytes]) -> dict[str, bytes]:
     ]
     manifest = state.manifest
     storages = np.flatnonzero(np.isin(restored.of_storage[: len(manifest.storages)], np.array(chosen, dtype=np.int64)))
-    digests = digests_at(0, manifest.storages.nbytes[storages], state.addresses[storages])
+    digests = digests_at(state.addresses[storages], manifest.storages.nbytes[storages], state.files)
     of = dict(zip(storages.tolist(), digests, strict=True))
     leaves = manifest.leaves_of(np.arange(len(manifest.tensors))).tolist()
     return {

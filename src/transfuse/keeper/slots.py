@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 
 from transfuse.state.manifest import Ints, Wire
+from transfuse.state.mapped_file import MappedFile
 
 __all__ = ["PAGE", "Brief", "Label", "SlotFile", "SlotView", "Text", "column", "room_for", "round_up"]
 
@@ -107,6 +108,8 @@ class SlotView:
         self.nbytes = nbytes
         self.bytes = np.frombuffer(self.memory, dtype=np.uint8)
         self.address = int(self.bytes.ctypes.data)
+        #: A reader's descriptor of the file.
+        self.file = None if writable else MappedFile(self.address, nbytes, fd)
 
     # -- the worker
 

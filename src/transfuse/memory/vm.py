@@ -12,13 +12,28 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AVAILABLE", "Ranges", "ReadFailed", "copy", "join", "peek", "ranges", "read", "run_in", "split", "threads"]
+from transfuse.state.mapped_file import MappedFile
+
+__all__ = [
+    "AVAILABLE",
+    "Ranges",
+    "ReadFailed",
+    "copy",
+    "join",
+    "peek",
+    "ranges",
+    "read",
+    "read_file",
+    "run_in",
+    "split",
+    "threads",
+]
 
 #: Rows of (address, length in bytes), laid out as the kernel's ``struct iovec``.
 Ranges = npt.NDArray[np.uint64]
@@ -48,6 +63,8 @@ if AVAILABLE:
         ctypes.c_ulong,
         ctypes.c_ulong,
     )
+_libc.pread.restype = ctypes.c_ssize_t
+_libc.pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
 
 
 class ReadFailed(OSError):
@@ -108,7 +125,7 @@ def read(
     call_bytes: int = 0,
     begins: Callable[[int], object] = lambda upto: None,
     went_on: Callable[[int], object] = lambda nbytes: None,
-    is_mapped: bool = False,
+    files: Sequence[MappedFile] = (),
 ) -> npt.NDArray[np.int64]:
     """Copy ``theirs`` of process ``pid`` into ``mine``, range by range. Return the rows that could not be read.
 
@@ -117,8 +134,8 @@ def read(
     ranges, may be written. After each call ``went_on(nbytes)`` is called with the bytes that the call asked for. An
     exception from either ends the read. :class:`ReadFailed` means that the process cannot be read at all.
 
-    ``is_mapped``: the process is this one, and all of the memory is known to be mapped. Then long ranges are moved
-    without the kernel, which takes half the time.
+    ``files``: the process is this one, and its memory is mapped from these files. Long ranges are read from the files,
+    so that no page of the mapping has to be touched.
     """
     split_theirs, split_mine, starts = split(theirs, mine, call_bytes or CALL_BYTES)
     upto = np.concatenate([[0], np.cumsum(split_theirs[:, 1].astype(np.int64))])[starts]
@@ -131,8 +148,8 @@ def read(
             while not errors and (call := next(calls)) < len(starts) - 1:
                 low, high = int(starts[call]), int(starts[call + 1])
                 begins(int(upto[call + 1]))
-                if is_mapped and upto[call + 1] - upto[call] >= (high - low) * LONG_BYTES:
-                    _move(split_theirs, split_mine, low, high)
+                if files and upto[call + 1] - upto[call] >= (high - low) * LONG_BYTES:
+                    failed.extend(_read_files(files, split_theirs, split_mine, low, high))
                 else:
                     failed.extend(_read(pid, split_theirs, split_mine, low, high))
                 went_on(int(upto[call + 1] - upto[call]))
@@ -169,9 +186,25 @@ def run_in(helpers: list[threading.Thread], work: Callable[[], None]) -> None:
             helper.join()
 
 
-def _move(theirs: Ranges, mine: Ranges, low: int, high: int) -> None:
-    for (source, nbytes), (target, _) in zip(theirs[low:high].tolist(), mine[low:high].tolist(), strict=True):
-        ctypes.memmove(target, source, nbytes)
+def _read_files(files: Sequence[MappedFile], theirs: Ranges, mine: Ranges, low: int, high: int) -> list[int]:
+    """Read rows ``low`` to ``high`` from the files that this memory is mapped from. Return the rows in none of them."""
+    rows = zip(theirs[low:high].tolist(), mine[low:high].tolist(), strict=True)
+    return [
+        low + row
+        for row, ((source, nbytes), (target, _)) in enumerate(rows)
+        if not read_file(files, source, target, nbytes)
+    ]
+
+
+def read_file(files: Sequence[MappedFile], source: int, target: int, nbytes: int) -> bool:
+    """Copy from memory that is mapped from one of these files, without touching the mapping. False: it is not."""
+    file = next((one for one in files if one.address <= source and source + nbytes <= one.end), None)
+    while file is not None and nbytes:
+        done = _libc.pread(file.fd, target, nbytes, source - file.address)
+        if done <= 0:
+            break
+        source, target, nbytes = source + done, target + done, nbytes - done
+    return not nbytes
 
 
 def _read(pid: int, theirs: Ranges, mine: Ranges, low: int, high: int) -> list[int]:

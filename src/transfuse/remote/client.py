@@ -20,7 +20,8 @@ from transfuse.errors import PeerTimeout, ProtocolError, ReceiveFailed, Transfus
 from transfuse.limits import Limits
 from transfuse.options import FetchKeywords, check_names
 from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, connect, key_of, split_address
-from transfuse.remote.pair_group import READER, PairGroup, PairGroups
+from transfuse.remote.in_process import InProcess
+from transfuse.remote.pair_group import READER, PairGroup, PairGroups, ReaderEnd
 from transfuse.report import Report
 from transfuse.session import receive_from_one, threads
 from transfuse.session.context import Permit
@@ -90,7 +91,7 @@ def fetch(
 
 def fetch_if(
     permit: Permit | None,
-    address: str | Sequence[str],
+    address: str | Sequence[str | InProcess],
     state_dict: object | None = None,
     *,
     token: str | bytes | None = None,
@@ -100,7 +101,10 @@ def fetch_if(
     on_report: Callable[[Report], object] | None = None,
     **options: Unpack[FetchKeywords],
 ) -> Any:
-    """As :func:`fetch`, but ``permit`` is asked before a target is written, and may raise."""
+    """As :func:`fetch`, but ``permit`` is asked before a target is written, and may raise.
+
+    In the place of an address there may be a server of this process.
+    """
     addresses, timeout, step = _check(address), arguments.duration(timeout), check_step(step)
     arguments.check_no_module(state_dict, "fetch(address, model.state_dict)")
     arguments.check_callable("on_report", on_report)
@@ -164,7 +168,7 @@ def peek(
             raise ProtocolError(0, f"{address} sent an invalid description of its state: {error}") from error
 
 
-def _check(address: str | Sequence[str]) -> tuple[str, ...]:
+def _check(address: str | Sequence[str | InProcess]) -> tuple[str | InProcess, ...]:
     takes = "host:port, or several of these"
     if isinstance(address, bytes | bytearray) or not isinstance(address, str | Iterable):
         arguments.check_text("address", address, takes)
@@ -172,8 +176,9 @@ def _check(address: str | Sequence[str]) -> tuple[str, ...]:
     if not addresses:
         raise ValueError("address is empty: give host:port of at least one server")
     for one in addresses:
-        arguments.check_text("address", one, takes)
-        split_address(one)
+        if not isinstance(one, InProcess):
+            arguments.check_text("address", one, takes)
+            split_address(one)
     if len(set(addresses)) != len(addresses):
         raise ValueError(f"an address appears twice in {list(addresses)}: give each server once")
     return addresses
@@ -182,7 +187,7 @@ def _check(address: str | Sequence[str]) -> tuple[str, ...]:
 class _Visit:
     """All that precedes the conversation: connect to every server at once, and form a pair group with each."""
 
-    def __init__(self, addresses: Sequence[str], key: bytes, seconds: float) -> None:
+    def __init__(self, addresses: Sequence[str | InProcess], key: bytes, seconds: float) -> None:
         self._addresses = addresses
         self._key = key
         self._seconds = seconds
@@ -190,7 +195,7 @@ class _Visit:
         # The most `Wait` frames to accept: in all, as long as signs of life in a conversation are believed.
         self._waits = self._patience.signs_of_life(Limits.from_environment().max_working_records, WAIT_SECONDS)
         self._controls: dict[int, ControlConnection] = {}
-        self._met: dict[int, PairGroup] = {}
+        self._met: dict[int, ReaderEnd] = {}
         self._causes: dict[int, BaseException] = {}
         #: By address number: descriptors reserved for gloo, until this process begins to connect to that server.
         self._kept: dict[int, file_descriptors.Kept] = {}
@@ -198,7 +203,7 @@ class _Visit:
         self._left: set[int] = set()
         self._lock = threading.Lock()
         #: By address number: the pair group with each server that is ready.
-        self.groups: dict[int, PairGroup] = {}
+        self.groups: dict[int, ReaderEnd] = {}
 
     def __enter__(self) -> _Visit:
         return self
@@ -212,16 +217,18 @@ class _Visit:
     def begin(self) -> list[int]:
         """Connect to every server and form a pair group with each. Return the numbers of those that hold still now."""
         # Reserve for all servers before the first connects: a lack of descriptors here is not the last server's fault.
-        count = len(self._addresses)
+        outside = [number for number, one in enumerate(self._addresses) if not isinstance(one, InProcess)]
+        count = len(outside)
         purpose = "fetching from a server" if count == 1 else f"fetching from {count} servers at once"
-        self._kept.update(
-            enumerate(file_descriptors.keep(file_descriptors.CONTROL + file_descriptors.GROUP, purpose, count))
-        )
+        kept = file_descriptors.keep(file_descriptors.CONTROL + file_descriptors.GROUP, purpose, count)
+        self._kept.update(zip(outside, kept, strict=True))
         # A connected server waits for this reader's word, so the others may use only part of that server's patience.
         met = self._all(self._meet, range(len(self._addresses)), "the others were there", self._patience.other_servers)
 
-        def get_ready(number: int) -> PairGroup:
+        def get_ready(number: int) -> ReaderEnd:
             group = met[number]
+            if not isinstance(group, PairGroup):
+                return group
             group.control.send(Ready(), self._seconds)
             group.control.expect(Ready, self._seconds, "waiting for the server's state to hold still", self._waits)
             return group
@@ -239,7 +246,7 @@ class _Visit:
     @property
     def absent(self) -> dict[str, BaseException]:
         """The servers that the fetch goes on without: a map from address to cause."""
-        return {self._addresses[number]: cause for number, cause in sorted(self._causes.items())}
+        return {str(self._addresses[number]): cause for number, cause in sorted(self._causes.items())}
 
     def explain(self, error: TransfuseError) -> None:
         """Add notes to the error: which address each rank is, and which servers were absent."""
@@ -248,9 +255,13 @@ class _Visit:
             for address, cause in self.absent.items():
                 error.add_note(f"{address} was not there: {cause}")
 
-    def _meet(self, number: int) -> PairGroup:
+    def _meet(self, number: int) -> ReaderEnd:
+        server = self._addresses[number]
+        if isinstance(server, InProcess):
+            self._met[number] = server.begin()
+            return self._met[number]
         with self._kept.pop(number):
-            control = connect(self._addresses[number], self._key, self._seconds, number)
+            control = connect(server, self._key, self._seconds, number)
             with self._lock:
                 self._controls[number] = control
                 left = number in self._left
@@ -274,13 +285,15 @@ class _Visit:
             group.close()
 
     def _all(
-        self, task: Callable[[int], PairGroup], numbers: Sequence[int], phase: str, patience: float
-    ) -> dict[int, PairGroup]:
+        self, task: Callable[[int], ReaderEnd], numbers: Sequence[int], phase: str, patience: float
+    ) -> dict[int, ReaderEnd]:
         """Run ``task`` for all ``numbers`` at once; return the groups of those that succeeded.
 
         Once one has succeeded, the others get ``patience`` seconds more.
         """
-        results: queue.SimpleQueue[tuple[int, PairGroup | None, BaseException | None]] = queue.SimpleQueue()
+        if len(numbers) == 1 and isinstance(self._addresses[numbers[0]], InProcess):
+            return {numbers[0]: task(numbers[0])}  # Nothing to wait for.
+        results: queue.SimpleQueue[tuple[int, ReaderEnd | None, BaseException | None]] = queue.SimpleQueue()
 
         def work(number: int) -> None:
             try:
@@ -290,7 +303,7 @@ class _Visit:
 
         for number in numbers:
             threading.Thread(target=work, args=(number,), name=f"transfuse-visit-{number}", daemon=True).start()
-        done: dict[int, PairGroup] = {}
+        done: dict[int, ReaderEnd] = {}
         waiting = set(numbers)
         until = float("inf")
         while waiting and time.monotonic() < until:

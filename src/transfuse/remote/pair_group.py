@@ -11,7 +11,7 @@ import hmac
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from transfuse.remote.handshake import Call, ControlConnection
 from transfuse.wire.group import WorkLike
 from transfuse.wire.pair import Pair, form, is_address
 
-__all__ = ["READER", "SERVER", "PairGroup", "PairGroups"]
+__all__ = ["READER", "SERVER", "PairGroup", "PairGroups", "ReaderEnd"]
 
 SERVER, READER = 0, 1
 PROOF_TAG = 0x5446_0001
@@ -150,6 +150,18 @@ class PairGroup(Pair):
             )
 
 
+class ReaderEnd(Protocol):
+    """The reader's end of a pair."""
+
+    def lane_device(self, rank: int = 0) -> Any: ...
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike: ...
+
+    def close(self) -> None: ...
+
+
 class PairGroups:
     """Several servers as ranks of one group, for a transport that expects a process group.
 
@@ -158,7 +170,7 @@ class PairGroups:
 
     outlives_waits = PairGroup.outlives_waits
 
-    def __init__(self, groups: Mapping[int, PairGroup], count: int) -> None:
+    def __init__(self, groups: Mapping[int, ReaderEnd], count: int) -> None:
         self._groups = groups
         self._count = count
 

@@ -29,6 +29,7 @@ from transfuse.state.leaves.distributed import check_coordinate, read_meshes
 from transfuse.state.leaves.registry import Registry
 from transfuse.state.leaves.spec import is_dtensor, is_sharded
 from transfuse.state.live_tensors import PLAIN
+from transfuse.state.mapped_file import MappedFile
 from transfuse.state.memory_maps import Mappings
 from transfuse.state.tensors import Ints, Storages, Tensors, device_type
 
@@ -353,8 +354,8 @@ class Described:
     owners: Ints
     #: What ``data_ptr()`` of each tensor has returned.
     pointers: Ints
-    #: Whether all of this memory is mapped, and stays mapped as long as the tensors live.
-    is_mapped: bool = False
+    #: The files that the memory is mapped from, if all of it is.
+    files: Sequence[MappedFile] = ()
 
     @property
     def devices(self) -> list[torch.device]:

@@ -58,6 +58,20 @@ class Loopback:
         self._changed = threading.Condition()
         self._sent: dict[Way, list[_Mail]] = {}
         self._awaited: dict[Way, list[_Mail]] = {}
+        self._closed = False
+
+    def close(self) -> None:
+        """End all waits, now and from now on. What was sent before can still be received."""
+        with self._changed:
+            self._closed = True
+            self._lose_all()
+
+    def _lose_all(self) -> None:
+        for waiting in self._awaited.values():
+            for other in waiting:
+                other.lost = True
+        self._awaited.clear()
+        self._changed.notify_all()
 
     def send(self, tensor: torch.Tensor, tag: int, *, by_source: bool) -> _Sent:
         mail = self._meet((tag, by_source), self._awaited, self._sent)
@@ -82,6 +96,7 @@ class Loopback:
                     del theirs[way]
                 return mail
             mail = _Mail()
+            mail.lost = self._closed
             ours.setdefault(way, []).append(mail)
             return mail
 
@@ -91,10 +106,6 @@ class Loopback:
             if mail.tensor is not None:
                 return
             if not here:
-                for waiting in self._awaited.values():
-                    for other in waiting:
-                        other.lost = True
-                self._awaited.clear()
+                self._lose_all()
                 self._sent.clear()
-                self._changed.notify_all()
         raise RuntimeError("the wait timed out" if not here else "the connection was closed")

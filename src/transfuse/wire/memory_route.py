@@ -15,7 +15,7 @@ import os
 import secrets
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from transfuse.memory import vm
 from transfuse.memory.vm import Ranges
 from transfuse.state.manifest import Described
+from transfuse.state.mapped_file import MappedFile
 from transfuse.wire.memory_route_read import Reading
 from transfuse.wire.route import Malformed, Pull, SourceEnded, Unreadable
 
@@ -111,8 +112,8 @@ class _Permission:
 
 _permission = _Permission()
 
-#: For leases of this very process whose memory is known to be mapped: the storages, by token.
-_mapped: dict[bytes, bytes] = {}
+#: For leases of this very process whose memory is mapped from files, by token: the storages, and the files.
+_mapped: dict[bytes, tuple[bytes, Sequence[MappedFile]]] = {}
 
 
 class MemoryLease:
@@ -140,8 +141,8 @@ class MemoryLease:
         if not described.addresses.any():
             return None
         entry = self.describe(described.addresses)
-        if described.is_mapped:
-            _mapped[self._token] = entry.storages
+        if described.files:
+            _mapped[self._token] = entry.storages, described.files
         return entry.encode()
 
     def describe(self, storages: npt.NDArray[np.int64]) -> Entry:
@@ -207,8 +208,10 @@ class Reader:
         """Read ranges of the source's memory into our own, as :func:`vm.read` does. Return the rows that failed."""
         try:
             pid, calls = self._memory.pid, self._call_bytes
-            mapped = _mapped.get(self._memory.token) == self._memory.storages
-            return vm.read(pid, theirs, mine, workers=vm.threads(), call_bytes=calls, is_mapped=mapped, **watchers)
+            storages, files = _mapped.get(self._memory.token, (b"", ()))
+            if storages != self._memory.storages:
+                files = ()
+            return vm.read(pid, theirs, mine, workers=vm.threads(), call_bytes=calls, files=files, **watchers)
         except vm.ReadFailed as error:
             pid = self._memory.pid
             if error.errno == errno.ESRCH:
