@@ -40,6 +40,8 @@ __all__ = ["Peeked", "fetch", "fetch_if", "peek"]
 logger = logging.getLogger("transfuse")
 
 CPU = torch.device("cpu")
+#: The longest key that a reader may ask for: it travels in one frame of the control connection.
+MAX_ENTRY_BYTES = 4096
 
 
 #: What all fetches of this process remember: most fetch the same structure again and again.
@@ -53,6 +55,7 @@ def fetch(
     token: str | bytes | None = None,
     timeout: timedelta | float = timedelta(seconds=30),
     step: SupportsIndex | None = None,
+    entry: str | None = None,
     resume: Partial | None = None,
     on_report: Callable[[Report], object] | None = None,
     **options: Unpack[FetchKeywords],
@@ -68,6 +71,8 @@ def fetch(
         timeout: how long the fetch may go without progress, as a timedelta or in seconds.
         step: the step that every server must serve. A server with another step, or with none, is refused. None accepts
             any step.
+        entry: fetch this entry alone of a state that is a mapping, as if the server served ``state[entry]``: nothing
+            else is described or sent, and ``state_dict`` is a target for the entry.
         resume: ``error.partial`` of an earlier fetch that failed.
         on_report: called with the :class:`Report` of the transfer, also if the transfer failed.
         **options: the receiver's options of :class:`PGTransport`: all but ``relay`` and ``max_bytes_per_second``.
@@ -82,6 +87,7 @@ def fetch(
         token=token,
         timeout=timeout,
         step=step,
+        entry=entry,
         resume=resume,
         on_report=on_report,
         **options,
@@ -96,6 +102,7 @@ def fetch_if(
     token: str | bytes | None = None,
     timeout: timedelta | float = timedelta(seconds=30),
     step: SupportsIndex | None = None,
+    entry: str | None = None,
     resume: Partial | None = None,
     on_report: Callable[[Report], object] | None = None,
     **options: Unpack[FetchKeywords],
@@ -105,7 +112,8 @@ def fetch_if(
     arguments.check_no_module(state_dict, "fetch(address, model.state_dict)")
     arguments.check_callable("on_report", on_report)
     check_resume(resume)
-    with _Visit(addresses, key_of(token), timeout.total_seconds()) as visit:
+    _check_entry(entry)
+    with _Visit(addresses, key_of(token), timeout.total_seconds(), entry) as visit:
         transport = PGTransport(
             PairGroups(visit.groups, len(addresses)),
             timeout,
@@ -179,12 +187,21 @@ def _check(address: str | Sequence[str]) -> tuple[str, ...]:
     return addresses
 
 
+def _check_entry(entry: str | None) -> None:
+    if entry is None:
+        return
+    arguments.check_text("entry", entry, "a key of the state's mapping")
+    if len(entry.encode()) > MAX_ENTRY_BYTES:
+        raise ValueError(f"entry is at most {MAX_ENTRY_BYTES} bytes long, got {len(entry.encode())}")
+
+
 class _Visit:
     """All that precedes the conversation: connect to every server at once, and form a pair group with each."""
 
-    def __init__(self, addresses: Sequence[str], key: bytes, seconds: float) -> None:
+    def __init__(self, addresses: Sequence[str], key: bytes, seconds: float, entry: str | None = None) -> None:
         self._addresses = addresses
         self._key = key
+        self._entry = entry
         self._seconds = seconds
         self._patience = Patience(seconds)
         # The most `Wait` frames to accept: in all, as long as signs of life in a conversation are believed.
@@ -222,7 +239,7 @@ class _Visit:
 
         def get_ready(number: int) -> PairGroup:
             group = met[number]
-            group.control.send(Ready(), self._seconds)
+            group.control.send(Ready(self._entry), self._seconds)
             group.control.expect(Ready, self._seconds, "waiting for the server's state to hold still", self._waits)
             return group
 
