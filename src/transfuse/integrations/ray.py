@@ -65,6 +65,7 @@ class Settings:
     max_readers: int
     same_host: bool
     verify: bool | None
+    max_bytes_per_second: float | None
 
 
 def register(
@@ -76,11 +77,12 @@ def register(
     max_readers: int = 4,
     same_host: bool = True,
     verify: bool | None = None,
+    max_bytes_per_second: float | None = None,
 ) -> None:
-    """Tell Ray about the transport. Call it before you create the actors that use it.
+    """Tell Ray about the transport. Call it before ``@ray.method`` names the transport, at the top of the module.
 
-    Ray tells the actors that this process creates. An actor that Ray may restart calls it in its ``__init__`` as well:
-    Ray tells each actor only once. To call it again with the same arguments changes nothing.
+    Ray tells the actors that this process creates, each of them once. So an actor that Ray may restart, and whose class is
+    in the main program, calls it again in its ``__init__``. A call with the same arguments changes nothing.
 
     Args:
         name: what ``@ray.method(tensor_transport=…)`` and ``ray.put(…, _tensor_transport=…)`` call it.
@@ -90,6 +92,7 @@ def register(
         max_readers: how many receivers read from one sender at once. Others wait for their turn.
         same_host: receivers on the sender's host may read the sender's memory.
         verify: compare digests of the bytes that have landed. None: not on the memory route.
+        max_bytes_per_second: the most that receivers take from one sender, one after the other.
     """
     name = name.upper()  # As Ray does.
     settings = Settings(
@@ -100,6 +103,7 @@ def register(
         max_readers=max_readers,
         same_host=same_host,
         verify=verify,
+        max_bytes_per_second=max_bytes_per_second,
     )
     known = transport_manager_info.get(name)
     if known is not None and getattr(known.transport_manager_class, "settings", None) == settings:
@@ -205,6 +209,7 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc, unused-i
                 on_report=_reports.append,
                 same_host=self.settings.same_host,
                 verify=self.settings.verify,
+                max_bytes_per_second=self.settings.max_bytes_per_second,
             )
         return self._server
 
@@ -247,7 +252,12 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc, unused-i
     def wait_fetch_complete(self, fetch_request: Any, timeout: float = -1) -> list[torch.Tensor]:
         if not isinstance(fetch_request, Request):
             return list(fetch_request.tensors)
-        return fetch_request.fetch.wait(None if timeout < 0 else timeout)
+        try:
+            return fetch_request.fetch.wait(None if timeout < 0 else timeout)
+        except TimeoutError as error:
+            # Ray's error keeps the request until the caller drops the error, and the caller may use the targets now.
+            fetch_request.fetch.cancel_landing(f"it took longer than {timeout:g} s")
+            raise TimeoutError(f"object {fetch_request.obj_id} has not arrived in {timeout:g} s") from error
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
         """End the fetches of an object here. The sender's server notices that its reader has gone."""
@@ -337,6 +347,11 @@ class _Fetch:
     def wait(self, seconds: float | None) -> list[torch.Tensor]:
         """Wait so long for the tensors. A TimeoutError means that the fetch goes on."""
         return self._outcome.result(seconds)
+
+    def cancel_landing(self, cause: str) -> None:
+        """End the fetch if it has targets. Without targets it may go on: it writes to nobody's memory."""
+        if self._targets is not None:
+            self.cancel(cause)
 
     def cancel(self, cause: str) -> None:
         """End the fetch. Its targets are not written to after this has returned."""

@@ -1,0 +1,327 @@
+"""Actors of a real Ray exchange tensors over transfuse."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ray", reason="needs transfuse[ray]")
+# A cluster of our own that asks for a token of its own. Ray reads the variables once, on import.
+if "ray" not in sys.modules:
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+
+import ray
+from ray.exceptions import GetTimeoutError, RayDirectTransportError, RayTaskError
+from ray.experimental import set_target_for_ref
+from ray.experimental.rdt.rdt_store import __ray_abort_transport__
+
+import ray_actors
+import transfuse
+from ray_actors import BIG, Phoenix, Worker, some_tensors
+from transfuse.integrations import ray as over_transfuse
+from transfuse.testing.exact import differences
+
+ROOT = pathlib.Path(__file__).parents[2]
+HELPERS = pathlib.Path(ray_actors.__file__).parent
+DEADLINE = 120.0
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.processes]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets need a short path.
+    with pytest.MonkeyPatch.context() as patch:
+        # Workers inherit it.
+        paths = [str(HELPERS), str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        try:
+            ray.init(
+                "local",
+                num_cpus=2,
+                num_gpus=0,
+                include_dashboard=False,
+                object_store_memory=128 << 20,
+                log_to_driver=False,
+                logging_level="error",
+                _temp_dir=folder,
+            )
+            yield
+        finally:
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def workers(cluster: None) -> list[Any]:
+    """Three actors; the last has a name."""
+    made = [Worker.remote(), Worker.remote(), Worker.options(name="third").remote()]
+    get([one.pid.remote() for one in made])
+    return made
+
+
+def get(refs: Any) -> Any:
+    return ray.get(refs, timeout=DEADLINE)
+
+
+def until(fact: Callable[[], object]) -> None:
+    """Wait for a fact."""
+    end = time.monotonic() + DEADLINE
+    while not fact():
+        assert time.monotonic() < end, "it has not come to be"
+        time.sleep(0.02)
+
+
+# -------------------------------------------------------------------------------------------------------- what arrives
+
+
+@pytest.mark.parametrize("method", ["some", "some_over_the_network"])
+def test_what_arrives_is_what_was_returned(workers: list[Any], method: str) -> None:
+    sender, receiver, third = workers
+    made = getattr(sender, method).remote()
+    assert get([one.compare.remote(made) for one in (receiver, third)]) == [[], []]
+    assert get(receiver.same.remote(made))
+    assert not differences(some_tensors(), get(made))
+
+
+def test_by_which_route(workers: list[Any]) -> None:
+    """64 MiB from memory to memory on one host, and over the network if the memory route is ruled out."""
+    sender, receiver, _ = workers
+    assert get(receiver.is_count.remote(sender.count.remote(BIG), BIG))
+    near = get(receiver.reports.remote())[-1]
+    assert (near.direction, near.route, near.bytes, near.error) == ("receive", "memory", 4 * BIG, None)
+    assert get(receiver.is_count.remote(sender.count_over_the_network.remote(BIG), BIG))
+    far = get(receiver.reports.remote())[-1]
+    assert (far.route, far.bytes, far.verified) == ("group", 4 * BIG, True)
+    until(lambda: [one.route for one in get(sender.reports.remote()) if one.bytes == 4 * BIG] == ["memory", "group"])
+
+
+def test_an_object_comes_alone(workers: list[Any]) -> None:
+    """However many others the sender holds."""
+    sender, receiver, _ = workers
+    others = [sender.count.remote(1000 + i) for i in range(20)]
+    assert get(receiver.is_count.remote(sender.count.remote(10), 10))
+    report = get(receiver.reports.remote())[-1]
+    assert (report.leaves, report.bytes) == (1, 40)
+    del others
+
+
+def test_within_one_actor_nothing_moves(workers: list[Any]) -> None:
+    sender, _, _ = workers
+    before = len(get(sender.reports.remote()))
+    assert get(sender.is_count.remote(sender.count.remote(100), 100))
+    assert len(get(sender.reports.remote())) == before
+
+
+def test_an_object_without_tensors(workers: list[Any]) -> None:
+    sender, receiver, _ = workers
+    made = sender.nothing.remote()
+    assert get(receiver.take.remote(made)) == "dict"
+    assert get(made) == {"no": "tensor"}
+
+
+def test_from_actor_to_actor_to_actor(workers: list[Any]) -> None:
+    first, second, third = workers
+    doubled = second.double.remote(first.count.remote(100))
+    assert get(third.sizes.remote(doubled)) == [2 * 99 * 100 / 2]
+
+
+def test_the_driver_puts_and_gets(workers: list[Any]) -> None:
+    _, receiver, _ = workers
+    put = ray.put(some_tensors(), _tensor_transport="transfuse")
+    assert get(receiver.compare.remote(put)) == []
+    ones = [ray.put(torch.ones(7), _tensor_transport="transfuse") for _ in range(3)]
+    assert get(receiver.fetch_whole.remote(ones)) == [True] * 3
+
+
+def test_many_at_once(workers: list[Any]) -> None:
+    """Every actor sends to every other one, several objects in one call; and the driver gets all of them at once."""
+    made = {
+        (number, i): worker.count.remote(1000 + i, 100 * number) for number, worker in enumerate(workers) for i in range(6)
+    }
+    sums = {key: sum(range(100 * key[0], 100 * key[0] + 1000 + key[1])) for key in made}
+    answers = [worker.sizes.remote(*made.values()) for worker in workers for _ in range(2)]
+    for answer in get(answers):
+        assert answer == pytest.approx(list(sums.values()))
+    whole = get(list(made.values()))
+    assert [float(one.double().sum()) for one in whole] == list(sums.values())
+
+
+def test_the_nodes_own_address_is_the_default(workers: list[Any]) -> None:
+    """Receivers of other hosts can reach it."""
+    over_transfuse.register("NODE", timeout=60)
+    put = ray.put(torch.ones(7), _tensor_transport="node")
+    assert ray_actors.manager("NODE")._server.address.startswith(ray.util.get_node_ip_address() + ":")
+    assert get(Phoenix.remote().total.remote(put)) == 7.0
+
+
+# ------------------------------------------------------------------------------------------------------------- targets
+
+
+def test_tensors_land_in_buffers(workers: list[Any]) -> None:
+    made, buffer = workers[0].count.remote(1000), torch.zeros(1000)
+    set_target_for_ref(made, [buffer])
+    assert get(made) is buffer
+    assert torch.equal(buffer, torch.arange(1000.0))
+
+
+def test_a_buffer_of_another_shape_is_refused(workers: list[Any]) -> None:
+    made, buffer = workers[0].count.remote(1000), torch.zeros(999)
+    set_target_for_ref(made, [buffer])
+    with pytest.raises(ValueError, match=r"Shape of tensor_buffer at index 0 .*999.* does not match .*1000"):
+        get(made)
+    # Also if Ray did not look.
+    transport = ray_actors.manager()
+    served = ray._private.worker.global_worker.rdt_manager.get_rdt_metadata(made.hex()).tensor_transport_meta
+    with pytest.raises(RayDirectTransportError, match=r"TargetMismatch(.|\n)*999"):
+        transport.recv_multiple_tensors(made.hex(), served, None, [buffer])
+    assert not buffer.any()
+
+
+def test_after_a_timeout_a_buffer_is_left_alone(workers: list[Any]) -> None:
+    sender, _, _ = workers
+    made, buffer = sender.count_slowly.remote(), torch.zeros(BIG)
+    set_target_for_ref(made, [buffer])
+    get(sender.pid.remote())
+    transport = ray_actors.manager("SLOW")
+    with ThreadPoolExecutor(1) as thread:
+        seen = thread.submit(until, lambda: any(fetch._landing for fetch in list(transport._fetches)))
+        with pytest.raises(GetTimeoutError):
+            ray.get(made, timeout=3)
+        seen.result()
+    then = buffer.clone()
+    # The sender learns of it, and the buffer stays as it is.
+    until(lambda: any(one.error is not None for one in get(sender.reports.remote())))
+    assert torch.equal(buffer, then)
+    assert buffer[-1] == 0
+
+
+# -------------------------------------------------------------------------------------------------- freed, and refused
+
+
+def test_an_object_that_nobody_names_is_freed(workers: list[Any]) -> None:
+    sender, receiver, _ = workers
+    until(lambda: get(sender.held.remote()) == 0)
+    made = sender.watched.remote(1000)
+    assert get(receiver.sizes.remote(made)) == [1000.0]
+    assert get(sender.held.remote()) == 1
+    assert not get(sender.freed.remote())
+    del made
+    until(lambda: get(sender.held.remote()) == 0)
+    assert get(sender.freed.remote())
+
+
+def test_a_freed_object_is_refused(workers: list[Any]) -> None:
+    sender, _, _ = workers
+    made = sender.count.remote(10)
+    get(made)
+    served = ray._private.worker.global_worker.rdt_manager.get_rdt_metadata(made.hex()).tensor_transport_meta
+    assert served.token not in repr(served)
+    gone = made.hex()
+    del made
+    until(lambda: get(sender.held.remote()) == 0)
+    with pytest.raises(RayDirectTransportError, match=rf"object {gone} of Actor.* refused: StateError: .* no entry"):
+        ray_actors.manager().recv_multiple_tensors(gone, served, None)
+
+
+def test_a_stranger_without_the_token_gets_nothing(workers: list[Any]) -> None:
+    made = workers[0].count.remote(10)
+    get(made)
+    served = ray._private.worker.global_worker.rdt_manager.get_rdt_metadata(made.hex()).tensor_transport_meta
+    with pytest.raises(transfuse.PeerRefused, match="WrongToken"):
+        transfuse.fetch(served.address, token="a guess", entry=made.hex())
+
+
+def test_another_device_is_refused_where_the_object_is_made(workers: list[Any]) -> None:
+    sender, receiver, _ = workers
+    with pytest.raises((RayTaskError, ValueError), match=r"registered for tensors on \['cpu'\], got one on meta"):
+        get(receiver.take.remote(sender.meta.remote()))
+    assert get(receiver.is_count.remote(sender.count.remote(10), 10))
+
+
+def test_registering_twice_is_once() -> None:
+    ray_actors.register()
+    with pytest.raises(ValueError, match="already registered"):
+        over_transfuse.register(timeout=61)
+
+
+# -------------------------------------------------------------------------------------------------------- killed actors
+
+
+def test_a_sender_is_killed_while_it_is_read(workers: list[Any]) -> None:
+    _, receiver, _ = workers
+    victim = Worker.options(name="victim").remote()
+    answer = receiver.take.remote(victim.count_slowly.remote())
+    until(lambda: get(receiver.fetching.remote("SLOW")))
+    ray.kill(victim)
+    with pytest.raises(RayDirectTransportError, match=r"Actor\(.*named 'victim'.* has not arrived: PeerLost"):
+        get(answer)
+    assert "PeerLost" in str(get(receiver.reports.remote())[-1].error)
+    # The receiver lives on, and can receive.
+    assert get(receiver.is_count.remote(workers[0].count.remote(10), 10))
+
+
+def test_a_receiver_is_killed_while_it_reads(workers: list[Any]) -> None:
+    sender, _, third = workers
+    victim, before = Worker.remote(), len(get(sender.reports.remote()))
+    answer = victim.take.remote(sender.count_slowly.remote())
+    until(lambda: get(victim.fetching.remote("SLOW")))
+    os.kill(get(victim.pid.remote()), signal.SIGKILL)
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        get(answer)
+    # The sender hears of it, lives on, and serves others.
+    until(lambda: any(one.error is not None for one in get(sender.reports.remote())[before:]))
+    assert get(third.is_count.remote(sender.count.remote(10), 10))
+
+
+def test_ray_aborts_a_transfer_and_both_actors_live_on(workers: list[Any]) -> None:
+    sender, receiver, _ = workers
+    pids = get([sender.pid.remote(), receiver.pid.remote()])
+    made = sender.count_slowly.remote()
+    answer = receiver.take.remote(made)
+    until(lambda: get(receiver.fetching.remote("SLOW")))
+    before = len(get(sender.reports.remote()))
+    # As Ray does it when a transfer takes too long.
+    get(
+        receiver.__ray_call__.options(concurrency_group="_ray_system_error").remote(
+            __ray_abort_transport__, made.hex(), None, "SLOW"
+        )
+    )
+    with pytest.raises(RayDirectTransportError, match="InterruptedError: Ray has aborted the transfer"):
+        get(answer)
+    until(lambda: any("Ray has aborted" in str(one.failed) for one in get(sender.reports.remote())[before:]))
+    until(lambda: not get(receiver.fetching.remote("SLOW")))
+    assert get([sender.pid.remote(), receiver.pid.remote()]) == pids
+    assert get(receiver.is_count.remote(sender.count.remote(10), 10))
+
+
+@pytest.mark.soak
+def test_an_actor_that_ray_restarts_sends_and_receives_again(workers: list[Any]) -> None:
+    sender, receiver, _ = workers
+    phoenix = Phoenix.remote()
+    first = get(phoenix.pid.remote())
+    assert get(receiver.sizes.remote(phoenix.ones.remote())) == [7.0]
+    os.kill(first, signal.SIGKILL)
+
+    def is_back() -> bool:
+        try:
+            return bool(get(phoenix.pid.remote()) != first)
+        except ray.exceptions.ActorUnavailableError:
+            return False
+
+    until(is_back)
+    assert get(receiver.sizes.remote(phoenix.ones.remote())) == [7.0]
+    assert get(phoenix.total.remote(sender.count.remote(4))) == 6.0
