@@ -23,12 +23,14 @@ SLOW_BYTES = 4 << 20
 
 
 def register() -> None:
-    """Three transports: an ordinary one, one that goes over the network in any case, and one that is slow."""
+    """An ordinary transport, one that goes over the network in any case, a slow one, and one with all defaults."""
     over_transfuse.register(host="127.0.0.1", timeout=60)
     over_transfuse.register("NETWORK", host="127.0.0.1", timeout=60, same_host=False)
     over_transfuse.register(
         "SLOW", host="127.0.0.1", timeout=60, same_host=False, max_bytes_per_second=float(SLOW_BYTES)
     )
+    over_transfuse.register("HASTY", host="127.0.0.1", timeout=3)
+    over_transfuse.register("DEFAULT")
 
 
 def manager(name: str = "TRANSFUSE") -> Any:
@@ -74,6 +76,10 @@ class _Actor:
     @ray.method(tensor_transport="NETWORK")
     def count_over_the_network(self, numel: int) -> torch.Tensor:
         return torch.arange(numel, dtype=torch.float32)
+
+    @ray.method(tensor_transport="HASTY")
+    def count_quickly_given_up(self) -> torch.Tensor:
+        return torch.arange(1000, dtype=torch.float32)
 
     @ray.method(tensor_transport="SLOW")
     def count_slowly(self, numel: int = BIG) -> list[torch.Tensor]:
@@ -145,7 +151,10 @@ Worker = ray.remote(num_cpus=0, max_concurrency=8)(_Actor)
 
 @ray.remote(num_cpus=0, max_restarts=1)
 class Phoenix:
-    """An actor that Ray restarts. It registers the transport when it imports this module again."""
+    """An actor that Ray restarts."""
+
+    def __init__(self) -> None:
+        register()
 
     @ray.method(tensor_transport="TRANSFUSE")
     def ones(self) -> torch.Tensor:

@@ -81,8 +81,8 @@ def register(
 ) -> None:
     """Tell Ray about the transport. Call it before ``@ray.method`` names the transport, at the top of the module.
 
-    Ray tells the actors that this process creates, each of them once. So an actor that Ray may restart, and whose class is
-    in the main program, calls it again in its ``__init__``. A call with the same arguments changes nothing.
+    Ray tells the actors that this process creates, each of them once. So an actor that Ray may restart
+    (``max_restarts=``) calls it again in its ``__init__``. Another call with the same arguments changes nothing.
 
     Args:
         name: what ``@ray.method(tensor_transport=…)`` and ``ray.put(…, _tensor_transport=…)`` call it.
