@@ -2,8 +2,8 @@
 
     python examples/ray_transport.py
 
-Weights go from actor to actor, from memory to memory, without Ray's object store. Then the trainer dies, and the weights
-that it had made die with it: the actor that asks for them gets an error that names the trainer, and lives on.
+Weights go from actor to actor, from memory to memory, without Ray's object store. Then the trainer dies, and the
+weights that it had made die with it: the actor that asks for them gets an error that names the trainer, and lives on.
 """
 
 import os
@@ -18,7 +18,7 @@ from transfuse.integrations import ray as over_transfuse
 over_transfuse.register()  # Before @ray.method names the transport.
 
 
-@ray.remote
+@ray.remote(num_cpus=0)
 class Trainer:
     def __init__(self) -> None:
         self.model = nn.Linear(1024, 1024)
@@ -34,7 +34,7 @@ class Trainer:
         os._exit(1)
 
 
-@ray.remote
+@ray.remote(num_cpus=0)
 class Generator:
     def __init__(self) -> None:
         self.model = nn.Linear(1024, 1024)
@@ -47,10 +47,8 @@ class Generator:
         return over_transfuse.reports()[-1].line()
 
 
-def main() -> None:
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    ray.init("local", num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=80 << 20, **options)
-    trainer, generator = Trainer.remote(), Generator.remote()
+def show() -> None:
+    trainer, generator = Trainer.remote(), Generator.remote()  # type: ignore[attr-defined]
     weights = trainer.weights.remote()
     equal = ray.get(generator.update.remote(weights)) == ray.get(trainer.checksum.remote())
     print("the generator has the trainer's weights:", equal)
@@ -65,8 +63,10 @@ def main() -> None:
     except ray.exceptions.RayDirectTransportError as error:
         print("the generator got an error that names the trainer:", "Actor(Trainer" in str(error))
     print("the generator lives on:", bool(ray.get(generator.report.remote())))
-    ray.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    ray.init("local", num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=80 << 20, **options)
+    show()
+    ray.shutdown()

@@ -24,16 +24,16 @@ SLOW_BYTES = 4 << 20
 
 def register() -> None:
     """An ordinary transport, one that goes over the network in any case, a slow one, and one with all defaults."""
-    over_transfuse.register(host="127.0.0.1", timeout=60)
+    over_transfuse.register("LOCAL", host="127.0.0.1", timeout=60)
     over_transfuse.register("NETWORK", host="127.0.0.1", timeout=60, same_host=False)
     over_transfuse.register(
         "SLOW", host="127.0.0.1", timeout=60, same_host=False, max_bytes_per_second=float(SLOW_BYTES)
     )
     over_transfuse.register("HASTY", host="127.0.0.1", timeout=3)
-    over_transfuse.register("DEFAULT")
+    over_transfuse.register()
 
 
-def manager(name: str = "TRANSFUSE") -> Any:
+def manager(name: str = "LOCAL") -> Any:
     return get_tensor_transport_manager(name)
 
 
@@ -61,7 +61,7 @@ register()
 
 
 class _Actor:
-    @ray.method(tensor_transport="TRANSFUSE")
+    @ray.method(tensor_transport="LOCAL")
     def some(self) -> dict[str, Any]:
         return some_tensors()
 
@@ -69,7 +69,7 @@ class _Actor:
     def some_over_the_network(self) -> dict[str, Any]:
         return some_tensors()
 
-    @ray.method(tensor_transport="TRANSFUSE")
+    @ray.method(tensor_transport="LOCAL")
     def count(self, numel: int, start: int = 0) -> torch.Tensor:
         return torch.arange(start, start + numel, dtype=torch.float32)
 
@@ -85,11 +85,11 @@ class _Actor:
     def count_slowly(self, numel: int = BIG) -> list[torch.Tensor]:
         return [torch.arange(numel, dtype=torch.float32)]
 
-    @ray.method(tensor_transport="TRANSFUSE")
+    @ray.method(tensor_transport="LOCAL")
     def nothing(self) -> dict[str, str]:
         return {"no": "tensor"}
 
-    @ray.method(tensor_transport="TRANSFUSE")
+    @ray.method(tensor_transport="LOCAL")
     def meta(self) -> torch.Tensor:
         return torch.empty(3, device="meta")
 
@@ -111,11 +111,11 @@ class _Actor:
     def take(self, received: object) -> object:
         return type(received).__name__
 
-    @ray.method(tensor_transport="TRANSFUSE")
+    @ray.method(tensor_transport="LOCAL")
     def double(self, received: torch.Tensor) -> torch.Tensor:
         return received * 2
 
-    @ray.method(tensor_transport="TRANSFUSE")
+    @ray.method(tensor_transport="LOCAL")
     def watched(self, numel: int) -> torch.Tensor:
         """A tensor that :meth:`freed` watches."""
         made = torch.ones(numel)
@@ -126,7 +126,7 @@ class _Actor:
         gc.collect()
         return self.watch() is None
 
-    def held(self, name: str = "TRANSFUSE") -> int:
+    def held(self, name: str = "LOCAL") -> int:
         """How many objects this process serves."""
         return len(manager(name)._objects)
 
@@ -156,7 +156,7 @@ class Phoenix:
     def __init__(self) -> None:
         register()
 
-    @ray.method(tensor_transport="TRANSFUSE")
+    @ray.method(tensor_transport="LOCAL")
     def ones(self) -> torch.Tensor:
         return torch.ones(7)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
+import re
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -146,9 +149,9 @@ def test_from_actor_to_actor_to_actor(workers: list[Any]) -> None:
 
 def test_the_driver_puts_and_gets(workers: list[Any]) -> None:
     _, receiver = workers
-    put = ray.put(some_tensors(), _tensor_transport="transfuse")
+    put = ray.put(some_tensors(), _tensor_transport="local")
     assert get(receiver.compare.remote(put)) == []
-    ones = [ray.put(torch.ones(7), _tensor_transport="transfuse") for _ in range(3)]
+    ones = [ray.put(torch.ones(7), _tensor_transport="local") for _ in range(3)]
     assert get(receiver.fetch_whole.remote(ones)) == [True] * 3
 
 
@@ -166,8 +169,8 @@ def test_many_at_once(workers: list[Any]) -> None:
 
 def test_the_nodes_own_address_is_the_default(workers: list[Any]) -> None:
     """Receivers of other hosts can reach it."""
-    put = ray.put(torch.ones(7), _tensor_transport="default")
-    assert ray_actors.manager("DEFAULT")._server.address.startswith(ray.util.get_node_ip_address() + ":")
+    put = ray.put(torch.ones(7), _tensor_transport="transfuse")
+    assert ray_actors.manager("TRANSFUSE")._server.address.startswith(ray.util.get_node_ip_address() + ":")
     assert get(workers[0].sizes.remote(put)) == [7.0]
 
 
@@ -210,6 +213,32 @@ def test_after_a_timeout_a_buffer_is_left_alone(workers: list[Any]) -> None:
     until(lambda: any(one.error is not None for one in get(sender.reports.remote())))
     assert torch.equal(buffer, then)
     assert buffer[-1] == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+
+def test_the_example(cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("ray_transport", ROOT / "examples" / "ray_transport.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.show()
+    said = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"receive from 0, any step: 4\.0 MiB by memory in .*, 2 leaves, .*", said.pop(1))
+    assert [line for line in said if "(raylet)" not in line] == [
+        "the generator has the trainer's weights: True",
+        "the trainer is dead",
+        "the generator got an error that names the trainer: True",
+        "the generator lives on: True",
+    ]
+
+
+def test_without_ray_it_says_what_to_install() -> None:
+    script = "import sys; sys.modules['ray'] = None; import transfuse.integrations.ray"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert "pip install 'transfuse[ray]'" in ended.stderr
 
 
 # -------------------------------------------------------------------------------------------------- freed, and refused
@@ -257,7 +286,7 @@ def test_another_device_is_refused_where_the_object_is_made(workers: list[Any]) 
 
 def test_registering_twice_is_once() -> None:
     ray_actors.register()
-    with pytest.raises(ValueError, match="already registered"):
+    with pytest.raises(ValueError, match="TRANSFUSE is registered already with other settings"):
         over_transfuse.register(timeout=61)
 
 
@@ -311,9 +340,24 @@ def test_ray_aborts_a_transfer_and_both_actors_live_on(workers: list[Any]) -> No
 
 
 @pytest.mark.soak
+def test_ray_gives_up_a_transfer_that_takes_too_long(workers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by Ray's own watch, which would kill both actors of a transport that cannot be aborted."""
+    sender, receiver = workers
+    pids = get([sender.pid.remote(), receiver.pid.remote()])
+    made = sender.count_slowly.remote()
+    get(sender.pid.remote())
+    # Ray gives a transfer a minute. This process watches over it.
+    monkeypatch.setattr(ray._private.ray_constants, "RDT_FETCH_FAIL_TIMEOUT_SECONDS", 5.0)
+    with pytest.raises(RayDirectTransportError, match="InterruptedError: Ray has aborted the transfer"):
+        get(receiver.take.remote(made))
+    assert get([sender.pid.remote(), receiver.pid.remote()]) == pids
+    assert get(receiver.is_count.remote(sender.count.remote(10), 10))
+
+
+@pytest.mark.soak
 def test_an_actor_that_ray_restarts_sends_and_receives_again(workers: list[Any]) -> None:
     sender, receiver = workers
-    phoenix = Phoenix.remote()
+    phoenix = Phoenix.remote()  # type: ignore[attr-defined]
     first = get(phoenix.pid.remote())
     assert get(receiver.sizes.remote(phoenix.ones.remote())) == [7.0]
     os.kill(first, signal.SIGKILL)

@@ -106,20 +106,22 @@ def register(
         max_bytes_per_second=max_bytes_per_second,
     )
     known = transport_manager_info.get(name)
-    if known is not None and getattr(known.transport_manager_class, "settings", None) == settings:
-        return
+    if known is not None:
+        if getattr(known.transport_manager_class, "settings", None) == settings:
+            return
+        raise ValueError(f"a transport {name} is registered already with other settings: choose another name")
     # Ray makes the instances itself, without arguments. It sends this class to the actors by value.
     configured = type(TransfuseTransport.__name__, (TransfuseTransport,), {"settings": settings})
     register_tensor_transport(name, list(devices), configured, torch.Tensor)
 
 
 def reports() -> list[transfuse.Report]:
-    """Reports of this process's last transfers as a sender and as a receiver, oldest first, also of those that failed."""
+    """Reports of this process's last transfers as a sender and as a receiver, oldest first, failed ones too."""
     return list(_reports)
 
 
 @dataclass
-class Served(TensorTransportMetadata):  # type: ignore[misc, unused-ignore]
+class Served(TensorTransportMetadata):  # type: ignore[misc]
     """What Ray carries from the sender to the receivers of an object: where its tensors are served."""
 
     address: str = ""
@@ -128,8 +130,8 @@ class Served(TensorTransportMetadata):  # type: ignore[misc, unused-ignore]
     sender: str = ""
 
 
-class TransfuseTransport(TensorTransportManager):  # type: ignore[misc, unused-ignore]
-    """This process's end of the transport. Ray makes one instance in each process, and calls it from several threads."""
+class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
+    """This process's end of the transport. Ray makes one instance in a process, and calls it from several threads."""
 
     settings: ClassVar[Settings]
 
@@ -364,7 +366,7 @@ class _Fetch:
 
 
 @dataclass
-class Request(FetchRequest):  # type: ignore[misc, unused-ignore]
+class Request(FetchRequest):  # type: ignore[misc]
     """Ray's handle of a fetch. Once nobody holds it, nobody wants the tensors any more."""
 
     fetch: _Fetch
