@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -48,6 +49,45 @@ def test_another_step_is_refused() -> None:
         with pytest.raises(transfuse.StepMismatch, match="7"):
             transfuse.fetch(server.address, step=8)
         assert transfuse.peek(server.address).step == 7
+
+
+@pytest.mark.usefixtures("either_route")
+def test_one_entry_alone() -> None:
+    state, reports = {**some_state(), "other": {"x": torch.arange(3)}}, list[transfuse.Report]()
+    with transfuse.serve(lambda: state, on_report=reports.append) as server:
+        assert not differences(state["other"], transfuse.fetch(server.address, entry="other"))
+        target = zeros_like(state)["model"]
+        weight = target["w0"]
+        landed = transfuse.fetch(server.address, target, entry="model")
+        assert landed["w0"] is weight
+        assert not differences(state["model"], landed)
+        # A lone tensor and a lone value are states too.
+        assert torch.equal(transfuse.fetch(server.address, entry="tied"), state["tied"])
+        assert transfuse.fetch(server.address, entry="lr") == 0.1
+    assert reports[0].bytes == 3 * 8
+    assert reports[1].leaves == len(state["model"])
+
+
+def test_an_entry_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    state: Any = defaultdict(dict, model=some_state()["model"])
+    with transfuse.serve(state) as server:
+        with pytest.raises(transfuse.PeerRefused, match="StateError: the state has no entry 'optimizer'"):
+            transfuse.fetch(server.address, entry="optimizer")
+        assert list(state) == ["model"]
+        assert not differences(state["model"], transfuse.fetch(server.address, entry="model"))
+    assert "(entry 'optimizer')" in caplog.text
+    with (
+        transfuse.serve([torch.ones(2)]) as server,
+        pytest.raises(transfuse.PeerRefused, match="a list and has no entries: fetch it without entry="),
+    ):
+        transfuse.fetch(server.address, entry="0")
+
+
+def test_an_entry_is_a_short_text() -> None:
+    with pytest.raises(TypeError, match="entry takes a key"):
+        transfuse.fetch("127.0.0.1:1", entry=0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="entry is at most 4096 bytes long, got 5000"):
+        transfuse.fetch("127.0.0.1:1", entry="e" * 5000)
 
 
 def test_several_readers_at_once(executor: ThreadPoolExecutor) -> None:

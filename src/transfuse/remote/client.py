@@ -41,6 +41,8 @@ __all__ = ["Peeked", "fetch", "fetch_if", "peek"]
 logger = logging.getLogger("transfuse")
 
 CPU = torch.device("cpu")
+#: The longest key that a reader may ask for: it travels in one frame of the control connection.
+MAX_ENTRY_BYTES = 4096
 
 
 #: What all fetches of this process remember: most fetch the same structure again and again.
@@ -54,6 +56,7 @@ def fetch(
     token: str | bytes | None = None,
     timeout: timedelta | float = timedelta(seconds=30),
     step: SupportsIndex | None = None,
+    entry: str | None = None,
     resume: Partial | None = None,
     on_report: Callable[[Report], object] | None = None,
     **options: Unpack[FetchKeywords],
@@ -69,6 +72,8 @@ def fetch(
         timeout: how long the fetch may go without progress, as a timedelta or in seconds.
         step: the step that every server must serve. A server with another step, or with none, is refused. None accepts
             any step.
+        entry: fetch this entry alone of a state that is a mapping, as if the server served ``state[entry]``: nothing
+            else is described or sent, and ``state_dict`` is a target for the entry.
         resume: ``error.partial`` of an earlier fetch that failed.
         on_report: called with the :class:`Report` of the transfer, also if the transfer failed.
         **options: the receiver's options of :class:`PGTransport`: all but ``relay`` and ``max_bytes_per_second``.
@@ -83,6 +88,7 @@ def fetch(
         token=token,
         timeout=timeout,
         step=step,
+        entry=entry,
         resume=resume,
         on_report=on_report,
         **options,
@@ -97,6 +103,7 @@ def fetch_if(
     token: str | bytes | None = None,
     timeout: timedelta | float = timedelta(seconds=30),
     step: SupportsIndex | None = None,
+    entry: str | None = None,
     resume: Partial | None = None,
     on_report: Callable[[Report], object] | None = None,
     **options: Unpack[FetchKeywords],
@@ -109,7 +116,8 @@ def fetch_if(
     arguments.check_no_module(state_dict, "fetch(address, model.state_dict)")
     arguments.check_callable("on_report", on_report)
     check_resume(resume)
-    with _Visit(addresses, key_of(token), timeout.total_seconds()) as visit:
+    _check_entry(entry)
+    with _Visit(addresses, key_of(token), timeout.total_seconds(), entry) as visit:
         transport = PGTransport(
             PairGroups(visit.groups, len(addresses)),
             timeout,
@@ -184,12 +192,23 @@ def _check(address: str | Sequence[str | InProcess]) -> tuple[str | InProcess, .
     return addresses
 
 
+def _check_entry(entry: str | None) -> None:
+    if entry is None:
+        return
+    arguments.check_text("entry", entry, "a key of the state's mapping")
+    if len(entry.encode()) > MAX_ENTRY_BYTES:
+        raise ValueError(f"entry is at most {MAX_ENTRY_BYTES} bytes long, got {len(entry.encode())}")
+
+
 class _Visit:
     """All that precedes the conversation: connect to every server at once, and form a pair group with each."""
 
-    def __init__(self, addresses: Sequence[str | InProcess], key: bytes, seconds: float) -> None:
+    def __init__(
+        self, addresses: Sequence[str | InProcess], key: bytes, seconds: float, entry: str | None = None
+    ) -> None:
         self._addresses = addresses
         self._key = key
+        self._entry = entry
         self._seconds = seconds
         self._patience = Patience(seconds)
         # The most `Wait` frames to accept: in all, as long as signs of life in a conversation are believed.
@@ -229,7 +248,7 @@ class _Visit:
             group = met[number]
             if not isinstance(group, PairGroup):
                 return group
-            group.control.send(Ready(), self._seconds)
+            group.control.send(Ready(self._entry), self._seconds)
             group.control.expect(Ready, self._seconds, "waiting for the server's state to hold still", self._waits)
             return group
 

@@ -71,8 +71,11 @@ class Call(msgspec.Struct, tag="call", frozen=True, forbid_unknown_fields=True):
     value: bytes
 
 
-class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True):
+class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Reader to server: I can begin. Server to reader: the state holds still, begin."""
+
+    #: From a reader that wants one entry of the state, a mapping: the entry's key.
+    entry: str | None = None
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):

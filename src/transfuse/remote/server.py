@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ import torch
 
 from transfuse import arguments
 from transfuse.arguments import check_step
-from transfuse.errors import PeerLost, PeerTimeout, SendFailed, TransfuseError, as_utf8
+from transfuse.errors import PeerLost, PeerTimeout, SendFailed, StateError, TransfuseError, as_utf8
 from transfuse.memory import streams
 from transfuse.options import ServeKeywords, check_names
 from transfuse.progress import Progress
@@ -315,13 +315,16 @@ class Server:
         meanwhile = _Meanwhile(control, self._seconds, lambda: self._closing)
         with self._place(meanwhile), closing(self._form(control)) as group:
             self._groups.add(group)
-            control.expect(Ready, self._seconds, "waiting for the reader to begin", most_waits=0)
+            entry = control.expect(Ready, self._seconds, "waiting for the reader to begin", most_waits=0).entry
             meanwhile()  # The server may have closed since.
             with self._rwlock.reading(meanwhile):
                 # Before the user's callable, which may copy: nothing else orders this thread's work after training's.
                 self._last_change.wait(self._seconds)
                 with self._asking:
                     state = self._state_dict() if callable(self._state_dict) else self._state_dict
+                    if entry is not None:
+                        control.name += f" (entry {entry[:200]!r})"
+                        state = _entry_of(state, entry)
                     step = check_step(self._step(), "what step() gives") if callable(self._step) else self._step
                 control.send(Ready(), self._seconds)
                 self._send(group, state, step)
@@ -360,6 +363,17 @@ class Server:
         logger.log(
             logging.WARNING if loud else logging.DEBUG, "the server at %s: %s: %s", self._address, what, str(error)
         )
+
+
+def _entry_of(state: object, entry: str) -> object:
+    """The entry of a state that a reader asked for."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"the state is a {type(state).__name__} and has no entries: fetch it without entry=")
+    # Not only ``state[entry]``: a defaultdict would make the entry. Another thread may remove it between the two.
+    if entry in state:
+        with suppress(KeyError):
+            return state[entry]
+    raise StateError(f"the state has no entry {entry[:200]!r}")
 
 
 class _Meanwhile:

@@ -1,0 +1,1 @@
+"""Transfuse inside other libraries: one module for each, which needs that library installed."""
