@@ -54,11 +54,12 @@ def test_another_step_is_refused() -> None:
 @pytest.mark.usefixtures("either_route")
 def test_one_entry_alone() -> None:
     state, reports = {**some_state(), "other": {"x": torch.arange(3)}}, list[transfuse.Report]()
-    with transfuse.serve(lambda: state, on_report=reports.append) as server:
-        assert not differences(state["other"], transfuse.fetch(server.address, entry="other"))
+    with transfuse.serve(lambda: state) as server:
+        got = transfuse.fetch(server.address, entry="other", on_report=reports.append)
+        assert not differences(state["other"], got)
         target = zeros_like(state)["model"]
         weight = target["w0"]
-        landed = transfuse.fetch(server.address, target, entry="model")
+        landed = transfuse.fetch(server.address, target, entry="model", on_report=reports.append)
         assert landed["w0"] is weight
         assert not differences(state["model"], landed)
         # A lone tensor and a lone value are states too.
