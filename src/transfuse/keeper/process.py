@@ -37,7 +37,7 @@ from transfuse.keeper.slots import Label, SlotFile, column, round_up
 from transfuse.remote.server import Server, serve
 from transfuse.report import human_bytes
 
-__all__ = ["SOCKET_NAME", "TOKEN_NAME", "Keeper", "main", "remove_files"]
+__all__ = ["SOCKET_NAME", "TOKEN_NAME", "Keeper", "go_before_training", "main", "remove_files"]
 
 logger = logging.getLogger("transfuse.keeper")
 
@@ -57,7 +57,7 @@ ANSWER_SECONDS = 30.0
 SERVE_SECONDS = 60.0
 #: Slots of a rank that did not say how many it wants.
 SLOTS = 3
-#: A sign to the kernel to end the keeper before training, if memory runs out.
+#: What the keeper's ``oom_score_adj`` is raised to.
 OOM_SCORE = "500"
 
 
@@ -695,6 +695,11 @@ def detach() -> None:
     os.chdir("/")
     with suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    go_before_training()
+
+
+def go_before_training() -> None:
+    """Tell the kernel to end this process before training, if memory runs out."""
     with suppress(OSError):
         pathlib.Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
 
