@@ -613,3 +613,24 @@ def test_restore_waits_for_a_copy_that_goes_on(home: Home, keeper: Keeper, gate:
         assert keep.report is not None
         assert keep.report.outcome == "committed"
         assert state["w"].eq(2).all()
+
+
+def test_a_report_says_all_that_training_waited_for(home: Home, keeper: Keeper, gate: Gate) -> None:  # noqa: F811
+    """With wait=False it is told when training has waited for the copy, not before."""
+    state, told = {"w": torch.zeros(MIB)}, []
+    with Job(1, on_report=lambda report: told.append((report.step, dict(report.stalled)))) as job:
+        job.start(same(state))
+        (keep,) = job.keeps
+        for step in (1, 2, 3):
+            with keep.mutating():
+                state["w"].fill_(step)
+            gate.shut()
+            keep.commit(step, wait=False)
+            assert [one for one, _ in told] == list(range(1, max(2, step)))  # The first is copied at once.
+            threading.Timer(0.1, gate.open.set).start()
+        keep.commit(4, wait=False)  # Without mutating() the next commit waits, and its own report says so.
+        assert [one for one, _ in told] == [1, 2, 3, 4]
+    stalls = dict(told)
+    assert stalls[2]["the copy"] >= 0.05
+    assert "the copy" not in stalls[3]
+    assert stalls[4]["the copy before"] >= 0.05

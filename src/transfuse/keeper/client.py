@@ -92,7 +92,8 @@ def keep(
         digests: hash what is committed. Restoring compares digests if ``verify=True``. Leaves that are not ``shared``
             are hashed in any case.
         timeout: how long a call may go without progress.
-        on_report: called with the :class:`CommitReport` of each commit.
+        on_report: called with the :class:`CommitReport` of each commit, when it says all that training waited for:
+            with ``commit(wait=False)`` by the next :meth:`Keep.mutating`, commit or close.
         **options: the options of ``fetch`` for :meth:`Keep.restore`: ``cast``, ``map_path``, ``strict``, ``verify``, …
     """
     check_names("keep", options, FetchKeywords)
@@ -361,8 +362,7 @@ class Keep:
         if self._newest is not None and number < self._newest and not self._went_back:
             raise ValueError(f"commit() of step {number} after step {self._newest}: steps must rise")
         report = CommitReport(number)
-        with timed(report, "the copy before"):
-            self._join()
+        self._end_copy(report, "the copy before")
         self._report = report
         try:
             self._commit(report, number, state, wait=wait)
@@ -431,7 +431,6 @@ class Keep:
             report.outcome, report.why = "dropped", f"{type(error).__name__}: {error}"
             logger.warning("step %d was not kept: %s", report.step, report.why)
             job.drop()
-        self._tell(report)
 
     def _begin(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> tuple[Layout, int | None]:
         """The layout for a state, and the slot that the keeper has for it."""
@@ -490,10 +489,8 @@ class Keep:
     @contextmanager
     def mutating(self) -> Iterator[None]:
         """Change the state within this block. It waits until the copy that ``commit(wait=False)`` began has ended."""
-        report = self._report
-        if report is not None and self._copying is not None:
-            with timed(report, "the copy"):
-                self._join()
+        if self._report is not None:
+            self._end_copy(self._report, "the copy")
         taken, layout = self._taken, self._layout
         if taken is not None and layout is not None and layout.structure == taken.structure:
             # What has changed since the commit has changed outside of such a block.
@@ -507,10 +504,20 @@ class Keep:
                 if taken is not None:
                     self._last = taken, taken.versions()
 
-    def _join(self) -> None:
-        thread, self._copying = self._copying, None
-        if thread is not None:
+    def _end_copy(self, report: CommitReport, cause: str) -> None:
+        """Wait for a copy that goes on, and note in this report for how long. Then the copy's own report is told."""
+        thread, ended = self._copying, self._report
+        if thread is None:
+            return
+        with timed(report, cause):
             thread.join()
+        self._copying = None
+        assert ended is not None
+        self._tell(ended)
+
+    def _join(self) -> None:
+        """As `_end_copy`, where training is not what waits."""
+        self._end_copy(CommitReport(0), "")
 
     def _tell(self, report: CommitReport) -> None:
         logger.info("%s", report.line(), extra={"transfuse_report": report})
