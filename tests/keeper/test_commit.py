@@ -14,6 +14,7 @@ from keeping import SECONDS, Home, Job, exact, home, same, snapshot, threaded  #
 from transfuse.errors import TransfuseError
 from transfuse.keeper import copying, process
 from transfuse.keeper.process import Keeper
+from transfuse.keeper.slots import SlotFile
 
 pytestmark = pytest.mark.usefixtures("threaded")
 MIB = 1 << 20
@@ -634,3 +635,37 @@ def test_a_report_says_all_that_training_waited_for(home: Home, keeper: Keeper, 
     assert stalls[2]["the copy"] >= 0.05
     assert "the copy" not in stalls[3]
     assert stalls[4]["the copy before"] >= 0.05
+
+
+def test_to_give_memory_back_keeps_no_worker_waiting(
+    home: Home,  # noqa: F811
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To unmap tens of GiB takes longer than a worker waits for an answer."""
+    close, may_close, closes = SlotFile.close, threading.Event(), threading.Event()
+
+    def slow(file: SlotFile) -> None:
+        closes.set()
+        assert may_close.wait(SECONDS)
+        close(file)
+
+    monkeypatch.setattr(SlotFile, "close", slow)
+    states = [{"w": torch.ones(MIB)}, {"w": torch.zeros(MIB)}]
+    with Job(2) as job:
+        job.start(same(*states))
+        assert job.commit(1) == ["committed"] * 2
+        states[0]["more"] = torch.ones(4 * MIB)
+        one, other = job.keeps
+        other.commit(2)
+        grows = threading.Thread(target=one.commit, args=(2,))
+        grows.start()  # Its new slots wait for the memory of the old ones. Nobody else does.
+        assert closes.wait(SECONDS)
+        report = other.commit(3)
+        assert report is not None
+        assert report.outcome == "committed", report.why
+        assert home.status()["attached"] == [0, 1]
+        may_close.set()
+        grows.join(SECONDS)
+        assert one.report is not None
+        assert one.report.outcome == "committed"

@@ -30,6 +30,7 @@ from transfuse.keeper.books import Books, Generation, Kept, Layout, Wanted
 from transfuse.keeper.bundles import KEY_BYTES
 from transfuse.keeper.copying import DIGEST_BYTES
 from transfuse.keeper.frames import Address, Frame, KeeperLost, Link
+from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.restored import Restored, describe_slots
 from transfuse.keeper.ring import Ring
 from transfuse.keeper.runs import RUN_FILE, Process
@@ -82,6 +83,7 @@ class Keeper:
         self._in_foreground, self._linger = in_foreground, linger
         self.token = secrets.token_hex(32)
         self.books = Books()
+        self.freeing = Freeing()
         self._changed = threading.Condition()
         self._workers: dict[int, _Worker] = {}
         #: By rank: the agent that started its worker, and the worker itself.
@@ -389,8 +391,7 @@ class Keeper:
             # What another process may still write to is not used again.
             reused = self.books.reusable(rank, layout.slot_bytes) if worker.is_only_writer else []
             reused = reused[-self._slots_of(worker) :]
-            for file in self.books.free_slots(rank, reused):
-                file.close()
+            self.freeing.add(self.books.free_slots(rank, reused))
         new = self._make_files(worker, rank, layout.slot_bytes, self._slots_of(worker) - len(reused))
         with self._changed:
             files = [self.books.slot(rank, number).file for number in reused] + new
@@ -405,12 +406,12 @@ class Keeper:
         assert worker.hello is not None
         with self._changed:
             spare = self._spare.pop(rank, [])
-            if spare and spare[0].nbytes >= slot_bytes:
-                for file in spare[count:]:
-                    file.close()
-                return spare[:count]
-            for file in spare:
-                file.close()
+        fits = bool(spare) and spare[0].nbytes >= slot_bytes
+        self.freeing.add(spare[count:] if fits else spare)
+        if fits:
+            return spare[:count]
+        self.freeing.settle()
+        with self._changed:
             self._check_room(rank, slot_bytes, count, worker.hello.max_bytes, self.ring.replicas)
             self._allocating += slot_bytes * count
         try:
@@ -485,8 +486,7 @@ class Keeper:
                 raise TransfuseError(f"slot {committed.number} of rank {rank} does not hold step {committed.step}")
             self.books.commit(rank, committed.number, label, kept.file.brief())
             self._note_held(self.books.confirmed is not None)
-            for file in self.books.free_ranks():
-                file.close()
+            self.freeing.add(self.books.free_ranks())
             self._changed.notify_all()
         self.ring.wake()
         return frames.Done()

@@ -22,7 +22,7 @@ from transfuse.keeper import frames
 from transfuse.keeper.decisions import Decisions
 from transfuse.keeper.door import Door, Peer
 from transfuse.keeper.questions import Answer, Lend, Lent, Question, Round, State
-from transfuse.keeper.replicas import Loan, Loans, Puller, Stock, close_all
+from transfuse.keeper.replicas import Loan, Loans, Puller, Stock
 from transfuse.keeper.slots import Label
 from transfuse.remote.handshake import key_of
 
@@ -52,7 +52,7 @@ class Ring:
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
-        self.stock = Stock(keeper._changed, keeper.books, keeper.room)
+        self.stock = Stock(keeper._changed, keeper.books, keeper.freeing, keeper.room)
         #: Guards the fields below. The keeper's lock may be held when this one is taken, never the other way round.
         self._lock = threading.Lock()
         self._door: Door | None = None
@@ -174,11 +174,8 @@ class Ring:
         with changed:
             if books.confirmed is None or label > books.confirmed:
                 books.confirm(label)
-                files = books.free_ranks()
+                self.stock.freeing.add(books.free_ranks())
                 changed.notify_all()
-            else:
-                files = []
-        close_all(files)
         self.has_held = True
 
     def lend(self, label: Label) -> Loan:
