@@ -381,6 +381,26 @@ def test_a_killed_keeper_costs_a_warning(home: Home, caplog: pytest.LogCaptureFi
     until(lambda: not zombies())
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_keeper_that_was_killed_hears_of_every_close(home: Home, early: int) -> None:  # noqa: F811
+    """Ranks close before it is killed, and while nobody has found it again: it comes back, and ends."""
+    states = [state_of(rank, 0) for rank in range(3)]
+    with Job(3) as job:
+        job.start(same(*states))
+        assert job.commit(1) == ["committed"] * 3
+        for keep in job.keeps[:early]:
+            keep.close()
+        (pid,) = keepers_in(home.base)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not keepers_in(home.base))
+        report = job.keeps[2].commit(2)  # This rank misses it, and looks for it every 5 s. The others have not noticed.
+        assert report is not None
+        assert report.outcome == "skipped"
+        job.all(lambda keep: keep.close())
+    until(lambda: not keepers_in(home.base) and not list(home.base.iterdir()))
+
+
 def zombies() -> list[int]:
     """Children of this process that have ended and that nobody has waited for."""
     found = []

@@ -176,7 +176,10 @@ class Keep:
         self._copying: threading.Thread | None = None
         self._reviving: threading.Thread | None = None
         self._warned = self._warned_of_room = False
-        self._closed = False
+        #: Whether :meth:`close` was called, and whether it has ended, or :meth:`detach` was called.
+        self._closed = self._detached = False
+        #: Ends the pause between two looks for a lost keeper.
+        self._hurry = threading.Event()
         #: The newest step that was committed, and whether :meth:`restore` was called since.
         self._newest: int | None = None
         self._went_back = False
@@ -551,8 +554,8 @@ class Keep:
             self._reviving.start()
 
     def _look(self) -> None:
-        """Look for the keeper, or start it again, until it answers."""
-        while not self._closed and self._link is None:
+        """Look for the keeper, or start it again, until it answers. If this rank closes meanwhile, tell it that."""
+        while self._link is None and not self._detached:
             try:
                 link, _ = self._attach()
                 try:
@@ -560,22 +563,24 @@ class Keep:
                         # A new keeper opens the door of the old one, which the keepers of the other hosts know.
                         link.ask(frames.Expose(self.members.address, self._peers.token), frames.Exposed, self._seconds)
                     link.ask(self._peers, frames.Done, self._seconds)
+                    with self._asking:
+                        if self._closed:
+                            if not self._detached:
+                                link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+                            link.close()
+                            return
+                        self._link = link
                 except BaseException:
                     link.close()
                     raise
-                with self._asking:
-                    if self._closed:
-                        with suppress(TransfuseError):
-                            link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
-                        link.close()
-                        return
-                    self._link = link
                 logger.warning("rank %d has found the keeper of its host again", self.rank)
                 self._warned = False
                 return
             except (TransfuseError, OSError) as error:
                 logger.debug("looking for the keeper: %s", error)
-                time.sleep(REVIVE_SECONDS)
+                if self._closed:
+                    time.sleep(0.1)
+                self._hurry.wait(REVIVE_SECONDS)
 
     # -------------------------------------------------------------------------------------------------- the end
 
@@ -583,15 +588,35 @@ class Keep:
         """This rank has done its work. When all ranks of all hosts have closed, the keepers forget, and end."""
         if self._closed:
             return
-        self._closed = True
         self._join()
-        with suppress(TransfuseError):
-            self._ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+        with self._asking:
+            self._closed, link = True, self._link
+            if link is not None:
+                try:
+                    link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+                except TransfuseError as error:
+                    logger.warning("rank %d says close() again: %s", self.rank, error)
+                    link.close()
+                    link = self._link = None
+        if link is None:
+            # Keepers of this host and of others wait for this rank: the one that comes back has to hear of it.
+            self._hurry.set()
+            self._revive()
+            assert self._reviving is not None
+            self._reviving.join(self._seconds)
+            if self._reviving.is_alive():
+                logger.warning(
+                    "rank %d has closed, but the keeper of its host did not hear of it within %g s. It may stay: "
+                    "transfuse keep --status lists it, transfuse keep --stop ends it",
+                    self.rank,
+                    self._seconds,
+                )
         self.detach()
 
     def detach(self) -> None:
         """Leave the keeper as it is. It keeps what it has, as after the end of this process."""
-        self._closed = True
+        self._closed = self._detached = True
+        self._hurry.set()
         self._join()
         with self._asking:
             link, self._link = self._link, None

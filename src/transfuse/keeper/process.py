@@ -42,7 +42,7 @@ __all__ = ["SOCKET_NAME", "TOKEN_NAME", "Keeper", "go_before_training", "main", 
 
 logger = logging.getLogger("transfuse.keeper")
 
-TOKEN_NAME, HELD_NAME = "token", "held"
+TOKEN_NAME, HELD_NAME, CLOSED_NAME = "token", "held", "closed"
 #: The version of the frames between workers and keeper.
 VERSION = 1
 #: How often the keeper looks whether it is still needed.
@@ -70,6 +70,7 @@ class _Worker:
         self.hello: frames.Hello | None = None
         #: Whether no other process can write to slots of this rank.
         self.is_only_writer = False
+        self.has_closed = False
         self.pinned: list[Kept] = []
         self.servers: list[Server] = []
 
@@ -205,7 +206,10 @@ class Keeper:
         """Why the keeper is no longer needed; None: it is."""
         with self._changed:
             hello, now = self._hello, time.monotonic()
-            if self.ring.is_over() or (self._all_closed() and self.books.is_alone()):
+            # Whoever is here and has not closed belongs to the next job.
+            if all(worker.has_closed for worker in self._workers.values()) and (
+                self.ring.is_over() or (self._all_closed() and self.books.is_alone())
+            ):
                 return "all ranks have closed"
             if self._workers:
                 self._alone_since = None
@@ -326,7 +330,6 @@ class Keeper:
             worker.is_only_writer = writer is None or writer == process or not writer.alive()
             self._workers[hello.rank] = worker
             self._agents[hello.rank], self._processes[hello.rank] = agent, process
-            self._closed.clear()
             worker.hello = self._hello = hello
             self._changed.notify_all()
             return frames.Welcome(self.token, self.books.generation, self._server.address, os.getpid())
@@ -337,10 +340,18 @@ class Keeper:
             if peers.generation > self.books.generation:
                 self._wanted.clear()
                 self._laid.clear()
+                self._closed = self._closed_before(peers.generation)
             self.books.begin_generation(Generation(peers.generation, peers.world_size, ranks, len(peers.keepers)))
             self._changed.notify_all()
         self.ring.join(peers)
         return frames.Done()
+
+    def _closed_before(self, generation: int) -> set[int]:
+        """The ranks that had closed when a keeper of this generation was killed here. They do not come again."""
+        with suppress(OSError, ValueError, TypeError):
+            of, ranks = json.loads((self.directory / CLOSED_NAME).read_text())
+            return set(ranks) if of == generation else set()
+        return set()
 
     def _expose(self, worker: _Worker, question: frames.Expose) -> Frame:
         return frames.Exposed(self.ring.listen(question.host, question.token))
@@ -567,7 +578,10 @@ class Keeper:
 
     def _close(self, worker: _Worker, _: frames.Close) -> Frame:
         with self._changed:
+            worker.has_closed = True
             self._closed.add(self._rank_of(worker))
+            with suppress(OSError):
+                self._write(CLOSED_NAME, json.dumps([self.books.generation, sorted(self._closed)]))
         self.ring.wake()
         return frames.Done()
 
@@ -655,7 +669,7 @@ def remove_files(directory: pathlib.Path) -> None:
     """Remove what a keeper has left. The caller holds the lock of the directory."""
     # The lock last: whoever waits for it sees that it is gone, and begins again.
     notes = [path.name for path in directory.glob(f"{RUN_FILE}*")]
-    for name in [SOCKET_NAME, TOKEN_NAME, "address", "port", HELD_NAME, LOG_NAME, *notes, LOCK_NAME]:
+    for name in [SOCKET_NAME, TOKEN_NAME, "address", "port", HELD_NAME, CLOSED_NAME, LOG_NAME, *notes, LOCK_NAME]:
         with suppress(OSError):
             (directory / name).unlink()
     with suppress(OSError):
