@@ -401,6 +401,35 @@ def test_a_keeper_that_was_killed_hears_of_every_close(home: Home, early: int) -
     until(lambda: not keepers_in(home.base) and not list(home.base.iterdir()))
 
 
+@pytest.mark.usefixtures("impatient")
+def test_ranks_that_find_their_keeper_again_one_after_the_other_still_share(home: Home, keeper: Keeper) -> None:  # noqa: F811
+    states = [{"w": torch.ones(1 << 20)} for _ in range(2)]
+    with Job(2) as job:
+        job.start(same(*states))
+        assert job.commit(1) == ["committed"] * 2
+        keeper.stop()
+        assert home.ended(keeper)
+        for worker in list(keeper._workers.values()):
+            worker.link.close()  # As the end of its process does.
+        home.start()
+        first, second = job.keeps
+        step = 1
+
+        def is_alone() -> bool:
+            nonlocal step
+            step += 1
+            report = first.commit(step)
+            return report is not None and report.why == "ranks [1] of this host do not commit this step"
+
+        until(is_alone)
+        assert first.commit(step + 1) is not None
+        assert second.commit(step + 1) is not None  # It has not missed its keeper before.
+        commit_until(job, step + 1, "committed")
+        copied = sum(keep.report.copied_bytes for keep in job.keeps if keep.report is not None)
+        assert copied == 4 << 20
+        assert home.status()["bytes"] < 4 * (5 << 20)
+
+
 def zombies() -> list[int]:
     """Children of this process that have ended and that nobody has waited for."""
     found = []

@@ -158,6 +158,10 @@ class _NoRoom(TransfuseError):
     """The keeper has no room for a state that has changed."""
 
 
+class _LeftOut(TransfuseError):
+    """This step cannot be complete on this host."""
+
+
 class Keep:
     """A worker's connection to the keeper of its host, made by :func:`keep`."""
 
@@ -183,6 +187,8 @@ class Keep:
         #: The newest step that was committed, and whether :meth:`restore` was called since.
         self._newest: int | None = None
         self._went_back = False
+        #: The newest step for which :meth:`commit` was called.
+        self._reached: int | None = None
         #: The state of the last commit, and the versions of its tensors then.
         self._taken: Taken | None = None
         self._versions: list[int] = []
@@ -333,7 +339,7 @@ class Keep:
         if not any(flags):
             return
         self._peers = msgspec.structs.replace(self._peers, generation=self._peers.generation + 1)
-        self._layout, self._newest = None, None
+        self._layout, self._newest, self._reached = None, None, None
         try:
             self._ask(self._peers, frames.Done)
         except KeeperLost as error:
@@ -376,7 +382,10 @@ class Keep:
         return report
 
     def _commit(self, report: CommitReport, step: int, state: object, *, wait: bool) -> None:
-        if self._link is None:
+        with self._asking:
+            self._reached = step
+            is_lost = self._link is None
+        if is_lost:
             self._revive()
             report.outcome, report.why = "skipped", "the keeper of this host is lost"
             return
@@ -397,6 +406,9 @@ class Keep:
         try:
             with timed(report, "keeper"):
                 layout, number = self._begin(taken, structure, label)
+        except _LeftOut as error:
+            report.outcome, report.why = "skipped", str(error)
+            return
         except _NoRoom as error:
             report.outcome, report.why = "skipped", str(error)
             if not self._warned_of_room:
@@ -460,12 +472,14 @@ class Keep:
             len(taken.text(bundles)) + BRIEF_BYTES * len(bundles),
         )
         try:
-            laid, descriptors = self._ask_for_files(question, frames.Laid)
+            laid, descriptors = self._ask_for_files(question, frames.Laid | frames.Slot)
         except KeeperLost:
             raise
         except TransfuseError as error:
             # At the first commit nothing has been kept, and the caller should know. Later, training goes on.
             raise error if self._newest is None else _NoRoom(str(error)) from error
+        if isinstance(laid, frames.Slot):
+            raise _LeftOut(laid.why)
         self._warned_of_room = False
         try:
             views = {laid.first + i: SlotView(fd, writable=True, populate=True) for i, fd in enumerate(descriptors)}
@@ -569,6 +583,10 @@ class Keep:
                                 link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
                             link.close()
                             return
+                        if self._reached is not None:
+                            # The other ranks of this host need not wait for these.
+                            left = frames.LeaveOut(self._peers.generation, self._reached)
+                            link.ask(left, frames.Done, ANSWER_SECONDS)
                         self._link = link
                 except BaseException:
                     link.close()

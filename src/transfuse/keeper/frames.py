@@ -34,6 +34,7 @@ __all__ = [
     "KeeperLost",
     "Laid",
     "Lay",
+    "LeaveOut",
     "Link",
     "Mapped",
     "Open",
@@ -140,7 +141,10 @@ class Reserve(_Frame):
 
 
 class Lay(_Frame):
-    """Worker: I want to commit bundles like these. Answered by ``Laid``, with descriptors of the slots."""
+    """Worker: I want to commit bundles like these. Answered by ``Laid``, with descriptors of the slots.
+
+    Or by ``Slot`` without a number, if other ranks of the host cannot commit this step.
+    """
 
     generation: int
     step: int
@@ -188,6 +192,13 @@ class Drop(_Frame):
     """Worker: what I have begun in this slot is not to count. ``Done``."""
 
     number: int
+
+
+class LeaveOut(_Frame):
+    """Worker: I have left out this step and those before, since I could not reach you. ``Done``."""
+
+    generation: int
+    step: int
 
 
 class Inventory(_Frame):
@@ -248,7 +259,7 @@ class Refused(_Frame):
 
 
 Attaching = Hello | Expose | Peers | Status | Close | Done
-Committing = Reserve | Lay | Begin | Committed | Drop
+Committing = Reserve | Lay | Begin | Committed | Drop | LeaveOut
 Reading = Inventory | Open | Serve
 Answers = Welcome | Exposed | Laid | Slot | Holdings | Mapped | Serving | Told | Refused
 Frame = Attaching | Committing | Reading | Answers

@@ -68,6 +68,9 @@ class _Worker:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.hello: frames.Hello | None = None
+        self.agent: Process | None = None
+        #: Whether it has told its peers, and so belongs to the job that runs now.
+        self.has_joined = False
         #: Whether no other process can write to slots of this rank.
         self.is_only_writer = False
         self.has_closed = False
@@ -308,12 +311,9 @@ class Keeper:
         with self._changed:
             if self._over.is_set():
                 raise KeeperLost("the keeper ends just now")
-            before = self._agents.get(hello.rank)
-            if before is not None and before != agent and before.alive():
-                raise TransfuseError(
-                    f"rank {hello.rank} of this run belongs to the running agent {before.pid}: give this job a name of "
-                    "its own (run=), or end the other one first"
-                )
+            before, here = self._agents.get(hello.rank), self._processes.get(hello.rank)
+            if before not in (None, agent) and before.alive() and here is not None and here.alive():
+                raise _belongs(hello.rank, before)
             until = time.monotonic() + CHANGE_SECONDS
             while (
                 (other := self._workers.get(hello.rank)) is not None
@@ -323,28 +323,56 @@ class Keeper:
                 self._changed.wait(0.1)
             if other is not None and other is not worker:
                 raise TransfuseError(f"rank {hello.rank} of this run is attached already, by another process")
-            if before is not None and before != agent:
-                logger.info("agent %d takes this run over from agent %d, which has ended", agent.pid, before.pid)
-                self._agents = {rank: one for rank, one in self._agents.items() if one.alive()}
             writer = self._processes.get(hello.rank)
             worker.is_only_writer = writer is None or writer == process or not writer.alive()
             self._workers[hello.rank] = worker
-            self._agents[hello.rank], self._processes[hello.rank] = agent, process
+            self._processes[hello.rank] = process
+            worker.agent = agent
             worker.hello = self._hello = hello
             self._changed.notify_all()
             return frames.Welcome(self.token, self.books.generation, self._server.address, os.getpid())
 
     def _meet_peers(self, worker: _Worker, peers: frames.Peers) -> Frame:
-        ranks = tuple(peers.ranks[peers.index])
+        rank, ranks = self._rank_of(worker), tuple(peers.ranks[peers.index])
         with self._changed:
+            self._wait_for_others(worker, lambda: peers.generation > self.books.generation)
             if peers.generation > self.books.generation:
+                self._take_over(worker)
                 self._wanted.clear()
                 self._laid.clear()
                 self._closed = self._closed_before(peers.generation)
             self.books.begin_generation(Generation(peers.generation, peers.world_size, ranks, len(peers.keepers)))
+            assert worker.agent is not None
+            self._agents[rank], worker.has_joined = worker.agent, True
             self._changed.notify_all()
         self.ring.join(peers)
         return frames.Done()
+
+    def _wait_for_others(self, worker: _Worker, begins_anew: Callable[[], bool]) -> None:
+        """Before a worker begins something new here: wait for the job before to go. Refuse if it runs, or its agent.
+
+        Ranks do not tell two jobs of one name apart: the second one may have other ranks on this host.
+        """
+        until = time.monotonic() + CHANGE_SECONDS
+        while not worker.has_joined and begins_anew():
+            newcomers = {one.agent for one in self._workers.values() if not one.has_joined}
+            for rank, agent in self._agents.items():
+                if agent not in newcomers and agent.alive():
+                    raise _belongs(rank, agent)
+            others = [rank for rank, one in self._workers.items() if one.has_joined]
+            if not others:
+                return
+            if time.monotonic() > until:
+                raise TransfuseError(f"rank {others[0]} of this run is attached already, by another process")
+            self._changed.wait(0.1)
+
+    def _take_over(self, worker: _Worker) -> None:
+        """A new generation begins. Note it if another agent has started it."""
+        assert worker.agent is not None
+        if self._agents and not worker.has_joined and worker.agent not in self._agents.values():
+            before = next(iter(self._agents.values()))
+            logger.info("agent %d takes this run over from agent %d, which has ended", worker.agent.pid, before.pid)
+        self._agents.clear()
 
     def _closed_before(self, generation: int) -> set[int]:
         """The ranks that had closed when a keeper of this generation was killed here. They do not come again."""
@@ -354,6 +382,8 @@ class Keeper:
         return set()
 
     def _expose(self, worker: _Worker, question: frames.Expose) -> Frame:
+        with self._changed:
+            self._wait_for_others(worker, lambda: not self.ring.listens(question.host, question.token))
         return frames.Exposed(self.ring.listen(question.host, question.token))
 
     # -- layouts
@@ -375,6 +405,13 @@ class Keeper:
             self._changed.notify_all()
             partners = self.books.needs_partners(rank, wanted)
             while rank not in self._laid and not self._are_here(label, partners) and time.monotonic() < until:
+                absent = [one for one in self._local_ranks() if one != rank and self._leaves_out(one, label)]
+                if absent:
+                    # The step cannot be complete without them, and a layout without them would share nothing.
+                    del self._wanted[rank]
+                    self.books.leave_out(rank, label)
+                    self._changed.notify_all()
+                    return frames.Slot(None, why=f"ranks {absent} of this host do not commit this step"), []
                 self._changed.wait(0.1)
             if rank not in self._laid:
                 # This rank is the last to come, or has waited long enough: it decides for all that are here.
@@ -388,9 +425,18 @@ class Keeper:
     def _are_here(self, label: Label, partners: bool) -> bool:
         """Whether nobody is to be waited for. Called under the lock."""
         return not partners or all(
-            self._wanted.get(rank, (None,))[0] == label or rank not in self._workers or self.books.is_past(rank, label)
+            self._wanted.get(rank, (None,))[0] == label
+            or (self.books.has_layout(rank) and (rank not in self._workers or self.books.is_past(rank, label)))
             for rank in self._local_ranks()
         )
+
+    def _leaves_out(self, rank: int, label: Label) -> bool:
+        """Whether a rank cannot commit a step: it has no layout, and has not come (back) yet, or is further already."""
+        if self.books.has_layout(rank):
+            return False
+        wanted = self._wanted.get(rank)
+        is_further = self.books.is_past(rank, label) if wanted is None else wanted[0] > label
+        return rank not in self._workers or is_further
 
     def _local_ranks(self) -> tuple[int, ...]:
         generation = self.books.current()
@@ -505,6 +551,12 @@ class Keeper:
     def _drop(self, worker: _Worker, drop: frames.Drop) -> Frame:
         with self._changed:
             self.books.drop(self._rank_of(worker), drop.number)
+        return frames.Done()
+
+    def _leave_out(self, worker: _Worker, left: frames.LeaveOut) -> Frame:
+        with self._changed:
+            self.books.leave_out(self._rank_of(worker), Label(left.generation, left.step))
+            self._changed.notify_all()
         return frames.Done()
 
     # -- restoring
@@ -656,6 +708,7 @@ _ANSWERS: Mapping[type, Callable[..., Any]] = {
     frames.Begin: Keeper._begin,
     frames.Committed: Keeper._committed,
     frames.Drop: Keeper._drop,
+    frames.LeaveOut: Keeper._leave_out,
     frames.Inventory: Keeper._inventory,
     frames.Open: Keeper._open,
     frames.Serve: Keeper._serve,
@@ -674,6 +727,13 @@ def remove_files(directory: pathlib.Path) -> None:
             (directory / name).unlink()
     with suppress(OSError):
         directory.rmdir()
+
+
+def _belongs(rank: int, agent: Process) -> TransfuseError:
+    return TransfuseError(
+        f"rank {rank} of this run belongs to the running agent {agent.pid}: give this job a name of its own (run=), or "
+        "end the other one first"
+    )
 
 
 def _split(data: bytes, size: int) -> list[bytes]:

@@ -66,6 +66,11 @@ class Ring:
 
     # -- for the keeper's process
 
+    def listens(self, host: str, token: str) -> bool:
+        """Whether the door is open on this address, for keepers that know this token."""
+        with self._lock:
+            return self._door is not None and (self._door.host, self._door.token) == (host, token)
+
     def listen(self, host: str, token: str) -> str:
         """Open the door for the keepers of other hosts, on this address only. Returns ``host:port``."""
         with self._lock:
