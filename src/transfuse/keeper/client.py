@@ -180,6 +180,8 @@ class Keep:
         self._copying: threading.Thread | None = None
         self._reviving: threading.Thread | None = None
         self._warned = self._warned_of_room = False
+        #: What the keeper has last said about replicas.
+        self._noted = ""
         #: Whether :meth:`close` was called, and whether it has ended, or :meth:`detach` was called.
         self._closed = self._detached = False
         #: Ends the pause between two looks for a lost keeper.
@@ -405,7 +407,7 @@ class Keep:
             structure = taken.structure
         try:
             with timed(report, "keeper"):
-                layout, number = self._begin(taken, structure, label)
+                layout, slot = self._begin(taken, structure, label)
         except _LeftOut as error:
             report.outcome, report.why = "skipped", str(error)
             return
@@ -415,6 +417,8 @@ class Keep:
                 self._warned_of_room = True
                 logger.warning("rank %d: the state has changed, and is not kept any more: %s", self.rank, error)
             return
+        number = slot.number
+        self._warn_of_replicas(report, slot.notes)
         if number is None:
             report.outcome, report.why = "skipped", "all slots hold steps that are not complete everywhere yet"
             return
@@ -447,7 +451,7 @@ class Keep:
             logger.warning("step %d was not kept: %s", report.step, report.why)
             job.drop()
 
-    def _begin(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> tuple[Layout, int | None]:
+    def _begin(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> tuple[Layout, frames.Slot]:
         """The layout for a state, and the slot that the keeper has for it."""
         layout = self._layout
         if layout is None or layout.structure != structure or not layout.fits(taken.text(layout.bundles)):
@@ -456,7 +460,14 @@ class Keep:
         if slot.renew:
             layout = self._lay(taken, structure, label)
             slot = self._ask(frames.Begin(*label), frames.Slot, ANSWER_SECONDS)
-        return layout, slot.number
+        return layout, slot
+
+    def _warn_of_replicas(self, report: CommitReport, notes: str) -> None:
+        """Say once, on each host that is concerned, what is wrong with its replicas."""
+        report.unreplicated = notes
+        if notes and notes != self._noted and self.members.speaks:
+            logger.warning("rank %d commits step %d, but %s", self.rank, report.step, notes)
+        self._noted = notes
 
     def _lay(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> Layout:
         own = None if taken.own is None else taken.own.manifest

@@ -178,6 +178,8 @@ class Slot(_Frame):
     number: int | None
     renew: bool = False
     why: str = ""
+    #: What the user should know about replicas.
+    notes: str = ""
 
 
 class Committed(_Frame):

@@ -532,7 +532,7 @@ class Keeper:
                     f"{self.books.generation}: it was started again without this process"
                 )
             number, renew = self.books.begin(rank, Label(begin.generation, begin.step))
-            return frames.Slot(number, renew)
+        return frames.Slot(number, renew, notes=self.ring.notes())
 
     def _committed(self, worker: _Worker, committed: frames.Committed) -> Frame:
         rank, label = self._rank_of(worker), Label(committed.generation, committed.step)

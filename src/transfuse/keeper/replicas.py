@@ -280,7 +280,7 @@ class Puller:
         self._habits: dict[int, _Habit] = {}
         #: The step whose replicas are here, or could not be for want of memory (``bare``).
         self.replicated: Label | None = None
-        self.bare = False
+        self.bare, self.why_bare = False, ""
         self.last_pull: dict[str, Any] = {}
 
     def wake(self) -> None:
@@ -306,7 +306,7 @@ class Puller:
                 self._stopped.wait(FIRST_PAUSE)
                 continue
             except _NoRoom as error:
-                self.bare = True
+                self.bare, self.why_bare = True, self.why_bare if self.bare else str(error)
                 self._stock.complain_of_room(error)
             except Exception as error:
                 if self._stopped.is_set() or self.wanted() != label:
