@@ -5,16 +5,23 @@ Every rank is a thread, and a host is a keeper: ranks with other names of the ru
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, threaded, until  # noqa: F401
-from transfuse.keeper import client, door
+from transfuse.errors import StateError
+from transfuse.keeper import client, door, frames
 from transfuse.keeper.frames import KeeperLost
+from transfuse.testing.ranks import ProcessPool
 
 pytestmark = pytest.mark.usefixtures("threaded", "impatient")
 MIB = 1 << 20
@@ -143,3 +150,40 @@ def test_a_keeper_that_cannot_be_reached_costs_a_warning(
         keepers[1].ring._door = None
         assert keepers[1].ring.listen(cut.host, cut.token) == cut.address
         step = commit_until_confirmed(home, job, states, step, "a", "b")
+
+
+def lose_shards(rank: int, base: str) -> list[Any]:
+    """A job on two hosts without replicas loses one of them. Returns what ``restore`` does, and what it has called."""
+    os.environ["TRANSFUSE_KEEPER_DIR"] = base
+    mesh = init_device_mesh("cpu", (4,))
+    state = {"w": distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [Shard(0)])}
+    options: dict[str, Any] = {"replicas": 0, "timeout": SECONDS}
+    with transfuse.keep(lambda: state, run=f"host{rank // 2}", **options) as keep:
+        keep.commit(1)
+        until(lambda: json.loads(keep._ask(frames.Status(), frames.Told).text)["confirmed_step"] == 1)
+        dist.barrier()
+        keep.detach()
+    calls: list[str] = []
+
+    def touching() -> Any:
+        calls.append("get_state_dict on a fresh optimizer runs a step")
+        return state
+
+    found: list[Any] = []
+    with transfuse.keep(touching, run=f"host{rank // 2 * 2}", **options) as keep:  # Ranks 2 and 3 are on a new host.
+        try:
+            keep.restore()
+        except StateError as error:
+            found.append(str(error))
+        found += [keep.restore(missing_ok=True), calls]
+    return found
+
+
+@pytest.mark.processes
+def test_a_restore_that_lacks_shards_does_not_even_ask_for_the_state(home: Home, pool4: ProcessPool) -> None:  # noqa: F811
+    results = [outcome.get() for outcome in pool4.run(lose_shards, str(home.base), deadline=4 * SECONDS)]
+    for error, step, calls in results:
+        assert "only ranks [2, 3], whose state is not here, had shards of 1 leaves: ['w']" in error
+        assert "Nothing was touched" in error
+        assert step is None
+        assert calls == []
