@@ -72,7 +72,7 @@ class Worker:
         me = Process.of(os.getpid())
         assert me is not None
         hello = frames.Hello(
-            version=process.VERSION,
+            version=frames.VERSION,
             rank=rank,
             world_size=1,
             pid=me.pid,

@@ -38,7 +38,6 @@ __all__ = ["CommitReport", "Keep", "keep"]
 
 logger = logging.getLogger("transfuse")
 
-VERSION = 1
 #: How often a lost keeper is looked for.
 REVIVE_SECONDS = 5.0
 
@@ -278,7 +277,7 @@ class Keep:
         assert here is not None
         agent = settings.run.agent or here
         hello = frames.Hello(
-            version=VERSION,
+            version=frames.VERSION,
             rank=self.rank,
             world_size=self.world_size,
             pid=here.pid,

@@ -19,6 +19,7 @@ import msgspec
 from transfuse.errors import TransfuseError
 
 __all__ = [
+    "VERSION",
     "Address",
     "Begin",
     "Close",
@@ -48,6 +49,8 @@ __all__ = [
     "Welcome",
 ]
 
+#: The version of what they say.
+VERSION = 2
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
 MAX_DESCRIPTORS = 250

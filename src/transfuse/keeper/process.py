@@ -43,8 +43,6 @@ __all__ = ["SOCKET_NAME", "TOKEN_NAME", "Keeper", "go_before_training", "main", 
 logger = logging.getLogger("transfuse.keeper")
 
 TOKEN_NAME, HELD_NAME, CLOSED_NAME = "token", "held", "closed"
-#: The version of the frames between workers and keeper.
-VERSION = 1
 #: How often the keeper looks whether it is still needed.
 LOOK_SECONDS = 0.25
 #: How long ranks that ask for a layout wait for the other ranks of the host, which may share it.
@@ -302,10 +300,10 @@ class Keeper:
         raise TransfuseError(f"{type(question).__name__} is no question")
 
     def _hear_hello(self, worker: _Worker, hello: frames.Hello) -> Frame:
-        if hello.version != VERSION:
+        if hello.version != frames.VERSION:
             raise TransfuseError(
-                f"the keeper of this run speaks version {VERSION}, this worker version {hello.version}: end the keeper "
-                "(transfuse keep --stop), or use the version of transfuse that started it"
+                f"the keeper of this run speaks version {frames.VERSION}, this worker version {hello.version}: end the "
+                "keeper (transfuse keep --stop), or use the version of transfuse that started it"
             )
         process, agent = Process(hello.pid, hello.started), Process(hello.agent_pid, hello.agent_started)
         with self._changed:
