@@ -25,18 +25,16 @@ from typing import Any
 
 from transfuse.errors import TransfuseError
 from transfuse.keeper import frames
+from transfuse.keeper.allotment import Allotment, Tenant
 from transfuse.keeper.attach import LOCK_NAME, LOG_NAME, SOCKET_NAME, try_lock
-from transfuse.keeper.books import Books, Generation, Kept, Layout, Wanted
-from transfuse.keeper.bundles import KEY_BYTES
-from transfuse.keeper.copying import DIGEST_BYTES
+from transfuse.keeper.books import Books, Generation, Kept
 from transfuse.keeper.frames import Address, Frame, KeeperLost, Link
 from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.restored import Restored, describe_slots
 from transfuse.keeper.ring import Ring
 from transfuse.keeper.runs import RUN_FILE, Process
-from transfuse.keeper.slots import Label, SlotFile, column, round_up
+from transfuse.keeper.slots import Label
 from transfuse.remote.server import Server, serve
-from transfuse.report import human_bytes
 
 __all__ = ["SOCKET_NAME", "TOKEN_NAME", "Keeper", "go_before_training", "main", "remove_files"]
 
@@ -45,8 +43,6 @@ logger = logging.getLogger("transfuse.keeper")
 TOKEN_NAME, HELD_NAME, CLOSED_NAME = "token", "held", "closed"
 #: How often the keeper looks whether it is still needed.
 LOOK_SECONDS = 0.25
-#: How long ranks that ask for a layout wait for the other ranks of the host, which may share it.
-PARTNER_SECONDS = 10.0
 #: How long a worker has to attach before a keeper that nobody needs ends.
 FIRST_SECONDS = 60.0
 #: How long a worker that takes an ended worker's place waits until its connection is closed.
@@ -88,15 +84,11 @@ class Keeper:
         self.freeing = Freeing()
         self._changed = threading.Condition()
         self._workers: dict[int, _Worker] = {}
+        self._allotment = Allotment(self._changed, self.books, self.freeing, attached=self._workers)
         #: By rank: the agent that started its worker, and the worker itself.
         self._agents: dict[int, Process] = {}
         self._processes: dict[int, Process] = {}
         self._closed: set[int] = set()
-        self._wanted: dict[int, tuple[Label, Wanted]] = {}
-        self._laid: dict[int, Layout] = {}
-        #: Slots that were reserved before their layout is known; bytes that are being allocated.
-        self._spare: dict[int, list[SlotFile]] = {}
-        self._allocating = 0
         #: Whether this run has held a complete step: in this process, or in a keeper before it that was killed.
         self._has_held = (directory / HELD_NAME).exists()
         self._hello: frames.Hello | None = None
@@ -281,8 +273,7 @@ class Keeper:
             if worker.hello is not None and self._workers.get(worker.hello.rank) is worker:
                 rank = worker.hello.rank
                 del self._workers[rank]
-                self._wanted.pop(rank, None)
-                self._laid.pop(rank, None)
+                self._allotment.forget(rank)
                 self.books.detach(rank)
                 self._changed.notify_all()
 
@@ -336,8 +327,7 @@ class Keeper:
             self._wait_for_others(worker, lambda: peers.generation > self.books.generation)
             if peers.generation > self.books.generation:
                 self._take_over(worker)
-                self._wanted.clear()
-                self._laid.clear()
+                self._allotment.begin_generation()
                 self._closed = self._closed_before(peers.generation)
             self.books.begin_generation(Generation(peers.generation, peers.world_size, ranks, len(peers.keepers)))
             assert worker.agent is not None
@@ -387,137 +377,23 @@ class Keeper:
     # -- layouts
 
     def _lay(self, worker: _Worker, lay: frames.Lay) -> tuple[Frame, list[int]]:
-        rank = self._rank_of(worker)
-        label = Label(lay.generation, lay.step)
-        wanted = Wanted(
-            _split(lay.keys, KEY_BYTES),
-            column(lay.nbytes, "<i8"),
-            column(lay.modes, "<u1"),
-            _split(lay.digests, DIGEST_BYTES),
-            lay.text_bytes,
-        )
-        until = time.monotonic() + PARTNER_SECONDS
-        with self._changed:
-            self._laid.pop(rank, None)
-            self._wanted[rank] = label, wanted
-            self._changed.notify_all()
-            partners = self.books.needs_partners(rank, wanted)
-            while rank not in self._laid and not self._are_here(label, partners) and time.monotonic() < until:
-                absent = [one for one in self._local_ranks() if one != rank and self._leaves_out(one, label)]
-                if absent:
-                    # The step cannot be complete without them, and a layout without them would share nothing.
-                    del self._wanted[rank]
-                    self.books.leave_out(rank, label)
-                    self._changed.notify_all()
-                    return frames.Slot(None, why=f"ranks {absent} of this host do not commit this step"), []
-                self._changed.wait(0.1)
-            if rank not in self._laid:
-                # This rank is the last to come, or has waited long enough: it decides for all that are here.
-                here = {one: what for one, (of, what) in self._wanted.items() if of == label} if partners else {}
-                self._laid.update(self.books.lay_out(here or {rank: wanted}))
-                self._changed.notify_all()
-            layout = self._laid.pop(rank)
-            self._wanted.pop(rank, None)
-        return self._allocate(worker, rank, layout)
-
-    def _are_here(self, label: Label, partners: bool) -> bool:
-        """Whether nobody is to be waited for. Called under the lock."""
-        return not partners or all(
-            self._wanted.get(rank, (None,))[0] == label
-            or (self.books.has_layout(rank) and (rank not in self._workers or self.books.is_past(rank, label)))
-            for rank in self._local_ranks()
-        )
-
-    def _leaves_out(self, rank: int, label: Label) -> bool:
-        """Whether a rank cannot commit a step: it has no layout, and has not come (back) yet, or is further already."""
-        if self.books.has_layout(rank):
-            return False
-        wanted = self._wanted.get(rank)
-        is_further = self.books.is_past(rank, label) if wanted is None else wanted[0] > label
-        return rank not in self._workers or is_further
-
-    def _local_ranks(self) -> tuple[int, ...]:
-        generation = self.books.current()
-        return () if generation is None else generation.ranks
-
-    def _allocate(self, worker: _Worker, rank: int, layout: Layout) -> tuple[Frame, list[int]]:
-        assert worker.hello is not None
-        with self._changed:
-            # What another process may still write to is not used again.
-            reused = self.books.reusable(rank, layout.slot_bytes) if worker.is_only_writer else []
-            reused = reused[-self._slots_of(worker) :]
-            self.freeing.add(self.books.free_slots(rank, reused))
-        new = self._make_files(worker, rank, layout.slot_bytes, self._slots_of(worker) - len(reused))
-        with self._changed:
-            files = [self.books.slot(rank, number).file for number in reused] + new
-            first = self.books.take_layout(rank, layout, reused, new)
-        laid = frames.Laid(
-            layout.owners.astype("<i4").tobytes(), layout.places.astype("<i8").tobytes(), len(files), first
-        )
-        return laid, [file.fd for file in files]
-
-    def _make_files(self, worker: _Worker, rank: int, slot_bytes: int, count: int) -> list[SlotFile]:
-        """Slots for a rank. To allocate memory takes time: no lock is held meanwhile."""
-        assert worker.hello is not None
-        with self._changed:
-            spare = self._spare.pop(rank, [])
-        fits = bool(spare) and spare[0].nbytes >= slot_bytes
-        self.freeing.add(spare[count:] if fits else spare)
-        if fits:
-            return spare[:count]
-        self.freeing.settle()
-        with self._changed:
-            self._check_room(rank, slot_bytes, count, worker.hello.max_bytes, self.ring.replicas)
-            self._allocating += slot_bytes * count
-        try:
-            return [SlotFile(slot_bytes) for _ in range(count)]
-        finally:
-            with self._changed:
-                self._allocating -= slot_bytes * count
+        return self._allotment.lay(self._tenant(worker), lay)
 
     def _reserve(self, worker: _Worker, reserve: frames.Reserve) -> Frame:
-        rank = self._rank_of(worker)
-        with self._changed:
-            if self.books.has_layout(rank):
-                return frames.Done()
-        # Room for the description and for the padding between bundles.
-        slot_bytes = round_up(reserve.nbytes + reserve.nbytes // 50 + (4 << 20))
-        assert worker.hello is not None
-        with self._changed:
-            count = self._slots_of(worker) - len(self.books.reusable(rank, reserve.nbytes))
-        files = self._make_files(worker, rank, slot_bytes, max(count, 0))
-        with self._changed:
-            self._spare[rank] = files
+        self._allotment.reserve(self._tenant(worker), reserve.nbytes)
         return frames.Done()
 
-    def _slots_of(self, worker: _Worker) -> int:
-        """How many slots a rank gets: the last complete step, one being written, one between; one more for replicas."""
-        assert worker.hello is not None
-        return worker.hello.slots or SLOTS + bool(self.ring.replicas)
-
-    def _check_room(self, rank: int, slot_bytes: int, count: int, most: int | None, replicas: int) -> None:
-        need, held, free = slot_bytes * count, self._nbytes + self._allocating, free_memory()
-        # Replicas of the neighbours that are here already are part of what the keeper holds.
-        here = sum(kept.nbytes for one in self.books.neighbours for kept in self.books.replicas.get(one, ()))
-        copies = max(0, 2 * slot_bytes * replicas - here)
-        sums = (
-            f"rank {rank} needs {count} slots of {human_bytes(slot_bytes)} = {human_bytes(need)}"
-            + (f", and its neighbour's replicas {human_bytes(copies)}" if copies else "")
-            + f"; this host's keeper holds {human_bytes(held)} already"
-        )
-        if most is not None and held + need + copies > most:
-            raise TransfuseError(f"{sums}, which is more than max_bytes={human_bytes(most)}")
-        if need + copies + self._allocating > free:
-            raise TransfuseError(f"{sums}, and only {human_bytes(free)} of memory are free")
+    def _tenant(self, worker: _Worker) -> Tenant:
+        if worker.hello is None:
+            raise TransfuseError("say Hello first")
+        hello, replicas = worker.hello, self.ring.replicas
+        # The last complete step, one being written, one between; one more for replicas.
+        slots = hello.slots or SLOTS + bool(replicas)
+        return Tenant(hello.rank, slots, hello.max_bytes, replicas, worker.is_only_writer)
 
     def room(self) -> int:
         """How many bytes more the keeper may take. Called under the lock."""
-        most = None if self._hello is None else self._hello.max_bytes
-        return free_memory() if most is None else min(free_memory(), most - self._nbytes)
-
-    @property
-    def _nbytes(self) -> int:
-        return self.books.nbytes + sum(file.nbytes for files in self._spare.values() for file in files)
+        return self._allotment.room(None if self._hello is None else self._hello.max_bytes)
 
     # -- commits
 
@@ -681,7 +557,7 @@ class Keeper:
                 "agents": sorted({agent.pid for agent in self._agents.values() if agent.alive()}),
                 "confirmed_step": None if books.confirmed is None else books.confirmed.step,
                 "complete": None if newest is None else {"generation": newest.generation, "step": newest.step},
-                "bytes": self._nbytes,
+                "bytes": self._allotment.nbytes,
                 "states": [
                     {
                         "rank": held.rank,
@@ -734,32 +610,9 @@ def _belongs(rank: int, agent: Process) -> TransfuseError:
     )
 
 
-def _split(data: bytes, size: int) -> list[bytes]:
-    return [data[at : at + size] for at in range(0, len(data), size)]
-
-
 def _uid_of(sock: socket.socket) -> int:
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(uid)
-
-
-def free_memory() -> int:
-    """How many bytes this process and others of its control group may still take."""
-    free = [1 << 62]
-    with suppress(OSError, ValueError, StopIteration):
-        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-        free.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) << 10)
-    with suppress(OSError, ValueError):
-        here = pathlib.Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
-        group = pathlib.Path("/sys/fs/cgroup") / here
-        while True:
-            with suppress(OSError, ValueError):
-                most, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-                free.append(int(most) - int(used))
-            if group == pathlib.Path("/sys/fs/cgroup"):
-                break
-            group = group.parent
-    return min(free)
 
 
 def detach() -> None:
