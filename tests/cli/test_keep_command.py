@@ -74,6 +74,8 @@ def test_a_keeper_in_the_foreground_from_its_start_to_its_end(home: Home, tmp_pa
             (0, 7, True),
             (1, 7, True),
         ]
+        # If memory runs out, the kernel ends the keeper before training.
+        assert pathlib.Path(f"/proc/{status['pid']}/oom_score_adj").read_text() == "500\n"
         token = pathlib.Path(status["token_file"])
         table = run("keep", "--status").output
         assert all(word in table for word in ("side car", "alive", str(status["pid"]), address, str(token)))

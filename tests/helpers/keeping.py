@@ -175,8 +175,8 @@ class Job:
         more = per_rank or [{} for _ in states]
 
         def one(rank: int, pg: dist.ProcessGroup, state: Callable[[], Any], options: dict[str, Any]) -> Keep:
-            options = {"timeout": SECONDS, **self.options, **options}
-            return transfuse.keep(state, run=self.name, group=pg, **options)
+            options = {"timeout": SECONDS, "run": self.name, **self.options, **options}
+            return transfuse.keep(state, group=pg, **options)
 
         self.keeps = self.ranks.run(one, states, more)
 

@@ -58,19 +58,27 @@ def contents(rank: int, step: int, nbytes: int = NBYTES) -> np.ndarray[Any, np.d
 class Worker:
     """One rank's worker: it commits one private bundle."""
 
-    def __init__(self, directory: pathlib.Path, rank: int, *, slots: int = 4, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        rank: int,
+        *,
+        slots: int = 4,
+        max_bytes: int | None = None,
+        agent: Process | None = None,
+    ) -> None:
         self.rank = rank
         self.link = Link.to(str(directory / SOCKET_NAME), SECONDS)
         me = Process.of(os.getpid())
         assert me is not None
         hello = frames.Hello(
-            version=process.VERSION,
+            version=frames.VERSION,
             rank=rank,
             world_size=1,
             pid=me.pid,
             started=me.started,
-            agent_pid=me.pid,
-            agent_started=me.started,
+            agent_pid=(agent or me).pid,
+            agent_started=(agent or me).started,
             is_named=True,
             linger=600.0,
             max_bytes=max_bytes,

@@ -12,8 +12,9 @@ import torch
 import transfuse
 from keeping import SECONDS, Home, Job, exact, home, same, snapshot, threaded  # noqa: F401
 from transfuse.errors import TransfuseError
-from transfuse.keeper import copying, process
+from transfuse.keeper import allotment, copying
 from transfuse.keeper.process import Keeper
+from transfuse.keeper.slots import SlotFile
 
 pytestmark = pytest.mark.usefixtures("threaded")
 MIB = 1 << 20
@@ -383,7 +384,7 @@ def test_one_rank_changes_its_structure(
 ) -> None:
     """A rank no longer has what another one shares with it: the other keeps its own, and steps are whole again."""
     # Nobody waits for a rank that has come to the step without asking for a layout.
-    monkeypatch.setattr(process, "PARTNER_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr(allotment, "PARTNER_SECONDS", 10 * SECONDS)
     states: list[dict[str, Any]] = [{"a": torch.randn(MIB), "b": torch.randn(MIB)} for _ in range(2)]
     states[1] = snapshot(states[0])
     with Job(2, shared=declared) as job:
@@ -613,3 +614,59 @@ def test_restore_waits_for_a_copy_that_goes_on(home: Home, keeper: Keeper, gate:
         assert keep.report is not None
         assert keep.report.outcome == "committed"
         assert state["w"].eq(2).all()
+
+
+def test_a_report_says_all_that_training_waited_for(home: Home, keeper: Keeper, gate: Gate) -> None:  # noqa: F811
+    """With wait=False it is told when training has waited for the copy, not before."""
+    state, told = {"w": torch.zeros(MIB)}, []
+    with Job(1, on_report=lambda report: told.append((report.step, dict(report.stalled)))) as job:
+        job.start(same(state))
+        (keep,) = job.keeps
+        for step in (1, 2, 3):
+            with keep.mutating():
+                state["w"].fill_(step)
+            gate.shut()
+            keep.commit(step, wait=False)
+            assert [one for one, _ in told] == list(range(1, max(2, step)))  # The first is copied at once.
+            if step > 1:
+                threading.Timer(0.1, gate.open.set).start()
+        keep.commit(4, wait=False)  # Without mutating() the next commit waits, and its own report says so.
+        assert [one for one, _ in told] == [1, 2, 3, 4]
+    stalls = dict(told)
+    assert stalls[2]["the copy"] >= 0.05
+    assert "the copy" not in stalls[3]
+    assert stalls[4]["the copy before"] >= 0.05
+
+
+def test_to_give_memory_back_keeps_no_worker_waiting(
+    home: Home,  # noqa: F811
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To unmap tens of GiB takes longer than a worker waits for an answer."""
+    close, may_close, closes = SlotFile.close, threading.Event(), threading.Event()
+
+    def slow(file: SlotFile) -> None:
+        closes.set()
+        assert may_close.wait(SECONDS)
+        close(file)
+
+    monkeypatch.setattr(SlotFile, "close", slow)
+    states = [{"w": torch.ones(MIB)}, {"w": torch.zeros(MIB)}]
+    with Job(2) as job:
+        job.start(same(*states))
+        assert job.commit(1) == ["committed"] * 2
+        states[0]["more"] = torch.ones(4 * MIB)
+        one, other = job.keeps
+        other.commit(2)
+        grows = threading.Thread(target=one.commit, args=(2,))
+        grows.start()  # Its new slots wait for the memory of the old ones. Nobody else does.
+        assert closes.wait(SECONDS)
+        report = other.commit(3)
+        assert report is not None
+        assert report.outcome == "committed", report.why
+        assert home.status()["attached"] == [0, 1]
+        may_close.set()
+        grows.join(SECONDS)
+        assert one.report is not None
+        assert one.report.outcome == "committed"

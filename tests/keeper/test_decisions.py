@@ -13,11 +13,17 @@ from ring_hosts import TOKEN
 from transfuse.keeper import frames, replicas, ring
 from transfuse.keeper.books import Books, Generation, Wanted
 from transfuse.keeper.bundles import KEY_BYTES, PRIVATE
+from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.questions import LentSlot, Round, State
 from transfuse.keeper.slots import PAGE, Brief, Label, SlotFile
 
 SLOTS = 3
 SIZES = (4 * PAGE, 12 * PAGE)
+
+
+def _close(files: list[SlotFile]) -> None:
+    for file in files:
+        file.close()
 
 
 class FakeKeeper:
@@ -26,6 +32,7 @@ class FakeKeeper:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.books = Books()
+        self.freeing = Freeing()
         self.all_closed = False
 
     def room(self) -> int:
@@ -113,7 +120,7 @@ class Simulation:
             # As the keeper does: slots are used again, whatever they hold, or are made anew.
             slot_bytes = SIZES[0] if self.luck() < 0.7 else self._rng.choice(SIZES)
             reused = books.reusable(index, slot_bytes)[-SLOTS:]
-            replicas.close_all(books.free_slots(index, reused))
+            _close(books.free_slots(index, reused))
             books.take_layout(index, layout, reused, [SlotFile(slot_bytes) for _ in range(SLOTS - len(reused))])
             self.laid[index] = True
         number, _ = books.begin(index, label)
@@ -131,7 +138,7 @@ class Simulation:
         file.commit(label, msgspec.msgpack.encode(brief), b"text")
         file.bytes[-PAGE:] = self.at[index] % 251
         books.commit(index, number, label, file.brief())
-        replicas.close_all(books.free_ranks())
+        _close(books.free_ranks())
 
     def pull(self, index: int) -> None:
         """As `Puller._pull`, with a copy in place of the network."""

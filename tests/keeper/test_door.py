@@ -66,7 +66,7 @@ def test_garbage_and_strangers_at_the_door_get_nothing_and_break_nothing(job: Jo
     with pytest.raises(TransfuseError, match="is not here"):
         door.ask(control, Lend(job.generation, 77), SECONDS)
     # A leader of an earlier generation decides nothing.
-    stale = Round(job.generation - 1, None, True, Label(job.generation, 5), None, True, False)
+    stale = Round(job.generation - 1, None, True, Label(job.generation, 5), None, True, False, [], [])
     assert isinstance(door.ask(control, stale, SECONDS), State)
     job.commit(1)
     job.until_confirmed(1)

@@ -245,7 +245,7 @@ def test_values_that_differed_are_named_too(keeper: Keeper) -> None:
 
 def test_a_rank_never_gets_what_belonged_to_another_one(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rank 0 has committed a step: that is no state for rank 1."""
-    monkeypatch.setattr("transfuse.keeper.process.PARTNER_SECONDS", 0.2)
+    monkeypatch.setattr("transfuse.keeper.allotment.PARTNER_SECONDS", 0.2)
     with Job(2) as job:
         job.start(same(*[state_of(rank, 5) for rank in range(2)]))
         job.keeps[0].commit(5)
@@ -379,6 +379,55 @@ def test_a_killed_keeper_costs_a_warning(home: Home, caplog: pytest.LogCaptureFi
         job.all(lambda keep: keep.close())
     until(lambda: not keepers_in(home.base) and not list(home.base.iterdir()))
     until(lambda: not zombies())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_keeper_that_was_killed_hears_of_every_close(home: Home, early: int) -> None:  # noqa: F811
+    """Ranks close before it is killed, and while nobody has found it again: it comes back, and ends."""
+    states = [state_of(rank, 0) for rank in range(3)]
+    with Job(3) as job:
+        job.start(same(*states))
+        assert job.commit(1) == ["committed"] * 3
+        for keep in job.keeps[:early]:
+            keep.close()
+        (pid,) = keepers_in(home.base)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not keepers_in(home.base))
+        report = job.keeps[2].commit(2)  # This rank misses it, and looks for it every 5 s. The others have not noticed.
+        assert report is not None
+        assert report.outcome == "skipped"
+        job.all(lambda keep: keep.close())
+    until(lambda: not keepers_in(home.base) and not list(home.base.iterdir()))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_ranks_that_find_their_keeper_again_one_after_the_other_still_share(home: Home, keeper: Keeper) -> None:  # noqa: F811
+    states = [{"w": torch.ones(1 << 20)} for _ in range(2)]
+    with Job(2) as job:
+        job.start(same(*states))
+        assert job.commit(1) == ["committed"] * 2
+        keeper.stop()
+        assert home.ended(keeper)
+        for worker in list(keeper._workers.values()):
+            worker.link.close()  # As the end of its process does.
+        home.start()
+        first, second = job.keeps
+        step = 1
+
+        def is_alone() -> bool:
+            nonlocal step
+            step += 1
+            report = first.commit(step)
+            return report is not None and report.why == "ranks [1] of this host do not commit this step"
+
+        until(is_alone)
+        assert first.commit(step + 1) is not None
+        assert second.commit(step + 1) is not None  # It has not missed its keeper before.
+        commit_until(job, step + 1, "committed")
+        copied = sum(keep.report.copied_bytes for keep in job.keeps if keep.report is not None)
+        assert copied == 4 << 20
+        assert home.status()["bytes"] < 4 * (5 << 20)
 
 
 def zombies() -> list[int]:

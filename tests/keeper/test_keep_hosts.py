@@ -18,6 +18,8 @@ import pytest
 from benchmarks.hosts import LINK, Hosts
 
 import several_hosts
+from transfuse.keeper import frames
+from transfuse.keeper.frames import KeeperLost, Link
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -60,18 +62,18 @@ digest = [zlib.crc32(tensor.numpy()) for tensor in model.state_dict().values()]
 (out / f"end {rank}").write_text(json.dumps(digest))
 keep.close()
 dist.destroy_process_group()
-""".replace("STEPS", str(STEPS))
+"""
 
 
 class _Job:
     """One job on several hosts, and a directory for what it says."""
 
-    def __init__(self, hosts: Hosts, directory: pathlib.Path) -> None:
+    def __init__(self, hosts: Hosts, directory: pathlib.Path, steps: int) -> None:
         self._hosts, self._directory = hosts, directory
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
         self.out = directory / "out"
         self.out.mkdir()
-        (directory / "job.py").write_text(JOB)
+        (directory / "job.py").write_text(JOB.replace("STEPS", str(steps)))
 
     def start(self, host: int, nodes: str, namespace: int | None = None) -> None:
         where = host if namespace is None else namespace
@@ -108,6 +110,24 @@ class _Job:
                     os.kill(int(path.parent.name), signal.SIGKILL)
         self._agents.pop(host).wait()
 
+    def keeper_status(self, host: int) -> dict[str, Any]:
+        (path,) = (self._directory / f"k{host}").glob("*/socket")
+        link = Link.to(str(path), 60.0)
+        try:
+            status: dict[str, Any] = json.loads(link.ask(frames.Status(), frames.Told, 60.0).text)
+            return status
+        finally:
+            link.close()
+
+    def wait_for_confirmed(self, host: int, step: int) -> None:
+        until = time.monotonic() + 200
+        while time.monotonic() < until:
+            with contextlib.suppress(ValueError, KeeperLost):
+                if (self.keeper_status(host)["confirmed_step"] or 0) > step:
+                    return
+            time.sleep(0.05)
+        raise AssertionError("\n".join(path.read_text()[-3000:] for path in self._directory.glob("log*")))
+
     def close(self) -> None:
         for host in list(self._agents):
             self.lose(host)
@@ -143,9 +163,9 @@ class _Job:
 
 
 @contextlib.contextmanager
-def _job(hosts: int) -> Iterator[_Job]:
+def _job(hosts: int, steps: int = STEPS) -> Iterator[_Job]:
     with several_hosts.make(hosts) as made, tempfile.TemporaryDirectory(prefix="tf") as directory:
-        job = _Job(made, pathlib.Path(directory))
+        job = _Job(made, pathlib.Path(directory), steps)
         try:
             yield job
         finally:
@@ -183,6 +203,28 @@ def test_a_lost_host_is_restored_from_its_neighbour() -> None:
         (restored,) = {start["restored"] for start in again}
         assert lost_at - 6 <= restored <= lost_at + 1, (restored, lost_at)
         assert {start["host"] for start in again} == {"0", "2"}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_keeper_is_killed_and_comes_back_and_then_a_host_is_lost(victim: int) -> None:
+    """The keeper of the first host leads. Steps are confirmed again once it is back, without a restart of the job."""
+    with _job(2, steps=150) as job:
+        for host in range(2):
+            job.start(host, "2")
+        job.wait_for_step(5)
+        killed = job.keeper_status(victim)
+        os.kill(killed["pid"], signal.SIGKILL)
+        for host in range(2):
+            job.wait_for_confirmed(host, int((job.out / "step 0").read_text()))
+        assert job.keeper_status(victim)["pid"] != killed["pid"]
+        assert len(job.starts) == 4
+        job.lose(1)
+        lost_at = int((job.out / "step 0").read_text())
+        job.start(2, "2", namespace=1)
+        job.wait()
+        (restored,) = {start["restored"] for start in job.starts[4:]}
+        assert lost_at - 6 <= restored <= lost_at + 1, (restored, lost_at)
+        assert len(set(job.ends())) == 1
 
 
 def test_a_job_goes_on_with_fewer_hosts() -> None:

@@ -14,7 +14,7 @@ import pytest
 from keeping import SECONDS, Home, home, until  # noqa: F401
 from transfuse.keeper import attach, frames, runs
 from transfuse.keeper.frames import KeeperLost, Link
-from transfuse.keeper.process import VERSION, Keeper, remove_files
+from transfuse.keeper.process import Keeper, remove_files
 from transfuse.keeper.runs import Process
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -67,7 +67,7 @@ def join(run: runs.Run, rank: int, agent: Process | None = None) -> tuple[Link, 
     """As a worker does it: a keeper that is about to end does not count. Returns the keeper's address."""
     me = Process.of(os.getpid())
     assert me is not None
-    hello = frames.Hello(VERSION, rank, WORKERS, *me, *(agent or me), True, 600.0, None, 3)
+    hello = frames.Hello(frames.VERSION, rank, WORKERS, *me, *(agent or me), True, 600.0, None, 3)
     deadline = time.monotonic() + SECONDS
     while True:
         link = attach.attach(run, SECONDS)

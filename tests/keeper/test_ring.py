@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 
-from ring_hosts import SECONDS, Job, contents, rings, until
+from ring_hosts import SECONDS, Job, Worker, contents, rings, until
+from transfuse.errors import TransfuseError
 from transfuse.keeper import door, frames
+from transfuse.keeper.runs import Process
 
 
 def test_without_replicas_complete_on_all_hosts_is_enough(job: Job) -> None:
@@ -72,6 +81,55 @@ def test_all_keepers_end_when_all_ranks_of_all_hosts_have_closed(job: Job) -> No
     for host in job.hosts:
         until(host.has_ended, f"the keeper in {host.directory} ends")
     until(lambda: not rings(), "all threads of the ring have ended")
+
+
+@contextmanager
+def an_agent() -> Iterator[tuple[Process, subprocess.Popen[bytes]]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        found = Process.of(child.pid)
+        assert found is not None
+        try:
+            yield found, child
+        finally:
+            child.kill()
+
+
+def test_a_second_job_of_one_name_is_refused_though_its_hosts_are_swapped(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        job.add_host()
+    with an_agent() as (first, running), an_agent() as (second, _):
+        workers = job.meet([0, 1], agent=first)
+        job.commit(1)
+        job.until_confirmed(1)
+        others = [Worker(job.hosts[1 - rank].directory, rank, agent=second) for rank in range(2)]
+        token = secrets.token_hex(32)  # Of the keeper that their rank 0 has found.
+        peers = [msgspec.structs.replace(one, generation=one.generation + 1) for one in reversed(job.peers)]
+
+        def refused() -> None:
+            for other, one in zip(others, peers, strict=True):
+                with pytest.raises(TransfuseError, match=f"belongs to the running agent {first.pid}"):
+                    other.expose(token)
+                with pytest.raises(TransfuseError, match=f"belongs to the running agent {first.pid}"):
+                    other.join(one)
+
+        refused()
+        # The first job has noticed nothing, and still is refused to the second one between two restarts.
+        job.commit(2)
+        job.until_confirmed(2)
+        for worker in workers:
+            worker.link.close()
+        refused()
+        running.kill()
+        running.wait()
+        with caplog.at_level(logging.INFO, "transfuse.keeper"):
+            for other, one in zip(others, peers, strict=True):
+                other.expose(token)
+                other.join(one)
+        assert f"agent {second.pid} takes this run over from agent {first.pid}" in caplog.text
+        for other in others:
+            other.link.close()
 
 
 # ---------------------------------------------------------------------------------------- real processes, real kills

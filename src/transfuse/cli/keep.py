@@ -22,7 +22,7 @@ from transfuse.cli.tables import Column, say, show
 from transfuse.keeper import runs
 from transfuse.keeper.attach import SOCKET_NAME, locked
 from transfuse.keeper.frames import KeeperLost, Link
-from transfuse.keeper.process import Keeper
+from transfuse.keeper.process import Keeper, go_before_training
 from transfuse.keeper.runs import Run
 from transfuse.report import human_bytes
 
@@ -113,6 +113,7 @@ def _run(run: Run, linger: float | None, timeout: float, as_json: bool) -> None:
             link.close()
             raise Failed(f"run {run.name} has a keeper already, process {pid}: end it with transfuse keep --stop {pid}")
         keeper = Keeper(directory, in_foreground=True, linger=linger)
+    go_before_training()
     try:
         with _told():
             if as_json:

@@ -267,6 +267,11 @@ class Books:
         kept.label, kept.is_written, kept.brief = label, True, None
         return number, False
 
+    def leave_out(self, rank: int, label: Label) -> None:
+        """A rank does not commit this step, nor those before it that it has not committed yet."""
+        book = self._book(rank)
+        book.reached = label if book.reached is None else max(label, book.reached)
+
     def commit(self, rank: int, number: int, label: Label, brief: Brief) -> None:
         """A worker has written the marker of a slot."""
         kept = self._book(rank).slots[number]

@@ -38,7 +38,6 @@ __all__ = ["CommitReport", "Keep", "keep"]
 
 logger = logging.getLogger("transfuse")
 
-VERSION = 1
 #: How often a lost keeper is looked for.
 REVIVE_SECONDS = 5.0
 
@@ -92,7 +91,8 @@ def keep(
         digests: hash what is committed. Restoring compares digests if ``verify=True``. Leaves that are not ``shared``
             are hashed in any case.
         timeout: how long a call may go without progress.
-        on_report: called with the :class:`CommitReport` of each commit.
+        on_report: called with the :class:`CommitReport` of each commit, when it says all that training waited for:
+            with ``commit(wait=False)`` by the next :meth:`Keep.mutating`, commit or close.
         **options: the options of ``fetch`` for :meth:`Keep.restore`: ``cast``, ``map_path``, ``strict``, ``verify``, …
     """
     check_names("keep", options, FetchKeywords)
@@ -157,6 +157,10 @@ class _NoRoom(TransfuseError):
     """The keeper has no room for a state that has changed."""
 
 
+class _LeftOut(TransfuseError):
+    """This step cannot be complete on this host."""
+
+
 class Keep:
     """A worker's connection to the keeper of its host, made by :func:`keep`."""
 
@@ -175,10 +179,17 @@ class Keep:
         self._copying: threading.Thread | None = None
         self._reviving: threading.Thread | None = None
         self._warned = self._warned_of_room = False
-        self._closed = False
+        #: What the keeper has last said about replicas.
+        self._noted = ""
+        #: Whether :meth:`close` was called, and whether it has ended, or :meth:`detach` was called.
+        self._closed = self._detached = False
+        #: Ends the pause between two looks for a lost keeper.
+        self._hurry = threading.Event()
         #: The newest step that was committed, and whether :meth:`restore` was called since.
         self._newest: int | None = None
         self._went_back = False
+        #: The newest step for which :meth:`commit` was called.
+        self._reached: int | None = None
         #: The state of the last commit, and the versions of its tensors then.
         self._taken: Taken | None = None
         self._versions: list[int] = []
@@ -266,7 +277,7 @@ class Keep:
         assert here is not None
         agent = settings.run.agent or here
         hello = frames.Hello(
-            version=VERSION,
+            version=frames.VERSION,
             rank=self.rank,
             world_size=self.world_size,
             pid=here.pid,
@@ -329,7 +340,7 @@ class Keep:
         if not any(flags):
             return
         self._peers = msgspec.structs.replace(self._peers, generation=self._peers.generation + 1)
-        self._layout, self._newest = None, None
+        self._layout, self._newest, self._reached = None, None, None
         try:
             self._ask(self._peers, frames.Done)
         except KeeperLost as error:
@@ -361,8 +372,7 @@ class Keep:
         if self._newest is not None and number < self._newest and not self._went_back:
             raise ValueError(f"commit() of step {number} after step {self._newest}: steps must rise")
         report = CommitReport(number)
-        with timed(report, "the copy before"):
-            self._join()
+        self._end_copy(report, "the copy before")
         self._report = report
         try:
             self._commit(report, number, state, wait=wait)
@@ -373,7 +383,10 @@ class Keep:
         return report
 
     def _commit(self, report: CommitReport, step: int, state: object, *, wait: bool) -> None:
-        if self._link is None:
+        with self._asking:
+            self._reached = step
+            is_lost = self._link is None
+        if is_lost:
             self._revive()
             report.outcome, report.why = "skipped", "the keeper of this host is lost"
             return
@@ -393,13 +406,18 @@ class Keep:
             structure = taken.structure
         try:
             with timed(report, "keeper"):
-                layout, number = self._begin(taken, structure, label)
+                layout, slot = self._begin(taken, structure, label)
+        except _LeftOut as error:
+            report.outcome, report.why = "skipped", str(error)
+            return
         except _NoRoom as error:
             report.outcome, report.why = "skipped", str(error)
             if not self._warned_of_room:
                 self._warned_of_room = True
                 logger.warning("rank %d: the state has changed, and is not kept any more: %s", self.rank, error)
             return
+        number = slot.number
+        self._warn_of_replicas(report, slot.notes)
         if number is None:
             report.outcome, report.why = "skipped", "all slots hold steps that are not complete everywhere yet"
             return
@@ -431,9 +449,8 @@ class Keep:
             report.outcome, report.why = "dropped", f"{type(error).__name__}: {error}"
             logger.warning("step %d was not kept: %s", report.step, report.why)
             job.drop()
-        self._tell(report)
 
-    def _begin(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> tuple[Layout, int | None]:
+    def _begin(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> tuple[Layout, frames.Slot]:
         """The layout for a state, and the slot that the keeper has for it."""
         layout = self._layout
         if layout is None or layout.structure != structure or not layout.fits(taken.text(layout.bundles)):
@@ -442,7 +459,14 @@ class Keep:
         if slot.renew:
             layout = self._lay(taken, structure, label)
             slot = self._ask(frames.Begin(*label), frames.Slot, ANSWER_SECONDS)
-        return layout, slot.number
+        return layout, slot
+
+    def _warn_of_replicas(self, report: CommitReport, notes: str) -> None:
+        """Say once, on each host that is concerned, what is wrong with its replicas."""
+        report.unreplicated = notes
+        if notes and notes != self._noted and self.members.speaks:
+            logger.warning("rank %d commits step %d, but %s", self.rank, report.step, notes)
+        self._noted = notes
 
     def _lay(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> Layout:
         own = None if taken.own is None else taken.own.manifest
@@ -458,12 +482,14 @@ class Keep:
             len(taken.text(bundles)) + BRIEF_BYTES * len(bundles),
         )
         try:
-            laid, descriptors = self._ask_for_files(question, frames.Laid)
+            laid, descriptors = self._ask_for_files(question, frames.Laid | frames.Slot)
         except KeeperLost:
             raise
         except TransfuseError as error:
             # At the first commit nothing has been kept, and the caller should know. Later, training goes on.
             raise error if self._newest is None else _NoRoom(str(error)) from error
+        if isinstance(laid, frames.Slot):
+            raise _LeftOut(laid.why)
         self._warned_of_room = False
         try:
             views = {laid.first + i: SlotView(fd, writable=True, populate=True) for i, fd in enumerate(descriptors)}
@@ -490,10 +516,8 @@ class Keep:
     @contextmanager
     def mutating(self) -> Iterator[None]:
         """Change the state within this block. It waits until the copy that ``commit(wait=False)`` began has ended."""
-        report = self._report
-        if report is not None and self._copying is not None:
-            with timed(report, "the copy"):
-                self._join()
+        if self._report is not None:
+            self._end_copy(self._report, "the copy")
         taken, layout = self._taken, self._layout
         if taken is not None and layout is not None and layout.structure == taken.structure:
             # What has changed since the commit has changed outside of such a block.
@@ -507,10 +531,20 @@ class Keep:
                 if taken is not None:
                     self._last = taken, taken.versions()
 
-    def _join(self) -> None:
-        thread, self._copying = self._copying, None
-        if thread is not None:
+    def _end_copy(self, report: CommitReport, cause: str) -> None:
+        """Wait for a copy that goes on, and note in this report for how long. Then the copy's own report is told."""
+        thread, ended = self._copying, self._report
+        if thread is None:
+            return
+        with timed(report, cause):
             thread.join()
+        self._copying = None
+        assert ended is not None
+        self._tell(ended)
+
+    def _join(self) -> None:
+        """As `_end_copy`, where training is not what waits."""
+        self._end_copy(CommitReport(0), "")
 
     def _tell(self, report: CommitReport) -> None:
         logger.info("%s", report.line(), extra={"transfuse_report": report})
@@ -544,8 +578,8 @@ class Keep:
             self._reviving.start()
 
     def _look(self) -> None:
-        """Look for the keeper, or start it again, until it answers."""
-        while not self._closed and self._link is None:
+        """Look for the keeper, or start it again, until it answers. If this rank closes meanwhile, tell it that."""
+        while self._link is None and not self._detached:
             try:
                 link, _ = self._attach()
                 try:
@@ -553,22 +587,28 @@ class Keep:
                         # A new keeper opens the door of the old one, which the keepers of the other hosts know.
                         link.ask(frames.Expose(self.members.address, self._peers.token), frames.Exposed, self._seconds)
                     link.ask(self._peers, frames.Done, self._seconds)
+                    with self._asking:
+                        if self._closed:
+                            if not self._detached:
+                                link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+                            link.close()
+                            return
+                        if self._reached is not None:
+                            # The other ranks of this host need not wait for these.
+                            left = frames.LeaveOut(self._peers.generation, self._reached)
+                            link.ask(left, frames.Done, ANSWER_SECONDS)
+                        self._link = link
                 except BaseException:
                     link.close()
                     raise
-                with self._asking:
-                    if self._closed:
-                        with suppress(TransfuseError):
-                            link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
-                        link.close()
-                        return
-                    self._link = link
                 logger.warning("rank %d has found the keeper of its host again", self.rank)
                 self._warned = False
                 return
             except (TransfuseError, OSError) as error:
                 logger.debug("looking for the keeper: %s", error)
-                time.sleep(REVIVE_SECONDS)
+                if self._closed:
+                    time.sleep(0.1)
+                self._hurry.wait(REVIVE_SECONDS)
 
     # -------------------------------------------------------------------------------------------------- the end
 
@@ -576,15 +616,35 @@ class Keep:
         """This rank has done its work. When all ranks of all hosts have closed, the keepers forget, and end."""
         if self._closed:
             return
-        self._closed = True
         self._join()
-        with suppress(TransfuseError):
-            self._ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+        with self._asking:
+            self._closed, link = True, self._link
+            if link is not None:
+                try:
+                    link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+                except TransfuseError as error:
+                    logger.warning("rank %d says close() again: %s", self.rank, error)
+                    link.close()
+                    link = self._link = None
+        if link is None:
+            # Keepers of this host and of others wait for this rank: the one that comes back has to hear of it.
+            self._hurry.set()
+            self._revive()
+            assert self._reviving is not None
+            self._reviving.join(self._seconds)
+            if self._reviving.is_alive():
+                logger.warning(
+                    "rank %d has closed, but the keeper of its host did not hear of it within %g s. It may stay: "
+                    "transfuse keep --status lists it, transfuse keep --stop ends it",
+                    self.rank,
+                    self._seconds,
+                )
         self.detach()
 
     def detach(self) -> None:
         """Leave the keeper as it is. It keeps what it has, as after the end of this process."""
-        self._closed = True
+        self._closed = self._detached = True
+        self._hurry.set()
         self._join()
         with self._asking:
             link, self._link = self._link, None

@@ -40,6 +40,8 @@ class CommitReport:
     #: Bytes that this rank copied, and bytes that another rank of this host keeps for it.
     copied_bytes: int = 0
     shared_bytes: int = 0
+    #: What is wrong with the replicas on other hosts, as the keeper knew it when the commit began; empty: nothing.
+    unreplicated: str = ""
     #: Seconds for which training stood still, by cause.
     stalled: dict[str, float] = field(default_factory=dict)
 
@@ -54,6 +56,7 @@ class CommitReport:
         return (
             f"step {self.step} {self.outcome}{why}; copied {human_bytes(self.copied_bytes)}, "
             f"shared {human_bytes(self.shared_bytes)}; training stood still for {1000 * self.seconds:.0f} ms ({causes})"
+            + (f"; {self.unreplicated}" if self.unreplicated else "")
         )
 
 

@@ -30,9 +30,7 @@ class Decisions:
     def __init__(self, generation: int, hosts: int, *, replicates: bool) -> None:
         self._hosts, self._replicates = hosts, replicates
         #: What everybody is told.
-        self.decided = Round(generation, None, False, None, None, False, False)
-        #: The hosts that have no room for replicas.
-        self.bare: list[int] = []
+        self.decided = Round(generation, None, False, None, None, False, False, [], [])
         self._closed: dict[int, bool] = {}
         self._margin = 1
 
@@ -45,11 +43,12 @@ class Decisions:
         confirmed = max((state.confirmed for state in everybody if state.confirmed is not None), default=None)
         if before.confirmed is not None and (confirmed is None or before.confirmed > confirmed):
             confirmed = before.confirmed  # Nobody could be told yet.
-        decided = replace(before, confirmed=confirmed, has_held=any(state.has_held for state in everybody))
+        lost = [host for host in range(self._hosts) if host not in states]
+        decided = replace(before, confirmed=confirmed, has_held=any(state.has_held for state in everybody), lost=lost)
         self._closed.update((host, state.closed) for host, state in states.items())
         if len(states) == self._hosts:
-            self.bare = sorted(host for host, state in states.items() if state.bare)
-            decided = self._decide(replace(decided, settled=True), list(states.values()))
+            bare = sorted(host for host, state in states.items() if state.bare)
+            decided = self._decide(replace(decided, settled=True, bare=bare), list(states.values()))
         is_over = all(self._closed.get(host, False) for host in range(self._hosts))
         self.decided = replace(decided, over=is_over)
         return decided != before

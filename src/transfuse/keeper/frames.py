@@ -19,6 +19,7 @@ import msgspec
 from transfuse.errors import TransfuseError
 
 __all__ = [
+    "VERSION",
     "Address",
     "Begin",
     "Close",
@@ -34,6 +35,7 @@ __all__ = [
     "KeeperLost",
     "Laid",
     "Lay",
+    "LeaveOut",
     "Link",
     "Mapped",
     "Open",
@@ -47,6 +49,8 @@ __all__ = [
     "Welcome",
 ]
 
+#: The version of what they say.
+VERSION = 2
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
 MAX_DESCRIPTORS = 250
@@ -140,7 +144,10 @@ class Reserve(_Frame):
 
 
 class Lay(_Frame):
-    """Worker: I want to commit bundles like these. Answered by ``Laid``, with descriptors of the slots."""
+    """Worker: I want to commit bundles like these. Answered by ``Laid``, with descriptors of the slots.
+
+    Or by ``Slot`` without a number, if other ranks of the host cannot commit this step.
+    """
 
     generation: int
     step: int
@@ -174,6 +181,8 @@ class Slot(_Frame):
     number: int | None
     renew: bool = False
     why: str = ""
+    #: What the user should know about replicas.
+    notes: str = ""
 
 
 class Committed(_Frame):
@@ -188,6 +197,13 @@ class Drop(_Frame):
     """Worker: what I have begun in this slot is not to count. ``Done``."""
 
     number: int
+
+
+class LeaveOut(_Frame):
+    """Worker: I have left out this step and those before, since I could not reach you. ``Done``."""
+
+    generation: int
+    step: int
 
 
 class Inventory(_Frame):
@@ -248,7 +264,7 @@ class Refused(_Frame):
 
 
 Attaching = Hello | Expose | Peers | Status | Close | Done
-Committing = Reserve | Lay | Begin | Committed | Drop
+Committing = Reserve | Lay | Begin | Committed | Drop | LeaveOut
 Reading = Inventory | Open | Serve
 Answers = Welcome | Exposed | Laid | Slot | Holdings | Mapped | Serving | Told | Refused
 Frame = Attaching | Committing | Reading | Answers

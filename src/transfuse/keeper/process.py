@@ -25,29 +25,24 @@ from typing import Any
 
 from transfuse.errors import TransfuseError
 from transfuse.keeper import frames
+from transfuse.keeper.allotment import Allotment, Tenant
 from transfuse.keeper.attach import LOCK_NAME, LOG_NAME, SOCKET_NAME, try_lock
-from transfuse.keeper.books import Books, Generation, Kept, Layout, Wanted
-from transfuse.keeper.bundles import KEY_BYTES
-from transfuse.keeper.copying import DIGEST_BYTES
+from transfuse.keeper.books import Books, Generation, Kept
 from transfuse.keeper.frames import Address, Frame, KeeperLost, Link
+from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.restored import Restored, describe_slots
 from transfuse.keeper.ring import Ring
 from transfuse.keeper.runs import RUN_FILE, Process
-from transfuse.keeper.slots import Label, SlotFile, column, round_up
+from transfuse.keeper.slots import Label
 from transfuse.remote.server import Server, serve
-from transfuse.report import human_bytes
 
-__all__ = ["SOCKET_NAME", "TOKEN_NAME", "Keeper", "main", "remove_files"]
+__all__ = ["SOCKET_NAME", "TOKEN_NAME", "Keeper", "go_before_training", "main", "remove_files"]
 
 logger = logging.getLogger("transfuse.keeper")
 
-TOKEN_NAME, HELD_NAME = "token", "held"
-#: The version of the frames between workers and keeper.
-VERSION = 1
+TOKEN_NAME, HELD_NAME, CLOSED_NAME = "token", "held", "closed"
 #: How often the keeper looks whether it is still needed.
 LOOK_SECONDS = 0.25
-#: How long ranks that ask for a layout wait for the other ranks of the host, which may share it.
-PARTNER_SECONDS = 10.0
 #: How long a worker has to attach before a keeper that nobody needs ends.
 FIRST_SECONDS = 60.0
 #: How long a worker that takes an ended worker's place waits until its connection is closed.
@@ -57,7 +52,7 @@ ANSWER_SECONDS = 30.0
 SERVE_SECONDS = 60.0
 #: Slots of a rank that did not say how many it wants.
 SLOTS = 3
-#: A sign to the kernel to end the keeper before training, if memory runs out.
+#: What the keeper's ``oom_score_adj`` is raised to.
 OOM_SCORE = "500"
 
 
@@ -67,8 +62,12 @@ class _Worker:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.hello: frames.Hello | None = None
+        self.agent: Process | None = None
+        #: Whether it has told its peers, and so belongs to the job that runs now.
+        self.has_joined = False
         #: Whether no other process can write to slots of this rank.
         self.is_only_writer = False
+        self.has_closed = False
         self.pinned: list[Kept] = []
         self.servers: list[Server] = []
 
@@ -82,17 +81,14 @@ class Keeper:
         self._in_foreground, self._linger = in_foreground, linger
         self.token = secrets.token_hex(32)
         self.books = Books()
+        self.freeing = Freeing()
         self._changed = threading.Condition()
         self._workers: dict[int, _Worker] = {}
+        self._allotment = Allotment(self._changed, self.books, self.freeing, attached=self._workers)
         #: By rank: the agent that started its worker, and the worker itself.
         self._agents: dict[int, Process] = {}
         self._processes: dict[int, Process] = {}
         self._closed: set[int] = set()
-        self._wanted: dict[int, tuple[Label, Wanted]] = {}
-        self._laid: dict[int, Layout] = {}
-        #: Slots that were reserved before their layout is known; bytes that are being allocated.
-        self._spare: dict[int, list[SlotFile]] = {}
-        self._allocating = 0
         #: Whether this run has held a complete step: in this process, or in a keeper before it that was killed.
         self._has_held = (directory / HELD_NAME).exists()
         self._hello: frames.Hello | None = None
@@ -203,7 +199,10 @@ class Keeper:
         """Why the keeper is no longer needed; None: it is."""
         with self._changed:
             hello, now = self._hello, time.monotonic()
-            if self.ring.is_over() or (self._all_closed() and self.books.is_alone()):
+            # Whoever is here and has not closed belongs to the next job.
+            if all(worker.has_closed for worker in self._workers.values()) and (
+                self.ring.is_over() or (self._all_closed() and self.books.is_alone())
+            ):
                 return "all ranks have closed"
             if self._workers:
                 self._alone_since = None
@@ -274,8 +273,7 @@ class Keeper:
             if worker.hello is not None and self._workers.get(worker.hello.rank) is worker:
                 rank = worker.hello.rank
                 del self._workers[rank]
-                self._wanted.pop(rank, None)
-                self._laid.pop(rank, None)
+                self._allotment.forget(rank)
                 self.books.detach(rank)
                 self._changed.notify_all()
 
@@ -293,21 +291,18 @@ class Keeper:
         raise TransfuseError(f"{type(question).__name__} is no question")
 
     def _hear_hello(self, worker: _Worker, hello: frames.Hello) -> Frame:
-        if hello.version != VERSION:
+        if hello.version != frames.VERSION:
             raise TransfuseError(
-                f"the keeper of this run speaks version {VERSION}, this worker version {hello.version}: end the keeper "
-                "(transfuse keep --stop), or use the version of transfuse that started it"
+                f"the keeper of this run speaks version {frames.VERSION}, this worker version {hello.version}: end the "
+                "keeper (transfuse keep --stop), or use the version of transfuse that started it"
             )
         process, agent = Process(hello.pid, hello.started), Process(hello.agent_pid, hello.agent_started)
         with self._changed:
             if self._over.is_set():
                 raise KeeperLost("the keeper ends just now")
-            before = self._agents.get(hello.rank)
-            if before is not None and before != agent and before.alive():
-                raise TransfuseError(
-                    f"rank {hello.rank} of this run belongs to the running agent {before.pid}: give this job a name of "
-                    "its own (run=), or end the other one first"
-                )
+            before, here = self._agents.get(hello.rank), self._processes.get(hello.rank)
+            if before not in (None, agent) and before.alive() and here is not None and here.alive():
+                raise _belongs(hello.rank, before)
             until = time.monotonic() + CHANGE_SECONDS
             while (
                 (other := self._workers.get(hello.rank)) is not None
@@ -317,151 +312,88 @@ class Keeper:
                 self._changed.wait(0.1)
             if other is not None and other is not worker:
                 raise TransfuseError(f"rank {hello.rank} of this run is attached already, by another process")
-            if before is not None and before != agent:
-                logger.info("agent %d takes this run over from agent %d, which has ended", agent.pid, before.pid)
-                self._agents = {rank: one for rank, one in self._agents.items() if one.alive()}
             writer = self._processes.get(hello.rank)
             worker.is_only_writer = writer is None or writer == process or not writer.alive()
             self._workers[hello.rank] = worker
-            self._agents[hello.rank], self._processes[hello.rank] = agent, process
-            self._closed.clear()
+            self._processes[hello.rank] = process
+            worker.agent = agent
             worker.hello = self._hello = hello
             self._changed.notify_all()
             return frames.Welcome(self.token, self.books.generation, self._server.address, os.getpid())
 
     def _meet_peers(self, worker: _Worker, peers: frames.Peers) -> Frame:
-        ranks = tuple(peers.ranks[peers.index])
+        rank, ranks = self._rank_of(worker), tuple(peers.ranks[peers.index])
         with self._changed:
+            self._wait_for_others(worker, lambda: peers.generation > self.books.generation)
             if peers.generation > self.books.generation:
-                self._wanted.clear()
-                self._laid.clear()
+                self._take_over(worker)
+                self._allotment.begin_generation()
+                self._closed = self._closed_before(peers.generation)
             self.books.begin_generation(Generation(peers.generation, peers.world_size, ranks, len(peers.keepers)))
+            assert worker.agent is not None
+            self._agents[rank], worker.has_joined = worker.agent, True
             self._changed.notify_all()
         self.ring.join(peers)
         return frames.Done()
 
+    def _wait_for_others(self, worker: _Worker, begins_anew: Callable[[], bool]) -> None:
+        """Before a worker begins something new here: wait for the job before to go. Refuse if it runs, or its agent.
+
+        Ranks do not tell two jobs of one name apart: the second one may have other ranks on this host.
+        """
+        until = time.monotonic() + CHANGE_SECONDS
+        while not worker.has_joined and begins_anew():
+            newcomers = {one.agent for one in self._workers.values() if not one.has_joined}
+            for rank, agent in self._agents.items():
+                if agent not in newcomers and agent.alive():
+                    raise _belongs(rank, agent)
+            others = [rank for rank, one in self._workers.items() if one.has_joined]
+            if not others:
+                return
+            if time.monotonic() > until:
+                raise TransfuseError(f"rank {others[0]} of this run is attached already, by another process")
+            self._changed.wait(0.1)
+
+    def _take_over(self, worker: _Worker) -> None:
+        """A new generation begins. Note it if another agent has started it."""
+        assert worker.agent is not None
+        if self._agents and not worker.has_joined and worker.agent not in self._agents.values():
+            before = next(iter(self._agents.values()))
+            logger.info("agent %d takes this run over from agent %d, which has ended", worker.agent.pid, before.pid)
+        self._agents.clear()
+
+    def _closed_before(self, generation: int) -> set[int]:
+        """The ranks that had closed when a keeper of this generation was killed here. They do not come again."""
+        with suppress(OSError, ValueError, TypeError):
+            of, ranks = json.loads((self.directory / CLOSED_NAME).read_text())
+            return set(ranks) if of == generation else set()
+        return set()
+
     def _expose(self, worker: _Worker, question: frames.Expose) -> Frame:
+        with self._changed:
+            self._wait_for_others(worker, lambda: not self.ring.listens(question.host, question.token))
         return frames.Exposed(self.ring.listen(question.host, question.token))
 
     # -- layouts
 
     def _lay(self, worker: _Worker, lay: frames.Lay) -> tuple[Frame, list[int]]:
-        rank = self._rank_of(worker)
-        label = Label(lay.generation, lay.step)
-        wanted = Wanted(
-            _split(lay.keys, KEY_BYTES),
-            column(lay.nbytes, "<i8"),
-            column(lay.modes, "<u1"),
-            _split(lay.digests, DIGEST_BYTES),
-            lay.text_bytes,
-        )
-        until = time.monotonic() + PARTNER_SECONDS
-        with self._changed:
-            self._laid.pop(rank, None)
-            self._wanted[rank] = label, wanted
-            self._changed.notify_all()
-            partners = self.books.needs_partners(rank, wanted)
-            while rank not in self._laid and not self._are_here(label, partners) and time.monotonic() < until:
-                self._changed.wait(0.1)
-            if rank not in self._laid:
-                # This rank is the last to come, or has waited long enough: it decides for all that are here.
-                here = {one: what for one, (of, what) in self._wanted.items() if of == label} if partners else {}
-                self._laid.update(self.books.lay_out(here or {rank: wanted}))
-                self._changed.notify_all()
-            layout = self._laid.pop(rank)
-            self._wanted.pop(rank, None)
-        return self._allocate(worker, rank, layout)
-
-    def _are_here(self, label: Label, partners: bool) -> bool:
-        """Whether nobody is to be waited for. Called under the lock."""
-        return not partners or all(
-            self._wanted.get(rank, (None,))[0] == label or rank not in self._workers or self.books.is_past(rank, label)
-            for rank in self._local_ranks()
-        )
-
-    def _local_ranks(self) -> tuple[int, ...]:
-        generation = self.books.current()
-        return () if generation is None else generation.ranks
-
-    def _allocate(self, worker: _Worker, rank: int, layout: Layout) -> tuple[Frame, list[int]]:
-        assert worker.hello is not None
-        with self._changed:
-            # What another process may still write to is not used again.
-            reused = self.books.reusable(rank, layout.slot_bytes) if worker.is_only_writer else []
-            reused = reused[-self._slots_of(worker) :]
-            for file in self.books.free_slots(rank, reused):
-                file.close()
-        new = self._make_files(worker, rank, layout.slot_bytes, self._slots_of(worker) - len(reused))
-        with self._changed:
-            files = [self.books.slot(rank, number).file for number in reused] + new
-            first = self.books.take_layout(rank, layout, reused, new)
-        laid = frames.Laid(
-            layout.owners.astype("<i4").tobytes(), layout.places.astype("<i8").tobytes(), len(files), first
-        )
-        return laid, [file.fd for file in files]
-
-    def _make_files(self, worker: _Worker, rank: int, slot_bytes: int, count: int) -> list[SlotFile]:
-        """Slots for a rank. To allocate memory takes time: no lock is held meanwhile."""
-        assert worker.hello is not None
-        with self._changed:
-            spare = self._spare.pop(rank, [])
-            if spare and spare[0].nbytes >= slot_bytes:
-                for file in spare[count:]:
-                    file.close()
-                return spare[:count]
-            for file in spare:
-                file.close()
-            self._check_room(rank, slot_bytes, count, worker.hello.max_bytes, self.ring.replicas)
-            self._allocating += slot_bytes * count
-        try:
-            return [SlotFile(slot_bytes) for _ in range(count)]
-        finally:
-            with self._changed:
-                self._allocating -= slot_bytes * count
+        return self._allotment.lay(self._tenant(worker), lay)
 
     def _reserve(self, worker: _Worker, reserve: frames.Reserve) -> Frame:
-        rank = self._rank_of(worker)
-        with self._changed:
-            if self.books.has_layout(rank):
-                return frames.Done()
-        # Room for the description and for the padding between bundles.
-        slot_bytes = round_up(reserve.nbytes + reserve.nbytes // 50 + (4 << 20))
-        assert worker.hello is not None
-        with self._changed:
-            count = self._slots_of(worker) - len(self.books.reusable(rank, reserve.nbytes))
-        files = self._make_files(worker, rank, slot_bytes, max(count, 0))
-        with self._changed:
-            self._spare[rank] = files
+        self._allotment.reserve(self._tenant(worker), reserve.nbytes)
         return frames.Done()
 
-    def _slots_of(self, worker: _Worker) -> int:
-        """How many slots a rank gets: the last complete step, one being written, one between; one more for replicas."""
-        assert worker.hello is not None
-        return worker.hello.slots or SLOTS + bool(self.ring.replicas)
-
-    def _check_room(self, rank: int, slot_bytes: int, count: int, most: int | None, replicas: int) -> None:
-        need, held, free = slot_bytes * count, self._nbytes + self._allocating, free_memory()
-        # Replicas of the neighbours that are here already are part of what the keeper holds.
-        here = sum(kept.nbytes for one in self.books.neighbours for kept in self.books.replicas.get(one, ()))
-        copies = max(0, 2 * slot_bytes * replicas - here)
-        sums = (
-            f"rank {rank} needs {count} slots of {human_bytes(slot_bytes)} = {human_bytes(need)}"
-            + (f", and its neighbour's replicas {human_bytes(copies)}" if copies else "")
-            + f"; this host's keeper holds {human_bytes(held)} already"
-        )
-        if most is not None and held + need + copies > most:
-            raise TransfuseError(f"{sums}, which is more than max_bytes={human_bytes(most)}")
-        if need + copies + self._allocating > free:
-            raise TransfuseError(f"{sums}, and only {human_bytes(free)} of memory are free")
+    def _tenant(self, worker: _Worker) -> Tenant:
+        if worker.hello is None:
+            raise TransfuseError("say Hello first")
+        hello, replicas = worker.hello, self.ring.replicas
+        # The last complete step, one being written, one between; one more for replicas.
+        slots = hello.slots or SLOTS + bool(replicas)
+        return Tenant(hello.rank, slots, hello.max_bytes, replicas, worker.is_only_writer)
 
     def room(self) -> int:
         """How many bytes more the keeper may take. Called under the lock."""
-        most = None if self._hello is None else self._hello.max_bytes
-        return free_memory() if most is None else min(free_memory(), most - self._nbytes)
-
-    @property
-    def _nbytes(self) -> int:
-        return self.books.nbytes + sum(file.nbytes for files in self._spare.values() for file in files)
+        return self._allotment.room(None if self._hello is None else self._hello.max_bytes)
 
     # -- commits
 
@@ -474,7 +406,7 @@ class Keeper:
                     f"{self.books.generation}: it was started again without this process"
                 )
             number, renew = self.books.begin(rank, Label(begin.generation, begin.step))
-            return frames.Slot(number, renew)
+        return frames.Slot(number, renew, notes=self.ring.notes())
 
     def _committed(self, worker: _Worker, committed: frames.Committed) -> Frame:
         rank, label = self._rank_of(worker), Label(committed.generation, committed.step)
@@ -485,8 +417,7 @@ class Keeper:
                 raise TransfuseError(f"slot {committed.number} of rank {rank} does not hold step {committed.step}")
             self.books.commit(rank, committed.number, label, kept.file.brief())
             self._note_held(self.books.confirmed is not None)
-            for file in self.books.free_ranks():
-                file.close()
+            self.freeing.add(self.books.free_ranks())
             self._changed.notify_all()
         self.ring.wake()
         return frames.Done()
@@ -494,6 +425,12 @@ class Keeper:
     def _drop(self, worker: _Worker, drop: frames.Drop) -> Frame:
         with self._changed:
             self.books.drop(self._rank_of(worker), drop.number)
+        return frames.Done()
+
+    def _leave_out(self, worker: _Worker, left: frames.LeaveOut) -> Frame:
+        with self._changed:
+            self.books.leave_out(self._rank_of(worker), Label(left.generation, left.step))
+            self._changed.notify_all()
         return frames.Done()
 
     # -- restoring
@@ -567,7 +504,10 @@ class Keeper:
 
     def _close(self, worker: _Worker, _: frames.Close) -> Frame:
         with self._changed:
+            worker.has_closed = True
             self._closed.add(self._rank_of(worker))
+            with suppress(OSError):
+                self._write(CLOSED_NAME, json.dumps([self.books.generation, sorted(self._closed)]))
         self.ring.wake()
         return frames.Done()
 
@@ -617,7 +557,7 @@ class Keeper:
                 "agents": sorted({agent.pid for agent in self._agents.values() if agent.alive()}),
                 "confirmed_step": None if books.confirmed is None else books.confirmed.step,
                 "complete": None if newest is None else {"generation": newest.generation, "step": newest.step},
-                "bytes": self._nbytes,
+                "bytes": self._allotment.nbytes,
                 "states": [
                     {
                         "rank": held.rank,
@@ -642,6 +582,7 @@ _ANSWERS: Mapping[type, Callable[..., Any]] = {
     frames.Begin: Keeper._begin,
     frames.Committed: Keeper._committed,
     frames.Drop: Keeper._drop,
+    frames.LeaveOut: Keeper._leave_out,
     frames.Inventory: Keeper._inventory,
     frames.Open: Keeper._open,
     frames.Serve: Keeper._serve,
@@ -655,15 +596,18 @@ def remove_files(directory: pathlib.Path) -> None:
     """Remove what a keeper has left. The caller holds the lock of the directory."""
     # The lock last: whoever waits for it sees that it is gone, and begins again.
     notes = [path.name for path in directory.glob(f"{RUN_FILE}*")]
-    for name in [SOCKET_NAME, TOKEN_NAME, "address", "port", HELD_NAME, LOG_NAME, *notes, LOCK_NAME]:
+    for name in [SOCKET_NAME, TOKEN_NAME, "address", "port", HELD_NAME, CLOSED_NAME, LOG_NAME, *notes, LOCK_NAME]:
         with suppress(OSError):
             (directory / name).unlink()
     with suppress(OSError):
         directory.rmdir()
 
 
-def _split(data: bytes, size: int) -> list[bytes]:
-    return [data[at : at + size] for at in range(0, len(data), size)]
+def _belongs(rank: int, agent: Process) -> TransfuseError:
+    return TransfuseError(
+        f"rank {rank} of this run belongs to the running agent {agent.pid}: give this job a name of its own (run=), or "
+        "end the other one first"
+    )
 
 
 def _uid_of(sock: socket.socket) -> int:
@@ -671,30 +615,16 @@ def _uid_of(sock: socket.socket) -> int:
     return int(uid)
 
 
-def free_memory() -> int:
-    """How many bytes this process and others of its control group may still take."""
-    free = [1 << 62]
-    with suppress(OSError, ValueError, StopIteration):
-        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-        free.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) << 10)
-    with suppress(OSError, ValueError):
-        here = pathlib.Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
-        group = pathlib.Path("/sys/fs/cgroup") / here
-        while True:
-            with suppress(OSError, ValueError):
-                most, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-                free.append(int(most) - int(used))
-            if group == pathlib.Path("/sys/fs/cgroup"):
-                break
-            group = group.parent
-    return min(free)
-
-
 def detach() -> None:
     """Be nobody's helper: all cores, no limit on threads that a launcher set, the first to go if memory runs out."""
     os.chdir("/")
     with suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    go_before_training()
+
+
+def go_before_training() -> None:
+    """Tell the kernel to end this process before training, if memory runs out."""
     with suppress(OSError):
         pathlib.Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
 

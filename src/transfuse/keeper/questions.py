@@ -25,6 +25,9 @@ class Round(_Message):
     floor: Label | None
     over: bool
     has_held: bool
+    #: The hosts that have no room for replicas, and those that the leader cannot reach.
+    bare: list[int]
+    lost: list[int]
 
 
 class State(_Message):

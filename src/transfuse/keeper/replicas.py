@@ -36,6 +36,7 @@ from transfuse.errors import TransfuseError
 from transfuse.keeper import frames
 from transfuse.keeper.books import Books, Kept
 from transfuse.keeper.door import ASK_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, ask
+from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.questions import Lend, Lent, LentSlot
 from transfuse.keeper.slots import PAGE, Brief, Label, SlotFile, SlotView
 from transfuse.limits import Limits
@@ -46,7 +47,7 @@ from transfuse.remote.handshake import ControlConnection, connect, key_of
 from transfuse.remote.server import Server, serve
 from transfuse.report import Report, human_bytes
 
-__all__ = ["Loan", "Loans", "Puller", "Stock", "close_all"]
+__all__ = ["Loan", "Loans", "Puller", "Stock"]
 
 logger = logging.getLogger("transfuse.keeper")
 
@@ -79,10 +80,10 @@ class _Busy(TransfuseError):
 class Stock:
     """The slots and replicas of this keeper, and the lock that guards them."""
 
-    def __init__(self, changed: threading.Condition, books: Books, room: Callable[[], int]) -> None:
+    def __init__(self, changed: threading.Condition, books: Books, freeing: Freeing, room: Callable[[], int]) -> None:
         #: The keeper's lock. Nobody talks to the network while holding it.
         self.changed = changed
-        self.books = books
+        self.books, self.freeing = books, freeing
         self._room = room
         self._complained_of_room = False
 
@@ -107,14 +108,14 @@ class Stock:
         """Choose the replicas to pull into, which hold nothing from now on. Allocates what is missing, or `_NoRoom`."""
         if sorted(slot.rank for slot in lent) != sorted(ranks):
             raise TransfuseError(f"slots of ranks {sorted(slot.rank for slot in lent)} are lent, not of {ranks}")
-        files: list[SlotFile] = []
         with self.changed:
             for slot in lent:
-                files += self.books.free_replicas(slot.rank, slot.nbytes)
+                self.freeing.add(self.books.free_replicas(slot.rank, slot.nbytes))
+        self.freeing.settle()
+        with self.changed:
             short = {slot: COPIES - len(self._copies(slot)) for slot in lent}
             need, room = sum(slot.nbytes * max(count, 0) for slot, count in short.items()), self._room()
-        close_all(files)
-        if need > room + sum(file.nbytes for file in files):
+        if need > room:
             raise _NoRoom(
                 f"the replicas of ranks {sorted(ranks)} need {human_bytes(need)} more, and there is room for "
                 f"{human_bytes(max(room, 0))} (max_bytes, or free memory)"
@@ -142,13 +143,6 @@ class Stock:
         if not self._complained_of_room:
             self._complained_of_room = True
             logger.warning("no replicas on this host, steps are confirmed without them: %s", str(error))
-
-
-def close_all(files: Sequence[SlotFile]) -> None:
-    for file in files:
-        # Somebody in this process may still look at it; then the memory goes with the last who does.
-        with suppress(BufferError):
-            file.close()
 
 
 def _name(rank: int) -> str:
@@ -286,7 +280,7 @@ class Puller:
         self._habits: dict[int, _Habit] = {}
         #: The step whose replicas are here, or could not be for want of memory (``bare``).
         self.replicated: Label | None = None
-        self.bare = False
+        self.bare, self.why_bare = False, ""
         self.last_pull: dict[str, Any] = {}
 
     def wake(self) -> None:
@@ -312,7 +306,7 @@ class Puller:
                 self._stopped.wait(FIRST_PAUSE)
                 continue
             except _NoRoom as error:
-                self.bare = True
+                self.bare, self.why_bare = True, self.why_bare if self.bare else str(error)
                 self._stock.complain_of_room(error)
             except Exception as error:
                 if self._stopped.is_set() or self.wanted() != label:

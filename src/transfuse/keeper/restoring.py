@@ -10,12 +10,14 @@ every rank        lands                                              gathered: t
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import product
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,12 +36,14 @@ from transfuse.keeper.slots import Label, SlotView, column
 from transfuse.limits import Limits
 from transfuse.options import FetchKeywords
 from transfuse.plan.cohorts import Cohort
+from transfuse.plan.holdings import Holdings, Whole
 from transfuse.plan.match import Prepared
 from transfuse.remote.client import fetch_if
 from transfuse.remote.in_process import InProcess
 from transfuse.state import trees
 from transfuse.state.leaves import values
 from transfuse.state.leaves.codec import MeshDescription
+from transfuse.state.leaves.layout import Block
 from transfuse.state.manifest import Described
 
 __all__ = [
@@ -228,6 +232,7 @@ class Attempt:
         self._own_elsewhere(own, [elsewhere[rank] for rank in sources if rank not in local and rank in elsewhere])
         if not self.same:
             self._compare(restored)
+        self._check_sources(elsewhere)
         here = [self._stack.enter_context(self._serve_here(restored[rank])) for rank in local]
         remote = [elsewhere[rank].address for rank in sources if rank not in local and rank in elsewhere]
         error = self._land([*here, *remote], atomic=bool(remote))
@@ -289,6 +294,18 @@ class Attempt:
                 found.setdefault(one.rank, one)
         return found
 
+    def _check_sources(self, elsewhere: Mapping[int, frames.Address]) -> None:
+        """If every rank gets its own: refuse, on all ranks, if some rank's state is neither on its host nor served."""
+        hosts = enumerate(self._members.ranks) if self.same else ()
+        nowhere = [
+            rank
+            for host, ranks in hosts
+            for rank in ranks
+            if host not in self._candidate.holders[rank] and rank not in elsewhere
+        ]
+        if nowhere:
+            raise Forbidden(f"no keeper that holds the state of ranks {nowhere} can be reached")
+
     def _all_local(self) -> bool:
         """Whether every rank finds its own state on its own host."""
         if not self.same:
@@ -310,6 +327,8 @@ class Attempt:
         """With another number of ranks: leaves in which the ranks differed cannot be given to anybody."""
         mine = restored if self._members.speaks else {}
         self._agree_to("looking for what is lost", self._find_lost(mine))
+        if self._candidate.missing:
+            self._check_coverage(mine)
         rows = self._agree_to(
             "comparing the kept states", "", msgspec.msgpack.encode([_plain(one) for one in mine.values()])
         )
@@ -353,6 +372,24 @@ class Attempt:
                     "shared= what is the same on all ranks"
                 )
         return ""
+
+    def _check_coverage(self, restored: Mapping[int, Restored]) -> None:
+        """If ranks are missing, name the leaves whose shards only they had. Nobody's ``state_dict`` was called yet."""
+        rows = self._agree_to(
+            "looking for lost shards", "", msgspec.msgpack.encode([_shards(one) for one in restored.values()])
+        )
+        held: dict[str, tuple[int, set[Block]]] = {}
+        for row in rows:
+            for shards in msgspec.msgpack.decode(row, type=list[dict[str, tuple[int, list[Block]]]]):
+                for path, (numel, blocks) in shards.items():
+                    held.setdefault(path, (numel, set()))[1].update(blocks)
+        # Ranks hold the same shard or shards that have nothing in common.
+        lost = [path for path, (numel, blocks) in held.items() if sum(block.numel for block in blocks) < numel]
+        if lost:
+            raise Forbidden(
+                f"only ranks {self._candidate.missing}, whose state is not here, had shards of {len(lost)} leaves: "
+                f"{', '.join(sorted(lost)[:10])}{', …' if len(lost) > 10 else ''}"
+            )
 
     def _serve_here(self, restored: Restored) -> InProcess:
         """Serve a mapped state to this process itself: from there on it is a source like any other."""
@@ -490,6 +527,24 @@ def _plain(restored: Restored) -> dict[bytes, bytes]:
         brief.keys[KEY_BYTES * n : KEY_BYTES * (n + 1)]: brief.digests[DIGEST_BYTES * n : DIGEST_BYTES * (n + 1)]
         for n in numbers
     }
+
+
+def _shards(restored: Restored) -> dict[str, tuple[int, list[Block]]]:
+    """For each sharded leaf: how many elements it has in all, and the blocks of it that this state holds."""
+    manifest, found = restored.state.manifest, {}
+    holdings = Holdings(manifest)
+    for leaf, path in enumerate(manifest.paths):
+        for number in range(holdings.count(leaf)):
+            holding = holdings.of(leaf, number)
+            if isinstance(holding, Whole):
+                continue
+            blocks = [
+                Block(tuple(low for low, _ in runs), tuple(length for _, length in runs))
+                for _, dims in holding.shards
+                for runs in product(*dims)
+            ]
+            found[path] = math.prod(holding.shape), [block for block in blocks if block.numel]
+    return found
 
 
 def _storage_digests(restored: Restored, keys: set[bytes]) -> dict[str, bytes]:

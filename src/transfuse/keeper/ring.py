@@ -22,7 +22,7 @@ from transfuse.keeper import frames
 from transfuse.keeper.decisions import Decisions
 from transfuse.keeper.door import Door, Peer
 from transfuse.keeper.questions import Answer, Lend, Lent, Question, Round, State
-from transfuse.keeper.replicas import Loan, Loans, Puller, Stock, close_all
+from transfuse.keeper.replicas import Loan, Loans, Puller, Stock
 from transfuse.keeper.slots import Label
 from transfuse.remote.handshake import key_of
 
@@ -52,7 +52,7 @@ class Ring:
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
-        self.stock = Stock(keeper._changed, keeper.books, keeper.room)
+        self.stock = Stock(keeper._changed, keeper.books, keeper.freeing, keeper.room)
         #: Guards the fields below. The keeper's lock may be held when this one is taken, never the other way round.
         self._lock = threading.Lock()
         self._door: Door | None = None
@@ -65,6 +65,11 @@ class Ring:
         self.has_held = False
 
     # -- for the keeper's process
+
+    def listens(self, host: str, token: str) -> bool:
+        """Whether the door is open on this address, for keepers that know this token."""
+        with self._lock:
+            return self._door is not None and (self._door.host, self._door.token) == (host, token)
 
     def listen(self, host: str, token: str) -> str:
         """Open the door for the keepers of other hosts, on this address only. Returns ``host:port``."""
@@ -115,6 +120,12 @@ class Ring:
             term = self._term
         if term is not None:
             term.wake()
+
+    def notes(self) -> str:
+        """What the users of this host should know about its replicas; empty if all is well."""
+        with self._lock:
+            term = self._term
+        return "" if term is None else term.notes()
 
     def is_over(self) -> bool:
         """Whether all ranks of all hosts have closed."""
@@ -174,11 +185,8 @@ class Ring:
         with changed:
             if books.confirmed is None or label > books.confirmed:
                 books.confirm(label)
-                files = books.free_ranks()
+                self.stock.freeing.add(books.free_ranks())
                 changed.notify_all()
-            else:
-                files = []
-        close_all(files)
         self.has_held = True
 
     def lend(self, label: Label) -> Loan:
@@ -234,6 +242,8 @@ class Term:
             on_replicated=self._news.set,
         )
         self._heard_at = time.monotonic()
+        #: The leader's last decisions.
+        self._heard: Round | None = None
         self._is_lonely = False
         self._threads: list[threading.Thread] = []
         # The leader's.
@@ -284,9 +294,32 @@ class Term:
         if index:
             return {**result, "leader_heard_seconds_ago": round(time.monotonic() - self._heard_at, 1)}
         lost = [peer.index for peer in self._others if peer.is_lost]
-        return {**result, "unreachable": lost, "hosts_without_room": self._decisions.bare}
+        return {**result, "unreachable": lost, "hosts_without_room": self._decisions.decided.bare}
 
     # -- everybody
+
+    def notes(self) -> str:
+        """What the users of this host should know about its replicas; empty if all is well."""
+        index, hosts = self.peers.index, len(self.peers.keepers)
+        notes = []
+        if self.puller.bare:
+            sources = ", ".join(map(str, self._sources))
+            notes.append(f"host {index} has no room for replicas of host {sources} ({self.puller.why_bare})")
+        # The leader hears of everybody. It has heard itself last.
+        heard = self._decisions.decided if index == 0 else self._heard
+        if heard is not None:
+            holders = {(index + distance) % hosts for distance in range(1, len(self._sources) + 1)}
+            bare = sorted(holders & set(heard.bare))
+            if bare:
+                notes.append(
+                    f"host {index} has no replica on hosts {bare}, which have no room: its state is lost with it"
+                )
+            lost = [] if self._is_lonely else [host for host in heard.lost if host != index]
+            if lost and heard.settled:
+                notes.append(f"the keepers of hosts {lost} cannot be reached: no step is confirmed until they are back")
+        if self._is_lonely:
+            notes.append("the keeper of host 0, which leads, is silent: no step is confirmed until it is back")
+        return "; ".join(notes)
 
     def apply(self, decided: Round) -> None:
         """Follow the leader's decisions."""
@@ -296,7 +329,7 @@ class Term:
         ring.has_held = ring.has_held or decided.has_held
         if decided.generation != self.peers.generation:
             return
-        self._heard_at = time.monotonic()
+        self._heard_at, self._heard = time.monotonic(), decided
         if decided.settled:
             with ring.stock.changed:
                 # The workers of a still newer generation may have come meanwhile.
