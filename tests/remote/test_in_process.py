@@ -39,8 +39,8 @@ def threads() -> set[str]:
 
 @pytest.mark.parametrize("same_host", [True, False])
 def test_a_state_lands_in_place(same_host: bool) -> None:
-    state = {"w": torch.randn(300_000), "n": 7}
-    target = {"w": torch.zeros(300_000), "n": 0}
+    state: dict[str, Any] = {"w": torch.randn(300_000), "n": 7}
+    target: dict[str, Any] = {"w": torch.zeros(300_000), "n": 0}
     with server(state, step=3) as here:
         got = fetch_if(None, [here], target, timeout=60, step=3, same_host=same_host)
     assert got["w"] is target["w"]
