@@ -115,6 +115,7 @@ ROOMS = (
     ("wire",),
     ("session",),
     ("transport",),
+    ("healing",),
     ("remote", "dropin"),
     ("keeper",),
     ("dcp",),

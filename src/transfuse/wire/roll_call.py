@@ -239,6 +239,13 @@ class RollCall:
                 merged.lost.setdefault(rank, why)
         return Agreed(merged.words, merged.lost)
 
+    def say_last(self, data: bytes) -> None:
+        """Tell all ranks some bytes as in the last stage, and wait for nobody."""
+        view = msgspec.msgpack.encode(_View({self.rank: data}, {}))
+        for peer in self.peers:
+            self._tell(peer, LAST_STAGE, data)
+            self._tell(peer, LAST_STAGE + 1, view)
+
     def _word(self, peer: int, stage: int) -> _Word | None:
         """What a rank has said in this stage, or in a later one: then it has left this one out."""
         later = [kind for kind in self._words[peer] if kind >= stage and kind % 2 == 0]

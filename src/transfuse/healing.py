@@ -1,0 +1,388 @@
+"""``heal()``: all ranks of a group call it, and whoever is behind gets the state of those who are not.
+
+every rank          its step, or that it has nothing             one round: all know who is behind
+the newest          send to all who are behind, at once
+who are behind      receive from all of these; before a target   a vote of those who are behind: all may write, or none
+                    is written, everything has been planned
+every rank          how it went                                  an agreement: all return the step, or raise one error
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, SupportsIndex, Unpack
+
+import msgspec
+import torch
+
+from transfuse import arguments, errors
+from transfuse.errors import PeerLost, StateError, TornState, TransfuseError, as_utf8
+from transfuse.memory import half_healed
+from transfuse.options import OptionKeywords, check_names
+from transfuse.plan.cohorts import Cohort
+from transfuse.plan.left_over import check_nothing_is_left_over
+from transfuse.plan.match import Prepared
+from transfuse.report import Report
+from transfuse.state.leaves.own_mesh import own_mesh
+from transfuse.transport import PGTransport
+from transfuse.wire.group import Group, ProcessGroupLike
+from transfuse.wire.roll_call import Agreed, RollCall
+
+__all__ = ["heal"]
+
+logger = logging.getLogger("transfuse")
+
+#: What a rank says of its step.
+NOTHING, STEP, TORN = range(3)
+#: How much of an error's text, and how many names, a rank tells the others.
+MOST_CHARACTERS, MOST_NAMES = 4000, 20
+
+
+def heal(
+    pg: ProcessGroupLike,
+    timeout: timedelta | float,
+    device: torch.device | str,
+    state_dict: Callable[[], object],
+    *,
+    step: SupportsIndex | None,
+    load: Callable[[Any], object] | None = None,
+    on_report: Callable[[Report], object] | None = None,
+    **options: Unpack[OptionKeywords],
+) -> int:
+    """Bring all ranks of a group to the newest step that one of them has. Every rank calls this.
+
+    Each rank that is behind receives in place, from all ranks at the newest step at once. Replicas (DDP), shards
+    (FSDP2, HSDP) and stages of a pipeline are alike in this: each rank gets what its own tensors need from those who
+    hold it. If nobody is behind, the ranks tell each other their steps, and that is all.
+
+    Args:
+        pg: a process group of all ranks that take part, with a backend for main memory (gloo).
+        timeout: how long any of it may go without progress, as a timedelta or in seconds. It must allow for the time
+            between the first rank's call and the last one's, and for ``state_dict`` and ``load``.
+        device: where the backend wants its tensors, as for :class:`PGTransport`.
+        state_dict: a function that returns the state: what is sent, or what is received into. It is called only if
+            somebody is behind.
+        step: the step that this rank's state is at. None: this rank has nothing.
+        load: called with the whole state on ranks that were behind, after everything has landed. Without it, leaves
+            that arrive fresh (moments of a new optimizer) and values that differ are an error that names them.
+        on_report: called with the :class:`Report` of this rank's transfer, if there was one, also if it failed.
+        **options: all options of :class:`PGTransport`. DTensors that arrive fresh are on a mesh of the target's own
+            unless ``mesh`` says otherwise.
+
+    Returns:
+        The newest step, the same on all ranks. 0 if no rank has anything: then nothing was called or touched.
+
+    If anything fails, or a rank is lost, all others raise one error: the same class and text. The text says which ranks
+    hold the new step all the same, and which are half-written; on those ``error.torn`` lists the leaves. With
+    ``atomic=True`` no target is written before everything has arrived on all ranks that are behind. A rank that was
+    left half-written counts as one that has nothing, until it has been healed or its tensors were written to. After a
+    loss the group is of no more use: make a new one.
+    """
+    check_names("heal", options, OptionKeywords)
+    arguments.check_callable("load", load)
+    arguments.check_callable("on_report", on_report)
+    if state_dict is None:
+        raise TypeError("state_dict takes a function that returns the state to send or to receive into, got None")
+    said = arguments.check_step(step)
+    healing = _Healing(pg, timeout, device, state_dict, load, on_report, options)
+    return healing.run(said)
+
+
+class _Failure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a rank tells the others if it could not do its part. A rank that could says nothing."""
+
+    kind: str
+    text: str
+    #: Whether this is only a consequence of what other ranks tell.
+    follows: bool = False
+    #: Leaves that may be half-written; all of them if ``torn`` is empty and ``touched`` is true.
+    torn: list[str] = []
+    touched: bool = False
+    #: What the error's class has beside its text.
+    attributes: dict[str, str | int | list[str]] = {}
+
+
+class _VotedDown(TransfuseError):
+    """Some other rank that is behind cannot receive. This rank has not been touched."""
+
+
+_decode = msgspec.msgpack.Decoder(_Failure).decode
+
+
+class _Healing:
+    """One call of :func:`heal`."""
+
+    def __init__(
+        self,
+        pg: ProcessGroupLike,
+        timeout: timedelta | float,
+        device: torch.device | str,
+        state_dict: Callable[[], object],
+        load: Callable[[Any], object] | None,
+        on_report: Callable[[Report], object] | None,
+        options: OptionKeywords,
+    ) -> None:
+        self._pg, self._timeout, self._device = pg, arguments.duration(timeout), device
+        self._state_dict, self._load, self._on_report, self._options = state_dict, load, on_report, options
+        # Checks all arguments, before the others are told anything.
+        self._make_transport(state_dict).close()
+        self._calls = RollCall(Group(pg, arguments.device_of(device)), self._timeout.total_seconds())
+        self._behind: list[int] = []
+        self._newest = 0
+        self._target: object = None
+        self._voted = False
+        #: Whether this rank has everything that it was behind in, and whether ``load`` has taken it.
+        self._landed = self._loaded = False
+        #: What all ranks have agreed on, if that had to be done before the transfer had ended.
+        self._agreed_early: Agreed | None = None
+
+    def run(self, said: int | None) -> int:
+        failure: BaseException | None = None
+        kind, value = STEP if said is not None else NOTHING, said or 0
+        with self._calls as calls:
+            try:
+                kind, value = self._truth(kind, value)
+            except Exception as error:
+                kind, failure = NOTHING, error
+            told = calls.open(kind, value)
+            if failure is None and len(told) == calls.size:
+                steps = {rank: step for rank, (kind, step) in told.items() if kind == STEP}
+                torn = [rank for rank, (kind, _) in told.items() if kind == TORN]
+                if not steps and not torn:
+                    return 0
+                if steps:
+                    self._newest = max(steps.values())
+                    self._behind = [rank for rank in range(calls.size) if steps.get(rank) != self._newest]
+                    if not self._behind:
+                        return self._newest
+                elif calls.rank in torn:
+                    failure = TornState(half_healed.look(self._state_dict()).torn)
+            calls.listen()
+            if failure is None and self._behind:
+                failure = self._take_part()
+            self._end(failure)
+        return self._newest
+
+    def _truth(self, kind: int, value: int) -> tuple[int, int]:
+        """What this rank has, if an earlier heal that failed has left something else than the caller believes."""
+        if kind == NOTHING or not half_healed.has_notes():
+            return kind, value
+        truth = half_healed.look(self._state_dict())
+        if truth.torn:
+            logger.warning("this rank has nothing to send: a heal that failed left %d leaves torn", len(truth.torn))
+            return TORN, 0
+        if truth.step is not None and truth.step != value:
+            logger.warning("this rank has step %d, not %d: a heal that failed elsewhere got so far", truth.step, value)
+            return STEP, truth.step
+        return kind, value
+
+    # ---------------------------------------------------------------------------------------------- the transfer
+
+    def _take_part(self) -> BaseException | None:
+        """Send or receive. Returns what went wrong on this rank."""
+        calls = self._calls
+        calls.before_break_off(self._speak_early)
+        try:
+            with calls.pulsing():
+                if calls.rank in self._behind:
+                    self._receive()
+                else:
+                    self._send()
+            if self._landed and self._load is not None:
+                self._load(self._target)
+            self._loaded = self._landed
+        except BaseException as error:
+            return error
+        return None
+
+    def _send(self) -> None:
+        with self._make_transport(None) as transport:
+            try:
+                transport.send(self._behind, self._ask, step=self._newest)
+            finally:
+                self._tell_report(transport)
+
+    def _receive(self) -> None:
+        sources = [rank for rank in range(self._calls.size) if rank not in self._behind]
+        transport = None
+        try:
+            mesh = None
+            try:
+                self._target = self._ask()
+                mesh = own_mesh(self._target)
+            except Exception as error:
+                transport = self._make_transport(_raises(error))  # It tells the sources.
+            else:
+                transport = self._make_transport(lambda: self._target, mesh)
+            with transport:
+                self._target = transport.receive(sources, step=self._newest, permit=self._permit)
+            self._landed = True
+        except BaseException as error:
+            if not self._voted:
+                self._vote(error)
+            torn = () if transport is None else transport.torn
+            if torn:
+                half_healed.note_torn(self._target, torn)
+            raise
+        finally:
+            if transport is not None:
+                self._tell_report(transport)
+
+    def _ask(self) -> object:
+        with self._calls.quiet():
+            return self._state_dict()
+
+    def _permit(self, cohorts: Sequence[Cohort], target: Prepared) -> None:
+        """Everything is planned, and no target has been touched. Go on only if all who are behind have come so far."""
+        failure: Exception | None = None
+        if self._load is None:
+            try:
+                check_nothing_is_left_over(cohorts, target)
+            except Exception as error:
+                failure = error
+        agreed = self._vote(failure)
+        if failure is not None:
+            raise failure
+        if agreed.words or agreed.lost:
+            raise _VotedDown("another rank that is behind cannot receive")
+
+    def _vote(self, error: BaseException | None) -> Agreed:
+        self._voted = True
+        return self._calls.agree(self._describe(error), self._behind)
+
+    def _make_transport(self, state_dict: Callable[[], object] | None, mesh: Any = None) -> PGTransport:
+        options: Any = dict(self._options)
+        if state_dict is None:
+            options["map_path"] = None  # Of receivers, and needs a target.
+        if options.get("mesh") is None:
+            options["mesh"] = mesh
+        return PGTransport(self._pg, self._timeout, self._device, state_dict, **options)
+
+    def _tell_report(self, transport: PGTransport) -> None:
+        if self._on_report is not None and transport.report is not None:
+            self._on_report(transport.report)
+
+    # ---------------------------------------------------------------------------------------------------- the end
+
+    def _end(self, failure: BaseException | None) -> None:
+        """Agree with all ranks on how it went. Raises if one has failed or is lost."""
+        everybody = range(self._calls.size)
+        if failure is not None and not isinstance(failure, Exception):
+            # Ctrl-C, perhaps: the others are told, and not waited for.
+            self._calls.say_last(self._describe(failure))
+            self._note()
+            raise failure
+        agreed = self._agreed_early or self._calls.agree(self._describe(failure), everybody, last=True)
+        error = self._error(agreed)
+        if error is None:
+            if self._landed:
+                half_healed.forget(self._target)
+            return
+        self._note()
+        if isinstance(failure, TransfuseError):
+            error.torn, error.received, error.missing = failure.torn, failure.received, failure.missing
+        if failure is not None and not isinstance(failure, _VotedDown):
+            raise error from failure
+        raise error
+
+    def _speak_early(self, why: str) -> None:
+        """The watch is about to close this rank's connections, and nobody could be told anything afterwards."""
+        touched = self._calls.rank in self._behind and not self._options.get("atomic")
+        word = _Failure("PeerTimeout", f"PeerTimeout: {why}", follows=True, touched=touched)
+        self._agreed_early = self._calls.agree(
+            msgspec.msgpack.encode(word), range(self._calls.size), last=True
+        )
+
+    def _note(self) -> None:
+        """Remember what is in the targets, since the caller is not told a step."""
+        with suppress(TransfuseError):
+            if self._loaded:
+                half_healed.note_whole(self._target, self._newest)
+            elif self._landed:
+                half_healed.note_torn(self._target, _Everything())
+
+    def _describe(self, error: BaseException | None) -> bytes:
+        if error is None:
+            return b""
+        ours = isinstance(error, TransfuseError)
+        kind = type(error).__name__
+        text = error.args[0] if ours and error.args else str(error)
+        torn = list(error.torn[:MOST_NAMES]) if isinstance(error, TransfuseError) else []
+        attributes: dict[str, str | int | list[str]] = {}
+        for name, value in vars(error).items() if ours else ():
+            if isinstance(value, str | int):
+                attributes[name] = value
+            elif name in ("blocks", "mismatches", "leaves"):
+                attributes[name] = [as_utf8(one) for one in value[:MOST_NAMES]]
+        follows = isinstance(error, _VotedDown | errors.SendFailed | errors.ReceiveFailed | errors.PeerError)
+        if self._landed:
+            text = f"load() failed after everything had landed: {kind}: {text}"
+            kind, attributes = "StateError", {}
+        word = _Failure(
+            kind, as_utf8(f"{kind}: {text}"[:MOST_CHARACTERS]), follows, torn, bool(torn) or self._landed, attributes
+        )
+        return msgspec.msgpack.encode(word)
+
+    def _error(self, agreed: Agreed) -> TransfuseError | None:
+        """The error of all ranks, made of nothing but what all have heard. None: all is well."""
+        failures = {rank: _decode(word) for rank, word in sorted(agreed.words.items())}
+        lost = dict(sorted(agreed.lost.items()))
+        # A source that could not serve somebody matters only if somebody has not got everything.
+        sources = {rank for rank, one in failures.items() if one.kind == "SendFailed" and rank not in self._behind}
+        if not lost and failures.keys() <= sources:
+            for rank in sources:
+                logger.warning("rank %d could not send to all, and the others have: %s", rank, failures[rank].text)
+            return None
+        causes = {rank: one for rank, one in failures.items() if not one.follows}
+        lines = [f"rank {rank} is lost: {why}" for rank, why in lost.items()]
+        told = causes if causes or lost else failures
+        lines += [f"rank {rank}: {one.text}" for rank, one in told.items() if one.kind != _VotedDown.__name__]
+        text = "\n  ".join(["healing failed on all ranks:", *lines, *self._aftermath(failures, lost)])
+        if lost:
+            return PeerLost(next(iter(lost)), text)
+        first = next(iter((causes or failures).values()))
+        return _same_class(first, text)
+
+    def _aftermath(self, failures: Mapping[int, _Failure], lost: Mapping[int, str]) -> list[str]:
+        """What the ranks that were behind hold now."""
+        lines = []
+        whole = [rank for rank in self._behind if rank not in failures and rank not in lost]
+        if whole:
+            lines.append(f"ranks {whole} hold step {self._newest} now, whole")
+        for rank, one in failures.items():
+            if one.touched:
+                names = ", ".join(one.torn[:10]) + (", …" if len(one.torn) > 10 else "")
+                lines.append(f"rank {rank} may be half-written{': ' if names else ''}{names}")
+        untouched = [r for r in self._behind if r not in whole and r not in lost and not failures[r].touched]
+        if untouched:
+            lines.append(f"ranks {untouched} are as they were")
+        return lines
+
+
+class _Everything(set[str]):
+    """Every path."""
+
+    def __contains__(self, path: object) -> bool:
+        return True
+
+
+def _raises(error: Exception) -> Callable[[], object]:
+    def state_dict() -> object:
+        raise error
+
+    return state_dict
+
+
+def _same_class(failure: _Failure, text: str) -> TransfuseError:
+    """An error of the class that a rank has raised, if it is one of ours and its attributes have come along."""
+    cls = getattr(errors, failure.kind, None) if failure.kind in errors.__all__ else None
+    if cls is None or issubclass(cls, errors.SendFailed | errors.ReceiveFailed):
+        cls = StateError if cls is None else TransfuseError
+    error: TransfuseError = cls.__new__(cls)
+    error.args = (text,)
+    for name, value in failure.attributes.items():
+        setattr(error, name, tuple(value) if isinstance(value, list) else value)
+    return error
