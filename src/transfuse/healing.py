@@ -91,16 +91,23 @@ def heal(
     return healing.run(said)
 
 
-class _Failure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a rank tells the others if it could not do its part. A rank that could says nothing."""
+#: What a rank that was behind holds in the end.
+AS_IT_WAS, TOUCHED, WHOLE = range(1, 4)
 
-    kind: str
-    text: str
-    #: Whether this is only a consequence of what other ranks tell.
+
+class _Word(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """How it went on one rank. A source that has no more to say than that all went well says nothing."""
+
+    #: The class and the text of its error; empty: it has none.
+    kind: str = ""
+    text: str = ""
+    #: Whether the error is only a consequence of what other ranks tell.
     follows: bool = False
-    #: Leaves that may be half-written; all of them if ``torn`` is empty and ``touched`` is true.
+    #: What it holds, if it was behind, and of which step.
+    holds: int = 0
+    step: int = 0
+    #: Leaves that may be half-written.
     torn: list[str] = []
-    touched: bool = False
     #: What the error's class has beside its text.
     attributes: dict[str, str | int | list[str]] = {}
 
@@ -109,7 +116,11 @@ class _VotedDown(TransfuseError):
     """Some other rank that is behind cannot receive. This rank has not been touched."""
 
 
-_decode = msgspec.msgpack.Decoder(_Failure).decode
+class _NoPlan(TransfuseError):
+    """Some rank was lost before this rank knew who is behind."""
+
+
+_decode = msgspec.msgpack.Decoder(_Word).decode
 
 
 class _Healing:
@@ -140,44 +151,58 @@ class _Healing:
         self._agreed_early: Agreed | None = None
 
     def run(self, said: int | None) -> int:
-        failure: BaseException | None = None
-        kind, value = STEP if said is not None else NOTHING, said or 0
         with self._calls as calls:
             try:
-                kind, value = self._truth(kind, value)
-            except Exception as error:
-                kind, failure = NOTHING, error
-            told = calls.open(kind, value)
-            if failure is None and len(told) == calls.size:
-                steps = {rank: step for rank, (kind, step) in told.items() if kind == STEP}
-                torn = [rank for rank, (kind, _) in told.items() if kind == TORN]
-                if not steps and not torn:
-                    return 0
-                if steps:
-                    self._newest = max(steps.values())
-                    self._behind = [rank for rank in range(calls.size) if steps.get(rank) != self._newest]
-                    if not self._behind:
-                        return self._newest
-                elif calls.rank in torn:
-                    failure = TornState(half_healed.look(self._state_dict()).torn)
-            calls.listen()
-            if failure is None and self._behind:
-                failure = self._take_part()
-            self._end(failure)
+                return self._run(said)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    # Ctrl-C, perhaps. The others are told, and not waited for.
+                    calls.say_last(self._describe(error))
+                raise
+
+    def _run(self, said: int | None) -> int:
+        calls = self._calls
+        failure: BaseException | None = None
+        kind, value = NOTHING, 0
+        try:
+            kind, value = self._truth(said)
+        except Exception as error:
+            failure = error
+        told = calls.open(kind, value)
+        if len(told) < calls.size:
+            failure = failure or _NoPlan("some ranks have not said how far they are")
+        else:
+            steps = {rank: step for rank, (kind, step) in told.items() if kind == STEP}
+            torn = [rank for rank, (kind, _) in told.items() if kind == TORN]
+            self._newest = max(steps.values(), default=0)
+            self._behind = [rank for rank in range(calls.size) if rank not in steps or steps[rank] != self._newest]
+            if failure is None and (not self._behind or not (steps or torn)):
+                return self._newest
+            if not steps:
+                # Nobody has anything to send, and some ranks that had something are half-written.
+                self._behind = []
+                failure = TornState(half_healed.look(self._state_dict()).torn) if calls.rank in torn else failure
+        calls.listen()
+        if failure is None and self._behind:
+            failure = self._take_part()
+        self._end(failure)
         return self._newest
 
-    def _truth(self, kind: int, value: int) -> tuple[int, int]:
-        """What this rank has, if an earlier heal that failed has left something else than the caller believes."""
-        if kind == NOTHING or not half_healed.has_notes():
-            return kind, value
-        truth = half_healed.look(self._state_dict())
-        if truth.torn:
-            logger.warning("this rank has nothing to send: a heal that failed left %d leaves torn", len(truth.torn))
-            return TORN, 0
-        if truth.step is not None and truth.step != value:
-            logger.warning("this rank has step %d, not %d: a heal that failed elsewhere got so far", truth.step, value)
-            return STEP, truth.step
-        return kind, value
+    def _truth(self, said: int | None) -> tuple[int, int]:
+        """What this rank has: what the caller says, unless an earlier heal that failed has left something else."""
+        if said is None:
+            return NOTHING, 0
+        if half_healed.has_notes():
+            truth = half_healed.look(self._state_dict())
+            if truth.torn:
+                logger.warning(
+                    "step %d is not whole here: a heal that failed left %d leaves torn", said, len(truth.torn)
+                )
+                return TORN, 0
+            if truth.step is not None and truth.step != said:
+                logger.warning("this rank has step %d, not %d: so far came a heal that failed", truth.step, said)
+                return STEP, truth.step
+        return STEP, said
 
     # ---------------------------------------------------------------------------------------------- the transfer
 
@@ -221,7 +246,7 @@ class _Healing:
                 self._target = transport.receive(sources, step=self._newest, permit=self._permit)
             self._landed = True
         except BaseException as error:
-            if not self._voted:
+            if not self._voted and isinstance(error, Exception):
                 self._vote(error)
             torn = () if transport is None else transport.torn
             if torn:
@@ -246,7 +271,7 @@ class _Healing:
         agreed = self._vote(failure)
         if failure is not None:
             raise failure
-        if agreed.words or agreed.lost:
+        if agreed.lost or any(_decode(word).kind for word in agreed.words.values()):
             raise _VotedDown("another rank that is behind cannot receive")
 
     def _vote(self, error: BaseException | None) -> Agreed:
@@ -271,12 +296,10 @@ class _Healing:
         """Agree with all ranks on how it went. Raises if one has failed or is lost."""
         everybody = range(self._calls.size)
         if failure is not None and not isinstance(failure, Exception):
-            # Ctrl-C, perhaps: the others are told, and not waited for.
-            self._calls.say_last(self._describe(failure))
             self._note()
             raise failure
         agreed = self._agreed_early or self._calls.agree(self._describe(failure), everybody, last=True)
-        error = self._error(agreed)
+        error = _error(agreed)
         if error is None:
             if self._landed:
                 half_healed.forget(self._target)
@@ -284,17 +307,22 @@ class _Healing:
         self._note()
         if isinstance(failure, TransfuseError):
             error.torn, error.received, error.missing = failure.torn, failure.received, failure.missing
-        if failure is not None and not isinstance(failure, _VotedDown):
+        if failure is not None and not isinstance(failure, _VotedDown | _NoPlan):
             raise error from failure
         raise error
 
     def _speak_early(self, why: str) -> None:
         """The watch is about to close this rank's connections, and nobody could be told anything afterwards."""
-        touched = self._calls.rank in self._behind and not self._options.get("atomic")
-        word = _Failure("PeerTimeout", f"PeerTimeout: {why}", follows=True, touched=touched)
-        self._agreed_early = self._calls.agree(
-            msgspec.msgpack.encode(word), range(self._calls.size), last=True
+        is_behind = self._calls.rank in self._behind
+        touched = is_behind and not self._options.get("atomic", False)
+        word = _Word(
+            "PeerTimeout",
+            f"PeerTimeout: {why}",
+            follows=True,
+            holds=TOUCHED if touched else AS_IT_WAS if is_behind else 0,
+            step=self._newest,
         )
+        self._agreed_early = self._calls.agree(msgspec.msgpack.encode(word), range(self._calls.size), last=True)
 
     def _note(self) -> None:
         """Remember what is in the targets, since the caller is not told a step."""
@@ -305,61 +333,33 @@ class _Healing:
                 half_healed.note_torn(self._target, _Everything())
 
     def _describe(self, error: BaseException | None) -> bytes:
+        """What this rank tells the others of how it went."""
+        if self._calls.rank not in self._behind:
+            holds = 0
+        elif self._landed:
+            holds = WHOLE if error is None else TOUCHED
+        else:
+            holds = TOUCHED if getattr(error, "torn", ()) else AS_IT_WAS
         if error is None:
-            return b""
-        ours = isinstance(error, TransfuseError)
-        kind = type(error).__name__
-        text = error.args[0] if ours and error.args else str(error)
-        torn = list(error.torn[:MOST_NAMES]) if isinstance(error, TransfuseError) else []
-        attributes: dict[str, str | int | list[str]] = {}
-        for name, value in vars(error).items() if ours else ():
-            if isinstance(value, str | int):
-                attributes[name] = value
-            elif name in ("blocks", "mismatches", "leaves"):
-                attributes[name] = [as_utf8(one) for one in value[:MOST_NAMES]]
-        follows = isinstance(error, _VotedDown | errors.SendFailed | errors.ReceiveFailed | errors.PeerError)
+            return msgspec.msgpack.encode(_Word(holds=holds, step=self._newest)) if holds else b""
+        kind, text, attributes = type(error).__name__, str(error), {}
+        torn: list[str] = []
+        if isinstance(error, TransfuseError):
+            text = str(error.args[0]) if error.args else ""
+            torn = [as_utf8(path) for path in error.torn[:MOST_NAMES]]
+            attributes = _attributes(error)
         if self._landed:
-            text = f"load() failed after everything had landed: {kind}: {text}"
-            kind, attributes = "StateError", {}
-        word = _Failure(
-            kind, as_utf8(f"{kind}: {text}"[:MOST_CHARACTERS]), follows, torn, bool(torn) or self._landed, attributes
+            kind, text, attributes = "StateError", f"load() failed after everything had landed: {kind}: {text}", {}
+        word = _Word(
+            kind=kind,
+            text=as_utf8(f"{kind}: {text}"[:MOST_CHARACTERS]),
+            follows=isinstance(error, CONSEQUENCES) and not self._landed,
+            holds=holds,
+            step=self._newest,
+            torn=torn,
+            attributes=attributes,
         )
         return msgspec.msgpack.encode(word)
-
-    def _error(self, agreed: Agreed) -> TransfuseError | None:
-        """The error of all ranks, made of nothing but what all have heard. None: all is well."""
-        failures = {rank: _decode(word) for rank, word in sorted(agreed.words.items())}
-        lost = dict(sorted(agreed.lost.items()))
-        # A source that could not serve somebody matters only if somebody has not got everything.
-        sources = {rank for rank, one in failures.items() if one.kind == "SendFailed" and rank not in self._behind}
-        if not lost and failures.keys() <= sources:
-            for rank in sources:
-                logger.warning("rank %d could not send to all, and the others have: %s", rank, failures[rank].text)
-            return None
-        causes = {rank: one for rank, one in failures.items() if not one.follows}
-        lines = [f"rank {rank} is lost: {why}" for rank, why in lost.items()]
-        told = causes if causes or lost else failures
-        lines += [f"rank {rank}: {one.text}" for rank, one in told.items() if one.kind != _VotedDown.__name__]
-        text = "\n  ".join(["healing failed on all ranks:", *lines, *self._aftermath(failures, lost)])
-        if lost:
-            return PeerLost(next(iter(lost)), text)
-        first = next(iter((causes or failures).values()))
-        return _same_class(first, text)
-
-    def _aftermath(self, failures: Mapping[int, _Failure], lost: Mapping[int, str]) -> list[str]:
-        """What the ranks that were behind hold now."""
-        lines = []
-        whole = [rank for rank in self._behind if rank not in failures and rank not in lost]
-        if whole:
-            lines.append(f"ranks {whole} hold step {self._newest} now, whole")
-        for rank, one in failures.items():
-            if one.touched:
-                names = ", ".join(one.torn[:10]) + (", …" if len(one.torn) > 10 else "")
-                lines.append(f"rank {rank} may be half-written{': ' if names else ''}{names}")
-        untouched = [r for r in self._behind if r not in whole and r not in lost and not failures[r].touched]
-        if untouched:
-            lines.append(f"ranks {untouched} are as they were")
-        return lines
 
 
 class _Everything(set[str]):
@@ -376,13 +376,61 @@ def _raises(error: Exception) -> Callable[[], object]:
     return state_dict
 
 
-def _same_class(failure: _Failure, text: str) -> TransfuseError:
-    """An error of the class that a rank has raised, if it is one of ours and its attributes have come along."""
-    cls = getattr(errors, failure.kind, None) if failure.kind in errors.__all__ else None
-    if cls is None or issubclass(cls, errors.SendFailed | errors.ReceiveFailed):
-        cls = StateError if cls is None else TransfuseError
+#: Errors that a rank has because another one has failed.
+CONSEQUENCES = (_VotedDown, _NoPlan, errors.SendFailed, errors.ReceiveFailed, errors.PeerError)
+
+
+def _error(agreed: Agreed) -> TransfuseError | None:
+    """The error of all ranks, made of nothing but what all of them have heard. None: all is well."""
+    words = {rank: _decode(word) for rank, word in sorted(agreed.words.items())}
+    lost = dict(sorted(agreed.lost.items()))
+    failures = {rank: word for rank, word in words.items() if word.kind}
+    if not lost and all(word.kind == errors.SendFailed.__name__ for word in failures.values()):
+        # Every rank that was behind has everything. So it does not matter who could not send it.
+        for rank, word in failures.items():
+            logger.warning("rank %d could not send to all, but the others have: %s", rank, word.text)
+        return None
+    causes = {rank: word for rank, word in failures.items() if not word.follows}
+    causes = causes or {} if lost else causes or failures
+    lines = [f"rank {rank} is lost: {why}" for rank, why in lost.items()]
+    lines += [f"rank {rank}: {word.text}" for rank, word in causes.items()]
+    text = "\n  ".join(["healing failed, on all ranks:", *lines, *_aftermath(words)])
+    return PeerLost(next(iter(lost)), text) if lost else _same_class(next(iter(causes.values())), text)
+
+
+def _aftermath(words: Mapping[int, _Word]) -> list[str]:
+    """What the ranks that were behind hold now."""
+    lines = []
+    for holds, state in (
+        (WHOLE, "has step {} now, whole"),
+        (TOUCHED, "may be half-written"),
+        (AS_IT_WAS, "is as it was"),
+    ):
+        for rank, word in words.items():
+            if word.holds == holds:
+                names = ", ".join(word.torn[:10]) + (", …" if len(word.torn) > 10 else "")
+                lines.append(f"rank {rank} {state.format(word.step)}{': ' if names else ''}{names}")
+    return lines
+
+
+def _attributes(error: TransfuseError) -> dict[str, str | int | list[str]]:
+    """What an error has beside its text, as far as it is plain: the rank, the names of leaves."""
+    found: dict[str, str | int | list[str]] = {}
+    for name, value in vars(error).items():
+        if isinstance(value, str | int):
+            found[name] = value
+        elif name in ("blocks", "mismatches", "leaves"):
+            found[name] = [as_utf8(one) for one in value[:MOST_NAMES]]
+    return found
+
+
+def _same_class(word: _Word, text: str) -> TransfuseError:
+    """An error of the class that a rank has raised, if it is one of ours."""
+    cls = getattr(errors, word.kind) if word.kind in errors.__all__ else StateError
+    if issubclass(cls, errors.SendFailed | errors.ReceiveFailed):
+        cls = TransfuseError  # Their causes have not come along.
     error: TransfuseError = cls.__new__(cls)
     error.args = (text,)
-    for name, value in failure.attributes.items():
+    for name, value in word.attributes.items():
         setattr(error, name, tuple(value) if isinstance(value, list) else value)
     return error

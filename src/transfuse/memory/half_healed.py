@@ -56,7 +56,9 @@ def note_whole(state: object, step: int) -> None:
 def forget(state: object) -> None:
     """All of this state is as its owner believes."""
     with _lock:
-        storages = {id(storage) for _, storage, _ in _storages(state) if _torn.pop(storage, None) or True}
+        storages = {id(storage): storage for _, storage, _ in _storages(state)}
+        for storage in storages.values():
+            _torn.pop(storage, None)
         _whole[:] = [one for one in _whole if not any(id(storage()) in storages for storage, _ in one.versions)]
 
 

@@ -1,4 +1,4 @@
-"""Leaves that cannot land in a target: they arrive fresh, or are values that differ. Only the caller's ``load`` takes them."""
+"""Leaves that cannot land in a target, because they arrive fresh or are values that differ: ``load`` gets them."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ MAX_BYTES = 16 << 20
 #: One thread waits for the first words of all ranks. After so long, each rank that is late gets a thread of its own.
 TOGETHER_SECONDS = 0.05
 
-#: Magic, version, kind, note, the sender's number of this roll call, a value, bytes of the body, digest of the body; and
-#: a digest of all this.
+#: Magic, version, kind, note, the sender's number of this roll call, a value, bytes of the body, digest of the body;
+#: and a digest of all this.
 _HEAD = struct.Struct("<4sHHHQqQQ")
 _SEAL = struct.Struct("<Q")
 HEAD_BYTES = _HEAD.size + _SEAL.size
@@ -99,8 +99,8 @@ class RollCall:
         rank, size = group.rank(), group.size()
         if rank is None or size is None or not group.tagged or group.serial:
             raise ValueError(
-                "heal() needs a group that knows its rank and has a backend with tags for main memory (gloo), beside the "
-                "accelerator's if there is one: make it with init_process_group('cpu:gloo,cuda:nccl'), or pass "
+                "heal() needs a group that knows its rank and has a backend with tags for main memory (gloo), beside "
+                "the accelerator's if there is one: make it with init_process_group('cpu:gloo,cuda:nccl'), or pass "
                 "dist.new_group(backend='gloo') with device='cpu'; the state's tensors may be on any device"
             )
         self.rank, self.size = rank, size
@@ -199,7 +199,9 @@ class RollCall:
         """Begin to listen for all words after the first."""
         for peer in self.peers:
             if peer not in self._gone:
-                thread = threading.Thread(target=self._hear, args=(peer,), name=f"transfuse-roll-call-{peer}", daemon=True)
+                thread = threading.Thread(
+                    target=self._hear, args=(peer,), name=f"transfuse-roll-call-{peer}", daemon=True
+                )
                 self._listening[peer] = thread
                 thread.start()
 
@@ -311,12 +313,10 @@ class RollCall:
 
     def _operations(self, peer: int) -> Operations:
         operations = Operations(self._group, peer, self._seconds, is_source=False)
-        operations.phase = "telling each other how far they are"
+        operations.phase = "healing"
         return operations
 
-    def _tell(
-        self, peer: int, kind: int, body: bytes = b"", *, note: int = 0, value: int = 0, tag: int = TAG
-    ) -> None:
+    def _tell(self, peer: int, kind: int, body: bytes = b"", *, note: int = 0, value: int = 0, tag: int = TAG) -> None:
         """Send a word, and do not wait for it: whoever is gone is noticed by the thread that listens."""
         digest = xxhash.xxh3_64_intdigest(body)
         head = _HEAD.pack(MAGIC, WIRE_VERSION, kind, note, self._nonce, value, len(body), digest)
@@ -389,7 +389,7 @@ class RollCall:
                         continue
                     until = max(started, self._heard_at.get(peer, 0.0)) + self._seconds
                     if until <= now:
-                        self._gone[peer] = PeerTimeout(peer, "telling each other how far they are", self._seconds)
+                        self._gone[peer] = PeerTimeout(peer, "healing", self._seconds)
                     else:
                         soonest = min(soonest, until)
                 if soonest == float("inf"):
