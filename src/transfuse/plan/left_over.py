@@ -24,13 +24,18 @@ def check_nothing_is_left_over(cohorts: Sequence[Cohort], target: Prepared) -> N
 
 
 def _left_over(cohorts: Sequence[Cohort], target: Prepared) -> list[str]:
-    """Leaves that the target's own tree does not have, and values in which it differs."""
+    """Leaves that the target's own tree does not have, and values in which it differs.
+
+    Leaves that only a later cohort has are received if the target has them, and not otherwise: other ranks' stages.
+    """
     here = {path: number for number, path in enumerate(trees.paths(target.root))}
     left: dict[str, None] = {}
-    for cohort in cohorts:
+    for position, cohort in enumerate(cohorts):
         manifest = cohort.manifest
         for leaf, path in enumerate(manifest.paths):
             number = here.get(path)
+            if number is None and position:
+                continue
             if number is None or cohort.is_blob(leaf):
                 left[path] = None
             elif cohort.is_value(leaf):
