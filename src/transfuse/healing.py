@@ -147,13 +147,21 @@ class _Healing:
         self._voted = False
         #: Whether this rank has everything that it was behind in, and whether ``load`` has taken it.
         self._landed = self._loaded = False
+        #: What an earlier heal has left here: the state that was looked at, its torn leaves; what state_dict() raised.
+        self._looked_at: list[object] = []
+        self._torn: tuple[str, ...] = ()
+        self._unasked: Exception | None = None
         #: What all ranks have agreed on, if that had to be done before the transfer had ended.
         self._agreed_early: Agreed | None = None
 
     def run(self, said: int | None) -> int:
         with self._calls as calls:
             try:
-                return self._run(said)
+                step = self._run(said)
+                # From now on the caller knows what is in the state.
+                for state in self._looked_at:
+                    half_healed.forget(state)
+                return step
             except BaseException as error:
                 if not isinstance(error, Exception):
                     # Ctrl-C, perhaps. The others are told, and not waited for.
@@ -163,25 +171,21 @@ class _Healing:
     def _run(self, said: int | None) -> int:
         calls = self._calls
         failure: BaseException | None = None
-        kind, value = NOTHING, 0
-        try:
-            kind, value = self._truth(said)
-        except Exception as error:
-            failure = error
-        told = calls.open(kind, value)
+        told = calls.open(*self._truth(said))
         if len(told) < calls.size:
-            failure = failure or _NoPlan("some ranks have not said how far they are")
+            failure = self._unasked or _NoPlan("some ranks have not said how far they are")
         else:
             steps = {rank: step for rank, (kind, step) in told.items() if kind == STEP}
             torn = [rank for rank, (kind, _) in told.items() if kind == TORN]
             self._newest = max(steps.values(), default=0)
             self._behind = [rank for rank in range(calls.size) if rank not in steps or steps[rank] != self._newest]
-            if failure is None and (not self._behind or not (steps or torn)):
+            if not self._behind or not (steps or torn):
                 return self._newest
             if not steps:
                 # Nobody has anything to send, and some ranks that had something are half-written.
                 self._behind = []
-                failure = TornState(half_healed.look(self._state_dict()).torn) if calls.rank in torn else failure
+                if calls.rank in torn:
+                    failure = self._unasked or TornState(self._torn)
         calls.listen()
         if failure is None and self._behind:
             failure = self._take_part()
@@ -193,8 +197,15 @@ class _Healing:
         if said is None:
             return NOTHING, 0
         if half_healed.has_notes():
-            truth = half_healed.look(self._state_dict())
+            try:
+                state = self._state_dict()
+                truth = half_healed.look(state)
+            except Exception as error:
+                self._unasked = error
+                return TORN, 0
+            self._looked_at.append(state)
             if truth.torn:
+                self._torn = truth.torn
                 logger.warning(
                     "step %d is not whole here: a heal that failed left %d leaves torn", said, len(truth.torn)
                 )
@@ -238,7 +249,7 @@ class _Healing:
             try:
                 self._target = self._ask()
                 mesh = own_mesh(self._target)
-            except Exception as error:
+            except BaseException as error:
                 transport = self._make_transport(_raises(error))  # It tells the sources.
             else:
                 transport = self._make_transport(lambda: self._target, mesh)
@@ -257,6 +268,8 @@ class _Healing:
                 self._tell_report(transport)
 
     def _ask(self) -> object:
+        if self._unasked is not None:
+            raise self._unasked
         with self._calls.quiet():
             return self._state_dict()
 
@@ -369,7 +382,7 @@ class _Everything(set[str]):
         return True
 
 
-def _raises(error: Exception) -> Callable[[], object]:
+def _raises(error: BaseException) -> Callable[[], object]:
     def state_dict() -> object:
         raise error
 
