@@ -116,4 +116,8 @@ RESTARTED: dict[Callable[[str], None], int] = {keep: 2}
 
 
 #: What other tests run.
-ELSEWHERE = {"observe": "session/test_progress.py", "torchft_heal": "dropin/test_dropin_torchft.py"}
+ELSEWHERE = {
+    "observe": "session/test_progress.py",
+    "torchft_heal": "dropin/test_dropin_torchft.py",
+    "rejoin": "end_to_end/test_examples.py",
+}
