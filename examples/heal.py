@@ -1,4 +1,4 @@
-"""Rank 0 has trained, rank 1 has just started. Rank 1 receives the state, and both train on together.
+"""Rank 0 has trained, rank 1 has just started. Rank 1 is healed, and both train on together.
 
 torchrun --nproc-per-node 2 examples/heal.py
 """
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from transfuse import PGTransport
+import transfuse
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -34,17 +34,17 @@ def main() -> None:
     def state() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
-    transport = PGTransport(group, timedelta(seconds=60), torch.device("cpu"), state_dict=state)
+    def load(state: dict[str, Any]) -> None:
+        # The model's own tensors now hold rank 0's values. AdamW has no tensors before its first step, so there was
+        # nothing to receive into: its moments arrived fresh, and it has yet to take them.
+        optimizer.load_state_dict(state["optimizer"])
+
     if rank == 0:
         train(model, optimizer, range(10))
-        transport.send_checkpoint([1], state(), step=10)
-    else:
-        received = transport.recv_checkpoint(0, step=10)
-        # The model's own tensors now hold rank 0's values. AdamW has no tensors before its first step, so there
-        # was nothing to receive into: its moments arrived fresh, and it has yet to take them.
-        optimizer.load_state_dict(received["optimizer"])
+    step = 10 if rank == 0 else None
+    step = transfuse.heal(group, timedelta(seconds=60), torch.device("cpu"), state, step=step, load=load)
 
-    train(model, optimizer, range(10, 20))
+    train(model, optimizer, range(step, 20))
 
     mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).view(torch.int32)
     both = [torch.empty_like(mine), torch.empty_like(mine)]

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
@@ -23,10 +23,12 @@ from torch import nn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from transfuse import PGTransport, TransfuseError
+import transfuse
 
 HOST = "127.0.0.1"
 RANKS, STEPS, FATAL_STEP = 3, 12, 5
+TIMEOUT = timedelta(seconds=60)
+CPU = torch.device("cpu")
 
 #: Groups that have lost a member are kept: freeing one would wait for its operations, and gloo may never end them.
 LEFT: list[object] = []
@@ -52,18 +54,18 @@ class Job:
         torch.manual_seed(0)
         self.model = Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.step = 0
+        #: The step that comes next. None: this rank has nothing yet.
+        self.step: int | None = None
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
         # The model's tensors are in place. A new optimizer had none to receive into: its moments arrived fresh.
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
 
 
-def join(store: Store, generation: int, rank: int) -> None:
+def join(store: Store, generation: int, rank: int) -> dist.ProcessGroup:
     """A new group, on keys that no earlier one has used. What is left of the old group cannot disturb it."""
     prefix = PrefixStore(f"generation {generation}", store)
     prefix.set(f"rank {rank}", "")
@@ -72,6 +74,8 @@ def join(store: Store, generation: int, rank: int) -> None:
             raise RuntimeError("another rank has died, and will not come to this generation")
         time.sleep(0.01)
     dist.init_process_group("gloo", store=prefix, rank=rank, world_size=RANKS, timeout=timedelta(seconds=10))
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def announced(store: Store, generation: int, patience: timedelta) -> bool:
@@ -83,43 +87,23 @@ def announced(store: Store, generation: int, patience: timedelta) -> bool:
     return True
 
 
-def heal(job: Job) -> str:
-    """Called by all ranks of a new group: who is behind receives from all who are not."""
-    steps: list[Any] = [None] * RANKS
-    dist.all_gather_object(steps, job.step)
-    # A survivor may have finished the step that another one was cut off in.
-    newest = [rank for rank in range(RANKS) if steps[rank] == max(steps)]
-    behind = [rank for rank in range(RANKS) if rank not in newest]
-    group = dist.group.WORLD
-    assert group is not None
-    # Atomic: a rank whose healing fails half-way keeps what it had, and may be the newest next time.
-    transport = PGTransport(group, timedelta(seconds=60), torch.device("cpu"), job.state, atomic=True)
-    if dist.get_rank() in newest:
-        transport.send_checkpoint(behind, job.state(), step=max(steps))
-        return f"has sent step {job.step} to {behind}"
-    job.load(transport.recv_checkpoint(newest, step=max(steps)))
-    report = transport.report
-    assert report is not None
-    return f"has got step {job.step}, {report.bytes:,} bytes from {sorted(report.by_source)}"
-
-
-def train(job: Job, store: Store, fatal_step: int | None) -> None:
+def train(job: Job, step: int, store: Store, fatal_step: int | None) -> None:
     # Only now: DDP begins by broadcasting the weights of rank 0, which may be the rank that was lost. In each step one
     # head is unused. Saying so also keeps DDP from regrouping its buckets after the first step of each generation;
     # otherwise three ranks would sum in another order than in the undisturbed run.
     model = DistributedDataParallel(job.model, find_unused_parameters=True)
-    while job.step < STEPS:
+    while step < STEPS:
         # Data and dropout follow from step and rank, so there is no random state to be healed.
-        torch.manual_seed(RANKS * job.step + dist.get_rank())
+        torch.manual_seed(RANKS * step + dist.get_rank())
         batch = torch.randn(32, 16)
-        loss = (model(batch, job.step) - batch.sum(1, keepdim=True)).square().mean()
-        if job.step == fatal_step:
+        loss = (model(batch, step) - batch.sum(1, keepdim=True)).square().mean()
+        if step == fatal_step:
             os.kill(os.getpid(), signal.SIGKILL)
         job.optimizer.zero_grad()
         loss.backward()
         job.optimizer.step()
-        store.set(f"loss {job.step} {dist.get_rank()}", loss.item().hex())
-        job.step += 1
+        store.set(f"loss {step} {dist.get_rank()}", loss.item().hex())
+        job.step = step = step + 1
     # No rank leaves before all are done: if one dies until then, the others heal it.
     dist.barrier()
 
@@ -131,13 +115,14 @@ def work(rank: int, port: int, fatal_step: int | None) -> None:
     job = Job()
     while True:
         try:
-            join(store, generation, rank)
-            told = heal(job)
+            group = join(store, generation, rank)
+            # Atomic: if it fails half-way, each rank keeps what it had.
+            job.step = transfuse.heal(group, TIMEOUT, CPU, job.state, step=job.step, load=job.load, atomic=True)
             if generation > 0:
-                print(f"generation {generation}: rank {rank} {told}", flush=True)
-            train(job, store, fatal_step if generation == 0 else None)
+                print(f"generation {generation}: rank {rank} goes on with step {job.step}\n", end="", flush=True)
+            train(job, job.step, store, fatal_step if generation == 0 else None)
             break
-        except (RuntimeError, TransfuseError):
+        except (RuntimeError, transfuse.TransfuseError):
             # Somebody is gone. Weights and moments are as after the last optimizer.step(), and stay.
             if dist.is_initialized():
                 LEFT.append(dist.group.WORLD)
@@ -155,7 +140,7 @@ def work(rank: int, port: int, fatal_step: int | None) -> None:
 # ------------------------------------------------------------------- what runs the job, and compares in the end
 
 
-def supervise(fatal_steps: Mapping[int, int]) -> dict[str, bytes]:
+def supervise(work: Callable[[int, int, int | None], None], fatal_steps: Mapping[int, int]) -> dict[str, bytes]:
     """Run the job. A rank that dies is restarted, and all are told. Returns every loss, and digests of the weights."""
     # The store outlives every rank: through it the ranks find each other again.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
@@ -202,9 +187,9 @@ def supervise(fatal_steps: Mapping[int, int]) -> dict[str, bytes]:
     return {name: store.get(name) for name in names}
 
 
-def main() -> None:
-    undisturbed = supervise({})
-    healed = supervise({1: FATAL_STEP})
+def main(work: Callable[[int, int, int | None], None] = work) -> None:
+    undisturbed = supervise(work, {})
+    healed = supervise(work, {1: FATAL_STEP})
     wrong = [name for name in undisturbed if healed[name] != undisturbed[name]]
     if wrong:
         raise SystemExit(f"other than in the undisturbed run: {wrong}")

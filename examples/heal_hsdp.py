@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.run import main as torchrun
 
-from transfuse import PGTransport
+import transfuse
 
-HEALTHY, LOST = [0, 1], [2, 3]
+LOST = [2, 3]
 
 
 def build(mesh: DeviceMesh) -> nn.Module:
@@ -52,24 +52,31 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
     return losses
 
 
-def heal(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, group: dist.ProcessGroup) -> tuple[int, str]:
+def heal(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int | None, group: dist.ProcessGroup
+) -> tuple[int, str]:
     """Called by all ranks, with whatever they have. The step to go on with, and what happened."""
 
     def state() -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments, "step": step}
+        return {"model": weights, "optimizer": moments}
 
-    transport = PGTransport(group, timedelta(seconds=60), torch.device("cpu"), state, strict=True)
-    if dist.get_rank() in HEALTHY:
-        transport.send_checkpoint(LOST, state(), step=step)
-    else:
-        received = transport.recv_checkpoint(HEALTHY)
-        # The tensors are in place already. What is no tensor (learning rates, the step) is taken from the result.
-        set_state_dict(model, optimizer, model_state_dict=received["model"], optim_state_dict=received["optimizer"])
-        step = received["step"]
-    report = transport.report
-    assert report is not None
-    return step, f"{report.bytes:,} bytes, by source {report.by_source}"
+    def load(state: dict[str, Any]) -> None:
+        # The tensors are in place already. What is no tensor (learning rates) is taken from the result.
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    reports: list[transfuse.Report] = []
+    step = transfuse.heal(
+        group,
+        timedelta(seconds=60),
+        torch.device("cpu"),
+        state,
+        step=step,
+        load=load,
+        strict=True,
+        on_report=reports.append,
+    )
+    return step, f"{reports[0].bytes:,} bytes, by source {reports[0].by_source}"
 
 
 def lose(model: nn.Module) -> torch.optim.Optimizer:
@@ -91,11 +98,11 @@ def main() -> None:
     undisturbed = train(model, make_optimizer(model), range(20))
 
     model = build(mesh)
-    optimizer, step = make_optimizer(model), 10
-    losses = train(model, optimizer, range(step))
+    optimizer = make_optimizer(model)
+    losses = train(model, optimizer, range(10))
     if rank in LOST:
-        optimizer, step = lose(model), 0
-    step, line = heal(model, optimizer, step, group)
+        optimizer = lose(model)
+    step, line = heal(model, optimizer, None if rank in LOST else 10, group)
     losses += train(model, optimizer, range(step, 20))
 
     lines: list[Any] = [None] * dist.get_world_size()

@@ -11,6 +11,7 @@ Modules and packages; each imports only from those above it:
     wire                               the messages between two ends, and the routes that bytes take
     session                            one transfer: source, receiver, and all that they share
     transport                          PGTransport
+    healing                            heal: whoever is behind gets the state of those who are not
     remote                             serve and fetch, for readers outside the group
     keeper                             keep: states that outlive the restart of all workers
     dcp, dropin                        the same for users of torch.distributed.checkpoint, torch and torchft
@@ -37,6 +38,7 @@ from transfuse.errors import (
     TransfuseError,
     UnsupportedLeaf,
 )
+from transfuse.healing import heal
 from transfuse.keeper import rendezvous
 from transfuse.keeper.client import CommitReport, Keep, keep
 from transfuse.progress import Progress
@@ -87,6 +89,7 @@ __all__ = [
     "UnsupportedLeaf",
     "__version__",
     "fetch",
+    "heal",
     "keep",
     "peek",
     "serve",

@@ -206,6 +206,16 @@ class PGTransport:
 
         ``step`` says which step the state is of. Receivers that ask for a step refuse a source that does not give one.
         """
+        self.send(dst_ranks, lambda: state_dict, step=step)
+
+    def send(
+        self,
+        dst_ranks: SupportsIndex | Sequence[SupportsIndex],
+        state_dict: Callable[[], object],
+        *,
+        step: SupportsIndex | None = None,
+    ) -> None:
+        """As :meth:`send_checkpoint`, but with a function that returns the state. If it raises, receivers are told."""
         ranks = self._check_ranks("dst_ranks", dst_ranks)
         step = check_step(step)
         self._report = report = Report("send", ranks, step)
@@ -221,13 +231,13 @@ class PGTransport:
         with self._call(report) as context, Leases(self._options) as leases:
             self._send(state_dict, context, leases)
 
-    def _send(self, state_dict: object, context: Context, leases: Leases) -> None:
+    def _send(self, state_dict: Callable[[], object], context: Context, leases: Leases) -> None:
         ranks, report, progress, caller = context.ranks, context.report, context.progress, context.caller
         offered, failure = None, None
         with _calling(context, Phase.DESCRIBE):
             try:
                 context.show()
-                offered = self._load(state_dict, report.step, ranks, leases)
+                offered = self._load(state_dict(), report.step, ranks, leases)
                 if offered.sent_before:
                     report.reuse("description")
                 report.leaves = len(offered.described.manifest)

@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import forking
-from example_outputs import ALONE, EXAMPLES, RANKS, RESTARTED, heal_hsdp, reshard, shrink
+from example_outputs import ALONE, EXAMPLES, RANKS, RESTARTED, heal_ddp, heal_hsdp, reshard, shrink
 from transfuse.testing.ranks import run_program
 
 pytestmark = pytest.mark.timeout(400)
@@ -96,6 +97,11 @@ def test_restarted(check: Callable[[str], None], standalone: bool, monkeypatch: 
 @pytest.mark.parametrize("check", [reshard, heal_hsdp, shrink, *ALONE], ids=lambda check: check.__name__)
 def test_without_torchrun(check: Callable[[str], None]) -> None:
     check(run(EXAMPLES / f"{check.__name__}.py"))
+
+
+@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch 2.14 or newer reconfigures a group in place")
+def test_a_killed_rank_rejoins_the_group_of_the_survivors() -> None:
+    heal_ddp(run(EXAMPLES / "rejoin.py"))
 
 
 def test_docstrings_say_how_it_is_run() -> None:

@@ -122,6 +122,7 @@ ROOMS = (
     ("wire",),
     ("session",),
     ("transport",),
+    ("healing",),
     ("remote", "dropin"),
     ("keeper",),
     ("dcp",),

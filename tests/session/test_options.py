@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import transfuse
-from transfuse import PGTransport
+from transfuse import PGTransport, healing
 from transfuse.cli.fetch import fetch as fetch_command
 from transfuse.cli.serve import serve as serve_command
 from transfuse.limits import Limits
@@ -120,6 +120,10 @@ def test_the_torchft_drop_in_takes_all() -> None:
     assert keywords_of(torchft().PGTransport.__init__) is OptionKeywords
 
 
+def test_heal_takes_all() -> None:
+    assert keywords_of(transfuse.heal) is OptionKeywords
+
+
 def test_the_readme_has_a_row_for_each() -> None:
     (table,) = re.findall(
         r"\| option \| what it does \|\n\|---\|---\|\n((?:\|.*\n)+)", (ROOT / "README.md").read_text()
@@ -205,6 +209,14 @@ def test_the_torchft_drop_in_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.args[0].items() >= OTHERS.items()
 
 
+def test_heal_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(healing, "PGTransport", catch)
+    options: Any = OTHERS
+    with pytest.raises(Caught) as caught:
+        transfuse.heal(Nowhere(), TIMEOUT, CPU, dict, step=1, **options)
+    assert caught.value.args[0] == OTHERS
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [
@@ -215,9 +227,10 @@ def test_the_torchft_drop_in_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> 
         (lambda **options: transfuse.serve({}, **options), "relay"),
         (lambda **options: transfuse.serve({}, **options), "delta"),
         (lambda **options: PGTransport(Nowhere(), TIMEOUT, CPU, **options), "no_such"),
+        (lambda **options: transfuse.heal(Nowhere(), TIMEOUT, CPU, dict, step=1, **options), "no_such"),
         (lambda **options: torchft().PGTransport(Nowhere(), TIMEOUT, CPU, **options), "no_such"),
     ],
-    ids=["fetch", "fetch", "fetch", "serve", "serve", "serve", "transport", "torchft"],
+    ids=["fetch", "fetch", "fetch", "serve", "serve", "serve", "transport", "heal", "torchft"],
 )
 def test_an_option_that_a_call_does_not_take_is_refused_by_name(call: Callable[..., object], name: str) -> None:
     with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword argument '{name}'"):

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from transfuse.errors import StateError, TransfuseError, as_utf8
 from transfuse.keeper import frames
@@ -33,17 +31,15 @@ from transfuse.keeper.exchange import Exchange
 from transfuse.keeper.frames import Held, Link
 from transfuse.keeper.restored import Restored, describe_slots
 from transfuse.keeper.slots import Label, SlotView, column
-from transfuse.limits import Limits
 from transfuse.options import FetchKeywords
 from transfuse.plan.cohorts import Cohort
 from transfuse.plan.holdings import Holdings, Whole
+from transfuse.plan.left_over import check_nothing_is_left_over
 from transfuse.plan.match import Prepared
 from transfuse.remote.client import fetch_if
 from transfuse.remote.in_process import InProcess
-from transfuse.state import trees
-from transfuse.state.leaves import values
-from transfuse.state.leaves.codec import MeshDescription
 from transfuse.state.leaves.layout import Block
+from transfuse.state.leaves.own_mesh import own_mesh
 from transfuse.state.manifest import Described
 
 __all__ = [
@@ -432,9 +428,8 @@ class Attempt:
             if not addresses:
                 raise TransfuseError("no keeper that holds this rank's state can be reached")
             target = self._wish.state_dict()
-            meshes = _meshes_in(target)
-            if meshes and options.get("mesh") is None:
-                options["mesh"] = lambda described: _most_like(described, meshes)
+            if options.get("mesh") is None:
+                options["mesh"] = own_mesh(target)
             self._state = fetch_if(
                 self._permit,
                 addresses,
@@ -461,15 +456,11 @@ class Attempt:
         failure = ""
         if self._wish.load is None:
             try:
-                lost = _would_be_lost(cohorts, target)
+                check_nothing_is_left_over(cohorts, target)
+            except StateError as error:
+                failure = str(error)
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-            else:
-                if lost:
-                    failure = (
-                        f"{len(lost)} leaves cannot land in what state_dict() returns, and there is no load= to get "
-                        f"them: {', '.join(lost[:10])}{', …' if len(lost) > 10 else ''}"
-                    )
         self._vote(failure)
 
     def _vote(self, failure: str) -> None:
@@ -500,23 +491,6 @@ class Attempt:
                 f"step {self._candidate.label.step} was restored here, but not everywhere: {all_of_them}. End this "
                 "process: the ranks are at different states"
             ) from all_of_them
-
-
-def _meshes_in(state: object) -> list[DeviceMesh]:
-    """The meshes of a state's DTensors: those that arrive fresh (moments of a new optimizer) belong there, too."""
-    _, leaves = trees.flatten(state, max_depth=Limits.from_environment().max_depth)
-    found = (leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
-    return list({id(mesh): mesh for mesh in found}.values())
-
-
-def _most_like(described: MeshDescription, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh for a DTensor that was kept on another one: of the same names and shape, or of as many dimensions."""
-
-    def likeness(mesh: DeviceMesh) -> tuple[bool, bool, bool]:
-        names, shape = mesh.mesh_dim_names, tuple(mesh.shape)
-        return mesh.ndim == len(described.shape), names == described.dim_names, shape == described.shape
-
-    return max(meshes, key=likeness)
 
 
 def _plain(restored: Restored) -> dict[bytes, bytes]:
@@ -565,23 +539,3 @@ def _storage_digests(restored: Restored, keys: set[bytes]) -> dict[str, bytes]:
         for leaf, storage in zip(leaves, manifest.tensors.storage.tolist(), strict=True)
         if storage in of
     }
-
-
-def _would_be_lost(cohorts: Sequence[Cohort], target: Prepared) -> list[str]:
-    """Leaves that the target's own tree does not have, and values in which it differs: only ``load`` can take them."""
-    here = {path: number for number, path in enumerate(trees.paths(target.root))}
-    lost: dict[str, None] = {}
-    for cohort in cohorts:
-        manifest = cohort.manifest
-        for leaf, path in enumerate(manifest.paths):
-            number = here.get(path)
-            if number is None or cohort.is_blob(leaf):
-                lost[path] = None
-            elif cohort.is_value(leaf):
-                try:
-                    same = values.encode(target.leaves[number]) == manifest.detail(leaf)
-                except Exception:
-                    same = False
-                if not same:
-                    lost[path] = None
-    return list(lost)

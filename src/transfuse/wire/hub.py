@@ -12,7 +12,7 @@ import ctypes
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 from weakref import ReferenceType, WeakValueDictionary, ref
@@ -106,6 +106,9 @@ class _Watch:
         self._channels: set[Watched] = set()
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
+        #: Asked before the waits of these conversations are ended, which closes all connections of this rank: whether
+        #: that may be done now. It is asked again until it says yes.
+        self.before_break_off: Callable[[Sequence[Watched]], bool] | None = None
 
     @property
     def runs(self) -> bool:
@@ -149,6 +152,7 @@ class _Watch:
                 channels[0].shares_fate
                 and all(channel.overdue() for channel in channels)
                 and any(channel.waiting_since is not None for channel in channels)
+                and (self.before_break_off is None or self.before_break_off(channels))
             ):
                 for channel in channels:
                     channel.given_up = True
