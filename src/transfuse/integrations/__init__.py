@@ -1,0 +1,1 @@
+"""Callbacks and plug-ins for frameworks: one file each, written with nothing but what ``transfuse`` exports."""
