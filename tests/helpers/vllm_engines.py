@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -211,30 +211,14 @@ def trainer_of(
         trainer.shutdown()
 
 
-# ---------------------------------------------------------------------------------------------- in processes
-
-
-def infer(rank: int, options: dict[str, Any], pause_at: int | None = None) -> dict[str, Any]:
-    """In a process: an engine behind vLLM's HTTP routes, until the parent says "stop".
-
-    With ``pause_at`` it says "paused" before its load of that number, and never goes on.
-    """
-    torch.set_num_threads(1)
-    model = EnginesModel(**options)
-    direct = Direct(model)
-    errors: list[str] = []
-
-    def pause(loads: int) -> None:
-        if loads == pause_at:
-            say("paused")
-            threading.Event().wait(600)
-
-    model.before = pause
-    routes = {
+@contextmanager
+def over_http(direct: Direct, fail: Callable[[Exception], object]) -> Iterator[str]:
+    """An engine behind the routes of vLLM's server: its URL."""
+    routes: dict[str, Callable[[Any], None]] = {
         "/init_weight_transfer_engine": lambda body: direct.init_weight_transfer_engine(body["init_info"]),
         "/start_weight_update": lambda body: direct.start_weight_update(),
         "/update_weights": lambda body: direct.update_weights(body["update_info"]),
-        "/finish_weight_update": lambda body: direct.finish_weight_update(),
+        "/finish_weight_update": lambda body: direct.finish_weight_update(body and body["weight_version"]),
     }
 
     class Handler(BaseHTTPRequestHandler):
@@ -244,23 +228,58 @@ def infer(rank: int, options: dict[str, Any], pause_at: int | None = None) -> di
                 routes[self.path](msgspec.json.decode(raw or b"null"))
                 self.send_response(200)
             except Exception as error:
-                errors.append(f"{type(error).__name__}: {error}")
                 self.send_response(500)
+                fail(error)
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        say(f"http://127.0.0.1:{server.server_address[1]}")
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+# ---------------------------------------------------------------------------------------------- in processes
+
+
+def infer(rank: int, options: dict[str, Any], pause_at: int | None = None) -> dict[str, Any]:
+    """In a process: an engine behind vLLM's HTTP routes, until the parent says "stop".
+
+    With ``pause_at`` it says "paused" before its load of that number, and waits until the parent says "go on". If an
+    update fails, it says "failed".
+    """
+    torch.set_num_threads(1)
+    model = EnginesModel(**options)
+    direct = Direct(model)
+    errors: list[str] = []
+    go_on = threading.Event()
+
+    def pause(loads: int) -> None:
+        if loads == pause_at:
+            say("paused")
+            go_on.wait(600)
+
+    model.before = pause
+
+    def fail(error: Exception) -> None:
+        errors.append(f"{type(error).__name__}: {error}")
+        say("failed")
+
+    with over_http(direct, fail) as url:
+        say(url)
         while (word := hear()) != "stop":
+            if word == "go on":
+                go_on.set()
+                continue
             if word == "watch":
                 reset_peak()
-                say(peak_bytes())
-            elif word == "peak":
-                say(peak_bytes())
-        server.shutdown()
+            say(peak_bytes())
     weights = {name: one.detach().clone() for name, one in model.named_parameters(remove_duplicate=False)}
     if sum(one.nbytes for one in weights.values()) > 1 << 24:
         weights = {}  # Too much to send, and not looked at.

@@ -267,7 +267,6 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
         if self._initialized().install == RELOAD:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-            # vLLM keeps what an update that failed had loaded of a layer, and would load the rest of it from this one.
             self._finalize()
             initialize_layerwise_reload(self.model)
             self._reloading = self.model, self.model_config
@@ -294,10 +293,16 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
         init, weights = self._initialized(), update_info.weights()
         self.reports = []
         since = time.monotonic()
-        if init.install == IN_PLACE:
-            self._receive_in_place(init, update_info.round, weights)
-        else:
-            self._receive_groups(init, update_info.round, weights)
+        try:
+            if init.install == IN_PLACE:
+                self._receive_in_place(init, update_info.round, weights)
+            else:
+                self._receive_groups(init, update_info.round, weights)
+        except BaseException:
+            # vLLM forgets an update that failed. Its layerwise reload would not: parameters without memory, and parts of
+            # layers that it would complete from the next update.
+            self._finalize()
+            raise
         logger.info(
             "round %d: %d weights, %d bytes in %d groups, %.2f s",
             update_info.round,
@@ -343,8 +348,8 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
         try:
             self._fetch(init, number, targets, _decode(init.rules) or None)
         except TransfuseError as error:
-            torn = getattr(error, "torn", None) is not None
-            raise _failed(init, number, "in place", "some weights" if torn else "none", error) from error
+            touched = len({*error.torn, *error.received})
+            raise _failed(init, number, "in place", f"{touched} of {len(targets)} weights", error) from error
 
     def _fetch(
         self, init: TransfuseInitInfo, number: int, targets: dict[str, torch.Tensor], rules: transfuse.MapPath | None
@@ -368,7 +373,7 @@ def _failed(init: TransfuseInitInfo, number: int, where: str, new: str, error: T
     return TransfuseError(
         f"round {number}, {where}, did not arrive from the trainer at {', '.join(init.addresses)}: "
         f"{type(error).__name__}: {error}{notes}\n"
-        f"Of this model {new} are of this round already: do not serve it until a later update has succeeded."
+        f"{new} of this model may have changed already: do not serve it until an update has succeeded"
     )
 
 
@@ -483,7 +488,9 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
 
     init_info_cls = TransfuseTrainerInitInfo
 
-    def __init__(self, info: TransfuseTrainerInitInfo, client: VLLMWeightSyncClient | None, source: WeightSource) -> None:
+    def __init__(
+        self, info: TransfuseTrainerInitInfo, client: VLLMWeightSyncClient | None, source: WeightSource
+    ) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         _shards(source)  # Refuse a source that cannot be served here, not in the first round.
         self._info = info
