@@ -1,4 +1,4 @@
-"""What tests of the vLLM integration share: a trainer's model, an engine's model of plain torch, both halves in processes.
+"""What tests of the vLLM integration share: the models of a trainer and of an engine, both halves in processes.
 
 A weight's values follow from its name and from the round in which the trainer sent it. So of any weight that an engine
 has, a test can say which round it is of.
@@ -71,7 +71,7 @@ def trainers_model(width: int = 24, layers: int = LAYERS, tied: bool = False) ->
 
 
 class EnginesModel(Node):
-    """As vLLM has them: q, k and v in one weight, gate and up in another. ``load_weights`` takes a checkpoint's names."""
+    """As vLLM has them: q, k and v in one weight, gate and up in another. ``load_weights`` takes the trainer's names."""
 
     def __init__(self, width: int = 24, layers: int = LAYERS, tied: bool = False, dtype: Any = torch.float32) -> None:
         half = width // 2 + 1

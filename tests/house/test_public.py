@@ -28,7 +28,7 @@ def modules() -> list[ModuleType]:
             found.append(importlib.import_module(name))
         except ImportError as error:  # An integration whose library is not installed says which extra to install.
             assert re.fullmatch(r"transfuse\.integrations\.\w+", name), name
-            assert f"pip install 'transfuse[{name.rpartition('.')[2]}]'" in str(error)
+            assert f"pip install 'transfuse[{name.rpartition('.')[2]}]'" in str(error)  # noqa: PT017
     return found
 
 

@@ -1,11 +1,11 @@
 """Weight transfer for vLLM: trainer ranks serve the shards that they hold, inference workers fetch them.
 
-vLLM finds both halves under the name "transfuse": the entry point ``vllm.general_plugins`` calls :func:`register` in each
-of its processes, and importing this module does so in a trainer.
+vLLM finds both halves under the name "transfuse": the entry point ``vllm.general_plugins`` calls :func:`register` in
+each of its processes, and importing this module does so in a trainer.
 
 An update is a round with a number. A trainer rank offers its weights under that number while ``send_weights`` runs, and
-nothing at other times. Workers fetch an update in groups of weights, and ask for the round's number in every group. So a
-worker that is still busy when the trainer goes on is refused: it never mixes weights of two rounds.
+nothing at other times. Workers fetch an update in groups of weights, and ask for the round's number in every group. So
+a worker that is still busy when the trainer goes on is refused: it never mixes weights of two rounds.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class TransfuseTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
         host: the address of this host by which the workers reach it.
         port: 0 takes a free one.
         timeout: how long a transfer may go without progress, in seconds.
-        update_timeout: how long an engine may take for an update, in seconds. After that the trainer goes on without it.
+        update_timeout: how long an engine may take for an update, in seconds. Then the trainer goes on without it.
         max_bytes: the most bytes of weights that a worker fetches at once. None: 1 GiB, or the largest weight.
         dtype: floating weights travel in this type. None: each in its own.
         install: "reload", "load_weights" or "in_place".
@@ -299,8 +299,8 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
             else:
                 self._receive_groups(init, update_info.round, weights)
         except BaseException:
-            # vLLM forgets an update that failed. Its layerwise reload would not: parameters without memory, and parts of
-            # layers that it would complete from the next update.
+            # vLLM forgets an update that failed. Its layerwise reload does not: parameters stay without memory, and
+            # layers of which it has a part would be completed from the next update.
             self._finalize()
             raise
         logger.info(
