@@ -6,11 +6,13 @@ has, a test can say which round it is of.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -32,6 +34,7 @@ with warnings.catch_warnings():
         WeightTransferTrainerFactory,
     )
 
+    from transfuse.integrations import vllm as integration
     from transfuse.integrations.vllm import (
         TransfuseTrainerInitInfo,
         TransfuseTrainerWeightTransferEngine,
@@ -39,6 +42,7 @@ with warnings.catch_warnings():
     )
 
 LAYERS = 3
+FETCH = "fetch"
 #: The weights of a layer that an engine's model has in one.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 RULES = tuple(Concat([f"**.{one}.weight" for one in parts], f"**.{fused}.weight") for fused, parts in FUSED.items())
@@ -71,7 +75,7 @@ def trainers_model(width: int = 24, layers: int = LAYERS, tied: bool = False) ->
 
 
 class EnginesModel(Node):
-    """As vLLM has them: q, k and v in one weight, gate and up in another. ``load_weights`` takes the trainer's names."""
+    """As vLLM has them: q, k and v in one, gate and up in one. ``load_weights`` takes the trainer's names."""
 
     def __init__(self, width: int = 24, layers: int = LAYERS, tied: bool = False, dtype: Any = torch.float32) -> None:
         half = width // 2 + 1
@@ -248,11 +252,11 @@ def over_http(direct: Direct, fail: Callable[[Exception], object]) -> Iterator[s
 # ---------------------------------------------------------------------------------------------- in processes
 
 
-def infer(rank: int, options: dict[str, Any], pause_at: int | None = None) -> dict[str, Any]:
+def infer(rank: int, options: dict[str, Any], pause_at: int | str | None = None) -> dict[str, Any]:
     """In a process: an engine behind vLLM's HTTP routes, until the parent says "stop".
 
-    With ``pause_at`` it says "paused" before its load of that number, and waits until the parent says "go on". If an
-    update fails, it says "failed".
+    With ``pause_at`` it says "paused" before its load of that number, or, if that is "fetch", within its first fetch,
+    and waits until the parent says "go on". If an update fails, it says "failed".
     """
     torch.set_num_threads(1)
     model = EnginesModel(**options)
@@ -260,11 +264,17 @@ def infer(rank: int, options: dict[str, Any], pause_at: int | None = None) -> di
     errors: list[str] = []
     go_on = threading.Event()
 
-    def pause(loads: int) -> None:
+    def pause(loads: int | str) -> None:
         if loads == pause_at:
             say("paused")
             go_on.wait(600)
 
+    def pause_midway(progress: dict[int, transfuse.Progress]) -> None:
+        if sum(one.bytes for one in progress.values()):
+            pause(FETCH)
+
+    if pause_at == FETCH:
+        integration.transfuse.fetch = partial(transfuse.fetch, progress=pause_midway)
     model.before = pause
 
     def fail(error: Exception) -> None:
@@ -328,6 +338,8 @@ def train(rank: int, options: dict[str, Any], **info: Any) -> list[str]:
 
 
 def reset_peak() -> None:
+    """From here on, measure. Memory that malloc keeps for later would hide what is allocated again."""
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 

@@ -530,9 +530,9 @@ def test_memory_stays_within_the_bound(trainers: ProcessPool, engines: ProcessPo
 
 
 def test_an_engine_that_is_killed_does_not_stop_the_trainer(trainers: ProcessPool, engines: ProcessPool) -> None:
-    """SIGKILL between two groups of a round. The others get it; a new engine joins, and gets the next."""
+    """SIGKILL in the middle of a fetch. The others get the round; a new engine joins, and gets the next."""
     job = Job(trainers, engines)
-    (dying,) = job.infer({}, 1, ranks=(0,))
+    (dying,) = job.infer({}, "fetch", ranks=(0,))
     (living,) = job.infer({}, ranks=(1,))
     trainers.start(train_with, {}, {"max_bytes": 5000})
     job.tell_trainers("init", [dying, living])
@@ -567,7 +567,7 @@ def test_a_trainer_that_dies_is_named(trainers: ProcessPool, engines: ProcessPoo
     trainers.end(0)
     (found,) = job.stop(engines, 0)
     (error,) = found["errors"]
-    assert "round 1, group 2 of" in error
+    assert "round 1, group 3 of 8" in error
     assert addresses[1] in error.split("did not arrive")[1]
     assert re.search(r"\b[1-9]\d* of 18 weights of this model may have changed already", error)
 
