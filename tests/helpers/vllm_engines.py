@@ -34,7 +34,6 @@ with warnings.catch_warnings():
         WeightTransferTrainerFactory,
     )
 
-    from transfuse.integrations import vllm as integration
     from transfuse.integrations.vllm import (
         TransfuseTrainerInitInfo,
         TransfuseTrainerWeightTransferEngine,
@@ -88,7 +87,7 @@ class EnginesModel(Node):
         super().__init__(model=Node(embed_tokens=Node(31, width), layers=stack, norm=Node(width)))
         self.lm_head = Node(31, width)
         if tied:
-            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[union-attr]
+            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[union-attr, assignment]
         self.to(dtype).requires_grad_(False)
         #: The names and bytes of every call.
         self.loads: list[tuple[list[str], int]] = []
@@ -169,7 +168,9 @@ def engine_for(model: torch.nn.Module) -> TransfuseWeightTransferEngine:
     """By vLLM's factory, from vLLM's config."""
     wanted = WeightTransferConfig(backend="transfuse")
     config = VllmConfig(device_config=DeviceConfig(device="cpu"), weight_transfer_config=wanted)
-    return WeightTransferEngineFactory.create_engine(wanted, config, torch.device("cpu"), model)
+    engine = WeightTransferEngineFactory.create_engine(wanted, config, torch.device("cpu"), model)
+    assert isinstance(engine, TransfuseWeightTransferEngine)
+    return engine
 
 
 class Direct:
@@ -274,7 +275,7 @@ def infer(rank: int, options: dict[str, Any], pause_at: int | str | None = None)
             pause(FETCH)
 
     if pause_at == FETCH:
-        integration.transfuse.fetch = partial(transfuse.fetch, progress=pause_midway)
+        transfuse.fetch = partial(transfuse.fetch, progress=pause_midway)
     model.before = pause
 
     def fail(error: Exception) -> None:

@@ -175,7 +175,11 @@ def test_in_place_refuses_names_that_do_not_fit() -> None:
 
 
 def test_rules_survive_json() -> None:
-    rules = [Concat(["a", Slice("b", 0, 1, None)], "ab", dim=1), Rename(Slice("c", 0, 0, 2), "d"), Rename("x.**", "**")]
+    rules: list[Any] = [
+        Concat(["a", Slice("b", 0, 1, None)], "ab", dim=1),
+        Rename(Slice("c", 0, 0, 2), "d"),
+        Rename("x.**", "**"),
+    ]
     assert integration._decode([integration._encode(rule) for rule in rules]) == rules
 
 
@@ -263,7 +267,7 @@ def test_a_worker_with_another_token_gets_nothing(monkeypatch: pytest.MonkeyPatc
 def test_a_trainer_without_a_token_makes_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRANSFUSE_TOKEN", raising=False)
     with trainer_of(trainers_model(), Direct(EnginesModel())) as one, trainer_of(trainers_model(), None) as other:
-        assert len(one._init.token) == 64
+        assert len(one._init.token or "") == 64
         assert one._init.secret != other._init.secret
 
 
@@ -311,7 +315,7 @@ def test_a_worker_that_the_trainer_no_longer_waits_for_gets_no_weight_of_another
         def resume(loads: int) -> None:
             if loads == 0:  # Round 2 is offered now.
                 go_on.set()
-                busy = trainer._engines[0].busy
+                busy: Any = trainer._engines[0].busy
                 busy.join(DEADLINE)
                 seen.append("ended" if not busy.is_alive() else "busy")
 
@@ -508,7 +512,8 @@ def train_with(rank: int, options: dict[str, Any], info: dict[str, Any]) -> list
 
 def test_memory_stays_within_the_bound(trainers: ProcessPool, engines: ProcessPool) -> None:
     """An engine whose weights are 80 MiB fetches them 6 MiB at a time."""
-    job, size = Job(trainers, engines), {"width": 1024, "layers": 4}
+    job = Job(trainers, engines)
+    size: dict[str, Any] = {"width": 1024, "layers": 4}
     grown = []
     for bound in (6 << 20, None):
         (url,) = job.infer(size, ranks=(0,))
@@ -588,7 +593,7 @@ def test_the_code_of_the_page_runs() -> None:
         code = code.replace("rank=rank", "rank=rank, install='load_weights'")  # Not all that vLLM imports is installed.
     else:
         for one in own.parameters():
-            one.weight_loader = load
+            one.weight_loader = load  # type: ignore[attr-defined]
         record_metadata_for_reloading(own)
     model, client, failures = trainers_model(), Direct(own), list[Exception]()
     rounds = iter((1, 2))
