@@ -15,6 +15,7 @@ Modules and packages; each imports only from those above it:
     remote                             serve and fetch, for readers outside the group
     keeper                             keep: states that outlive the restart of all workers
     dcp, dropin                        the same for users of torch.distributed.checkpoint, torch and torchft
+    integrations                       callbacks and plug-ins for frameworks; they import only what is listed below
     cli                                the command
 """
 

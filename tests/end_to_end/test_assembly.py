@@ -300,6 +300,19 @@ def test_a_leaf_that_only_a_stage_has_lands_nowhere(how: dict[str, Any], strict:
         assert target["second"].tolist() == [1.0] * 4
 
 
+def test_a_function_fetches_a_part_and_strict_checks_that_it_is_whole(how: dict[str, Any]) -> None:
+    sources = {0: {"first": torch.ones(4), "extra": torch.ones(4)}, 1: {"second": torch.ones(4)}}
+    target = {"first": torch.zeros(4), "second": torch.zeros(4)}
+    move(sources, {2: target}, strict=True, map_path=lambda path: path if path in target else None, **how)[2].get()
+    assert target["first"].all()
+    assert target["second"].all()
+    target = {"first": torch.zeros(4), "third": torch.zeros(4)}
+    chosen = move(sources, {2: target}, strict=True, map_path=lambda path: path if path in target else None, **how)
+    assert isinstance(error := chosen[2].error, TargetMismatch)
+    assert error.mismatches == ("['third']: only in the target",)
+    assert not target["first"].any()
+
+
 def test_a_stage_that_is_late_is_waited_for(how: dict[str, Any]) -> None:
     sources = {0: {"first": torch.ones(4)}, 1: {"second": torch.ones(4)}}
     target = {"first": torch.zeros(4), "second": torch.zeros(4)}

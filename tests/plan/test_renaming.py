@@ -440,6 +440,13 @@ def test_rules_of_two_kinds_that_overlap() -> None:
     only_problem(linked, "leaf 'd'", "Concat(sources=('a', 'b'), target='c', dim=0)", "overlap")
 
 
+def test_a_function_leaves_leaves_out() -> None:
+    linked = run(lambda path: None if path == "a" else path, names("a", "b"), names("b", "c"))
+    assert (linked.unused, linked.untouched, linked.problems) == ([0], [1], [])
+    assert linked.left_out == {0}
+    assert run({"b": "b"}, names("a", "b"), names("b")).left_out == frozenset()
+
+
 def test_paths_that_two_leaves_share() -> None:
     twice, shapes = ["a.b", "x", "a.b"], [(2,), (2,), (2,)]
     rules: list[MapPath | None] = [None, {"x": "y"}, lambda path: path, {"a.*": "a.*"}, [Concat(["a.b", "x"], "c")]]

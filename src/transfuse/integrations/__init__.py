@@ -1,1 +1,1 @@
-"""Transfuse inside other libraries: one module for each, which needs that library installed."""
+"""Callbacks and plug-ins for frameworks: one file each, written with nothing but what ``transfuse`` exports."""

@@ -42,6 +42,8 @@ class Linked(NamedTuple):
     untouched: list[int]
     #: One line each: the rule and the leaf, expected and got, and the remedy.
     problems: list[str]
+    #: Those of ``unused`` that the caller's function left out on purpose: it returned None.
+    left_out: frozenset[int] = frozenset()
 
 
 def link(
@@ -71,6 +73,7 @@ def link(
         [leaf for leaf in range(len(sources)) if leaf not in used],
         [leaf for leaf in range(len(targets)) if leaf not in touched],
         linking.problems,
+        frozenset(linking.left_out),
     )
 
 
@@ -113,6 +116,7 @@ class _Linking:
         self.targets = targets
         self.links: list[Link] = []
         self.problems: list[str] = []
+        self.left_out: list[int] = []
         #: For each target: the rule that writes it, even if the rule fails, and a leaf that the rule reads.
         self._writers: dict[str, tuple[AnyRule | str, str]] = {}
 
@@ -124,7 +128,7 @@ class _Linking:
 
     def follow(self, function: Callable[[str], str | None]) -> None:
         rule = f"map_path function {getattr(function, '__qualname__', type(function).__name__)}"
-        for name in self.sources.index:
+        for name, leaf in self.sources.index.items():
             try:
                 target = function(name)
             except Exception as error:
@@ -133,7 +137,9 @@ class _Linking:
                 continue
             if isinstance(target, str):
                 self._rename(rule, name, name, target)
-            elif target is not None:
+            elif target is None:
+                self.left_out.append(leaf)
+            else:
                 self._problem(rule, name, f"expected a path or None, got {type(target).__name__}; return a str")
 
     def apply(self, rules: Sequence[AnyRule]) -> set[str]:

@@ -175,7 +175,8 @@ class NeededBlocks:
                 self._pair(*sources.leaves[one.source], one.target, one)
         if strict:
             names, paths = sources.names, trees.paths(targets.root)
-            self.problems += [f"{names[source]}: missing in the target" for source in linked.unused[:100]]
+            unused = [source for source in linked.unused if source not in linked.left_out]
+            self.problems += [f"{names[source]}: missing in the target" for source in unused[:100]]
             self.problems += [f"{paths[target]}: only in the target" for target in linked.untouched[:100]]
         self._raise(may_be_none=links is not None)
         self._make_fresh(list(self.fresh))

@@ -1,0 +1,682 @@
+"""Weight transfer for vLLM: trainer ranks serve the shards that they hold, inference workers fetch them.
+
+vLLM finds both halves under the name "transfuse": the entry point ``vllm.general_plugins`` calls :func:`register` in
+each of its processes, and importing this module does so in a trainer.
+
+An update is a round with a number. A trainer rank offers its weights under that number while ``send_weights`` runs, and
+nothing at other times. Workers fetch an update in groups of weights, and ask for the round's number in every group. So
+a worker that is still busy when the trainer goes on is refused: it never mixes weights of two rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+
+import transfuse
+from transfuse import Concat, Rename, Slice, Split, TransfuseError
+
+try:
+    from vllm.distributed.weight_transfer.base import (
+        ModuleSource,
+        ParamMeta,
+        TrainerInitInfo,
+        TrainerWeightTransferEngine,
+        VLLMWeightSyncClient,
+        WeightSource,
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+        layerwise_groups,
+        materialize_full_tensor,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+except ImportError as error:
+    raise ImportError(
+        f"transfuse.integrations.vllm needs vLLM 0.32 or newer, which cannot be imported here ({error}): "
+        "pip install 'transfuse[vllm]'"
+    ) from error
+
+__all__ = [
+    "ShardSource",
+    "TransfuseInitInfo",
+    "TransfuseTrainerInitInfo",
+    "TransfuseTrainerWeightTransferEngine",
+    "TransfuseUpdateInfo",
+    "TransfuseWeightTransferEngine",
+    "register",
+]
+
+logger = logging.getLogger("transfuse")
+
+BACKEND = "transfuse"
+#: Both ends read their token here. If a trainer has none, it makes one, and sends it with the init info.
+TOKEN_VARIABLE = "TRANSFUSE_TOKEN"
+#: The size of a group, unless ``max_bytes`` says otherwise or one weight is larger.
+GROUP_BYTES = 1 << 30
+#: The types that ``dtype`` converts: weights of other types (float8, integers) have scales beside them.
+CONVERTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+#: The ways to install weights. ``reload``: vLLM's layerwise reload around ``model.load_weights``, right for every model
+#: of vLLM. ``load_weights``: that call alone. ``in_place``: into the parameters, by their names and by rules.
+RELOAD, LOAD_WEIGHTS, IN_PLACE = "reload", "load_weights", "in_place"
+
+AnyRule = Rename | Concat | Split
+RULES: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (Rename, Concat, Split, Slice)}
+
+
+def register() -> None:
+    """Register both halves with vLLM. Further calls do nothing."""
+    for factory, name in (
+        (WeightTransferEngineFactory, "TransfuseWeightTransferEngine"),
+        (WeightTransferTrainerFactory, "TransfuseTrainerWeightTransferEngine"),
+    ):
+        with suppress(ValueError):  # It is registered already.
+            factory.register_engine(BACKEND, __name__, name)
+
+
+# -------------------------------------------------------------------------------------------- what both halves say
+
+
+@dataclass
+class TransfuseTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """What a trainer rank chooses. All ranks choose the same, except ``rank``, ``host`` and ``port``.
+
+    Args:
+        rank: this trainer's rank in ``group``. Rank 0 talks to the engines.
+        host: the address of this host by which the workers reach it.
+        port: 0 takes a free one.
+        timeout: how long a transfer may go without progress, in seconds.
+        update_timeout: how long an engine may take for an update, in seconds. Then the trainer goes on without it.
+        max_bytes: the most bytes of weights that a worker fetches at once. None: 1 GiB, or the largest weight.
+        dtype: floating weights travel in this type. None: each in its own.
+        install: "reload", "load_weights" or "in_place".
+        rules: for "in_place": how the trainer's names become those of the engine's model.
+        max_readers: how many workers read from this rank at once. At least as many as there are workers.
+        group: the trainer's process group. None: the default group, or, if there is none, a single rank.
+    """
+
+    backend: ClassVar[str] = BACKEND
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    timeout: float = 60.0
+    update_timeout: float = 600.0
+    max_bytes: int | None = None
+    dtype: torch.dtype | None = None
+    install: str = RELOAD
+    rules: Sequence[AnyRule] = ()
+    max_readers: int = 64
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.host in ("0.0.0.0", "::"):
+            raise ValueError(f"host={self.host!r} is no address: give the one by which the workers reach this host")
+        if self.dtype is not None and self.dtype not in CONVERTED:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, CONVERTED))} or None, got {self.dtype}")
+
+
+@dataclass
+class TransfuseInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """What a trainer tells an engine once, as plain JSON. ``run`` is a name that no other start of a trainer has."""
+
+    addresses: list[str]
+    run: str
+    token: str | None = None
+    timeout: float = 60.0
+    max_bytes: int | None = None
+    install: str = RELOAD
+    rules: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.addresses:
+            raise ValueError("addresses is empty: give host:port of every trainer rank")
+        if self.install not in (RELOAD, LOAD_WEIGHTS, IN_PLACE):
+            raise ValueError(f"install must be {RELOAD!r}, {LOAD_WEIGHTS!r} or {IN_PLACE!r}, got {self.install!r}")
+        if self.rules and self.install != IN_PLACE:
+            raise ValueError(f"rules are for install={IN_PLACE!r}: with {self.install!r} the model translates names")
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise ValueError(f"max_bytes must be at least 1, or None, got {self.max_bytes}")
+        _decode(self.rules)
+
+    @property
+    def secret(self) -> str:
+        """The token of this run: a worker never takes another start of the trainer for this one."""
+        return f"{self.token or os.environ.get(TOKEN_VARIABLE, '')}/{self.run}"
+
+
+@dataclass
+class TransfuseUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What a trainer tells an engine in each round: the round's number, and all weights as they travel."""
+
+    round: int
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+    def __post_init__(self) -> None:
+        if not len(self.names) == len(self.dtype_names) == len(self.shapes):
+            raise ValueError(
+                f"expected as many dtype_names and shapes as names, got {len(self.dtype_names)} and {len(self.shapes)} "
+                f"for {len(self.names)}"
+            )
+        if len(set(self.names)) < len(self.names):
+            twice = next(name for i, name in enumerate(self.names) if name in self.names[:i])
+            raise ValueError(f"the weight {twice!r} appears twice: give each name once")
+
+    @classmethod
+    def of(cls, number: int, weights: Sequence[ParamMeta], dtype: torch.dtype | None) -> TransfuseUpdateInfo:
+        travels = [dtype if dtype is not None and one.dtype in CONVERTED else one.dtype for one in weights]
+        return cls(
+            number,
+            [one.name for one in weights],
+            [str(one).removeprefix("torch.") for one in travels],
+            [list(one.shape) for one in weights],
+        )
+
+    def weights(self) -> dict[str, _Weight]:
+        """All weights by name."""
+        found = {}
+        for name, dtype_name, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
+            dtype = getattr(torch, dtype_name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"weight {name!r}: {dtype_name!r} is no dtype of this torch ({torch.__version__})")
+            found[name] = _Weight(tuple(shape), dtype)
+        return found
+
+
+@dataclass(frozen=True)
+class _Weight:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def _encode(rule: AnyRule | Slice) -> dict[str, Any]:
+    """A rule as JSON."""
+
+    def value(one: Any) -> Any:
+        if isinstance(one, Slice):
+            return _encode(one)
+        return list(map(value, one)) if isinstance(one, tuple) else one
+
+    return {"rule": type(rule).__name__, **{name: value(one) for name, one in vars(rule).items()}}
+
+
+def _decode(rules: Iterable[Mapping[str, Any]]) -> list[AnyRule]:
+    def value(one: Any) -> Any:
+        if isinstance(one, Mapping):
+            return build(one)
+        return list(map(value, one)) if isinstance(one, list) else one
+
+    def build(one: Mapping[str, Any]) -> Any:
+        kind = RULES.get(one.get("rule", ""))
+        if kind is None:
+            raise ValueError(f"rules: expected one of {', '.join(RULES)} as 'rule', got {one!r}")
+        return kind(**{name: value(item) for name, item in one.items() if name != "rule"})
+
+    return [build(one) for one in rules]
+
+
+# -------------------------------------------------------------------------------------------- in an inference worker
+
+
+class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, TransfuseUpdateInfo]):  # type: ignore[misc]
+    """Fetches weights from the trainer's ranks and installs them in this worker's model."""
+
+    init_info_cls = TransfuseInitInfo
+    update_info_cls = TransfuseUpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._init: TransfuseInitInfo | None = None
+        #: The model that a layerwise reload has begun on, and its config, until the reload has been finalized.
+        self._reloading: tuple[torch.nn.Module, Any] | None = None
+        #: The reports of the fetches of the last update, one for each group.
+        self.reports: list[transfuse.Report] = []
+
+    def init_transfer_engine(self, init_info: TransfuseInitInfo) -> None:
+        """Check that every trainer rank can be reached, and that the token is theirs. Nothing stays open."""
+        for address in init_info.addresses:
+            try:
+                transfuse.peek(address, token=init_info.secret, timeout=init_info.timeout)
+            except TransfuseError as error:
+                raise TransfuseError(
+                    f"the trainer rank at {address} does not answer this worker: {error}. Both ends need the same "
+                    f"{TOKEN_VARIABLE}, or neither; a trainer that was started again sends a new init info"
+                ) from error
+        self._init = init_info
+
+    def start_weight_update(self) -> None:
+        if self._initialized().install == RELOAD:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            self._finalize()
+            initialize_layerwise_reload(self.model)
+            self._reloading = self.model, self.model_config
+
+    def finish_weight_update(self) -> None:
+        self._finalize()
+
+    def _finalize(self) -> None:
+        if self._reloading is not None:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            model, config = self._reloading
+            self._reloading = None
+            finalize_layerwise_reload(model, config)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The inherited one synchronizes an accelerator, and raises where there is none.
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: TransfuseUpdateInfo) -> None:
+        """Fetch all weights of a round, and install them. All of them are of this round, or an error is raised."""
+        init, weights = self._initialized(), update_info.weights()
+        self.reports = []
+        since = time.monotonic()
+        try:
+            if init.install == IN_PLACE:
+                self._receive_in_place(init, update_info.round, weights)
+            else:
+                self._receive_groups(init, update_info.round, weights)
+        except BaseException:
+            # vLLM forgets an update that failed. Its layerwise reload does not: parameters stay without memory, and
+            # layers of which it has a part would be completed from the next update.
+            self._finalize()
+            raise
+        logger.info(
+            "round %d: %d weights, %d bytes in %d groups, %.2f s",
+            update_info.round,
+            len(weights),
+            sum(report.bytes for report in self.reports),
+            len(self.reports),
+            time.monotonic() - since,
+        )
+
+    def shutdown(self) -> None:
+        self._init = None
+
+    def _initialized(self) -> TransfuseInitInfo:
+        if self._init is None:
+            raise RuntimeError("weight transfer is not initialized: call init_weight_transfer_engine first")
+        return self._init
+
+    def _receive_groups(self, init: TransfuseInitInfo, number: int, weights: Mapping[str, _Weight]) -> None:
+        groups = list(_groups(weights, init.max_bytes))
+        done = 0
+        for i, names in enumerate(groups, 1):
+            # Fresh memory for every weight: a layerwise reload keeps them until it has the whole layer.
+            fresh = {name: torch.empty(weights[name].shape, dtype=weights[name].dtype) for name in names}
+
+            def chosen(path: str, fresh: Mapping[str, torch.Tensor] = fresh) -> str | None:
+                return path if path in fresh else None
+
+            try:
+                self._fetch(init, number, fresh, chosen)
+            except TransfuseError as error:
+                where = f"group {i} of {len(groups)} ({names[0]} to {names[-1]})"
+                raise _failed(init, number, where, f"{done} of {len(weights)} weights", error) from error
+            with _without_completeness_check():
+                self.model.load_weights(list(fresh.items()))
+            done += len(names)
+            del fresh, chosen
+
+    def _receive_in_place(self, init: TransfuseInitInfo, number: int, weights: Mapping[str, _Weight]) -> None:
+        targets = dict(self.model.named_parameters())
+        # Of tied parameters torch lists one. The others are targets if the trainer has them by the same name.
+        several = self.model.named_parameters(remove_duplicate=False)
+        targets.update({name: one for name, one in several if name in weights})
+        try:
+            self._fetch(init, number, targets, _decode(init.rules) or None)
+        except TransfuseError as error:
+            touched = len({*error.torn, *error.received})
+            raise _failed(init, number, "in place", f"{touched} of {len(targets)} weights", error) from error
+
+    def _fetch(
+        self, init: TransfuseInitInfo, number: int, targets: dict[str, torch.Tensor], rules: transfuse.MapPath | None
+    ) -> None:
+        transfuse.fetch(
+            init.addresses,
+            targets,
+            token=init.secret,
+            timeout=init.timeout,
+            step=number,
+            cast=True,
+            strict=True,
+            map_path=rules,
+            on_report=self.reports.append,
+        )
+
+
+def _failed(init: TransfuseInitInfo, number: int, where: str, new: str, error: TransfuseError) -> TransfuseError:
+    """The error of an update. One text, because vLLM passes on texts only, without notes and causes."""
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return TransfuseError(
+        f"round {number}, {where}, did not arrive from the trainer at {', '.join(init.addresses)}: "
+        f"{type(error).__name__}: {error}{notes}\n"
+        f"{new} of this model may have changed already: do not serve it until an update has succeeded"
+    )
+
+
+def _groups(weights: Mapping[str, _Weight], max_bytes: int | None) -> Iterator[list[str]]:
+    """Names of weights that are fetched together, layer by layer, each group of at most ``max_bytes``."""
+    if not weights:
+        return
+    largest = max(weights, key=lambda name: weights[name].nbytes)
+    most = max(GROUP_BYTES, weights[largest].nbytes) if max_bytes is None else max_bytes
+    if weights[largest].nbytes > most:
+        raise ValueError(
+            f"the weight {largest!r} has {weights[largest].nbytes} bytes, and max_bytes is {most}: load_weights takes "
+            "whole weights, so max_bytes must be at least that"
+        )
+    group: list[str] = []
+    total = 0
+    for name in (name for layer in layerwise_groups(list(weights)) for name in layer):
+        if group and total + weights[name].nbytes > most:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += weights[name].nbytes
+    yield group
+
+
+def _without_completeness_check() -> AbstractContextManager[None]:
+    """vLLM's models with MTP layers refuse a ``load_weights`` of a part, unless told so."""
+    # If nobody has imported the module, no model here can ask it; and importing it imports all of vLLM's loaders.
+    validation = sys.modules.get("vllm.model_executor.model_loader.mtp_validation")
+    return nullcontext() if validation is None else validation.disable_mtp_completeness_check()
+
+
+# -------------------------------------------------------------------------------------------- in a trainer rank
+
+
+class ShardSource(WeightSource):  # type: ignore[misc]
+    """The weights that a rank holds, as they are: plain tensors, or DTensors of which it holds shards.
+
+    Args:
+        weights: a mapping from the names of a checkpoint to tensors, or a callable that returns it, such as
+            ``model.state_dict``. It is called in every ``send_weights``, on the thread that calls that.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self._weights = weights
+
+    def shards(self) -> dict[str, torch.Tensor]:
+        """What this rank holds, by name. Any source with this method will do."""
+        return dict(self._weights() if callable(self._weights) else self._weights)
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in self.shards().items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, one in self.shards().items():
+            yield name, materialize_full_tensor(one)
+
+
+def _shards(source: WeightSource) -> dict[str, torch.Tensor]:
+    if callable(shards := getattr(source, "shards", None)):
+        return dict(shards())
+    # Iterating vLLM's own source would gather every weight on every rank.
+    if type(source) is ModuleSource and isinstance(module := getattr(source, "_module", None), torch.nn.Module):
+        return dict(module.named_parameters())
+    raise TypeError(
+        f"source is a {type(source).__name__}, which yields gathered weights: give a ModuleSource, "
+        "transfuse.integrations.vllm.ShardSource, or a WeightSource with a method shards() that returns what this rank "
+        "holds by name"
+    )
+
+
+class _Engine:
+    """An inference engine that the trainer updates, as seen through its client."""
+
+    def __init__(self, client: VLLMWeightSyncClient) -> None:
+        self.client = client
+        #: Whether it has the init info. After a failure it gets it again: it may have been started anew.
+        self.initialized = False
+        self.busy: threading.Thread | None = None
+
+    def initialize(self, info: TransfuseInitInfo) -> None:
+        self.client.init_weight_transfer_engine(asdict(info))
+        self.initialized = True
+
+    def update(self, info: TransfuseInitInfo, update: TransfuseUpdateInfo, version: str | None) -> None:
+        try:
+            if not self.initialized:
+                self.initialize(info)
+            self.client.start_weight_update()
+            try:
+                self.client.update_weights(asdict(update))
+            except Exception:
+                # Workers that had no error are still in this update, and would refuse to start the next.
+                with suppress(Exception):
+                    self.client.finish_weight_update()
+                raise
+            if version is None:
+                self.client.finish_weight_update()
+            else:
+                self.client.finish_weight_update(version)
+        except BaseException:
+            self.initialized = False
+            raise
+
+
+class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[TransfuseTrainerInitInfo]):  # type: ignore[misc]
+    """Serves what this trainer rank holds to the workers of any number of engines, one round at a time.
+
+    :meth:`attach` adds engines, :meth:`detach` removes them; :attr:`lost` says which did not get the last round, and
+    why. A failed engine is asked again in the next round, from its initialization on.
+    """
+
+    init_info_cls = TransfuseTrainerInitInfo
+
+    def __init__(
+        self, info: TransfuseTrainerInitInfo, client: VLLMWeightSyncClient | None, source: WeightSource
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=info.is_sender)
+        _shards(source)  # Refuse a source that cannot be served here, not in the first round.
+        self._info = info
+        self._ranks = _Ranks(info)
+        self._engines: list[_Engine] = []
+        self._lock = threading.Lock()
+        self._last = 0
+        #: The round that readers may fetch now, and the weights: changed while no reader is active.
+        self._round: int | None = None
+        self._offered: dict[str, torch.Tensor] = {}
+        #: The engines that did not get the last round, each with the cause.
+        self.lost: list[tuple[VLLMWeightSyncClient, Exception]] = []
+        run, given = secrets.token_hex(8), os.environ.get(TOKEN_VARIABLE)
+        made = None if given else secrets.token_hex(32)
+        run, made = self._ranks.gather(f"{run} {made or ''}")[0].split(" ")
+        init = TransfuseInitInfo(
+            ["none yet"], run, made or None, info.timeout, info.max_bytes, info.install, list(map(_encode, info.rules))
+        )
+        self._server = transfuse.serve(
+            lambda: self._offered,
+            host=info.host,
+            port=info.port,
+            token=init.secret,
+            timeout=info.timeout,
+            step=lambda: self._round,
+            max_readers=info.max_readers,
+        )
+        try:
+            init.addresses = self._ranks.gather(self._server.address)
+        except BaseException:
+            self._server.close(cancel=True)
+            raise
+        self._init = init
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: TransfuseTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient | None,
+        source: WeightSource | None = None,
+    ) -> Self:
+        """On every trainer rank: serve, and initialize the engine behind ``client``, if there is one already."""
+        if source is None:
+            raise ValueError("transfuse serves a source: pass source=ModuleSource(model), or a ShardSource")
+        engine = cls(init_info, client, source)
+        problem = ""
+        if engine.is_sender and client is not None:
+            first = _Engine(client)
+            try:
+                first.initialize(engine._init)
+            except Exception as error:
+                problem = f"the engine behind {client!r} could not be initialized: {type(error).__name__}: {error}"
+            engine._engines.append(first)
+        try:
+            engine._ranks.check(problem)
+        except BaseException:
+            engine.shutdown()
+            raise
+        return engine
+
+    @property
+    def addresses(self) -> list[str]:
+        """``host:port`` of every trainer rank's server."""
+        return list(self._init.addresses)
+
+    def attach(self, client: VLLMWeightSyncClient) -> None:
+        """From the next round on, update this engine, too. On ranks other than 0 this does nothing."""
+        if self.is_sender:
+            with self._lock:
+                self._engines.append(_Engine(client))
+
+    def detach(self, client: VLLMWeightSyncClient) -> None:
+        """From the next round on, leave this engine out."""
+        with self._lock:
+            self._engines = [one for one in self._engines if one.client is not client]
+
+    def send_weights(self, *, weight_version: str | None = None) -> None:
+        """On every trainer rank: one round. The weights must not change before it returns.
+
+        It returns on all ranks when every engine has the weights or has failed. It raises on all ranks if every engine
+        has failed; the trainer may go on, and try again.
+        """
+        assert self.source is not None
+        described, shards = self.source.metadata(), _shards(self.source)
+        self._last += 1
+        self._offer(self._last, shards)
+        problem = ""
+        try:
+            self._ranks.check_equal(f"round {self._last}")  # Every rank offers it now.
+            if self.is_sender:
+                try:
+                    self._drive(TransfuseUpdateInfo.of(self._last, described, self._info.dtype), weight_version)
+                except Exception as error:
+                    problem = str(error) or type(error).__name__
+            self._ranks.check(problem)
+        finally:
+            self._offer(None, {})
+
+    def shutdown(self) -> None:
+        """Stop serving. Workers that are still reading get an error."""
+        self._server.close(cancel=True)
+
+    def _offer(self, number: int | None, shards: dict[str, torch.Tensor]) -> None:
+        with self._server.mutating():
+            self._round, self._offered = number, shards
+
+    def _drive(self, update: TransfuseUpdateInfo, version: str | None) -> None:
+        """Have every engine fetch this round, all at once, each in a thread."""
+        with self._lock:
+            engines = list(self._engines)
+        results: queue.SimpleQueue[tuple[_Engine, Exception | None]] = queue.SimpleQueue()
+
+        def work(engine: _Engine) -> None:
+            try:
+                engine.update(self._init, update, version)
+                results.put((engine, None))
+            except Exception as error:
+                results.put((engine, error))
+
+        failed: dict[int, Exception] = {}
+        waiting = {}
+        for engine in engines:
+            if engine.busy is not None and engine.busy.is_alive():
+                failed[id(engine)] = TransfuseError("its client has not returned from an earlier round")
+                continue
+            # A daemon: a client that never returns must not keep the trainer from ending.
+            engine.busy = threading.Thread(target=work, args=(engine,), name="transfuse-engine", daemon=True)
+            waiting[id(engine)] = engine
+            engine.busy.start()
+        until = time.monotonic() + self._info.update_timeout
+        while waiting and (left := until - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                engine, error = results.get(timeout=left)
+                del waiting[id(engine)]
+                if error is not None:
+                    failed[id(engine)] = error
+        for number in waiting:
+            failed[number] = TransfuseError(f"its client has not returned in {self._info.update_timeout:g} s")
+        self.lost = [(one.client, failed[id(one)]) for one in engines if id(one) in failed]
+        for client, cause in self.lost:
+            logger.warning("round %d: the engine behind %r failed: %s", update.round, client, cause)
+        if engines and len(self.lost) == len(engines):
+            causes = "".join(f"\n{client!r}: {type(cause).__name__}: {cause}" for client, cause in self.lost)
+            raise TransfuseError(f"round {update.round} reached no engine:{causes}")
+
+
+class _Ranks:
+    """The trainer's ranks: what they tell each other, as bytes in tensors."""
+
+    def __init__(self, info: TransfuseTrainerInitInfo) -> None:
+        self._group = info.group
+        if self._group is None and dist.is_initialized():
+            self._group = dist.group.WORLD
+        rank = 0 if self._group is None else dist.get_rank(self._group)
+        if rank != info.rank:
+            which = "without a process group there is rank 0 only" if self._group is None else "of its group"
+            raise ValueError(f"rank={info.rank}, but this process is rank {rank}: {which}")
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text."""
+        if self._group is None:
+            return [text]
+        # A group without a backend for the CPU speaks through its accelerator.
+        has_cpu = "cpu:" in dist.get_backend_config(self._group)
+        device = torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
+        said = text.encode()
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(sizes, torch.tensor([len(said)], device=device), self._group)
+        lengths = [int(size.item()) for size in sizes]
+        rows = [torch.zeros(max(1, *lengths), dtype=torch.uint8, device=device) for _ in lengths]
+        own = torch.zeros_like(rows[0])
+        if said:
+            own[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        dist.all_gather(rows, own, self._group)
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def check(self, problem: str) -> None:
+        """Raise on all ranks if one has a problem."""
+        if problems := [one for one in self.gather(problem) if one]:
+            raise TransfuseError(problems[0])
+
+    def check_equal(self, text: str) -> None:
+        """Raise on all ranks if they do not say the same."""
+        if len(set(said := self.gather(text))) > 1:
+            raise TransfuseError(f"the trainer's ranks are at different rounds: {', '.join(said)}")
+
+
+register()

@@ -1,0 +1,351 @@
+"""What tests of the vLLM integration share: the models of a trainer and of an engine, both halves in processes.
+
+A weight's values follow from its name and from the round in which the trainer sent it. So of any weight that an engine
+has, a test can say which round it is of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+import transfuse
+from transfuse import Concat
+from transfuse.testing.ranks import hear, say
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # What vLLM's imports warn of is not ours.
+    from vllm.config import DeviceConfig, VllmConfig, WeightTransferConfig
+    from vllm.distributed.weight_transfer import (
+        HTTPVLLMWeightSyncClient,
+        ModuleSource,
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+
+    from transfuse.integrations.vllm import (
+        TransfuseTrainerInitInfo,
+        TransfuseTrainerWeightTransferEngine,
+        TransfuseWeightTransferEngine,
+    )
+
+LAYERS = 3
+FETCH = "fetch"
+#: The weights of a layer that an engine's model has in one.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+RULES = tuple(Concat([f"**.{one}.weight" for one in parts], f"**.{fused}.weight") for fused, parts in FUSED.items())
+
+
+class Node(torch.nn.Module):
+    """A weight, or modules with weights."""
+
+    def __init__(self, *shape: int, **children: torch.nn.Module) -> None:
+        super().__init__()
+        if shape:
+            self.weight = torch.nn.Parameter(torch.zeros(shape))
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def trainers_model(width: int = 24, layers: int = LAYERS, tied: bool = False) -> Node:
+    """As a checkpoint names them. The number of rows is odd, so that shards are of unequal sizes."""
+    half = width // 2 + 1
+
+    def layer() -> Node:
+        attention = Node(q_proj=Node(width + 1, width), k_proj=Node(half, width), v_proj=Node(half, width))
+        return Node(self_attn=attention, mlp=Node(gate_proj=Node(width, width), up_proj=Node(width, width)))
+
+    stack = torch.nn.ModuleList(layer() for _ in range(layers))
+    model = Node(model=Node(embed_tokens=Node(31, width), layers=stack, norm=Node(width)), lm_head=Node(31, width))
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
+    return model
+
+
+class EnginesModel(Node):
+    """As vLLM has them: q, k and v in one, gate and up in one. ``load_weights`` takes the trainer's names."""
+
+    def __init__(self, width: int = 24, layers: int = LAYERS, tied: bool = False, dtype: Any = torch.float32) -> None:
+        half = width // 2 + 1
+
+        def layer() -> Node:
+            attention = Node(qkv_proj=Node(width + 1 + 2 * half, width))
+            return Node(self_attn=attention, mlp=Node(gate_up_proj=Node(2 * width, width)))
+
+        stack = torch.nn.ModuleList(layer() for _ in range(layers))
+        super().__init__(model=Node(embed_tokens=Node(31, width), layers=stack, norm=Node(width)))
+        self.lm_head = Node(31, width)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[union-attr, assignment]
+        self.to(dtype).requires_grad_(False)
+        #: The names and bytes of every call.
+        self.loads: list[tuple[list[str], int]] = []
+        #: Called before every load.
+        self.before: Any = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        weights = list(weights)
+        if self.before is not None:
+            self.before(len(self.loads))
+        self.loads.append(([name for name, _ in weights], sum(one.nbytes for _, one in weights)))
+        own = dict(self.named_parameters(remove_duplicate=False))
+        for name, weight in weights:
+            fused, part = _fused(name)
+            own_loader = getattr(own[fused], "weight_loader", load)
+            own_loader(own[fused], weight, part)
+        return {name for name, _ in weights}
+
+
+def load(param: torch.Tensor, weight: torch.Tensor, part: Sequence[int]) -> None:
+    """Copy a weight into its part of a parameter: number ``part[0]`` of ``part[1]``; the first takes what remains."""
+    number, count = part
+    rows = weight.shape[0]
+    start = 0 if number == 0 else param.shape[0] - (count - number) * rows
+    param.data[start : start + rows].copy_(weight)
+
+
+def _fused(name: str) -> tuple[str, tuple[int, int]]:
+    for fused, parts in FUSED.items():
+        for number, part in enumerate(parts):
+            if f".{part}." in name:
+                return name.replace(part, fused), (number, len(parts))
+    return name, (0, 1)
+
+
+def values(name: str, shape: Sequence[int], number: int) -> torch.Tensor:
+    """The weight of this name in the trainer's round ``number``."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + number)
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def set_round(model: torch.nn.Module, number: int) -> None:
+    """Train: give all weights, sharded or not, their values of this round."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            whole = values(name, weight.shape, number)
+            if isinstance(weight, DTensor):
+                whole = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+                weight.to_local().copy_(whole)
+            else:
+                weight.copy_(whole)
+
+
+def rounds_of(weights: Mapping[str, torch.Tensor], trainer: torch.nn.Module, most: int = 9) -> set[int | None]:
+    """The rounds that an engine's weights are of, part by part. None: of none, bit for bit."""
+    found: set[int | None] = set()
+    for name, weight in trainer.named_parameters(remove_duplicate=False):
+        fused, (number, count) = _fused(name)
+        if fused == "lm_head.weight" and fused not in weights:
+            continue
+        whole = weights[fused]
+        start = 0 if number == 0 else whole.shape[0] - (count - number) * weight.shape[0]
+        part = whole[start : start + weight.shape[0]]
+        names = [name, "model.embed_tokens.weight"] if name == "lm_head.weight" else [name]
+        fits = (
+            number
+            for number in range(1, most)
+            for one in names
+            if torch.equal(values(one, weight.shape, number).to(part.dtype), part)
+        )
+        found.add(next(fits, None))
+    return found
+
+
+def engine_for(model: torch.nn.Module) -> TransfuseWeightTransferEngine:
+    """By vLLM's factory, from vLLM's config."""
+    wanted = WeightTransferConfig(backend="transfuse")
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"), weight_transfer_config=wanted)
+    engine = WeightTransferEngineFactory.create_engine(wanted, config, torch.device("cpu"), model)
+    assert isinstance(engine, TransfuseWeightTransferEngine)
+    return engine
+
+
+class Direct:
+    """A client of an engine in this process. What it says goes through JSON, as over HTTP."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.engine = engine_for(model)
+        self.said: list[str] = []
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.said.append("init")
+        self.engine.init_transfer_engine(self.engine.parse_init_info(plain(init_info)))
+
+    def start_weight_update(self) -> None:
+        self.said.append("start")
+        self.engine.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self.said.append("update")
+        self.engine.update_weights(plain(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.said.append("finish" if weight_version is None else f"finish {weight_version}")
+        self.engine.finish_weight_update()
+
+
+def plain(info: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(info))
+    return found
+
+
+@contextmanager
+def trainer_of(
+    model: torch.nn.Module, client: Any, source: Any = None, **options: Any
+) -> Iterator[TransfuseTrainerWeightTransferEngine]:
+    """A trainer of one rank, in this process."""
+    options = {"install": "load_weights", "timeout": 20.0, **options}
+    info = TransfuseTrainerInitInfo(rank=0, **options)
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source or ModuleSource(model))
+    try:
+        yield trainer
+    finally:
+        trainer.shutdown()
+
+
+@contextmanager
+def over_http(direct: Direct, fail: Callable[[Exception], object]) -> Iterator[str]:
+    """An engine behind the routes of vLLM's server: its URL."""
+    routes: dict[str, Callable[[Any], None]] = {
+        "/init_weight_transfer_engine": lambda body: direct.init_weight_transfer_engine(body["init_info"]),
+        "/start_weight_update": lambda body: direct.start_weight_update(),
+        "/update_weights": lambda body: direct.update_weights(body["update_info"]),
+        "/finish_weight_update": lambda body: direct.finish_weight_update(body and body["weight_version"]),
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            try:
+                routes[self.path](msgspec.json.decode(raw or b"null"))
+                self.send_response(200)
+            except Exception as error:
+                self.send_response(500)
+                fail(error)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+# ---------------------------------------------------------------------------------------------- in processes
+
+
+def infer(rank: int, options: dict[str, Any], pause_at: int | str | None = None) -> dict[str, Any]:
+    """In a process: an engine behind vLLM's HTTP routes, until the parent says "stop".
+
+    With ``pause_at`` it says "paused" before its load of that number, or, if that is "fetch", within its first fetch,
+    and waits until the parent says "go on". If an update fails, it says "failed".
+    """
+    torch.set_num_threads(1)
+    model = EnginesModel(**options)
+    direct = Direct(model)
+    errors: list[str] = []
+    go_on = threading.Event()
+
+    def pause(loads: int | str) -> None:
+        if loads == pause_at:
+            say("paused")
+            go_on.wait(600)
+
+    def pause_midway(progress: dict[int, transfuse.Progress]) -> None:
+        if sum(one.bytes for one in progress.values()):
+            pause(FETCH)
+
+    if pause_at == FETCH:
+        transfuse.fetch = partial(transfuse.fetch, progress=pause_midway)
+    model.before = pause
+
+    def fail(error: Exception) -> None:
+        errors.append(f"{type(error).__name__}: {error}")
+        say("failed")
+
+    with over_http(direct, fail) as url:
+        say(url)
+        while (word := hear()) != "stop":
+            if word == "go on":
+                go_on.set()
+                continue
+            if word == "watch":
+                reset_peak()
+            say(peak_bytes())
+    weights = {name: one.detach().clone() for name, one in model.named_parameters(remove_duplicate=False)}
+    if sum(one.nbytes for one in weights.values()) > 1 << 24:
+        weights = {}  # Too much to send, and not looked at.
+    return {"weights": weights, "errors": errors, "loads": model.loads}
+
+
+def train(rank: int, options: dict[str, Any], **info: Any) -> list[str]:
+    """In a process: a rank of an FSDP2 trainer that does what the parent says, until it says "stop"."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    model = trainers_model(**options)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    trainer: Any = None
+    clients: dict[str, Any] = {}
+    while (word := hear()) != "stop":
+        kind, given = word
+        try:
+            if kind == "init":
+                start = TransfuseTrainerInitInfo(rank=rank, **{"install": "load_weights", "timeout": 20.0, **info})
+                clients = {url: HTTPVLLMWeightSyncClient(url) for url in given}
+                first, *others = clients.values()
+                source = ModuleSource(model)
+                trainer = WeightTransferTrainerFactory.trainer_init(start, client=first, source=source)
+                for other in others:
+                    trainer.attach(other)
+                say(("init", trainer.addresses))
+            elif kind == "attach":
+                clients[given] = HTTPVLLMWeightSyncClient(given)
+                trainer.attach(clients[given])
+                say(("attach", None))
+            else:
+                set_round(model, given)
+                trainer.send_weights()
+                lost = [url for url, client in clients.items() if any(client is one for one, _ in trainer.lost)]
+                say(("sent", lost))
+        except transfuse.TransfuseError as error:
+            say(("failed", str(error)))
+    if trainer is not None:
+        trainer.shutdown()
+    return []
+
+
+def reset_peak() -> None:
+    """From here on, measure. Memory that malloc keeps for later would hide what is allocated again."""
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def peak_bytes() -> int:
+    with open("/proc/self/status") as file:
+        (line,) = (line for line in file if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
