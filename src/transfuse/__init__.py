@@ -51,7 +51,7 @@ from transfuse.session.partial import Partial
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.transport import PGTransport
 
-__version__ = "0.9.0"
+__version__ = "0.10.0"
 
 rendezvous.register()
 
