@@ -14,6 +14,7 @@ Modules and packages; each imports only from those above it:
     remote                             serve and fetch, for readers outside the group
     keeper                             keep: states that outlive the restart of all workers
     dcp, dropin                        the same for users of torch.distributed.checkpoint, torch and torchft
+    integrations                       callbacks and plug-ins for frameworks; they import only what is listed below
     cli                                the command
 """
 
@@ -39,6 +40,8 @@ from transfuse.errors import (
 )
 from transfuse.keeper import rendezvous
 from transfuse.keeper.client import CommitReport, Keep, keep
+from transfuse.keeper.rendezvous import rendezvous_by_default
+from transfuse.keeper.restoring import KeptStep
 from transfuse.progress import Progress
 from transfuse.remote.client import Peeked, fetch, peek
 from transfuse.remote.server import Server, serve
@@ -57,6 +60,7 @@ __all__ = [
     "Concat",
     "CorruptData",
     "Keep",
+    "KeptStep",
     "LimitExceeded",
     "MapPath",
     "MeshDescription",
@@ -89,5 +93,6 @@ __all__ = [
     "fetch",
     "keep",
     "peek",
+    "rendezvous_by_default",
     "serve",
 ]
