@@ -49,7 +49,10 @@ class KeepCallback(Callback):
         self._trainer: Trainer | None = None
         #: The newest step that was committed or restored.
         self._step = 0
-        self._loaders: list[_KeptLoader] = []
+        #: The state that is being committed.
+        self._taken: dict[str, Any] | None = None
+        #: The random number generators with which a restored run goes on.
+        self._generators: dict[str, Any] | None = None
         #: What had been logged in the epoch that was restored, by key.
         self._logged: dict[str, Any] = {}
         #: The step that this run went on from; None if it began anew.
@@ -59,7 +62,7 @@ class KeepCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything is wrapped now, and nothing has been trained."""
-        self._trainer, self._loaders = trainer, []
+        self._trainer = trainer
         self._process_dataloader = trainer.strategy.process_dataloader
         trainer.strategy.process_dataloader = self._wrap  # type: ignore[method-assign]
         self._keep = transfuse.keep(
@@ -80,6 +83,9 @@ class KeepCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._add_logged()
         self._logged = {}
+        # Lightning leaves ReduceLROnPlateau out at the end of an epoch that was resumed, because its checkpoints do not
+        # have what was logged before. Here it is.
+        trainer.fit_loop._restarting = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._keep is not None:
@@ -135,7 +141,7 @@ class KeepCallback(Callback):
             "loops": trainer.fit_loop.state_dict(),
             "callbacks": {one.state_key: state for one in self._others(trainer) if (state := one.state_dict())},
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-            **self._state(),
+            **(self._taken or self._state()),
         }
         trainer.precision_plugin.on_save_checkpoint(checkpoint)
         for one in self._others(trainer):
@@ -172,7 +178,7 @@ class KeepCallback(Callback):
         for name, metric in _metrics(module):
             _set_metric_state(metric, tree["metrics"][name])
         self._logged = tree["logged"]
-        self._generators: dict[str, Any] | None = tree["generators"]
+        self._generators = tree["generators"]
         self.restored = self._step = checkpoint["global_step"]
 
     def _others(self, trainer: Trainer) -> list[Callback]:
@@ -186,10 +192,7 @@ class KeepCallback(Callback):
         assert self._trainer is not None
         if not self._trainer.training:
             return loader
-        is_first = not self._loaders
-        kept = _KeptLoader(loader, self._before_fetch if is_first else None, self._count, self._take_generators)
-        self._loaders.append(kept)
-        return kept
+        return _KeptLoader(loader, self._before_fetch, self._count, self._take_generators)
 
     def _before_fetch(self) -> None:
         """All that belongs to the last batch is done."""
@@ -197,7 +200,12 @@ class KeepCallback(Callback):
         assert trainer is not None
         self._add_logged()
         if keep is not None and trainer.global_step > self._step:
-            keep.commit(trainer.global_step)
+            self._taken = self._state()
+            try:
+                keep.commit(trainer.global_step, state=self._taken)
+            finally:
+                self._taken = None
+            # With several loaders, only the first that is asked commits: none of them has gone on yet.
             self._step = trainer.global_step
 
     def _count(self) -> int:
@@ -209,8 +217,6 @@ class KeepCallback(Callback):
         """The random number generators with which the run goes on, once."""
         found, self._generators = self._generators, None
         return found
-
-    _generators = None
 
     def _add_logged(self) -> None:
         """Add what had been logged in this epoch before the restart to what has been logged since."""
@@ -263,7 +269,7 @@ class _KeptLoader:
     def __init__(
         self,
         loader: Any,
-        before: Callable[[], None] | None,
+        before: Callable[[], None],
         count: Callable[[], int],
         take_generators: Callable[[], dict[str, Any] | None],
     ) -> None:
@@ -356,8 +362,7 @@ class _Batches:
         return self
 
     def __next__(self) -> Any:
-        if self._loader._before is not None:
-            self._loader._before()
+        self._loader._before()
         if self._batches is None:
             self._batches = self._loader.begin()
         return next(self._batches)
