@@ -116,4 +116,9 @@ RESTARTED: dict[Callable[[str], None], int] = {keep: 2}
 
 
 #: What other tests run.
-ELSEWHERE = {"observe": "session/test_progress.py", "torchft_heal": "dropin/test_dropin_torchft.py"}
+ELSEWHERE = {
+    "keep_lightning": "integrations/test_lightning.py",
+    "keep_transformers": "integrations/test_transformers.py",
+    "observe": "session/test_progress.py",
+    "torchft_heal": "dropin/test_dropin_torchft.py",
+}

@@ -1,20 +1,30 @@
-"""What the tests of framework callbacks share: torchrun jobs that are killed, their notes, and how these are compared."""
+"""What the tests of framework callbacks share: torchrun jobs that are killed, their notes, and how these are compared.
+
+``framework_runs.py kept_lightning <cases>`` plays many cases in one process that has imported the framework once: it
+starts the ranks of each job as forks, and does what torchrun does when one dies. The cases are JSON: a list of
+``[plan without its directory, the step that the last restart goes on from]``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import pathlib
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["compare", "note", "notes", "run", "state_digest"]
+__all__ = ["compare", "note", "notes", "play", "run", "state_digest"]
 
 #: How long a job may take.
 SECONDS = 240.0
@@ -96,3 +106,85 @@ def _by_key(some: list[dict[str, Any]]) -> dict[Any, Any]:
             continue
         assert found.setdefault((kind, json.dumps(number)), one) == one
     return found
+
+
+# ------------------------------------------------------------------------------------- many jobs in one process
+
+
+def play(main: Any, plan: Any, name: str) -> list[list[dict[str, Any]]]:
+    """What torchrun does: start all ranks, and if one dies, end the others and start all again."""
+    pathlib.Path(plan.directory).mkdir()
+    for restarts in range(len(plan.deaths) + 2):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        children = {_fork(main, plan, name, port, rank, restarts): rank for rank in range(plan.ranks)}
+        failed = False
+        while children:
+            pid, status = os.wait()
+            rank = children.pop(pid)
+            if status:
+                failed = True
+                for other in children:
+                    os.kill(other, signal.SIGKILL)
+        if not failed:
+            return notes(plan.directory, plan.ranks)
+        assert len(list(pathlib.Path(plan.directory).glob("death*"))) == restarts + 1, f"rank {rank} failed by itself"
+    raise AssertionError("more deaths than planned")
+
+
+def _fork(main: Any, plan: Any, name: str, port: int, rank: int, restarts: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        settings = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "GROUP_RANK": 0,
+            "WORLD_SIZE": plan.ranks,
+            "LOCAL_WORLD_SIZE": plan.ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": name,
+            "TORCHELASTIC_RESTART_COUNT": restarts,
+            "TRANSFUSE_RUN": name,
+        }
+        os.environ.update({key: str(value) for key, value in settings.items()})
+        main(plan)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _play_all(module: Any, cases: list[tuple[dict[str, Any], int | None]]) -> int:
+    """Play each case undisturbed and with its deaths. Returns how many have ended differently."""
+    failures = 0
+    undisturbed: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for number, (words, restored) in enumerate(cases):
+            try:
+                key = json.dumps({**words, "deaths": None, "keep": None})
+                plan = module.Plan(f"{directory}/plain{number}", **{**words, "deaths": []})
+                if key not in undisturbed:
+                    undisturbed[key] = play(module.main, plan, f"plain-{os.getpid()}-{number}")
+                plan = module.Plan(f"{directory}/killed{number}", **words)
+                killed = play(module.main, plan, f"killed-{os.getpid()}-{number}")
+                compare(killed, undisturbed[key], [restored])
+                print(f"equal: {words}", flush=True)
+            except Exception:
+                failures += 1
+                print(f"NOT EQUAL: {words}\n{traceback.format_exc()}", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRON)
+    torch.set_num_threads(1)
+    program = importlib.import_module(sys.argv[1])
+    program.preload()
+    sys.exit(1 if _play_all(program, json.loads(sys.argv[2])) else 0)

@@ -59,6 +59,13 @@ class Samples(Dataset[Any]):
         return self._x[index] + torch.randn(8) * random.random() * float(np.random.rand())
 
 
+def preload() -> None:
+    """Import what every rank will import."""
+    import lightning.pytorch
+
+    import transfuse.integrations.lightning  # noqa: F401
+
+
 def main(plan: Plan) -> None:
     from lightning.pytorch import LightningModule, Trainer, seed_everything
     from lightning.pytorch.callbacks import Callback

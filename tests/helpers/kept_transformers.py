@@ -49,6 +49,14 @@ class Samples(Dataset[Any]):
         return {"input_ids": self._x[index], "labels": self._x[index]}
 
 
+def preload() -> None:
+    """Import what every rank will import."""
+    import transformers
+    from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
+
+    import transfuse.integrations.transformers  # noqa: F401
+
+
 def main(plan: Plan) -> None:
     from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
