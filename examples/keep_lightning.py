@@ -23,7 +23,7 @@ from transfuse.integrations.lightning import KeepCallback
 EPOCHS, FATAL_STEP = 3, 9
 
 
-class Model(LightningModule):
+class Model(LightningModule):  # type: ignore[misc]
     def __init__(self, *, mortal: bool) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.Linear(64, 1))
@@ -47,7 +47,7 @@ def fit(*, kept: bool) -> tuple[Tensor, int]:
     """Train. Returns losses, weights and moments as bits, and how many steps this process has trained."""
     seed_everything(7, verbose=False)
     model = Model(mortal=kept)
-    data = DataLoader(list(torch.randn(96, 16)), batch_size=8, shuffle=True)  # type: ignore[arg-type]
+    data: Any = DataLoader(list(torch.randn(96, 16)), batch_size=8, shuffle=True)  # type: ignore[arg-type]
     torch.manual_seed(int(os.environ["RANK"]))  # Dropout differs between the ranks.
     trainer = Trainer(
         accelerator="cpu",

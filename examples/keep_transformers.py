@@ -1,4 +1,4 @@
-"""Transformers' Trainer under torchrun: a worker is killed, torchrun starts all again, and training goes on from memory.
+"""Transformers' Trainer under torchrun: a worker is killed, torchrun starts all again, and it goes on from memory.
 
 All that it takes is `callbacks=[KeepCallback()]`. In the end the logged losses, weights and moments equal those of an
 undisturbed run, bit for bit.

@@ -1,4 +1,4 @@
-"""A Lightning training that is kept: the program of a worker under torchrun. It dies as planned, and notes what it sees.
+"""A Lightning training that is kept: the program of a worker under torchrun. It dies as planned.
 
 ``kept_lightning.py <plan>``, where the plan is a :class:`Plan` as JSON.
 """
@@ -34,14 +34,12 @@ class Plan:
     directory: str
     strategy: str = "auto"
     ranks: int = 2
-    #: Each death: the rank, the moment ("backward", "validate", "epoch_end") and the batch at which it dies, counted from 0.
+    #: Each death: the rank, the moment ("backward", "validate", "epoch_end") and the batch at which it dies, or later.
     deaths: list[tuple[int, str, int]] = dataclasses.field(default_factory=list)
     trainer: dict[str, Any] = dataclasses.field(default_factory=lambda: {"max_epochs": 3})
     keep: dict[str, Any] = dataclasses.field(default_factory=dict)
     workers: int = 0
     samples: int = 40
-    #: Whether torch's own random sampler shuffles, even with several ranks.
-    plain_sampler: bool = False
 
 
 class Samples(Dataset[Any]):
@@ -61,8 +59,6 @@ class Samples(Dataset[Any]):
 
 def preload() -> None:
     """Import what every rank will import."""
-    import lightning.pytorch
-
     import transfuse.integrations.lightning  # noqa: F401
 
 
@@ -85,7 +81,7 @@ def main(plan: Plan) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
             threading.Event().wait()
 
-    class Module(LightningModule):
+    class Module(LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             normal = [] if plan.strategy == "fsdp2" else [torch.nn.BatchNorm1d(16)]
@@ -104,7 +100,7 @@ def main(plan: Plan) -> None:
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             loss: Tensor = (self.layers(batch) - batch.sum(1, keepdim=True)).square().mean()
             self.log("loss", loss, on_epoch=True, on_step=True)
-            note(directory, rank, batch=self.trainer.fit_loop.total_batch_idx, loss=loss.item().hex())
+            note(directory, rank, batch=self.trainer.fit_loop.total_batch_idx, loss=float(loss).hex())
             return loss
 
         def on_after_backward(self) -> None:
@@ -136,7 +132,7 @@ def main(plan: Plan) -> None:
                 "lr_scheduler": {"scheduler": plateau, "monitor": "loss_epoch", "interval": "epoch"},
             }
 
-    class Counter(Callback):
+    class Counter(Callback):  # type: ignore[misc]
         """A callback with a state of its own."""
 
         counts = 0
@@ -174,7 +170,6 @@ def main(plan: Plan) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        use_distributed_sampler=not plan.plain_sampler,
         default_root_dir=plan.directory,
         **plan.trainer,
     )
@@ -190,7 +185,7 @@ def main(plan: Plan) -> None:
         end=state_digest(state),
         restored=keep.restored,
         counts=counter.counts,
-        average=module.average.item().hex(),
+        average=float(module.average).hex(),
         loss=trainer.callback_metrics["loss_epoch"].item().hex(),
         rates=[group["lr"] for group in trainer.optimizers[0].param_groups],
         steps=trainer.global_step,

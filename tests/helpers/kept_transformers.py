@@ -31,7 +31,7 @@ class Plan:
 
     directory: str
     ranks: int = 2
-    #: Each death: the rank, the moment ("backward", "evaluate", "save") and the step at which it dies, counted from 0.
+    #: Each death: the rank, the moment ("backward", "evaluate", "save") and the step at which it dies, or later.
     deaths: list[tuple[int, str, int]] = dataclasses.field(default_factory=list)
     arguments: dict[str, Any] = dataclasses.field(default_factory=lambda: {"num_train_epochs": 3})
     keep: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -51,7 +51,6 @@ class Samples(Dataset[Any]):
 
 def preload() -> None:
     """Import what every rank will import."""
-    import transformers
     from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
 
     import transfuse.integrations.transformers  # noqa: F401

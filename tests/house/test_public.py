@@ -26,9 +26,9 @@ def modules() -> list[ModuleType]:
     for name in names:
         try:
             found.append(importlib.import_module(name))
-        except ImportError as error:  # An integration whose library is not installed says which extra to install.
-            assert re.fullmatch(r"transfuse\.integrations\.\w+", name), name
-            assert f"pip install 'transfuse[{name.rpartition('.')[2]}]'" in str(error)
+        except ImportError:
+            if not name.startswith("transfuse.integrations."):  # Their libraries need not be installed.
+                raise
     return found
 
 

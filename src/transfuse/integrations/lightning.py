@@ -1,4 +1,4 @@
-"""Lightning: ``Trainer(callbacks=[KeepCallback()])``, and a run that torchrun restarts goes on from a keeper's memory."""
+"""Lightning: with ``Trainer(callbacks=[KeepCallback()])`` a run that torchrun restarts goes on from memory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transfuse.integrations.rank_state import Packer, generators, set_generators
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
     from torchmetrics import Metric
 except ImportError as error:
     raise missing("lightning", error) from error
@@ -25,7 +26,7 @@ __all__ = ["KeepCallback"]
 logger = logging.getLogger("transfuse")
 
 
-class KeepCallback(Callback):
+class KeepCallback(Callback):  # type: ignore[misc]
     """Commits each optimizer step to the keeper of this host, and goes on from there when the job is started again.
 
     Kept are the model, optimizers, schedulers, the precision plug-in (scaler), the progress of loops, the place in the
@@ -62,9 +63,13 @@ class KeepCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything is wrapped now, and nothing has been trained."""
+        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
+            raise transfuse.TransfuseError(
+                f"KeepCallback cannot keep what {type(trainer.strategy).__name__} holds. ModelParallelStrategy shards, too"
+            )
         self._trainer = trainer
         self._process_dataloader = trainer.strategy.process_dataloader
-        trainer.strategy.process_dataloader = self._wrap  # type: ignore[method-assign]
+        trainer.strategy.process_dataloader = self._wrap
         self._keep = transfuse.keep(
             self._state, load=self._load, own=self._own, load_own=self._load_own, **self._options
         )
@@ -99,7 +104,7 @@ class KeepCallback(Callback):
             self._leave(trainer)
 
     def _leave(self, trainer: Trainer) -> None:
-        trainer.strategy.process_dataloader = self._process_dataloader  # type: ignore[method-assign]
+        trainer.strategy.process_dataloader = self._process_dataloader
         self._keep = None
 
     def _forget_checkpoint(self, trainer: Trainer) -> None:
@@ -182,7 +187,7 @@ class KeepCallback(Callback):
         self.restored = self._step = checkpoint["global_step"]
 
     def _others(self, trainer: Trainer) -> list[Callback]:
-        return [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
+        return [one for one in trainer.callbacks if one is not self]
 
     # ------------------------------------------------------------------------------------------- the data
 
@@ -380,9 +385,10 @@ class _Rest:
 
     def begin(self) -> Iterator[Any]:
         if self._rest is None:
-            self._rest = iter(self._sampler)
+            rest: Iterator[Any] = iter(self._sampler)
             for _ in range(self._skipped):
-                next(self._rest, None)
+                next(rest, None)
+            self._rest = rest
         return self._rest
 
     def __iter__(self) -> Iterator[Any]:

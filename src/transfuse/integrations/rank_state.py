@@ -1,4 +1,4 @@
-"""What a rank has of its own beside tensors: counters, histories, positions and random number generators, as one tensor.
+"""What a rank has of its own beside tensors: counters, histories, places and random number generators, in one tensor.
 
 A keeper gives a state whose structure changes new slots. A history that grows would change it at each commit, so all
 of this is written into one tensor with room to spare. It is read with ``torch.load(weights_only=True)``, which runs

@@ -1,4 +1,4 @@
-"""Transformers: ``Trainer(callbacks=[KeepCallback()])``, and a run that torchrun restarts goes on from a keeper's memory."""
+"""Transformers: with ``Trainer(callbacks=[KeepCallback()])`` a run that torchrun restarts goes on from memory."""
 
 from __future__ import annotations
 
@@ -104,21 +104,23 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
         """Train on, as from a checkpoint that has no weights: those come when everything is wrapped."""
         assert self._kept is not None
         assert self._keep is not None
-        rank, before = self._keep.rank, self._kept.own
-        if len(before) != 1 or rank not in before:
+        if self._kept.ranks != self._keep.world_size:
             raise transfuse.StateError(
-                f"step {self._kept.step} was kept by {len(before)} ranks, and now there are {self._keep.world_size}: "
-                "places in the data do not fit. Start as many ranks as before, or go on from a checkpoint under "
-                "another run="
+                f"step {self._kept.step} was kept by {self._kept.ranks} ranks, and now there are "
+                f"{self._keep.world_size}: places in the data do not fit. Start as many ranks as before, or go on from a "
+                "checkpoint under another run="
             )
         with tempfile.TemporaryDirectory(prefix="transfuse-") as directory:
-            state = unpack(before[rank]["rank"])["state"]
+            state = unpack(self._kept.own[self._keep.rank]["rank"])["state"]
             pathlib.Path(directory, "trainer_state.json").write_text(state)
-            self._trainer._load_from_checkpoint = lambda *_, **__: None
+            trainer, on_start = self._trainer, self._trainer.args.eval_on_start
+            trainer.args.eval_on_start = False
+            trainer._load_from_checkpoint = lambda *_, **__: None
             try:
                 return self._train(directory, *args, **options)
             finally:
-                del self._trainer._load_from_checkpoint
+                del trainer._load_from_checkpoint
+                trainer.args.eval_on_start = on_start
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Everything is wrapped now, and nothing has been trained."""

@@ -123,7 +123,7 @@ def keep(
         on_report=on_report,
         options=options,
     )
-    if rendezvous.is_needed():
+    if dist.is_initialized() and rendezvous.is_needed():
         logger.warning(
             "torchrun keeps its store over restarts, and gloo then meets dead addresses: pass "
             'init_method="transfuse://" to init_process_group, or a restarted job cannot form its group'

@@ -98,6 +98,7 @@ def rendezvous_by_default() -> None:
     init_process_group.is_of_transfuse = True  # type: ignore[attr-defined]
     dist.init_process_group = init_process_group
 
+
 # ------------------------------------------------------------------------------------------ what torch calls
 
 

@@ -93,8 +93,10 @@ class KeptStep(NamedTuple):
     """A step that the keepers hold."""
 
     step: int
-    #: By rank of the job that committed it: what ``own`` had returned there. A job of as many ranks gets its own rank's.
+    #: By rank of the job that committed it: what ``own`` had returned there. In a job of as many ranks, only this rank's.
     own: Mapping[int, Any]
+    #: How many ranks have committed it.
+    ranks: int
 
 
 class Holding(msgspec.Struct, array_like=True):
@@ -230,7 +232,7 @@ class Attempt:
 
     def look(self) -> KeptStep:
         """Only what belonged to the ranks."""
-        return KeptStep(self._candidate.label.step, self._begin()[2])
+        return KeptStep(self._candidate.label.step, self._begin()[2], self._candidate.world_size)
 
     def _begin(self) -> tuple[list[int], dict[int, Restored], dict[int, Any], dict[int, frames.Address]]:
         """Whose states this rank needs, those of them that are here, what belonged to ranks, who serves the others."""
@@ -259,7 +261,7 @@ class Attempt:
         if error is None:
             error = self._load(own)
         self._agree(error)
-        return KeptStep(self._candidate.label.step, own)
+        return KeptStep(self._candidate.label.step, own, self._candidate.world_size)
 
     def _ask(self, question: Any, expected: Any) -> tuple[Any, list[int]]:
         if self._link is None:
