@@ -65,7 +65,7 @@ class KeepCallback(Callback):  # type: ignore[misc]
         """Everything is wrapped now, and nothing has been trained."""
         if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
             raise transfuse.TransfuseError(
-                f"KeepCallback cannot keep what {type(trainer.strategy).__name__} holds. ModelParallelStrategy shards, too"
+                f"KeepCallback cannot keep what {type(trainer.strategy).__name__} holds. Use ModelParallelStrategy"
             )
         self._trainer = trainer
         self._process_dataloader = trainer.strategy.process_dataloader

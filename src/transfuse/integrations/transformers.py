@@ -107,8 +107,8 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
         if self._kept.ranks != self._keep.world_size:
             raise transfuse.StateError(
                 f"step {self._kept.step} was kept by {self._kept.ranks} ranks, and now there are "
-                f"{self._keep.world_size}: places in the data do not fit. Start as many ranks as before, or go on from a "
-                "checkpoint under another run="
+                f"{self._keep.world_size}: places in the data do not fit. Start as many ranks as before, or go on from "
+                "a checkpoint under another run="
             )
         with tempfile.TemporaryDirectory(prefix="transfuse-") as directory:
             state = unpack(self._kept.own[self._keep.rank]["rank"])["state"]

@@ -93,7 +93,7 @@ class KeptStep(NamedTuple):
     """A step that the keepers hold."""
 
     step: int
-    #: By rank of the job that committed it: what ``own`` had returned there. In a job of as many ranks, only this rank's.
+    #: By rank of the job that committed it: what ``own`` had returned. In a job of as many ranks, only this rank's.
     own: Mapping[int, Any]
     #: How many ranks have committed it.
     ranks: int
