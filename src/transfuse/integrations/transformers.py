@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import logging
@@ -166,7 +165,7 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         scaler = trainer.accelerator.scaler
         tree = {
-            "state": json.dumps(dataclasses.asdict(trainer.state)),
+            "state": json.dumps(vars(trainer.state)),
             "counters": {name: getattr(trainer, name) for name in COUNTERS if hasattr(trainer, name)},
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
