@@ -40,6 +40,8 @@ class Plan:
     keep: dict[str, Any] = dataclasses.field(default_factory=dict)
     workers: int = 0
     samples: int = 40
+    #: Whether the job writes checkpoints, too, and asks for the last one at each start.
+    checkpoints: bool = False
 
 
 class Samples(Dataset[Any]):
@@ -64,7 +66,8 @@ def preload() -> None:
 
 def main(plan: Plan) -> None:
     from lightning.pytorch import LightningModule, Trainer, seed_everything
-    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from torchmetrics import MeanMetric
 
     from transfuse.integrations.lightning import KeepCallback
 
@@ -89,6 +92,7 @@ def main(plan: Plan) -> None:
                 torch.nn.Linear(8, 16), *normal, torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
             )
             self.average = torch.zeros(1)
+            self.mean = MeanMetric(sync_on_compute=False)
 
         def configure_model(self) -> None:
             if plan.strategy == "fsdp2":
@@ -99,6 +103,7 @@ def main(plan: Plan) -> None:
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             loss: Tensor = (self.layers(batch) - batch.sum(1, keepdim=True)).square().mean()
+            self.mean(loss.detach())
             self.log("loss", loss, on_epoch=True, on_step=True)
             note(directory, rank, batch=self.trainer.fit_loop.total_batch_idx, loss=float(loss).hex())
             return loss
@@ -154,6 +159,13 @@ def main(plan: Plan) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.counts = state["counts"]
 
+    class Accuracy(Callback):  # type: ignore[misc]
+        """Notes what a metric of torchmetrics has averaged over an epoch."""
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            note(directory, rank, averaged=trainer.current_epoch, value=float(module.mean.compute()).hex())
+            module.mean.reset()
+
     seed_everything(5 + rank, verbose=False)
     strategy: Any = plan.strategy
     if plan.strategy == "fsdp2":
@@ -161,13 +173,19 @@ def main(plan: Plan) -> None:
 
         strategy = ModelParallelStrategy(data_parallel_size=plan.ranks, tensor_parallel_size=1)
     keep, counter = KeepCallback(**plan.keep), Counter()
+    callbacks = [keep, counter, Accuracy()]
+    if plan.checkpoints:
+        path = directory / "checkpoints"
+        callbacks.append(
+            ModelCheckpoint(path, every_n_train_steps=3, save_last=True, monitor="loss_step", save_top_k=2)
+        )
     trainer = Trainer(
         accelerator="cpu",
         devices=plan.ranks,
         strategy=strategy,
-        callbacks=[keep, counter],
+        callbacks=callbacks,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=plan.checkpoints,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=plan.directory,
@@ -177,7 +195,8 @@ def main(plan: Plan) -> None:
     noisy = plan.workers == 0
     loader = DataLoader(Samples(plan.samples, noisy), batch_size=4, shuffle=True, num_workers=plan.workers)
     note(directory, rank, start=done)
-    trainer.fit(module, loader, DataLoader(Samples(8, False), batch_size=4))
+    validation = DataLoader(Samples(8, False), batch_size=4)
+    trainer.fit(module, loader, validation, ckpt_path="last" if plan.checkpoints else None)
     state = {"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}
     note(
         directory,

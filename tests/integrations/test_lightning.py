@@ -40,6 +40,8 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"ranks": 1, "deaths": [(0, "validate", 9)], "trainer": {"max_epochs": 3, "val_check_interval": 3}}, 12),
     ({"ranks": 1, "deaths": [(0, "backward", 15)], "workers": 2, "keep": {"every": 4}}, 12),
     ({**RANKS, "deaths": [(1, "backward", 7)]}, 7),
+    # The last checkpoint is older than what the keeper holds.
+    ({**RANKS, "deaths": [(1, "backward", 8)], "checkpoints": True}, 8),
     ({**RANKS, "deaths": [(1, "backward", 8)], "workers": 2}, 8),
     (
         {

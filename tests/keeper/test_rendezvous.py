@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 import transfuse
@@ -328,7 +328,7 @@ def test_a_framework_that_names_no_method_gets_ours(under_torchrun: None, monkey
         transfuse.rendezvous_by_default()
     dist.init_process_group("gloo", rank=0, world_size=1)
     dist.init_process_group("gloo", "tcp://here")
-    dist.init_process_group(backend="gloo", store=dist.HashStore())
+    dist.init_process_group(backend="gloo", store=HashStore())
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     dist.init_process_group("gloo")
     assert [words for words, _ in seen] == [

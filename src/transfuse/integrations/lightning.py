@@ -320,6 +320,7 @@ class _KeptLoader:
         self._set_all_generators(resume["start"])
         self._start = resume["start"]
         skipped = 0 if self._is_stateful else resume["next"]
+        batches: Iterator[Any]
         loader: Any = self._loader
         if skipped and isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             rest = _Rest(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, skipped)
