@@ -8,7 +8,6 @@ starts the ranks of each job as forks, and does what torchrun does when one dies
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
 import json
 import os
@@ -27,7 +26,7 @@ import torch
 from commands import Running
 from example_outputs import EXAMPLES
 
-__all__ = ["compare", "note", "notes", "play_all", "run", "run_example", "state_digest"]
+__all__ = ["compare", "note", "notes", "play_all", "run", "run_example"]
 
 #: How long a job may take.
 SECONDS = 240.0
@@ -44,29 +43,6 @@ def notes(directory: str, ranks: int) -> list[list[dict[str, Any]]]:
         [json.loads(line) for line in pathlib.Path(directory, f"rank{rank}").read_text().splitlines()]
         for rank in range(ranks)
     ]
-
-
-def state_digest(tree: Any) -> str:
-    """All bytes of a state, in order."""
-    result = hashlib.sha256()
-
-    def visit(one: Any) -> None:
-        if isinstance(one, torch.Tensor):
-            whole = one.full_tensor() if hasattr(one, "full_tensor") else one
-            result.update(f"{whole.dtype}{tuple(whole.shape)}".encode())
-            result.update(whole.detach().contiguous().numpy().tobytes())
-        elif isinstance(one, dict):
-            for key, value in one.items():
-                result.update(repr(key).encode())
-                visit(value)
-        elif isinstance(one, list | tuple):
-            for value in one:
-                visit(value)
-        else:
-            result.update(repr(one).encode())
-
-    visit(tree)
-    return result.hexdigest()
 
 
 def run(program: str, plan: Any, arguments: Sequence[str] = ()) -> list[list[dict[str, Any]]]:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from framework_runs import note, state_digest
+from framework_runs import note
+from kept_training import digest
 
 __all__ = ["Plan"]
 
@@ -201,7 +202,7 @@ def main(plan: Plan) -> None:
     note(
         directory,
         rank,
-        end=state_digest(state),
+        end=digest(state),
         restored=keep.restored,
         counts=counter.counts,
         average=float(module.average).hex(),

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from framework_runs import note, state_digest
+from framework_runs import note
+from kept_training import digest
 
 __all__ = ["Plan"]
 
@@ -125,7 +126,7 @@ def main(plan: Plan) -> None:
     note(
         directory,
         rank,
-        end=state_digest(state),
+        end=digest(state),
         restored=keep.restored,
         history=history,
         loss=result.training_loss.hex(),

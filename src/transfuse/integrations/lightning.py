@@ -50,6 +50,8 @@ class KeepCallback(Callback):  # type: ignore[misc]
         self._trainer: Trainer | None = None
         #: The newest step that was committed or restored.
         self._step = 0
+        #: What the strategy does with a data loader; None while it is asked itself.
+        self._process_dataloader: Callable[[object], object] | None = None
         #: The state that is being committed.
         self._taken: dict[str, Any] | None = None
         #: The random number generators with which a restored run goes on.
@@ -68,13 +70,13 @@ class KeepCallback(Callback):  # type: ignore[misc]
                 f"KeepCallback cannot keep what {type(trainer.strategy).__name__} holds. Use ModelParallelStrategy"
             )
         self._trainer = trainer
-        self._process_dataloader = trainer.strategy.process_dataloader
-        trainer.strategy.process_dataloader = self._wrap
         self._keep = transfuse.keep(
             self._state, load=self._load, own=self._own, load_own=self._load_own, **self._options
         )
         self.restored, self._step = None, trainer.global_step
         found = self._keep.restore()
+        self._process_dataloader = trainer.strategy.process_dataloader
+        trainer.strategy.process_dataloader = self._wrap
         if found is None:
             return
         if self.restored is None:
@@ -104,8 +106,9 @@ class KeepCallback(Callback):  # type: ignore[misc]
             self._leave(trainer)
 
     def _leave(self, trainer: Trainer) -> None:
-        trainer.strategy.process_dataloader = self._process_dataloader
-        self._keep = None
+        if self._process_dataloader is not None:
+            trainer.strategy.process_dataloader = self._process_dataloader
+        self._keep = self._process_dataloader = None
 
     def _forget_checkpoint(self, trainer: Trainer) -> None:
         """The keeper's step is newer than what ``fit(ckpt_path=...)`` has read, and would now load."""
@@ -193,8 +196,9 @@ class KeepCallback(Callback):  # type: ignore[misc]
 
     def _wrap(self, loader: object) -> object:
         """Called by Lightning with each data loader."""
-        loader = self._process_dataloader(loader)
         assert self._trainer is not None
+        assert self._process_dataloader is not None
+        loader = self._process_dataloader(loader)
         if not self._trainer.training:
             return loader
         return _KeptLoader(loader, self._before_fetch, self._count, self._take_generators)

@@ -131,15 +131,17 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
         if any(isinstance(module, FullyShardedDataParallel) for module in self._trainer.model_wrapped.modules()):
             raise transfuse.TransfuseError("KeepCallback cannot keep FSDP version 1. Set fsdp_config version 2")
         self._step = state.global_step
-        if self._kept is None:
-            return
-        found = self._keep.restore()
-        if found != self._kept.step:
+        expected = None if self._kept is None else self._kept.step
+        # If there was nothing to look at, but steps have been kept, this raises: a run never begins anew by itself.
+        self.restored = self._keep.restore()
+        if self.restored != expected:
             raise transfuse.StateError(
-                f"step {self._kept.step} could not be restored, only {found}: see the log. Another restart may help"
+                f"step {expected} was to be restored, and step {self.restored} was: the log says why. The loops are at "
+                "another step. Start the job again"
             )
-        self._kept, self.restored = None, found
-        logger.info("rank %d goes on after step %d, from the keeper's memory", self._keep.rank, found)
+        self._kept = None
+        if self.restored is not None:
+            logger.info("rank %d goes on after step %d, from the keeper's memory", self._keep.rank, self.restored)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """All that belongs to the last step is done, and the batches of the next one are there."""
