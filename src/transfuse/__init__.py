@@ -42,6 +42,8 @@ from transfuse.errors import (
 from transfuse.healing import heal
 from transfuse.keeper import rendezvous
 from transfuse.keeper.client import CommitReport, Keep, keep
+from transfuse.keeper.rendezvous import rendezvous_by_default
+from transfuse.keeper.restoring import KeptStep
 from transfuse.progress import Progress
 from transfuse.remote.client import Peeked, fetch, peek
 from transfuse.remote.server import Server, serve
@@ -60,6 +62,7 @@ __all__ = [
     "Concat",
     "CorruptData",
     "Keep",
+    "KeptStep",
     "LimitExceeded",
     "MapPath",
     "MeshDescription",
@@ -93,5 +96,6 @@ __all__ = [
     "heal",
     "keep",
     "peek",
+    "rendezvous_by_default",
     "serve",
 ]

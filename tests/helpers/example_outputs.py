@@ -117,6 +117,8 @@ RESTARTED: dict[Callable[[str], None], int] = {keep: 2}
 
 #: What other tests run.
 ELSEWHERE = {
+    "keep_lightning": "integrations/test_lightning.py",
+    "keep_transformers": "integrations/test_transformers.py",
     "observe": "session/test_progress.py",
     "ray_transport": "integrations/test_ray.py",
     "torchft_heal": "dropin/test_dropin_torchft.py",

@@ -17,11 +17,17 @@ MAX_BYTES = 64 << 20
 
 
 class Exchange:
-    """Gathers bytes of all ranks of a group. Every rank calls it as often as the others, in the same order."""
+    """Gathers bytes of all ranks of a group. Every rank calls it as often as the others, in the same order.
+
+    Without a group it is that of a job of one process.
+    """
 
     def __init__(self, group: Any, timeout: timedelta) -> None:
         self._group = group
         self._timeout = timeout
+        if group is None and not dist.is_initialized():
+            self.rank, self.size, self._device = 0, 1, torch.device("cpu")
+            return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = _device_of(group)
 
