@@ -242,7 +242,7 @@ def _device(pg: Any, peer: int) -> Any:
 
 
 class Pool:
-    """The lanes of one transport that no transfer uses now."""
+    """The lanes of one transport that no transfer uses now, in one configuration of its group."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -296,6 +296,13 @@ class Pool:
                 self._lanes.setdefault((peer, is_source), {})[lane.number] = lane
                 return
         lane.close()
+
+    def in_configuration(self, group: Group) -> Pool:
+        """This pool closes, and another one goes on for ``group``: behind a peer's rank there may be another process."""
+        other = Pool(group)
+        other._closed = self._closed
+        self.close()
+        return other
 
     def close(self) -> None:
         """Close all lanes, now and those that come back later."""
