@@ -4,7 +4,7 @@
 interpreter of another environment. A test that fails among many others runs again alone before it counts as failed:
 on a busy machine some are late. The pinned run is recorded, and done again only when a file of the project is newer.
 
-Options of pytest may follow: ``python -m tools.compat .venv-2.15.0/bin/python --workers 2 tests/wire -k lanes``.
+Arguments for pytest may follow: ``python -m tools.compat .venv-2.15.0/bin/python --workers 2 tests/wire -k lanes``.
 """
 
 from __future__ import annotations
@@ -16,90 +16,99 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
-__all__ = ["differences", "main", "outcomes", "run", "summary"]
+__all__ = ["FAILED", "Outcome", "differences", "main", "recorded", "run", "summary"]
 
 RECORDS = Path("build/compat")
 PASSED, FAILED, SKIPPED, ABSENT = "passed", "failed", "skipped", "absent"
-#: Tests that failed among the others and passed alone.
-LATE = "passed alone"
-
-#: By the test's name: what became of it, and what pytest said.
-Outcomes = Mapping[str, tuple[str, str]]
+#: It failed among the others, and passed alone.
+ALONE = "passed alone"
 
 
-def outcomes(record: Path) -> dict[str, tuple[str, str]]:
-    """The outcome of every test in a record that pytest has written."""
-    found: dict[str, tuple[str, str]] = {}
-    for case in ElementTree.parse(record).getroot().iter("testcase"):
-        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
-        for kind, outcome in (("failure", FAILED), ("error", FAILED), ("skipped", SKIPPED)):
-            said = case.find(kind)
-            if said is not None:
-                found[name] = outcome, (said.get("message") or "").split("\n")[0]
-                break
-        else:
-            # A test that passed and whose fixture failed afterwards appears twice.
-            found.setdefault(name, (PASSED, ""))
+class Outcome(NamedTuple):
+    """What became of a test, and the first line of what pytest said about it."""
+
+    kind: str
+    said: str = ""
+
+
+def recorded(record: Path) -> dict[str, Outcome]:
+    """The outcome of every test, by its name, from the record of a run and that of its failed tests alone."""
+    found = _read(record)
+    alone = _again(record)
+    for name, outcome in (_read(alone) if alone.exists() else {}).items():
+        if outcome.kind == PASSED and name in found:
+            found[name] = Outcome(ALONE, found[name].said)
     return found
 
 
-def run(python: str, record: Path, workers: int, options: Sequence[str]) -> dict[str, tuple[str, str]]:
+def _read(record: Path) -> dict[str, Outcome]:
+    if not record.exists():
+        raise SystemExit(f"pytest has written no {record}: it says above why")
+    found: dict[str, Outcome] = {}
+    for case in ElementTree.parse(record).getroot().iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        outcome = Outcome(PASSED)
+        for tag, kind in (("failure", FAILED), ("error", FAILED), ("skipped", SKIPPED)):
+            element = case.find(tag)
+            if element is not None:
+                outcome = Outcome(kind, (element.get("message") or "").split("\n")[0])
+                break
+        # A test that passes and whose fixture fails afterwards appears twice.
+        if name not in found or found[name].kind != FAILED:
+            found[name] = outcome
+    return found
+
+
+def _again(record: Path) -> Path:
+    return record.with_suffix(".alone.xml")
+
+
+def run(python: str, record: Path, workers: int, options: Sequence[str]) -> dict[str, Outcome]:
     """Run the tests with an interpreter, and those that failed once more, one after the other."""
     record.parent.mkdir(parents=True, exist_ok=True)
-    again = record.with_suffix(".again.xml")
-    for old in (record, again):
+    alone = _again(record)
+    for old in (record, alone):
         old.unlink(missing_ok=True)
-    pytest = [python, "-m", "pytest", "-q", "-o", f"cache_dir={record.with_suffix('.cache')}"]
-    subprocess.run(
-        [*pytest, "--numprocesses", str(workers), "--dist", "worksteal", f"--junitxml={record}", *options], check=False
-    )
-    found = outcomes(record)
-    if any(outcome == FAILED for outcome, _ in found.values()):
-        failed_only = ("--last-failed", "--last-failed-no-failures", "none")
-        subprocess.run([*pytest, *failed_only, f"--junitxml={again}", *options], check=False)
-        for name, (outcome, _) in outcomes(again).items():
-            if outcome == PASSED:
-                found[name] = LATE, found[name][1]
-    return found
+    pytest = [python, "-m", "pytest", "-q", "-o", f"cache_dir={record.absolute().with_suffix('.cache')}"]
+    together = ["--numprocesses", str(workers), "--dist", "worksteal", f"--junitxml={record}"]
+    subprocess.run([*pytest, *together, *options], check=False)
+    if any(outcome.kind == FAILED for outcome in recorded(record).values()):
+        failed_only = ["--last-failed", "--last-failed-no-failures", "none", f"--junitxml={alone}"]
+        subprocess.run([*pytest, *failed_only, *options], check=False)
+    return recorded(record)
 
 
-def pinned(workers: int, options: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """The run with this interpreter, from its record if no file of the project is newer."""
+def run_pinned(workers: int, options: Sequence[str]) -> dict[str, Outcome]:
+    """The run with this interpreter, or its record if no file of the project is newer."""
     chosen = hashlib.sha256("\0".join(options).encode()).hexdigest()[:8]
     record = RECORDS / f"pinned-{chosen}.xml"
-    files = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
-    newest = max(Path(name).stat().st_mtime for name in files.split("\0") if name and Path(name).exists())
-    if record.exists() and record.stat().st_mtime > newest:
+    listed = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
+    files = [Path(name) for name in listed.split("\0") if name]
+    if record.exists() and record.stat().st_mtime > max(path.stat().st_mtime for path in files if path.exists()):
         print(f"The pinned run is that of {record}.")
-        found, again = outcomes(record), record.with_suffix(".again.xml")
-        for name, (outcome, _) in (outcomes(again) if again.exists() else {}).items():
-            if outcome == PASSED:
-                found[name] = LATE, found[name][1]
-        return found
+        return recorded(record)
     return run(sys.executable, record, workers, options)
 
 
-def differences(before: Outcomes, after: Outcomes) -> list[str]:
+def differences(before: Mapping[str, Outcome], after: Mapping[str, Outcome]) -> list[str]:
     """A line for each test that ended differently, and for each that only one run has."""
     lines = []
     for name in sorted(before.keys() | after.keys()):
-        (was, _), (now, said) = before.get(name, (ABSENT, "")), after.get(name, (ABSENT, ""))
-        if {was, now} <= {PASSED, LATE} or was == now:
-            continue
-        lines.append(f"{name}: {was} -> {now}" + (f": {said}" if said else ""))
+        was, now = before.get(name, Outcome(ABSENT)), after.get(name, Outcome(ABSENT))
+        if was.kind != now.kind and not {was.kind, now.kind} <= {PASSED, ALONE}:
+            lines.append(f"{name}: {was.kind} -> {now.kind}" + (f": {now.said}" if now.said else ""))
     return lines
 
 
-def summary(name: str, found: Outcomes) -> str:
-    counts = Counter(outcome for outcome, _ in found.values())
-    return f"torch {name}: " + ", ".join(
-        f"{counts[kind]} {kind}" for kind in (PASSED, LATE, FAILED, SKIPPED) if counts[kind] or kind in (PASSED, FAILED)
-    )
+def summary(outcomes: Mapping[str, Outcome]) -> str:
+    counts = Counter(outcome.kind for outcome in outcomes.values())
+    return ", ".join(f"{counts[kind]} {kind}" for kind in (PASSED, ALONE, FAILED, SKIPPED))
 
 
-def version_of(python: str) -> str:
+def _version(python: str) -> str:
     asked = [python, "-c", "import torch; print(torch.__version__)"]
     return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -109,14 +118,13 @@ def main() -> int:
     parser.add_argument("other", help="the interpreter of the other environment")
     parser.add_argument("--workers", type=int, default=5, help="how many tests run at once")
     arguments, options = parser.parse_known_args()
-    names = version_of(sys.executable), version_of(arguments.other)
-    before = pinned(arguments.workers, options)
-    after = run(arguments.other, RECORDS / f"{names[1]}.xml", arguments.workers, options)
+    pinned, other = _version(sys.executable), _version(arguments.other)
+    before = run_pinned(arguments.workers, options)
+    after = run(arguments.other, RECORDS / f"{other}.xml", arguments.workers, options)
     lines = differences(before, after)
-    print(f"\nFrom torch {names[0]} to {names[1]}, {len(lines)} tests differ:", *lines, sep="\n  ")
-    print(summary(names[0], before), summary(names[1], after), sep="\n")
-    failed = [name for name, (outcome, _) in after.items() if outcome == FAILED and before.get(name, ("",))[0] != FAILED]
-    return 1 if failed else 0
+    print(f"\nFrom torch {pinned} to {other}, {len(lines)} tests differ:", *lines, sep="\n  ")
+    print(f"torch {pinned}: {summary(before)}", f"torch {other}: {summary(after)}", sep="\n")
+    return int(any(outcome.kind == FAILED for outcome in after.values()))
 
 
 if __name__ == "__main__":
