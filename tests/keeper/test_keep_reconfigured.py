@@ -44,8 +44,8 @@ def test_a_keep_of_other_ranks_commits_nothing_and_a_new_one_goes_on(home: Home)
         outcomes = [one.get() for one in pool.run(change_places, deadline=2 * SECONDS)]
         for rank, (said, step, value) in enumerate(outcomes):
             assert said == (
-                f"the group was reconfigured: this was rank {rank} of 2, and is rank {1 - rank} of 2; detach() from the "
-                "keeper, and call keep() again on all ranks"
+                f"the group was reconfigured: this was rank {rank} of 2, and is rank {1 - rank} of 2; detach() from "
+                "the keeper, and call keep() again on all ranks"
             )
             assert step == 1
             # What rank 0 had committed is rank 0's, whoever that is now.

@@ -68,7 +68,7 @@ def test_every_dtype(two: Pair, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(not hasattr(torch, "bcomplex32"), reason="this torch has no bcomplex32: 2.15 has")
 def test_signs_of_a_dtype_for_which_torch_has_no_conjugation(two: Pair) -> None:
-    """torch cannot turn a conjugate view of it into a plain tensor. What lands in a plain target is right all the same."""
+    """torch cannot turn a conjugate view of it into a plain tensor, but it lands in a plain target."""
     dtype: torch.dtype = torch.bcomplex32  # type: ignore[attr-defined]
     parts = torch.tensor([[1.0, 2.0], [-3.0, -0.0], [float("inf"), float("nan")]], dtype=torch.bfloat16)
     sign = torch.iinfo(torch.int16).min

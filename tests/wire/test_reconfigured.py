@@ -1,4 +1,4 @@
-"""A group that torch reconfigures in place (2.14 and later): a transport that lives on keeps nothing of the old ranks."""
+"""A group that torch reconfigures in place (2.14 and later): its transports keep nothing of the old ranks."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@
 while the hub exists no other group can have that id. A group that torch (2.14 and later) reconfigures in place stays
 the same object, with other connections and other processes behind its ranks: each configuration has its own hub.
 
-A hub lives as long as a transport or a conversation uses it. It lives longer in four cases: a receive was left behind for the next call to take over, memory was left behind to which
-a peer may still write, an operation on an accelerator is stuck, or a thread was left behind in a wait on the group.
+A hub lives as long as a transport or a conversation uses it. It lives longer in four cases: a receive was left behind
+for the next call to take over, memory was left behind to which a peer may still write, an operation on an accelerator
+is stuck, or a thread was left behind in a wait on the group.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ class Pool:
         lane.close()
 
     def in_configuration(self, group: Group) -> Pool:
-        """This pool closes, and another one goes on for ``group``: behind a peer's rank there may be another process."""
+        """Close, and go on with another pool for ``group``: behind a peer's rank there may be another process."""
         other = Pool(group)
         other._closed = self._closed
         self.close()
