@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def _dtypes(*names: str) -> tuple[torch.dtype, ...]:
-    """Those that this torch has: bcomplex32 came with 2.15."""
+    """Those that this torch has: bcomplex32 came with 2.14."""
     return tuple(getattr(torch, name) for name in names if hasattr(torch, name))
 
 

@@ -66,7 +66,7 @@ def test_every_dtype(two: Pair, dtype: torch.dtype) -> None:
     assert all(arrived[name] is target[name] for name in state)
 
 
-@pytest.mark.skipif(not hasattr(torch, "bcomplex32"), reason="this torch has no bcomplex32: 2.15 has")
+@pytest.mark.skipif(not hasattr(torch, "bcomplex32"), reason="this torch has no bcomplex32: 2.14 has")
 def test_signs_of_a_dtype_for_which_torch_has_no_conjugation(two: Pair) -> None:
     """torch cannot turn a conjugate view of it into a plain tensor, but it lands in a plain target."""
     dtype: torch.dtype = torch.bcomplex32  # type: ignore[attr-defined]
