@@ -71,6 +71,7 @@ class Lane(Pair):
         super().__init__(gloo, RECEIVER if is_source else SOURCE)
         #: A random number by which both ends know this lane.
         self.number = number
+        #: Of the configuration in which this lane was formed. If the group is reconfigured, the lane's pool closes.
         self._rank, self._size = group.rank(), group.size()
 
     def rank(self) -> int | None:
