@@ -89,15 +89,14 @@ soak: $(STAMP)
 # differs from the pinned one. TESTS= chooses some. NIXL takes the build for torch's version of CUDA.
 TORCH ?= 2.15.0
 OTHER := .venv-$(TORCH)
+OTHER_INSTALL = $(OTHER)/bin/python -m pip --quiet --disable-pip-version-check install --constraint $(OTHER)/constraints.txt
 TESTS ?=
 
 $(OTHER)/.installed: pyproject.toml constraints.txt
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip --quiet --disable-pip-version-check install --constraint $(OTHER)/constraints.txt \
-		--editable '.[dev]'
-	-$(OTHER)/bin/python -m pip --quiet --disable-pip-version-check install --constraint $(OTHER)/constraints.txt \
-		--no-deps nixl nixl-cu12 nixl-cu13
+	$(OTHER_INSTALL) --editable '.[dev]'
+	-$(OTHER_INSTALL) --no-deps nixl nixl-cu12 nixl-cu13
 	touch $@
 
 compat: $(STAMP) $(OTHER)/.installed
