@@ -193,8 +193,9 @@ def test_commands(block: Block) -> None:
     for words in commands(block):
         name, rest = pathlib.Path(words[0]).name, words[1:]
         if name == "make":
-            targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
-            assert set(rest) <= set(targets), words
+            targets_and_variables = re.findall(r"^([a-z]+):|^([A-Z]+) \?=", (ROOT / "Makefile").read_text(), re.M)
+            known = set(itertools.chain(*targets_and_variables))
+            assert {word.partition("=")[0] for word in rest} <= known, words
         elif name in {"python", "torchrun"}:
             _check_program(name, rest, dict(files(block.page)))
         elif name == "pip":

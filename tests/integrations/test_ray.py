@@ -1,4 +1,4 @@
-"""Runs ``on_ray.py`` in a process of its own: a cluster takes seconds to start, and each worker of xdist would start one."""
+"""Runs ``on_ray.py`` in one process: a cluster takes seconds to start, and each worker of xdist would start one."""
 
 from __future__ import annotations
 

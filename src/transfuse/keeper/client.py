@@ -374,6 +374,7 @@ class Keep:
         number = arguments.whole("step", step)
         if self._closed:
             raise TransfuseError("commit() after close()")
+        self._exchange.check_same_ranks()
         if state is None and self._settings.state_dict is None:
             raise TransfuseError("commit() needs a state: keep(state_dict), or commit(step, state=...)")
         if number % self._settings.every:

@@ -31,8 +31,21 @@ class Exchange:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = _device_of(group)
 
+    def check_same_ranks(self) -> None:
+        """Refuse to go on in a group that torch has reconfigured in place, with another rank or size."""
+        try:
+            rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        except (RuntimeError, ValueError):
+            return  # The group is gone. Whoever needs it will say so.
+        if (rank, size) != (self.rank, self.size):
+            raise TransfuseError(
+                f"the group was reconfigured: this was rank {self.rank} of {self.size}, and is rank {rank} of {size}; "
+                "detach() from the keeper, and call keep() again on all ranks"
+            )
+
     def gather(self, data: bytes, what: str) -> list[bytes]:
         """What every rank has given, in the order of ranks."""
+        self.check_same_ranks()
         if self.size == 1:
             return [data]
         lengths = self._all_gather(torch.tensor([len(data)], dtype=torch.int64), what)

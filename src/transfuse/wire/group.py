@@ -11,6 +11,9 @@ Facts about backends that this module, :mod:`.hub` and :mod:`.channel` are built
   has arrived.
 - gloo: a message longer than the receive posted for it ends the process; a shorter one completes silently. So lengths
   are always derived or announced first, never guessed.
+- gloo, reconfigured in place (torch 2.14 and later): ranks and size change, and receives that were posted before stay
+  with the old connections. A process that has left the group can still send to them. So nothing is handed on from one
+  configuration to the next.
 - NCCL and its like: tags are ignored, and operations between two ranks run in the order in which they were posted, on
   both sides and for both directions. A group that was bound to a device (``device_id=``) has one such order for all
   its peers together. So both ranks agree whose transfer goes on before either of them posts an operation.
@@ -38,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from transfuse.memory.streams import with_index
-from transfuse.wire.hub import Stuck, hub_of
+from transfuse.wire.hub import Stuck, configuration_of, hub_of
 from transfuse.wire.turns import Line, Speaks
 
 __all__ = [
@@ -107,6 +110,11 @@ class Group:
         self.agrees = self.polls and self.tagged
         #: Whether all peers share one order of operations there.
         self.one_order = getattr(pg, "bound_device_id", None) is not None
+
+    def in_present_configuration(self) -> Group:
+        """This, or another one if the group has been reconfigured since: then ranks mean other processes."""
+        same = self.hub.configuration == configuration_of(self.pg)
+        return self if same else Group(self.pg, self.device)
 
     def rank(self) -> int | None:
         """This process's rank in the group; None if the group does not know it."""

@@ -1,9 +1,12 @@
 """The state that all conversations over one process group share in this process: one :class:`Hub` for each group.
 
 :func:`hub_of` finds a group's hub by the group's id, and ``Group`` passes the hub on. The hub refers to the group, so
-while the hub exists no other group can have that id. A hub lives as long as a transport or a conversation uses it. It
-lives longer in four cases: a receive was left behind for the next call to take over, memory was left behind to which
-a peer may still write, an operation on an accelerator is stuck, or a thread was left behind in a wait on the group.
+while the hub exists no other group can have that id. A group that torch (2.14 and later) reconfigures in place stays
+the same object, with other connections and other processes behind its ranks: each configuration has its own hub.
+
+A hub lives as long as a transport or a conversation uses it. It lives longer in four cases: a receive was left behind
+for the next call to take over, memory was left behind to which a peer may still write, an operation on an accelerator
+is stuck, or a thread was left behind in a wait on the group.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
@@ -22,7 +25,7 @@ import torch
 from transfuse.wire.loopback import Loopback
 from transfuse.wire.turns import Turns
 
-__all__ = ["FirstWord", "Hub", "Leftovers", "Stuck", "Watched", "hub_of", "leftovers"]
+__all__ = ["FirstWord", "Hub", "Leftovers", "Stuck", "Watched", "configuration_of", "hub_of", "leftovers"]
 
 
 _take_reference = ctypes.pythonapi.Py_IncRef
@@ -197,9 +200,10 @@ class FirstWord:
 class Hub:
     """The state that the conversations over one process group share. Only :func:`hub_of` makes one."""
 
-    def __init__(self, pg: object) -> None:
+    def __init__(self, pg: object, configuration: str) -> None:
         #: While the hub refers to the group, no other group can have its id.
         self.pg = pg
+        self.configuration = configuration
         self._pinned = False
         #: Receives for offers that nobody waits for, in the order in which they were posted.
         self._parked: list[FirstWord] = []
@@ -346,21 +350,33 @@ class Hub:
         self._parents, self._parked = self._parked, []
 
 
-#: Hubs by the ids of their groups.
-_hubs: WeakValueDictionary[int, Hub] = WeakValueDictionary()
+#: Hubs by the ids of their groups and by the groups' configurations.
+_hubs: WeakValueDictionary[tuple[int, str], Hub] = WeakValueDictionary()
 #: Hubs that must stay although nobody uses them.
 _kept: set[Hub] = set()
 _finding = threading.Lock()
 
 
+def configuration_of(pg: Any) -> str:
+    """A text that changes when torch reconfigures the group in place; empty if this group cannot be reconfigured.
+
+    With each reconfiguration a group's handle changes: it includes the new configuration's number.
+    """
+    with suppress(Exception):  # torch before 2.14, groups with several backends, groups that are not torch's.
+        if pg.supports_reconfigure:
+            return str(pg.get_reconfigure_handle())
+    return ""
+
+
 def hub_of(pg: object) -> Hub:
-    """The one hub of a process group."""
+    """The one hub of a process group in its present configuration."""
+    configuration = configuration_of(pg)
     with _finding:
         for kept in list(_kept):
             kept.forget_complete()
-        hub = _hubs.get(id(pg))
+        hub = _hubs.get((id(pg), configuration))
         if hub is None:
-            hub = _hubs[id(pg)] = Hub(pg)
+            hub = _hubs[id(pg), configuration] = Hub(pg, configuration)
         return hub
 
 
