@@ -1,9 +1,10 @@
-"""The state that all conversations over one process group share in this process: one :class:`Hub` for each group.
+"""The state that all conversations over one process group share in this process: a :class:`Switchboard` per group.
 
-:func:`hub_of` finds a group's hub by the group's id, and ``Group`` passes the hub on. The hub refers to the group, so
-while the hub exists no other group can have that id. A hub lives as long as a transport or a conversation uses it. It
-lives longer in four cases: a receive was left behind for the next call to take over, memory was left behind to which
-a peer may still write, an operation on an accelerator is stuck, or a thread was left behind in a wait on the group.
+:func:`switchboard_of` finds a group's switchboard by the group's id, and ``Group`` passes it on. The switchboard refers
+to the group, so while the switchboard exists no other group can have that id. A switchboard lives as long as a
+transport or a conversation uses it. It lives longer in four cases: a receive was left behind for the next call to take
+over, memory was left behind to which a peer may still write, an operation on an accelerator is stuck, or a thread was
+left behind in a wait on the group.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from transfuse.wire.loopback import Loopback
 from transfuse.wire.turns import Turns
 
-__all__ = ["FirstWord", "Hub", "Leftovers", "Stuck", "Watched", "hub_of", "leftovers"]
+__all__ = ["FirstWord", "Leftovers", "Stuck", "Switchboard", "Watched", "leftovers", "switchboard_of"]
 
 
 _take_reference = ctypes.pythonapi.Py_IncRef
@@ -190,11 +191,11 @@ class FirstWord:
             pass
 
 
-class Hub:
-    """The state that the conversations over one process group share. Only :func:`hub_of` makes one."""
+class Switchboard:
+    """The state that the conversations over one process group share. Only :func:`switchboard_of` makes one."""
 
     def __init__(self, pg: object) -> None:
-        #: While the hub refers to the group, no other group can have its id.
+        #: While the switchboard refers to the group, no other group can have its id.
         self.pg = pg
         self._pinned = False
         #: Receives for offers that nobody waits for, in the order in which they were posted.
@@ -324,7 +325,7 @@ class Hub:
             return False
 
     def _keep(self) -> None:
-        """Keep this hub alive while something left behind needs it, even if no transport uses the group."""
+        """Keep this switchboard alive while something left behind needs it, even if no transport uses the group."""
         if self._pinned or self._left_behind or self._parked or self._stuck:
             _kept.add(self)
         else:
@@ -342,22 +343,22 @@ class Hub:
         self._parents, self._parked = self._parked, []
 
 
-#: Hubs by the ids of their groups.
-_hubs: WeakValueDictionary[int, Hub] = WeakValueDictionary()
-#: Hubs that must stay although nobody uses them.
-_kept: set[Hub] = set()
+#: Switchboards by the ids of their groups.
+_switchboards: WeakValueDictionary[int, Switchboard] = WeakValueDictionary()
+#: Switchboards that must stay although nobody uses them.
+_kept: set[Switchboard] = set()
 _finding = threading.Lock()
 
 
-def hub_of(pg: object) -> Hub:
-    """The one hub of a process group."""
+def switchboard_of(pg: object) -> Switchboard:
+    """The one switchboard of a process group."""
     with _finding:
         for kept in list(_kept):
             kept.forget_complete()
-        hub = _hubs.get(id(pg))
-        if hub is None:
-            hub = _hubs[id(pg)] = Hub(pg)
-        return hub
+        switchboard = _switchboards.get(id(pg))
+        if switchboard is None:
+            switchboard = _switchboards[id(pg)] = Switchboard(pg)
+        return switchboard
 
 
 class Leftovers(NamedTuple):
@@ -368,15 +369,18 @@ class Leftovers(NamedTuple):
 
 
 def leftovers() -> Leftovers:
-    hubs = list(_hubs.values())
-    return Leftovers(sum(hub.watch.runs for hub in hubs), sum(hub.left() for hub in hubs))
+    switchboards = list(_switchboards.values())
+    return Leftovers(
+        sum(switchboard.watch.runs for switchboard in switchboards),
+        sum(switchboard.left() for switchboard in switchboards),
+    )
 
 
 def _after_fork() -> None:
     global _finding
     _finding = threading.Lock()
-    for hub in list(_hubs.values()):
-        hub.start_again()
+    for switchboard in list(_switchboards.values()):
+        switchboard.start_again()
 
 
 os.register_at_fork(after_in_child=_after_fork)
