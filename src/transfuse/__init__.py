@@ -13,6 +13,7 @@ Modules and packages; each imports only from those above it:
     transport                          PGTransport
     remote                             serve and fetch, for readers outside the group
     keeper                             keep: states that outlive the restart of all workers
+    live_hub                           a running job as a Hugging Face Hub
     dcp, dropin                        the same for users of torch.distributed.checkpoint, torch and torchft
     cli                                the command
 """
@@ -39,6 +40,7 @@ from transfuse.errors import (
 )
 from transfuse.keeper import rendezvous
 from transfuse.keeper.client import CommitReport, Keep, keep
+from transfuse.live_hub.hub import Hub, hub
 from transfuse.progress import Progress
 from transfuse.remote.client import Peeked, fetch, peek
 from transfuse.remote.server import Server, serve
@@ -56,6 +58,7 @@ __all__ = [
     "CommitReport",
     "Concat",
     "CorruptData",
+    "Hub",
     "Keep",
     "LimitExceeded",
     "MapPath",
@@ -87,6 +90,7 @@ __all__ = [
     "UnsupportedLeaf",
     "__version__",
     "fetch",
+    "hub",
     "keep",
     "peek",
     "serve",
