@@ -33,7 +33,8 @@ TEXT = "a state that lives in memory need not be written to be read; whoever ask
 ALPHABET = sorted(set(TEXT))
 STEPS, LENGTH, LINES = 240, 32, 8
 REPO = "live/model"
-HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+#: ``--plain`` does without, as where it is not installed.
+HAS_TRANSFORMERS = "--plain" not in sys.argv and importlib.util.find_spec("transformers") is not None
 
 
 def encode(text: str) -> torch.Tensor:
@@ -102,7 +103,7 @@ def train(seen: Seen) -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
         model = make_model(Path(folder))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         with transfuse.hub(model.state_dict, name=REPO, assets=folder, step=lambda: len(seen.losses)) as hub:
             print(f"the trainer is a Hub at {hub.endpoint}", flush=True)
             with reader(hub.endpoint, cache, seen) as process:
@@ -140,7 +141,7 @@ def reader(endpoint: str, cache: str, seen: Seen) -> subprocess.Popen[str]:
     """Start the other process, which finds the trainer as it finds huggingface.co. Collect what it says."""
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": cache, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", __file__, "--read"],
+        [sys.executable, "-W", "ignore", __file__, "--read", *([] if HAS_TRANSFORMERS else ["--plain"])],
         env={**os.environ, **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -179,7 +180,7 @@ def read() -> None:
         with torch.no_grad():
             loss = float(loss_of(model, PROBE))
             letters = encode("a ")
-            for _ in range(40):
+            for _ in range(90):
                 best = logits_of(model, letters)[:, -1].argmax(-1, keepdim=True)
                 letters = torch.cat([letters, best], dim=1)
         text = "".join(ALPHABET[i] for i in letters[0].tolist())
@@ -204,7 +205,7 @@ def load(commit: str) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------------------- the picture
 
-WIDTH, LEFT, RIGHT, TOP, PLOT, LINE = 960, 60, 940, 76, 240, 21
+WIDTH, LEFT, RIGHT, TOP, PLOT, LINE = 960, 60, 910, 76, 240, 21
 INK, FAINT, RULE, TRAINER, READER = "#24292f", "#57606a", "#d0d7de", "#54aeff", "#cf222e"
 
 
@@ -256,6 +257,7 @@ def draw(seen: Seen) -> str:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--read", action="store_true", help=argparse.SUPPRESS)
+    options.add_argument("--plain", action="store_true", help="a model of plain torch, and no transformers")
     options.add_argument("--picture", type=Path)
     chosen = options.parse_args()
     torch.set_num_threads(1)

@@ -116,4 +116,8 @@ RESTARTED: dict[Callable[[str], None], int] = {keep: 2}
 
 
 #: What other tests run.
-ELSEWHERE = {"observe": "session/test_progress.py", "torchft_heal": "dropin/test_dropin_torchft.py"}
+ELSEWHERE = {
+    "live_hub": "live_hub/test_hub_clients.py",
+    "observe": "session/test_progress.py",
+    "torchft_heal": "dropin/test_dropin_torchft.py",
+}

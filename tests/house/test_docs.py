@@ -32,7 +32,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
 #: Whole programs in a page, and the test that executes them from there.
-RUN_ELSEWHERE = {"docs/dcp.md": "dropin/test_dcp.py", "docs/cli.md": "cli/test_cli_docs.py"}
+RUN_ELSEWHERE = {
+    "docs/dcp.md": "dropin/test_dcp.py",
+    "docs/cli.md": "cli/test_cli_docs.py",
+    "docs/hub.md": "live_hub/test_hub_clients.py",
+}
 
 #: Words that begin a command which is what it says on any machine.
 ANYWHERE = {"cd", "export", "git"}

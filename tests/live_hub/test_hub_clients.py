@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -26,7 +28,8 @@ client_errors: Any = pytest.importorskip("huggingface_hub.errors")
 client_tools: Any = pytest.importorskip("huggingface_hub.utils")
 safetensors: Any = pytest.importorskip("safetensors.torch")
 
-CLIENT = Path(__file__).parents[1] / "helpers" / "hub_client.py"
+ROOT = Path(__file__).parents[2]
+CLIENT = ROOT / "tests" / "helpers" / "hub_client.py"
 
 
 @pytest.fixture
@@ -199,12 +202,9 @@ LOADER = textwrap.dedent(
 )
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_from_pretrained_and_one_forward_pass_equal_the_trainers(tmp_path: Path) -> None:
-    """A tiny model trains on; another process loads it by its name, with its tokenizer, and computes the same bits."""
-    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+def _tiny_model(transformers: Any, folder: Path) -> Any:
+    """A model's config and tokenizer in a directory."""
     tokenizers: Any = pytest.importorskip("tokenizers")
-    folder = tmp_path / "assets"
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=16,
@@ -217,6 +217,15 @@ def test_from_pretrained_and_one_forward_pass_equal_the_trainers(tmp_path: Path)
     config.save_pretrained(folder)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
+    return config
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_from_pretrained_and_one_forward_pass_equal_the_trainers(tmp_path: Path) -> None:
+    """A tiny model trains on; another process loads it by its name, with its tokenizer, and computes the same bits."""
+    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+    folder = tmp_path / "assets"
+    config = _tiny_model(transformers, folder)
     model = transformers.LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     ids = torch.arange(20).reshape(2, 10)
@@ -251,3 +260,42 @@ def test_from_pretrained_and_one_forward_pass_equal_the_trainers(tmp_path: Path)
         assert client.wait(60) == 0
     names = {name for path in (tmp_path / "home").rglob("*.json") for name in [path.name]}
     assert "model.safetensors.index.json" in names
+
+
+# ------------------------------------------------------------------------------------------------- what docs promise
+
+
+@pytest.mark.parametrize(
+    "plain", [pytest.param(True, id="plain"), pytest.param(False, id="transformers", marks=pytest.mark.soak)]
+)
+def test_the_example(plain: bool, tmp_path: Path) -> None:
+    if not plain:
+        pytest.importorskip("transformers")
+    picture = tmp_path / "picture.svg"
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "live_hub.py"), "--picture", str(picture)]
+    done = subprocess.run([*command, *["--plain"] * plain], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("and computed the trainer's losses bit for bit\n")
+    assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
+
+
+@pytest.mark.soak
+def test_the_ten_lines_of_the_guide(tmp_path: Path) -> None:
+    """Pasted into two files and run, as docs/hub.md says."""
+    transformers: Any = pytest.importorskip("transformers")
+    job, reader = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "hub.md").read_text(), re.S)
+    _tiny_model(transformers, tmp_path / "assets")
+    (tmp_path / "job.py").write_text(job)
+    (tmp_path / "reader.py").write_text(reader + "print(sum(p.numel() for p in model.parameters()), tokenizer('a'))\n")
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "job.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        endpoint = running.stdout.readline().strip()
+        variables = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "reader.py"], cwd=tmp_path, env=variables, capture_output=True, text=True
+        )
+        running.terminate()
+    assert done.returncode == 0, done.stderr
+    assert "input_ids" in done.stdout
