@@ -108,7 +108,7 @@ def train(seen: Seen) -> None:
             print(f"the trainer is a Hub at {hub.endpoint}", flush=True)
             with reader(hub.endpoint, cache, seen) as process:
                 while len(seen.losses) < STEPS:
-                    loss = loss_of(model, batch(len(seen.losses)))
+                    loss: Any = loss_of(model, batch(len(seen.losses)))
                     optimizer.zero_grad()
                     loss.backward()
                     with hub.mutating():  # Waits only while a copy is made.
@@ -241,8 +241,8 @@ def draw(seen: Seen) -> str:
     path = " ".join(f"{x(step + 1):.1f},{y(loss):.1f}" for step, loss in enumerate(seen.losses))
     lines.append(f'<polyline points="{path}" fill="none" stroke="{TRAINER}" stroke-width="2"/>')
     for answer in seen.answers:
-        at = f'cx="{x(answer["step"]):.1f}" cy="{y(answer["loss"]):.1f}"'
-        lines.append(f'<circle {at} r="4.5" fill="none" stroke="{READER}" stroke-width="1.8"/>')
+        center = f'cx="{x(answer["step"]):.1f}" cy="{y(answer["loss"]):.1f}"'
+        lines.append(f'<circle {center} r="4.5" fill="none" stroke="{READER}" stroke-width="1.8"/>')
     lines.append(text(RIGHT - 330, TOP + 10, "— the trainer's loss, at every step", TRAINER))
     lines.append(text(RIGHT - 330, TOP + 28, "○ the reader's, computed from what it has downloaded", READER))
     top = TOP + PLOT + 50

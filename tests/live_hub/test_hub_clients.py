@@ -163,7 +163,8 @@ def test_eight_clients_at_once_while_training_steps(assets: Path, tmp_path: Path
             )
             for i in range(clients)
         ]
-        stack.callback(lambda: [one.kill() for one in running])
+        for one in running:
+            stack.callback(one.kill)
         while any(one.poll() is None for one in running):
             steps.advance()
             time.sleep(0.005)  # The clients need the machine, too.

@@ -132,7 +132,7 @@ def test_an_older_revision_is_not_found_and_never_other_bytes() -> None:
     steps = Steps()
     with steps.open() as hub, contextlib.closing(connection(hub)) as mine, contextlib.closing(connection(hub)) as other:
         first = main_commit(mine)
-        seen = {}
+        seen: dict[str, bytes] = {}
         for _ in range(4):
             steps.advance()
             for one in (mine, other):
@@ -435,7 +435,7 @@ def test_arguments_are_checked() -> None:
         ({"server_token": "x"}, "addresses"),
     ):
         with pytest.raises(ValueError, match=why):
-            transfuse.hub(state, **options)  # type: ignore[arg-type]
+            transfuse.hub(state, **options)
     with pytest.raises(TypeError, match=r"hub\(model.state_dict\)"):
         transfuse.hub(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="host:port"):

@@ -79,14 +79,15 @@ def test_shards_of_a_job_that_trains_on_are_put_together(tmp_path: Path) -> None
 
 
 def test_one_server_and_its_end() -> None:
-    state, step = {"layer.0.weight": torch.zeros(1000), "n": 1}, [0]
+    weight, step = torch.zeros(1000), [0]
+    state = {"layer.0.weight": weight, "n": 1}
     with transfuse.serve(state, step=lambda: step[0]) as server, transfuse.hub(server.address) as hub:
         first = ask(hub.endpoint, "HEAD", WEIGHTS).headers["X-Repo-Commit"]
         time.sleep(0.3)  # longer than a step is believed
         assert ask(hub.endpoint, "HEAD", WEIGHTS).headers["X-Repo-Commit"] == first
         with server.mutating():
             step[0] = 1
-            state["layer.0.weight"].fill_(100)
+            weight.fill_(100)
         wait_until(lambda: step_in(weights(hub.endpoint)) == 1)
         with pytest.raises(RuntimeError, match="the servers'"), hub.mutating():
             pass

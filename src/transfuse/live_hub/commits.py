@@ -133,7 +133,9 @@ class Commits:
             with self._changed:
                 commit.readers.discard(visitor)
                 now = time.monotonic()
-                if visitor.holds is commit:
+                if commit.revoked:
+                    pass  # Whoever has been cut off holds nothing.
+                elif visitor.holds is commit:
                     visitor.until = now + self._hold
                 else:
                     commit.busy_until = max(commit.busy_until, now + SHORT_SECONDS)
@@ -229,7 +231,7 @@ class Commits:
                 if now - oldest.superseded_at > self._hold * PATIENCE:
                     # The memory is free when all threads that send from it have noticed.
                     oldest.revoked, oldest.busy_until = True, 0.0
-                    for visitor in [*oldest.readers, *oldest.holders]:
+                    for visitor in oldest.readers | oldest.holders:
                         visitor.until = 0.0
                         visitor.cut()
                 elif soonest > until:

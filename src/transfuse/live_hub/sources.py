@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -202,7 +203,13 @@ def _copy(tensors: dict[str, torch.Tensor], layout: Layout, buffer: Buffer) -> N
     if not theirs:
         return
     sides = vm.join(np.array(theirs, dtype=np.uint64), np.array(mine, dtype=np.uint64))
-    if len(vm.read(os.getpid(), *sides, workers=vm.threads(), is_mapped=True)):
+    try:
+        unread = vm.read(os.getpid(), *sides, workers=vm.threads(), is_mapped=True)
+    except vm.ReadFailed:  # A container may forbid process_vm_readv.
+        for (source, nbytes), (target, _) in zip(sides[0].tolist(), sides[1].tolist(), strict=True):
+            ctypes.memmove(target, source, nbytes)
+        return
+    if len(unread):
         raise TransfuseError("some tensor's memory could not be read")
 
 
@@ -233,6 +240,8 @@ class ServerSource:
         self._reach = reach
         self._layouts = _Layouts(prefix, max_shard_bytes)
         self._seconds = seconds
+        #: One thread at a time asks for the step; the others take what it has been told.
+        self._asking = threading.Lock()
         self._mark: int | None = None
         self._asked_at = float("-inf")
 
@@ -248,11 +257,12 @@ class ServerSource:
 
     def mark(self) -> object:
         """The step that the first server is at."""
-        if time.monotonic() - self._asked_at > BELIEVED_SECONDS:
-            with self._reach() as reached:
-                self._mark = self._peek(reached, None)
-            self._asked_at = time.monotonic()
-        return self._mark
+        with self._asking:
+            if time.monotonic() - self._asked_at > BELIEVED_SECONDS:
+                with self._reach() as reached:
+                    self._mark = self._peek(reached, None)
+                self._asked_at = time.monotonic()
+            return self._mark
 
     def _peek(self, reached: Reached, buffer: Buffer | None) -> int:
         seen = peek(reached.addresses[0], token=reached.token, timeout=self._seconds)
