@@ -31,7 +31,7 @@ import transfuse
 
 TEXT = "a state that lives in memory need not be written to be read; whoever asks gets one step, whole and unbroken. "
 ALPHABET = sorted(set(TEXT))
-STEPS, LENGTH, LINES = 240, 32, 8
+STEPS, LENGTH, LINES = 240, 64, 8
 REPO = "live/model"
 #: ``--plain`` does without, as where it is not installed.
 HAS_TRANSFORMERS = "--plain" not in sys.argv and importlib.util.find_spec("transformers") is not None
@@ -42,7 +42,7 @@ def encode(text: str) -> torch.Tensor:
 
 
 #: What both processes measure the model on.
-PROBE = encode((TEXT * 2)[17 : 17 + 3 * LENGTH])
+PROBE = encode((TEXT * 2)[17 : 17 + LENGTH])
 
 
 class Letters(nn.Module):
@@ -180,7 +180,7 @@ def read() -> None:
         with torch.no_grad():
             loss = float(loss_of(model, PROBE))
             letters = encode("a ")
-            for _ in range(90):
+            for _ in range(60):
                 best = logits_of(model, letters)[:, -1].argmax(-1, keepdim=True)
                 letters = torch.cat([letters, best], dim=1)
         text = "".join(ALPHABET[i] for i in letters[0].tolist())
