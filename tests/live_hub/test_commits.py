@@ -140,6 +140,21 @@ def test_an_older_commit_goes_when_nobody_needs_it(monkeypatch: pytest.MonkeyPat
     assert len({first, second, third, fourth}) == 4
 
 
+def test_listing_main_in_between_keeps_the_commit() -> None:
+    """As transformers does it: a commit, main's files, and then files of the commit that it had."""
+    job, me = Job(), visitor()
+    first = job.main(me)
+    for _ in range(3):
+        job.advance()
+        with job.commits.reading(MAIN, me, lists=True) as listed:
+            assert listed is not None
+            assert listed.id == first
+    assert job.has(first)
+    with job.commits.reading(MAIN, visitor(), lists=True) as fresh:
+        assert fresh is not None
+        assert fresh.step == 3
+
+
 def test_a_visitor_that_goes_silent_holds_for_a_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commits_module, "SHORT_SECONDS", 0.0)
     job = Job(hold=0.05)

@@ -121,9 +121,15 @@ class Commits:
     # -------------------------------------------------------------------------------------------------- visitors
 
     @contextmanager
-    def reading(self, revision: str, visitor: Visitor) -> Iterator[Commit | None]:
-        """The commit of a revision, which stays as it is within this block. None if there is no such commit."""
-        commit = self._main(visitor) if revision == MAIN else self._get(revision, visitor)
+    def reading(self, revision: str, visitor: Visitor, *, lists: bool = False) -> Iterator[Commit | None]:
+        """The commit of a revision, which stays as it is within this block. None if there is no such commit.
+
+        ``lists``: the visitor lists files. If it has got a commit as ``main``, ``main`` is still that one: transformers
+        lists ``main`` in between, and goes on with the commit that it had.
+        """
+        commit = self._held(visitor) if revision == MAIN and lists else None
+        if commit is None:
+            commit = self._main(visitor) if revision == MAIN else self._get(revision, visitor)
         if commit is None:
             yield None
             return
@@ -136,7 +142,8 @@ class Commits:
                 if commit.revoked:
                     pass  # Whoever has been cut off holds nothing.
                 elif visitor.holds is commit:
-                    visitor.until = now + self._hold
+                    # Listing alone does not hold a commit for ever.
+                    visitor.until = min(visitor.until, now + self._hold) if lists else now + self._hold
                 else:
                     commit.busy_until = max(commit.busy_until, now + SHORT_SECONDS)
                 self._changed.notify_all()
@@ -153,6 +160,14 @@ class Commits:
             visitor.holds.holders.discard(visitor)
             visitor.holds = None
             self._changed.notify_all()
+
+    def _held(self, visitor: Visitor) -> Commit | None:
+        with self._changed:
+            held = visitor.holds
+            if held is None or held.revoked or visitor.until < time.monotonic():
+                return None
+            held.readers.add(visitor)
+            return held
 
     def _get(self, revision: str, visitor: Visitor) -> Commit | None:
         with self._changed:

@@ -87,7 +87,8 @@ class Repository:
             return
         with ExitStack() as stack:
             try:
-                commit = stack.enter_context(self._commits.reading(revision, visitor))
+                lists = rest[:1] in (["tree"], ["paths-info"])
+                commit = stack.enter_context(self._commits.reading(revision, visitor, lists=lists))
             except TransfuseError as error:
                 answer = _refuse(503, "", str(error), {"Retry-After": "1"})
             else:
