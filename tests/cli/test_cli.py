@@ -38,10 +38,11 @@ from transfuse.cli.app import app
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import bytes_of
 from transfuse.limits import Limits
+from transfuse.live_hub import safetensors_layout
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
 
-DTYPES = tuple(safetensors_file.DTYPES.values())
+DTYPES = tuple(safetensors_layout.DTYPES.values())
 
 
 def run(*arguments: object, code: int = 0, **environ: str) -> str:

@@ -36,6 +36,7 @@ RUN_ELSEWHERE = {
     "docs/dcp.md": "dropin/test_dcp.py",
     "docs/cli.md": "cli/test_cli_docs.py",
     "docs/integrations/vllm.md": "integrations/test_vllm.py",
+    "docs/hub.md": "live_hub/test_hub_clients.py",
 }
 
 #: Words that begin a command which is what it says on any machine.

@@ -77,13 +77,13 @@ def test_a_receive_that_was_left_behind_is_not_handed_to_another_process() -> No
     with Ranks(3) as ranks:
         a, b, c = ranks.pgs
         at_a, at_c = (transfuse.PGTransport(pg, TIMEOUT, "cpu") for pg in (a, c))
-        hub, sent = at_a._group.hub, state(1)
+        switchboard, sent = at_a._group.switchboard, state(1)
         hasty = transfuse.PGTransport(a, 4.0, "cpu")
         _, got = together({0: lambda: at_c.send_checkpoint([0], sent), 1: lambda: hasty.recv_checkpoint([1, 2])})
         assert_exact(sent, got)
-        assert [word.peer for word in hub._parked] == [1], "nothing was left behind: this shows nothing"
+        assert [word.peer for word in switchboard._parked] == [1], "nothing was left behind: this shows nothing"
         reconfigure([a, c])
-        assert not hub._parked[0].done.is_set()
+        assert not switchboard._parked[0].done.is_set()
         move(at_c, 0, at_a, 1, seed=2)
         # Who has left believes that it is still rank 1, and sends: nobody takes that for what rank 1 of now sends.
         with pytest.raises(transfuse.SendFailed):

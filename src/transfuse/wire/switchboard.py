@@ -1,12 +1,13 @@
-"""The state that all conversations over one process group share in this process: one :class:`Hub` for each group.
+"""The state that all conversations over one process group share in this process: a :class:`Switchboard` per group.
 
-:func:`hub_of` finds a group's hub by the group's id, and ``Group`` passes the hub on. The hub refers to the group, so
-while the hub exists no other group can have that id. A group that torch (2.14 and later) reconfigures in place stays
-the same object, with other connections and other processes behind its ranks: each configuration has its own hub.
+:func:`switchboard_of` finds a group's switchboard by the group's id, and ``Group`` passes it on. The switchboard refers
+to the group, so while it exists no other group can have that id. A group that torch (2.14 and later) reconfigures in
+place stays the same object, with other connections and other processes behind its ranks: each configuration has its
+own switchboard.
 
-A hub lives as long as a transport or a conversation uses it. It lives longer in four cases: a receive was left behind
-for the next call to take over, memory was left behind to which a peer may still write, an operation on an accelerator
-is stuck, or a thread was left behind in a wait on the group.
+A switchboard lives as long as a transport or a conversation uses it. It lives longer in four cases: a receive was left
+behind for the next call to take over, memory was left behind to which a peer may still write, an operation on an
+accelerator is stuck, or a thread was left behind in a wait on the group.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ import torch
 from transfuse.wire.loopback import Loopback
 from transfuse.wire.turns import Turns
 
-__all__ = ["FirstWord", "Hub", "Leftovers", "Stuck", "Watched", "configuration_of", "hub_of", "leftovers"]
+__all__ = [
+    "FirstWord",
+    "Leftovers",
+    "Stuck",
+    "Switchboard",
+    "Watched",
+    "configuration_of",
+    "leftovers",
+    "switchboard_of",
+]
 
 
 _take_reference = ctypes.pythonapi.Py_IncRef
@@ -197,11 +207,11 @@ class FirstWord:
             pass
 
 
-class Hub:
-    """The state that the conversations over one process group share. Only :func:`hub_of` makes one."""
+class Switchboard:
+    """The state that the conversations over one process group share. Only :func:`switchboard_of` makes one."""
 
     def __init__(self, pg: object, configuration: str) -> None:
-        #: While the hub refers to the group, no other group can have its id.
+        #: While the switchboard refers to the group, no other group can have its id.
         self.pg = pg
         self.configuration = configuration
         self._pinned = False
@@ -332,7 +342,7 @@ class Hub:
             return False
 
     def _keep(self) -> None:
-        """Keep this hub alive while something left behind needs it, even if no transport uses the group."""
+        """Keep this switchboard alive while something left behind needs it, even if no transport uses the group."""
         if self._pinned or self._left_behind or self._parked or self._stuck:
             _kept.add(self)
         else:
@@ -350,10 +360,10 @@ class Hub:
         self._parents, self._parked = self._parked, []
 
 
-#: Hubs by the ids of their groups and by the groups' configurations.
-_hubs: WeakValueDictionary[tuple[int, str], Hub] = WeakValueDictionary()
-#: Hubs that must stay although nobody uses them.
-_kept: set[Hub] = set()
+#: Switchboards by the ids of their groups and by the groups' configurations.
+_switchboards: WeakValueDictionary[tuple[int, str], Switchboard] = WeakValueDictionary()
+#: Switchboards that must stay although nobody uses them.
+_kept: set[Switchboard] = set()
 _finding = threading.Lock()
 
 
@@ -368,16 +378,16 @@ def configuration_of(pg: Any) -> str:
     return ""
 
 
-def hub_of(pg: object) -> Hub:
-    """The one hub of a process group in its present configuration."""
+def switchboard_of(pg: object) -> Switchboard:
+    """The one switchboard of a process group in its present configuration."""
     configuration = configuration_of(pg)
     with _finding:
         for kept in list(_kept):
             kept.forget_complete()
-        hub = _hubs.get((id(pg), configuration))
-        if hub is None:
-            hub = _hubs[id(pg), configuration] = Hub(pg, configuration)
-        return hub
+        switchboard = _switchboards.get((id(pg), configuration))
+        if switchboard is None:
+            switchboard = _switchboards[id(pg), configuration] = Switchboard(pg, configuration)
+        return switchboard
 
 
 class Leftovers(NamedTuple):
@@ -388,15 +398,18 @@ class Leftovers(NamedTuple):
 
 
 def leftovers() -> Leftovers:
-    hubs = list(_hubs.values())
-    return Leftovers(sum(hub.watch.runs for hub in hubs), sum(hub.left() for hub in hubs))
+    switchboards = list(_switchboards.values())
+    return Leftovers(
+        sum(switchboard.watch.runs for switchboard in switchboards),
+        sum(switchboard.left() for switchboard in switchboards),
+    )
 
 
 def _after_fork() -> None:
     global _finding
     _finding = threading.Lock()
-    for hub in list(_hubs.values()):
-        hub.start_again()
+    for switchboard in list(_switchboards.values()):
+        switchboard.start_again()
 
 
 os.register_at_fork(after_in_child=_after_fork)
