@@ -319,7 +319,7 @@ class _Healing:
             return
         self._note()
         if isinstance(failure, TransfuseError):
-            error.torn, error.received, error.missing = failure.torn, failure.received, failure.missing
+            error.torn = failure.torn
         if failure is not None and not isinstance(failure, _VotedDown | _NoPlan):
             raise error from failure
         raise error
@@ -347,7 +347,9 @@ class _Healing:
 
     def _describe(self, error: BaseException | None) -> bytes:
         """What this rank tells the others of how it went."""
-        if self._calls.rank not in self._behind:
+        if isinstance(error, _NoPlan):
+            holds = AS_IT_WAS  # It may be behind: only others know.
+        elif self._calls.rank not in self._behind:
             holds = 0
         elif self._landed:
             holds = WHOLE if error is None else TOUCHED

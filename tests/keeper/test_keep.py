@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import random
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, cast
 
 import pytest
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, snapshot, threaded, until  # noqa: F401
 from transfuse.errors import StateError, TransfuseError
-from transfuse.keeper import client
+from transfuse.keeper import client, restoring
 from transfuse.keeper.process import SOCKET_NAME, Keeper
 from transfuse.testing.ranks import ProcessPool
 
@@ -379,6 +380,50 @@ def test_a_killed_keeper_costs_a_warning(home: Home, caplog: pytest.LogCaptureFi
         job.all(lambda keep: keep.close())
     until(lambda: not keepers_in(home.base) and not list(home.base.iterdir()))
     until(lambda: not zombies())
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_keeper_that_is_lost_before_the_restore_is_no_reason_to_begin_anew(keeper: Keeper, is_frozen: bool) -> None:
+    """Nobody can say then that the run has never kept a step."""
+    commit(2, 1, 2)
+    targets = [state_of(9, 0) for _ in range(2)]
+    before = snapshot(targets)
+    with Job(2, timeout=4.0 if is_frozen else SECONDS) as job, ExitStack() as stack:
+        job.start(same(*targets))
+        if is_frozen:
+            stack.enter_context(keeper._changed)  # It does not answer.
+        else:
+            link = job.keeps[0]._link
+            assert link is not None
+            link.close()
+        errors = job.errors(lambda keep: keep.restore())
+        assert all(isinstance(error, StateError) for error in errors), errors
+        (text,) = {str(error) for error in errors}
+        assert "this run may have kept steps" in text
+        assert "0 of 1 hosts answered" in text
+        assert "host 0: the connection to the keeper broke" in text
+        assert job.restore(missing_ok=True) is None
+        assert exact(targets, before)
+
+
+def test_a_rank_that_cannot_open_a_slot_tells_the_others(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(2, 1, 2)
+    targets = [state_of(9, 0) for _ in range(2)]
+    before, describe = snapshot(targets), restoring.describe_slots
+
+    def describe_slots(rank: int, *args: Any) -> Any:
+        if rank == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return describe(rank, *args)
+
+    monkeypatch.setattr(restoring, "describe_slots", describe_slots)
+    with Job(2) as job:
+        job.start(same(*targets))
+        errors = job.errors(lambda keep: keep.restore())
+        assert all(isinstance(error, StateError) for error in errors), errors
+        (text,) = {str(error) for error in errors}
+        assert "rank 1: OSError: [Errno 24] Too many open files" in text
+        assert exact(targets, before)
 
 
 @pytest.mark.processes

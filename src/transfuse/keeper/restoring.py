@@ -145,13 +145,15 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
         except Forbidden as error:
             reasons.append(f"step {candidate.label.step}: {error}")
             logger.warning("step %d cannot be restored: %s", candidate.label.step, error)
-    if not has_held or wish.missing_ok:
+    # A keeper that does not answer may have held every step: without it nobody knows that there never was one.
+    if wish.missing_ok or not (has_held or reasons):
         return None
     lines = "".join(f"\n  {reason}" for reason in reasons) or "\n  no keeper holds a step any more"
+    answered = len(members.ranks) - sum(bool(one.failure) for one in holdings)
     raise StateError(
-        f"this run has kept steps, and none of them can be restored now ({len(members.ranks)} hosts answered, within "
-        f"{wish.seconds:g} s):{lines}\nStart the missing hosts again, load a checkpoint, or begin anew with "
-        "restore(missing_ok=True). Nothing was touched"
+        f"this run {'has' if has_held else 'may have'} kept steps, and none of them can be restored now ({answered} of "
+        f"{len(members.ranks)} hosts answered, within {wish.seconds:g} s):{lines}\nStart the missing hosts again, load "
+        "a checkpoint, or begin anew with restore(missing_ok=True). Nothing was touched"
     )
 
 
@@ -192,7 +194,8 @@ def tell(members: Members, link: Link | None, asking: threading.RLock, seconds: 
             if link is None:
                 raise TransfuseError("the keeper of this host is lost")
             with asking:
-                answer = link.ask(frames.Inventory(), frames.Holdings, seconds)
+                # The other ranks wait for this one as long as the timeout: it has to know before.
+                answer = link.ask(frames.Inventory(), frames.Holdings, seconds / 2)
             holding = Holding(answer.states, answer.has_held, "")
         except TransfuseError as error:
             holding.failure = f"host {members.host}: {as_utf8(str(error))}"
@@ -247,7 +250,9 @@ class Attempt:
             restored = self._open(local)
             own = self._own(restored)
         except TransfuseError as reason:
-            failure = str(reason)
+            failure = as_utf8(str(reason))
+        except Exception as reason:  # Memory or descriptors have run out. The others wait for this rank.
+            failure = as_utf8(f"{type(reason).__name__}: {reason}")
         elsewhere = self._serve(failure)
         self._own_elsewhere(own, [elsewhere[rank] for rank in sources if rank not in local and rank in elsewhere])
         return sources, restored, own, elsewhere
@@ -440,8 +445,8 @@ class Attempt:
         failure = ""
         try:
             own.update({one.rank: self._fetch_own(one.own) for one in addresses if one.own})
-        except TransfuseError as error:
-            failure = as_utf8(str(error))
+        except Exception as error:
+            failure = as_utf8(f"{type(error).__name__}: {error}")
         self._agree_to("fetching what belongs to single ranks", failure)
 
     def _fetch_own(self, address: str | InProcess) -> Any:
