@@ -52,6 +52,7 @@ __all__ = [
     "RestoredStep",
     "Wish",
     "candidates_in",
+    "not_known",
     "restore",
     "tell",
 ]
@@ -130,6 +131,11 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
     # A step that some ranks have never committed is no loss: nobody was told that it is kept.
     has_held = any(one.has_held for one in holdings) or any(not candidate.missing for candidate in candidates)
     reasons: list[str] = [one.failure for one in holdings if one.failure]
+    if reasons and not has_held and not wish.missing_ok:
+        raise StateError(
+            f"{not_known(reasons, wish.seconds)}\nStart the job again, load a checkpoint, or begin anew with "
+            "restore(missing_ok=True). Nothing was touched"
+        )
     if not has_held:
         # Only steps that some ranks have never committed. Nothing is called that could touch the state.
         candidates = []
@@ -141,12 +147,21 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
             logger.warning("step %d cannot be restored: %s", candidate.label.step, error)
     if not has_held or wish.missing_ok:
         return None
-    lines = "".join(f"\n  {reason}" for reason in reasons) or "\n  no keeper holds a step any more"
+    lines = _lines(reasons or ["no keeper holds a step any more"])
     raise StateError(
         f"this run has kept steps, and none of them can be restored now ({len(members.ranks)} hosts answered, within "
         f"{wish.seconds:g} s):{lines}\nStart the missing hosts again, load a checkpoint, or begin anew with "
         "restore(missing_ok=True). Nothing was touched"
     )
+
+
+def not_known(reasons: Sequence[str], seconds: float) -> str:
+    """What to say if keepers do not answer, and the others know of no step: those may have held some."""
+    return f"it is not known whether this run has kept steps: a keeper has not answered in {seconds:g} s:{_lines(reasons)}"
+
+
+def _lines(reasons: Sequence[str]) -> str:
+    return "".join(f"\n  {reason}" for reason in reasons)
 
 
 def _attempt(
