@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, snapshot, threaded, until  # noqa: F401
 from transfuse.errors import StateError, TransfuseError
-from transfuse.keeper import client
-from transfuse.keeper.process import SOCKET_NAME, Keeper
+from transfuse.keeper import allotment, client
+from transfuse.keeper.process import HELD_NAME, SOCKET_NAME, Keeper
 from transfuse.testing.ranks import ProcessPool
 
 pytestmark = pytest.mark.usefixtures("threaded")
@@ -382,6 +382,26 @@ def test_a_killed_keeper_costs_a_warning(home: Home, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.processes
+def test_a_keeper_that_does_not_answer_is_not_taken_for_one_that_holds_nothing(home: Home) -> None:  # noqa: F811
+    """It is killed between ``keep()`` and ``restore()``: the job must not begin at 0."""
+    states = [state_of(rank, 0) for rank in range(2)]
+    commit(2, 1, 2)
+    with Job(2) as job:
+        job.start(same(*states))
+        (pid,) = keepers_in(home.base)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not keepers_in(home.base))
+        before = snapshot(states)
+        errors = job.errors(lambda keep: keep.restore())
+        assert all(isinstance(error, StateError) for error in errors), errors
+        assert len({str(error) for error in errors}) == 1
+        assert "it is not known whether this run has kept steps" in str(errors[0])
+        assert "host 0: " in str(errors[0])
+        assert job.restore(missing_ok=True) is None
+        assert exact(states, before)
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_keeper_that_was_killed_hears_of_every_close(home: Home, early: int) -> None:  # noqa: F811
     """Ranks close before it is killed, and while nobody has found it again: it comes back, and ends."""
@@ -430,6 +450,45 @@ def test_ranks_that_find_their_keeper_again_one_after_the_other_still_share(home
         assert home.status()["bytes"] < 4 * (5 << 20)
 
 
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("has_kept", [True, False])
+def test_a_keeper_that_comes_back_and_finds_no_room_costs_a_warning_and_no_training(
+    home: Home,  # noqa: F811
+    keeper: Keeper,
+    has_kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The kernel has ended it because memory ran out, and training has taken what was free since then."""
+    states = [state_of(rank, 0) for rank in range(2)]
+    with Job(2) as job:
+        job.start(same(*states))
+        if has_kept:
+            assert job.commit(1) == ["committed"] * 2
+        keeper.stop()
+        assert home.ended(keeper)
+        for worker in list(keeper._workers.values()):
+            worker.link.close()  # As the end of its process does.
+        monkeypatch.setattr(allotment, "free_memory", lambda: 0)
+        home.start()
+
+        def is_refused() -> bool:
+            nonlocal step
+            step += 1
+            assert job.commit(step) == ["skipped"] * 2
+            return all("of memory are free" in keep.report.why for keep in job.keeps if keep.report is not None)
+
+        step = 1
+        until(is_refused)
+        assert job.commit(step + 1) == ["skipped"] * 2
+        assert warnings(caplog, "is not kept any more, until there is room for it") == 2
+        assert warnings(caplog, "goes on without the keeper") == 2
+        monkeypatch.undo()
+        monkeypatch.setenv("TRANSFUSE_KEEPER_DIR", str(home.base))
+        step = commit_until(job, step + 1, "committed")
+    assert home.status()["confirmed_step"] == step
+
+
 def zombies() -> list[int]:
     """Children of this process that have ended and that nobody has waited for."""
     found = []
@@ -473,9 +532,11 @@ def test_a_keeper_is_frozen_and_shouted_at_and_its_socket_is_deleted(
         monkeypatch.setattr(client, "ANSWER_SECONDS", SECONDS)
         step = commit_until(job, 2, "committed")
         assert keepers_in(home.base) == [pid]
-        pathlib.Path(path).unlink()
+        for file in pathlib.Path(path).parent.iterdir():  # By a cleaner of /tmp.
+            file.unlink()
         assert job.commit(step + 1) == ["committed"] * 2
     until(lambda: pathlib.Path(path).exists())
+    until(lambda: (pathlib.Path(path).parent / HELD_NAME).exists())
     with Job(2) as job:
         job.start(same(*states))
         assert job.restore() == step + 1

@@ -156,6 +156,8 @@ class Keeper:
             self._socket.listen(128)
             self._write(TOKEN_NAME, self.token)
             self._write("address", self._server.address)
+            if self._has_held:
+                self._write(HELD_NAME, "")
             with suppress(OSError):
                 before.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits for connections.
             before.close()
@@ -243,7 +245,12 @@ class Keeper:
             if _uid_of(sock) not in (os.getuid(), 0):
                 sock.close()  # The directory keeps others out. This is for a directory that was opened up later.
                 continue
-            threading.Thread(target=self._talk, args=(Link(sock),), name="transfuse-worker", daemon=True).start()
+            try:
+                threading.Thread(target=self._talk, args=(Link(sock),), name="transfuse-worker", daemon=True).start()
+            except RuntimeError as error:
+                # No thread could be started, and that may pass. The worker comes again.
+                sock.close()
+                logger.warning("a worker could not be answered: %s", error)
 
     def _talk(self, link: Link) -> None:
         worker = _Worker(link)
@@ -327,7 +334,7 @@ class Keeper:
             self._wait_for_others(worker, lambda: peers.generation > self.books.generation)
             if peers.generation > self.books.generation:
                 self._take_over(worker)
-                self._allotment.begin_generation()
+                self._allotment.begin_generation(ranks)
                 self._closed = self._closed_before(peers.generation)
             self.books.begin_generation(Generation(peers.generation, peers.world_size, ranks, len(peers.keepers)))
             assert worker.agent is not None
@@ -530,10 +537,13 @@ class Keeper:
                 raise TransfuseError("this keeper holds no complete step yet")
             rank = next(iter(self.books.ranks_at(label)))
         pinned: list[Kept] = []
-        restored = self._pinned(pinned, rank, label)
-        if restored is None:
+        try:
+            restored = self._pinned(pinned, rank, label)
+            if restored is None:
+                raise TransfuseError("this keeper holds no complete step yet")
+        except BaseException:
             self._unpin(pinned)
-            raise TransfuseError("this keeper holds no complete step yet")
+            raise
         # The slots are in use as long as the reader's thread has the state.
         weakref.finalize(restored.state, self._unpin, pinned)
         return restored.state
