@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -33,10 +34,8 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(en
         worker.ask(frames.Done(), frames.Done, 0.01)
     # It was frozen, and answers now.
     assert isinstance(keeper.hear(SECONDS)[0], frames.Done)
-    try:
+    with suppress(KeeperLost):
         keeper.send(frames.Done(), seconds=SECONDS)
-    except KeeperLost:
-        pass
     with pytest.raises(KeeperLost):
         worker.ask(frames.Close(), frames.Done, SECONDS)
 

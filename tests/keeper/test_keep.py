@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import random
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, snapshot, threaded, until  # noqa: F401
 from transfuse.errors import StateError, TransfuseError
-from transfuse.keeper import allotment, client
+from transfuse.keeper import allotment, client, restoring
 from transfuse.keeper.process import HELD_NAME, SOCKET_NAME, Keeper
 from transfuse.testing.ranks import ProcessPool
 
@@ -160,6 +161,25 @@ def test_if_one_rank_fails_all_do(keeper: Keeper, fails: str) -> None:
             assert isinstance(errors[2], RuntimeError)
             assert "rank 2" in str(errors[0])
             assert "End this process" in str(errors[0])
+
+
+def test_a_rank_that_cannot_map_its_slots_tells_the_others(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(2, 1)
+    targets = [state_of(9, 0) for _ in range(2)]
+    before, describe = snapshot(targets), restoring.describe_slots
+
+    def describe_slots(rank: int, slots: Any) -> Any:
+        if rank == 1:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return describe(rank, slots)
+
+    monkeypatch.setattr(restoring, "describe_slots", describe_slots)
+    with Job(2, timeout=5.0) as job:
+        job.start(same(*targets))
+        errors = job.errors(lambda keep: keep.restore())
+        assert len({str(error) for error in errors}) == 1, errors
+        assert "step 1: rank 1: OSError: [Errno 12]" in str(errors[0])
+        assert exact(targets, before)
 
 
 def flip(keeper: Keeper, rank: int, step: int) -> None:
@@ -481,7 +501,7 @@ def test_a_keeper_that_comes_back_and_finds_no_room_costs_a_warning_and_no_train
         step = 1
         until(is_refused)
         assert job.commit(step + 1) == ["skipped"] * 2
-        assert warnings(caplog, "is not kept any more, until there is room for it") == 2
+        assert warnings(caplog, "is not kept any more, until there is room") == 2
         assert warnings(caplog, "goes on without the keeper") == 2
         monkeypatch.undo()
         monkeypatch.setenv("TRANSFUSE_KEEPER_DIR", str(home.base))

@@ -415,7 +415,7 @@ class Keep:
             report.outcome, report.why = "skipped", str(error)
             if not self._warned_of_room:
                 self._warned_of_room = True
-                logger.warning("rank %d: the state is not kept any more, until there is room for it: %s", self.rank, error)
+                logger.warning("rank %d: the state is not kept any more, until there is room: %s", self.rank, error)
             return
         number = slot.number
         self._warn_of_replicas(report, slot.notes)

@@ -157,7 +157,8 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
 
 def not_known(reasons: Sequence[str], seconds: float) -> str:
     """What to say if keepers do not answer, and the others know of no step: those may have held some."""
-    return f"it is not known whether this run has kept steps: a keeper has not answered in {seconds:g} s:{_lines(reasons)}"
+    lines = _lines(reasons)
+    return f"it is not known whether this run has kept steps: a keeper has not answered within {seconds:g} s:{lines}"
 
 
 def _lines(reasons: Sequence[str]) -> str:
@@ -237,8 +238,10 @@ class Attempt:
         try:
             restored = self._open(local)
             own = self._own(restored)
-        except TransfuseError as reason:
-            failure = str(reason)
+        except Exception as reason:
+            # Whatever it is, descriptors or memory perhaps: the other ranks wait for a word.
+            kind = "" if isinstance(reason, TransfuseError) else f"{type(reason).__name__}: "
+            failure = as_utf8(f"{kind}{reason}")
         elsewhere = self._serve(failure)
         self._own_elsewhere(own, [elsewhere[rank] for rank in sources if rank not in local and rank in elsewhere])
         if not self.same:

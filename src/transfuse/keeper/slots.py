@@ -197,8 +197,7 @@ def make_slots(sizes: Sequence[int]) -> list[SlotFile]:
     """Slots of these sizes, all or none: if memory or descriptors run out, those that were made are given back."""
     files: list[SlotFile] = []
     try:
-        for nbytes in sizes:
-            files.append(SlotFile(nbytes))
+        files.extend(map(SlotFile, sizes))
     except BaseException:
         for file in files:
             file.close()
