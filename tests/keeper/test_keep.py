@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, snapshot, threaded, until  # noqa: F401
 from transfuse.errors import StateError, TransfuseError
-from transfuse.keeper import allotment, client, restoring
+from transfuse.keeper import allotment, client, restored, restoring
 from transfuse.keeper.process import HELD_NAME, SOCKET_NAME, Keeper
 from transfuse.testing.ranks import ProcessPool
 
@@ -166,12 +166,12 @@ def test_if_one_rank_fails_all_do(keeper: Keeper, fails: str) -> None:
 def test_a_rank_that_cannot_map_its_slots_tells_the_others(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(2, 1)
     targets = [state_of(9, 0) for _ in range(2)]
-    before, describe = snapshot(targets), restoring.describe_slots
+    before = snapshot(targets)
 
     def describe_slots(rank: int, slots: Any) -> Any:
         if rank == 1:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        return describe(rank, slots)
+        return restored.describe_slots(rank, slots)
 
     monkeypatch.setattr(restoring, "describe_slots", describe_slots)
     with Job(2, timeout=5.0) as job:
@@ -491,6 +491,7 @@ def test_a_keeper_that_comes_back_and_finds_no_room_costs_a_warning_and_no_train
             worker.link.close()  # As the end of its process does.
         monkeypatch.setattr(allotment, "free_memory", lambda: 0)
         home.start()
+        step = 1
 
         def is_refused() -> bool:
             nonlocal step
@@ -498,7 +499,6 @@ def test_a_keeper_that_comes_back_and_finds_no_room_costs_a_warning_and_no_train
             assert job.commit(step) == ["skipped"] * 2
             return all("of memory are free" in keep.report.why for keep in job.keeps if keep.report is not None)
 
-        step = 1
         until(is_refused)
         assert job.commit(step + 1) == ["skipped"] * 2
         assert warnings(caplog, "is not kept any more, until there is room") == 2
