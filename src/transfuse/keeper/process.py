@@ -32,7 +32,7 @@ from transfuse.keeper.frames import Address, Frame, KeeperLost, Link
 from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.restored import Restored, describe_slots
 from transfuse.keeper.ring import Ring
-from transfuse.keeper.runs import RUN_FILE, Process
+from transfuse.keeper.runs import RUN_FILE, Process, remake_directory
 from transfuse.keeper.slots import Label
 from transfuse.remote.server import Server, serve
 
@@ -96,6 +96,10 @@ class Keeper:
         self._alone_since: float | None = None
         self._over = threading.Event()
         self.ring = Ring(self)
+        #: What the directory says about the run, in case that the directory is deleted.
+        self._note = b""
+        with suppress(FileNotFoundError):
+            self._note = (directory / RUN_FILE).read_bytes()
         path = directory / SOCKET_NAME
         with suppress(FileNotFoundError):
             path.unlink()
@@ -147,7 +151,11 @@ class Keeper:
     def _mend_socket(self) -> None:
         """Listen anew if the socket was deleted, by a cleaner of /tmp: else the next worker starts an empty keeper."""
         path = self.directory / SOCKET_NAME
-        if path.exists() or (lock := try_lock(self.directory)) is None:
+        if path.exists():
+            return
+        with suppress(TransfuseError, OSError):
+            remake_directory(self.directory, self._note)
+        if (lock := try_lock(self.directory)) is None:
             return
         try:
             before, self._socket = self._socket, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
