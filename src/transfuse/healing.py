@@ -147,6 +147,8 @@ class _Healing:
         self._voted = False
         #: Whether this rank has everything that it was behind in, and whether ``load`` has taken it.
         self._landed = self._loaded = False
+        #: Which function of the caller's can have failed, once everything has landed.
+        self._last_asked = "on_report()"
         #: What an earlier heal has left here: the state that was looked at, its torn leaves; what state_dict() raised.
         self._looked_at: list[object] = []
         self._torn: tuple[str, ...] = ()
@@ -228,6 +230,7 @@ class _Healing:
                 else:
                     self._send()
             if self._landed and self._load is not None:
+                self._last_asked = "load()"
                 self._load(self._target)
             self._loaded = self._landed
         except BaseException as error:
@@ -364,7 +367,8 @@ class _Healing:
             torn = [as_utf8(path) for path in error.torn[:MOST_NAMES]]
             attributes = _attributes(error)
         if self._landed:
-            kind, text, attributes = "StateError", f"load() failed after everything had landed: {kind}: {text}", {}
+            text = f"{self._last_asked} failed after everything had landed: {kind}: {text}"
+            kind, attributes = "StateError", {}
         word = _Word(
             kind=kind,
             text=as_utf8(f"{kind}: {text}"[:MOST_CHARACTERS]),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import resource
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import transfuse
 from keeping import SECONDS, Home, Job, exact, home, same, snapshot, threaded  # noqa: F401
-from transfuse.errors import TransfuseError
+from transfuse.errors import PeerRefused, TransfuseError
 from transfuse.keeper import allotment, copying
 from transfuse.keeper.process import Keeper
 from transfuse.keeper.slots import SlotFile
@@ -179,8 +183,12 @@ def test_after_restore_steps_begin_anew(keeper: Keeper) -> None:
         assert job.commit(6) == ["committed"]
         assert job.restore() == 6
         assert state["w"].eq(6).all()
+        assert job.commit(7) == ["committed"]
+        with pytest.raises(ValueError, match="step 6 after step 7: steps must rise"):
+            job.commit(6)
+        assert job.restore() == 7
     target = {"w": torch.zeros(4)}
-    assert restored(1, [target]) == 6
+    assert restored(1, [target]) == 7
 
 
 def test_every(keeper: Keeper) -> None:
@@ -246,6 +254,37 @@ def test_reserved_memory_counts(home: Home, keeper: Keeper) -> None:  # noqa: F8
     assert all("already, which is more than max_bytes" in text for text in refused)
 
 
+def test_what_was_reserved_for_ranks_that_do_not_come_again_is_given_back(home: Home, keeper: Keeper) -> None:  # noqa: F811
+    state = {"w": torch.zeros(2 * MIB)}
+    held = []
+    for ranks in (2, 1):
+        with Job(ranks, reserve=8 * MIB, slots=3) as job:
+            job.start(same(*[state] * ranks))
+            held.append(home.status()["bytes"])
+    assert held[0] == 2 * held[1]
+
+
+def test_if_descriptors_run_out_slots_that_were_made_are_given_back(home: Home, keeper: Keeper) -> None:  # noqa: F811
+    def descriptors() -> int:
+        return sum("transfuse-slot" in os.readlink(one) for one in links() if os.path.islink(one))
+
+    def links() -> list[pathlib.Path]:
+        return list(pathlib.Path("/proc/self/fd").iterdir())
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Job(1, slots=200) as job:
+        job.start(same({"w": torch.zeros(4)}))
+        before = descriptors()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(one.name) for one in links()) + 60, hard))
+        try:
+            with pytest.raises(TransfuseError, match="Too many open files"):
+                job.commit(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert descriptors() == before
+        assert job.commit(2) == ["committed"]
+
+
 def test_a_rank_far_ahead_leaves_out_steps_and_loses_none(home: Home, keeper: Keeper) -> None:  # noqa: F811
     states = [{"w": torch.zeros(4)} for _ in range(2)]
     with Job(2, slots=3) as job:
@@ -282,6 +321,30 @@ def test_readers_of_the_keeper_do_not_use_up_its_slots(home: Home, keeper: Keepe
             assert job.commit(step) == ["committed"]
             got = transfuse.fetch(home.status()["address"], token=keeper.token)
             assert got["w"].eq(step).all()
+
+
+class Pair(NamedTuple):
+    """A class of the job's own, which a keeper's process has not imported."""
+
+    a: torch.Tensor
+    b: int
+
+
+def test_readers_that_a_keeper_cannot_serve_do_not_use_up_its_slots(
+    home: Home,  # noqa: F811
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = {"pair": Pair(torch.zeros(1000), 1)}
+    with Job(1, slots=3) as job:
+        job.start(same(state))
+        for step in range(1, 6):
+            state["pair"].a.fill_(step)
+            assert job.commit(step) == ["committed"]
+            with monkeypatch.context() as patch:
+                patch.delitem(sys.modules, Pair.__module__)
+                with pytest.raises(PeerRefused, match="is not imported here"):
+                    transfuse.fetch(home.status()["address"], token=keeper.token)
 
 
 @pytest.mark.parametrize("declared", [False, True])

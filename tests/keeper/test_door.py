@@ -16,6 +16,7 @@ from transfuse.keeper import door
 from transfuse.keeper.questions import Lend, Lent, No, Round, State, decode_answer
 from transfuse.keeper.slots import Label
 from transfuse.remote.handshake import Ask, Told, connect, key_of
+from transfuse.remote.listener import MAX_STRANGERS
 
 
 def test_the_door_stays_over_generations_and_a_later_keeper_opens_the_same(job: Job) -> None:
@@ -42,7 +43,7 @@ def test_garbage_and_strangers_at_the_door_get_nothing_and_break_nothing(job: Jo
     workers = job.meet([0, 1])
     address = job.peers[0].keepers[1]
     host, _, port = address.rpartition(":")
-    idle = [socket.create_connection((host, int(port))) for _ in range(door.MAX_STRANGERS + 10)]
+    idle = [socket.create_connection((host, int(port))) for _ in range(MAX_STRANGERS + 10)]
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096, secrets.token_bytes(1 << 16)):
         with socket.create_connection((host, int(port))) as sock:
             sock.settimeout(SECONDS)

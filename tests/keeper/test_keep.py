@@ -6,6 +6,7 @@ import errno
 import os
 import pathlib
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, snapshot, threaded, until  # noqa: F401
 from transfuse.errors import StateError, TransfuseError
-from transfuse.keeper import client, restoring
-from transfuse.keeper.process import SOCKET_NAME, Keeper
+from transfuse.keeper import allotment, client, restored, restoring, runs
+from transfuse.keeper.process import HELD_NAME, SOCKET_NAME, Keeper
 from transfuse.testing.ranks import ProcessPool
 
 pytestmark = pytest.mark.usefixtures("threaded")
@@ -161,6 +162,25 @@ def test_if_one_rank_fails_all_do(keeper: Keeper, fails: str) -> None:
             assert isinstance(errors[2], RuntimeError)
             assert "rank 2" in str(errors[0])
             assert "End this process" in str(errors[0])
+
+
+def test_a_rank_that_cannot_map_its_slots_tells_the_others(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(2, 1)
+    targets = [state_of(9, 0) for _ in range(2)]
+    before = snapshot(targets)
+
+    def describe_slots(rank: int, slots: Any) -> Any:
+        if rank == 1:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return restored.describe_slots(rank, slots)
+
+    monkeypatch.setattr(restoring, "describe_slots", describe_slots)
+    with Job(2, timeout=5.0) as job:
+        job.start(same(*targets))
+        errors = job.errors(lambda keep: keep.restore())
+        assert len({str(error) for error in errors}) == 1, errors
+        assert "step 1: rank 1: OSError: [Errno 12]" in str(errors[0])
+        assert exact(targets, before)
 
 
 def flip(keeper: Keeper, rank: int, step: int) -> None:
@@ -399,8 +419,7 @@ def test_a_keeper_that_is_lost_before_the_restore_is_no_reason_to_begin_anew(kee
         errors = job.errors(lambda keep: keep.restore())
         assert all(isinstance(error, StateError) for error in errors), errors
         (text,) = {str(error) for error in errors}
-        assert "this run may have kept steps" in text
-        assert "0 of 1 hosts answered" in text
+        assert "it is not known whether this run has kept steps" in text
         assert "host 0: the connection to the keeper broke" in text
         assert job.restore(missing_ok=True) is None
         assert exact(targets, before)
@@ -409,7 +428,7 @@ def test_a_keeper_that_is_lost_before_the_restore_is_no_reason_to_begin_anew(kee
 def test_a_rank_that_cannot_open_a_slot_tells_the_others(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(2, 1, 2)
     targets = [state_of(9, 0) for _ in range(2)]
-    before, describe = snapshot(targets), restoring.describe_slots
+    before, describe = snapshot(targets), restored.describe_slots
 
     def describe_slots(rank: int, *args: Any) -> Any:
         if rank == 1:
@@ -424,6 +443,26 @@ def test_a_rank_that_cannot_open_a_slot_tells_the_others(keeper: Keeper, monkeyp
         (text,) = {str(error) for error in errors}
         assert "rank 1: OSError: [Errno 24] Too many open files" in text
         assert exact(targets, before)
+
+
+@pytest.mark.processes
+def test_a_keeper_that_does_not_answer_is_not_taken_for_one_that_holds_nothing(home: Home) -> None:  # noqa: F811
+    """It is killed between ``keep()`` and ``restore()``: the job must not begin at 0."""
+    states = [state_of(rank, 0) for rank in range(2)]
+    commit(2, 1, 2)
+    with Job(2) as job:
+        job.start(same(*states))
+        (pid,) = keepers_in(home.base)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not keepers_in(home.base))
+        before = snapshot(states)
+        errors = job.errors(lambda keep: keep.restore())
+        assert all(isinstance(error, StateError) for error in errors), errors
+        assert len({str(error) for error in errors}) == 1
+        assert "it is not known whether this run has kept steps" in str(errors[0])
+        assert "host 0: " in str(errors[0])
+        assert job.restore(missing_ok=True) is None
+        assert exact(states, before)
 
 
 @pytest.mark.processes
@@ -475,6 +514,45 @@ def test_ranks_that_find_their_keeper_again_one_after_the_other_still_share(home
         assert home.status()["bytes"] < 4 * (5 << 20)
 
 
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("has_kept", [True, False])
+def test_a_keeper_that_comes_back_and_finds_no_room_costs_a_warning_and_no_training(
+    home: Home,  # noqa: F811
+    keeper: Keeper,
+    has_kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The kernel has ended it because memory ran out, and training has taken what was free since then."""
+    states = [state_of(rank, 0) for rank in range(2)]
+    with Job(2) as job:
+        job.start(same(*states))
+        if has_kept:
+            assert job.commit(1) == ["committed"] * 2
+        keeper.stop()
+        assert home.ended(keeper)
+        for worker in list(keeper._workers.values()):
+            worker.link.close()  # As the end of its process does.
+        monkeypatch.setattr(allotment, "free_memory", lambda: 0)
+        home.start()
+        step = 1
+
+        def is_refused() -> bool:
+            nonlocal step
+            step += 1
+            assert job.commit(step) == ["skipped"] * 2
+            return all("of memory are free" in keep.report.why for keep in job.keeps if keep.report is not None)
+
+        until(is_refused)
+        assert job.commit(step + 1) == ["skipped"] * 2
+        assert warnings(caplog, "is not kept any more, until there is room") == 2
+        assert warnings(caplog, "goes on without the keeper") == 2
+        monkeypatch.undo()
+        monkeypatch.setenv("TRANSFUSE_KEEPER_DIR", str(home.base))
+        step = commit_until(job, step + 1, "committed")
+    assert home.status()["confirmed_step"] == step
+
+
 def zombies() -> list[int]:
     """Children of this process that have ended and that nobody has waited for."""
     found = []
@@ -518,9 +596,11 @@ def test_a_keeper_is_frozen_and_shouted_at_and_its_socket_is_deleted(
         monkeypatch.setattr(client, "ANSWER_SECONDS", SECONDS)
         step = commit_until(job, 2, "committed")
         assert keepers_in(home.base) == [pid]
-        pathlib.Path(path).unlink()
+        shutil.rmtree(pathlib.Path(path).parent)  # By a cleaner of /tmp.
         assert job.commit(step + 1) == ["committed"] * 2
     until(lambda: pathlib.Path(path).exists())
+    until(lambda: (pathlib.Path(path).parent / HELD_NAME).exists())
+    assert [run.name for run in runs.list_runs()] == ["job"]
     with Job(2) as job:
         job.start(same(*states))
         assert job.restore() == step + 1

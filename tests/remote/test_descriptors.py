@@ -187,7 +187,7 @@ def exactly(rank: int, same_host: bool) -> list[str]:
                 ended.append(attempt(address, same_host=same_host))
             dist.barrier()
             # Its end of the group goes in a thread of its own.
-            while server is not None and server._readers:
+            while server is not None and server._listener.connections:
                 time.sleep(0.01)
     if server is not None:
         server.close()

@@ -48,8 +48,8 @@ def test_close_waits_for_who_reads_and_tells_who_waits(executor: ThreadPoolExecu
     assert halt.reached.wait(DEADLINE)
     waits = executor.submit(transfuse.fetch, server.address, timeout=LONG)
     stranger = socket.create_connection(split_address(server.address))
-    wait_until(lambda: len(server._readers) == 3)
-    wait_until(lambda: len(server._strangers) == 1)
+    wait_until(lambda: len(server._listener.connections) == 3)
+    wait_until(lambda: len(server._listener.strangers) == 1)
     closes = executor.submit(server.close)
     with pytest.raises(transfuse.PeerRefused, match=f"{server.address} was closed"):
         waits.result(DEADLINE)
@@ -153,7 +153,7 @@ def test_no_state_stays_until_garbage_is_collected() -> None:
             transfuse.fetch(server.address)
             with pytest.raises(transfuse.StepMismatch):
                 transfuse.fetch(server.address, step=4)
-            wait_until(lambda: not server._readers)
+            wait_until(lambda: not server._listener.connections)
             assert not [one for one in gc.get_objects() if type(one) is OfferedState]
     finally:
         gc.enable()
@@ -162,7 +162,7 @@ def test_no_state_stays_until_garbage_is_collected() -> None:
 def test_a_report_may_close_its_server(caplog: pytest.LogCaptureFixture) -> None:
     server = transfuse.serve(plain_state(), timeout=LONG, on_report=lambda report: server.close())
     assert not differences(plain_state(), transfuse.fetch(server.address))
-    wait_until(lambda: not server._readers)
+    wait_until(lambda: not server._listener.connections)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     with pytest.raises(transfuse.PeerLost, match="cannot be reached"):
         transfuse.fetch(server.address)
@@ -205,7 +205,7 @@ def test_ctrl_c_ends_a_fetch_and_the_server_goes_on() -> None:
             for rank in range(3):
                 fleet.signal(rank, signal.SIGINT)
             assert [outcome.get() for outcome in fleet.outcomes(DEADLINE)] == ["interrupted"] * 3
-            wait_until(lambda: not locked._readers and not slow._readers)
+            wait_until(lambda: not locked._listener.connections and not slow._listener.connections)
         assert not differences(state, transfuse.fetch(locked.address, token=TOKEN))
         with slow.mutating():
             pass

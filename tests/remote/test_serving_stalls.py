@@ -55,7 +55,7 @@ def test_who_stalls_or_dies_holds_up_training_no_longer_than_the_timeout(
             with server.mutating():
                 state["model"]["w0"].add_(1)
             assert not differences(state, transfuse.fetch(server.address, token=TOKEN))
-        wait_until(lambda: not server._readers)
+        wait_until(lambda: not server._listener.connections)
         nothing_is_left(tasks, files)
 
 
@@ -100,7 +100,7 @@ def test_many_readers_die_and_nothing_is_left_of_them() -> None:
             with server.mutating():
                 pass
             assert not differences(state, transfuse.fetch(server.address, token=TOKEN))
-            wait_until(lambda: not server._readers)
+            wait_until(lambda: not server._listener.connections)
             if turn == 0:
                 # The first fleet has started a server of its own to fork from.
                 gc.collect()

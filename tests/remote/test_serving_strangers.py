@@ -39,7 +39,7 @@ from serving import (
     some_state,
     wait_until,
 )
-from transfuse.remote import server as serving
+from transfuse.remote import listener
 from transfuse.remote.handshake import (
     HELLO_BYTES,
     MAGIC,
@@ -141,10 +141,10 @@ def test_a_crowd_of_strangers_keeps_nobody_out(caplog: pytest.LogCaptureFixture)
         crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(200)]
         for _ in range(3):
             assert not differences(state, transfuse.fetch(server.address, token=TOKEN))
-        wait_until(lambda: len(server._strangers) <= serving.MAX_STRANGERS)
+        wait_until(lambda: len(server._listener.strangers) <= listener.MAX_STRANGERS)
         for one in crowd:
             one.close()
-        wait_until(lambda: not server._readers)
+        wait_until(lambda: not server._listener.connections)
         nothing_is_left(tasks, files)
     assert len([record for record in caplog.records if "turned away" in record.message]) < 60
 

@@ -293,6 +293,17 @@ def test_a_load_that_raises_is_everybodys_error_and_that_rank_is_no_source_befor
     assert not half_healed.look(workers[1].state()).torn
 
 
+def test_an_on_report_that_raises_is_not_taken_for_load() -> None:
+    def fail(report: Report) -> None:
+        raise OSError("disk full")
+
+    workers = [Worker(5), Worker(None)]
+    with Ranks(2) as ranks:
+        outcomes = ranks.outcomes(lambda rank, pg: workers[rank].heal(pg, on_report=fail if rank == 1 else None))
+    text = str(one_error(outcomes))
+    assert "rank 1: StateError: on_report() failed after everything had landed: OSError: disk full" in text
+
+
 def test_a_rank_that_got_everything_before_another_failed_knows_which_step_it_has() -> None:
     """It was at 3 and is at 5, but its caller was told an error and no step."""
 

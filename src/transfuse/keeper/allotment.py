@@ -16,7 +16,7 @@ from transfuse.keeper.bundles import KEY_BYTES
 from transfuse.keeper.copying import DIGEST_BYTES
 from transfuse.keeper.frames import Frame
 from transfuse.keeper.freeing import Freeing
-from transfuse.keeper.slots import Label, SlotFile, column, round_up
+from transfuse.keeper.slots import Label, SlotFile, column, make_slots, round_up
 from transfuse.report import human_bytes
 
 __all__ = ["Allotment", "Tenant"]
@@ -138,7 +138,7 @@ class Allotment:
             self._check_room(tenant, slot_bytes, count)
             self._allocating += slot_bytes * count
         try:
-            return [SlotFile(slot_bytes) for _ in range(count)]
+            return make_slots([slot_bytes] * count)
         finally:
             with self._changed:
                 self._allocating -= slot_bytes * count
@@ -186,10 +186,12 @@ class Allotment:
         self._wanted.pop(rank, None)
         self._laid.pop(rank, None)
 
-    def begin_generation(self) -> None:
-        """Nobody waits for a layout any more. Called under the lock."""
+    def begin_generation(self, ranks: Collection[int]) -> None:
+        """Nobody waits for a layout any more, and this host has only these ranks. Called under the lock."""
         self._wanted.clear()
         self._laid.clear()
+        for rank in [rank for rank in self._spare if rank not in ranks]:
+            self._freeing.add(self._spare.pop(rank))
 
 
 def _split(data: bytes, size: int) -> list[bytes]:

@@ -156,7 +156,7 @@ class Settings:
 
 
 class _NoRoom(TransfuseError):
-    """The keeper has no room for a state that has changed."""
+    """The keeper has no room for a state that has changed, or came back and has no room any more."""
 
 
 class _LeftOut(TransfuseError):
@@ -181,15 +181,16 @@ class Keep:
         self._copying: threading.Thread | None = None
         self._reviving: threading.Thread | None = None
         self._warned = self._warned_of_room = False
+        #: Whether the keeper has given this rank no slots yet, and was not lost either.
+        self._is_new = True
         #: What the keeper has last said about replicas.
         self._noted = ""
         #: Whether :meth:`close` was called, and whether it has ended, or :meth:`detach` was called.
         self._closed = self._detached = False
         #: Ends the pause between two looks for a lost keeper.
         self._hurry = threading.Event()
-        #: The newest step that was committed, and whether :meth:`restore` was called since.
+        #: The newest step that was committed since the last :meth:`restore`.
         self._newest: int | None = None
-        self._went_back = False
         #: The newest step for which :meth:`commit` was called.
         self._reached: int | None = None
         #: The state of the last commit, and the versions of its tensors then.
@@ -339,7 +340,7 @@ class Keep:
         )
         if restored is None:
             return None
-        self.own, self._went_back = restored.own, True
+        self.own = restored.own
         self._begin_anew()
         return restored.step
 
@@ -379,7 +380,7 @@ class Keep:
             raise TransfuseError("commit() needs a state: keep(state_dict), or commit(step, state=...)")
         if number % self._settings.every:
             return None
-        if self._newest is not None and number < self._newest and not self._went_back:
+        if self._newest is not None and number < self._newest:
             raise ValueError(f"commit() of step {number} after step {self._newest}: steps must rise")
         report = CommitReport(number)
         self._end_copy(report, "the copy before")
@@ -424,7 +425,7 @@ class Keep:
             report.outcome, report.why = "skipped", str(error)
             if not self._warned_of_room:
                 self._warned_of_room = True
-                logger.warning("rank %d: the state has changed, and is not kept any more: %s", self.rank, error)
+                logger.warning("rank %d: the state is not kept any more, until there is room: %s", self.rank, error)
             return
         number = slot.number
         self._warn_of_replicas(report, slot.notes)
@@ -496,11 +497,12 @@ class Keep:
         except KeeperLost:
             raise
         except TransfuseError as error:
-            # At the first commit nothing has been kept, and the caller should know. Later, training goes on.
-            raise error if self._newest is None else _NoRoom(str(error)) from error
+            if self._is_new:
+                raise  # Nothing has been kept yet, and the caller should know before hours of training are at stake.
+            raise _NoRoom(str(error)) from error
         if isinstance(laid, frames.Slot):
             raise _LeftOut(laid.why)
-        self._warned_of_room = False
+        self._is_new = self._warned_of_room = False
         try:
             views = {laid.first + i: SlotView(fd, writable=True, populate=True) for i, fd in enumerate(descriptors)}
         finally:
@@ -568,7 +570,7 @@ class Keep:
         report.outcome, report.why = "skipped", str(error)
         with self._asking:
             link, self._link = self._link, None
-            self._layout = None
+            self._layout, self._is_new = None, False
         if link is not None:
             link.close()
         if not self._warned:

@@ -369,13 +369,15 @@ class KeeperReader(StorageReader):
     def newest_step(self) -> int | None:
         """The newest step that can be loaded. Every rank calls this.
 
-        None if the run has never saved one. Raises if it has, and none of them can be loaded now.
+        None if the run has never saved one. Raises if it has, or may have, and none of them can be loaded now.
         """
         found = _Found(self._keep)
         if found.candidates:
             return found.candidates[0].label.step
         if found.has_held:
             raise StateError(f"this run has saved steps, and none of them can be loaded now{found.why()}")
+        if found.silent:
+            raise StateError(restoring.not_known(found.silent, self._keep._seconds))
         return None
 
     def close(self) -> None:
@@ -457,8 +459,9 @@ class _Found:
         candidates = restoring.candidates_in(keep.members, rows)
         #: Only steps of which no rank's part is missing: each rank holds what no other has.
         self.candidates = [one for one in candidates if not one.missing]
-        self.reasons = [one.failure for one in rows if one.failure]
-        self.reasons += [
+        #: Of hosts whose keepers have not answered.
+        self.silent = [one.failure for one in rows if one.failure]
+        self.reasons = self.silent + [
             f"step {one.label.step}: the parts of ranks {one.missing} of {one.world_size} are missing"
             for one in candidates
             if one.missing

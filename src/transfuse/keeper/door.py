@@ -6,18 +6,17 @@ Both ends prove the job's token first (:mod:`transfuse.remote.handshake`). A con
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from transfuse.errors import PeerTimeout, TransfuseError, as_utf8
 from transfuse.keeper.questions import Answer, No, Question, Round, State, decode_answer, decode_question
-from transfuse.remote.handshake import Ask, ControlConnection, Told, connect, join_address, key_of
+from transfuse.remote.handshake import Ask, ControlConnection, Told, connect, key_of
+from transfuse.remote.listener import Listener
 
 __all__ = ["ASK_SECONDS", "FIRST_PAUSE", "LONGEST_PAUSE", "Door", "Peer", "Visit", "ask"]
 
@@ -29,10 +28,8 @@ ASK_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 #: A connection to the door: how long it has to prove the token.
 PROVE_SECONDS = 10.0
-#: How often a connection, and the door, look whether they are still needed.
+#: How often a connection looks whether it is still needed.
 LISTEN_SECONDS = 0.5
-#: The most connections at the door that have not proved the token yet, and the most that have.
-MAX_STRANGERS, MAX_GUESTS = 64, 1024
 
 
 # ------------------------------------------------------------------------------------------------------------ asking
@@ -126,95 +123,52 @@ class Door:
         """``port``: the one to listen on, if it is free."""
         self._receive = receive
         self.host, self.token = host, token
-        self._key = key_of(token)
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._strangers: dict[ControlConnection, None] = {}
-        self._guests: dict[ControlConnection, threading.Thread] = {}
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._threads: Sequence[threading.Thread] = ()
         try:
-            self._socket = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
+            self._listener = self._listen_on(port)
         except OSError:
             if not port:
                 raise
-            self._socket = socket.create_server((host, 0), family=family, backlog=MAX_STRANGERS)
-        self._socket.settimeout(LISTEN_SECONDS)
-        self.port = int(self._socket.getsockname()[1])
-        self.address = join_address(host, self.port)
-        self._thread = threading.Thread(target=self._listen, name="transfuse-ring-door", daemon=True)
-        self._thread.start()
+            self._listener = self._listen_on(0)
+        self.port, self.address = self._listener.port, self._listener.address
+        self._listener.start()
+
+    def _listen_on(self, port: int) -> Listener:
+        return Listener(
+            (self.host, port),
+            key_of(self.token),
+            self._attend,
+            name="ring-door",
+            rank=-1,
+            prove_seconds=PROVE_SECONDS,
+            complain=self._complain,
+        )
 
     def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            controls = list(self._guests)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        for control in controls:
-            control.hang_up()
+        self._threads = self._listener.close(cancel=True)
 
     def join(self, until: float) -> None:
-        with self._lock:
-            threads = [self._thread, *self._guests.values()]
-        for thread in threads:
+        """Wait for those who were here when it was closed."""
+        for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def _listen(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, where = self._socket.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                time.sleep(0.1)  # Perhaps the process is out of descriptors, and that may pass.
-                continue
-            try:
-                self._let_in(ControlConnection(sock, join_address(where[0], where[1]), -1))
-            except (OSError, RuntimeError) as error:
-                sock.close()
-                logger.debug("a connection to %s could not be answered: %s", self.address, str(error))
-
-    def _let_in(self, control: ControlConnection) -> None:
-        thread = threading.Thread(target=self._attend, args=(control,), name="transfuse-ring-guest", daemon=True)
-        with self._lock:
-            if self._is_closed or len(self._guests) >= MAX_GUESTS + MAX_STRANGERS:
-                control.close()
-                return
-            self._strangers[control] = None
-            self._guests[control] = thread
-            crowd = list(self._strangers)[:-MAX_STRANGERS]
-        for stranger in crowd:
-            stranger.hang_up()
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                del self._strangers[control], self._guests[control]
-            raise
+    def _complain(self, what: str, error: Exception) -> None:
+        logger.debug("the door at %s: %s: %s", self.address, what, as_utf8(str(error)))
 
     def _attend(self, control: ControlConnection) -> None:
         visit = self._receive()
         try:
-            try:
-                control.admit(self._key, time.monotonic() + PROVE_SECONDS)
-            finally:
-                with self._lock:
-                    del self._strangers[control]
             self._converse(control, visit)
         except (TransfuseError, OSError, ValueError) as error:
-            logger.debug("a connection to %s ends: %s", self.address, as_utf8(str(error)))
+            self._complain("a connection ends", error)
         except Exception:
             logger.exception("a question of another keeper could not be answered")
         finally:
-            control.close()
             visit.end()
-            with self._lock:
-                del self._guests[control]
 
     def _converse(self, control: ControlConnection, visit: Visit) -> None:
         heard_at = time.monotonic()
-        while not self._is_closed:
+        while not self._listener.is_closed:
             if not control.has_news(LISTEN_SECONDS):
                 if not visit.may_stay(time.monotonic() - heard_at):
                     return

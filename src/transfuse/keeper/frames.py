@@ -316,8 +316,13 @@ class Link:
 
     def ask_for_files(self, question: Frame, expected: type[_F], seconds: float) -> tuple[_F, list[int]]:
         """Ask, and return the answer with its descriptors. Raises what the keeper refused with."""
-        self.send(question, seconds=seconds)
-        answer, descriptors = self.hear(seconds)
+        try:
+            self.send(question, seconds=seconds)
+            answer, descriptors = self.hear(seconds)
+        except BaseException:
+            # The answer may still come, and would be taken for the answer to the next question.
+            self.close()
+            raise
         if isinstance(answer, expected):
             return answer, descriptors
         for fd in descriptors:
@@ -348,8 +353,10 @@ class Link:
             body = self._read(length, until)
             while len(descriptors) < count:
                 self._wait(until)
-                data, some, _, _ = socket.recv_fds(self._socket, 1, MAX_DESCRIPTORS)
+                data, some, flags, _ = socket.recv_fds(self._socket, 1, MAX_DESCRIPTORS)
                 descriptors += some
+                if flags & socket.MSG_CTRUNC:
+                    raise KeeperLost("this process has no descriptors left for the keeper's slots: raise ulimit -n")
                 if not data:
                     raise KeeperLost("the other end closed the connection")
             return _decoder.decode(body), descriptors

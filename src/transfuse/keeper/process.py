@@ -32,7 +32,7 @@ from transfuse.keeper.frames import Address, Frame, KeeperLost, Link
 from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.restored import Restored, describe_slots
 from transfuse.keeper.ring import Ring
-from transfuse.keeper.runs import RUN_FILE, Process
+from transfuse.keeper.runs import RUN_FILE, Process, remake_directory
 from transfuse.keeper.slots import Label
 from transfuse.remote.server import Server, serve
 
@@ -96,6 +96,10 @@ class Keeper:
         self._alone_since: float | None = None
         self._over = threading.Event()
         self.ring = Ring(self)
+        #: What the directory says about the run, in case that the directory is deleted.
+        self._note = b""
+        with suppress(FileNotFoundError):
+            self._note = (directory / RUN_FILE).read_bytes()
         path = directory / SOCKET_NAME
         with suppress(FileNotFoundError):
             path.unlink()
@@ -147,7 +151,11 @@ class Keeper:
     def _mend_socket(self) -> None:
         """Listen anew if the socket was deleted, by a cleaner of /tmp: else the next worker starts an empty keeper."""
         path = self.directory / SOCKET_NAME
-        if path.exists() or (lock := try_lock(self.directory)) is None:
+        if path.exists():
+            return
+        with suppress(TransfuseError, OSError):
+            remake_directory(self.directory, self._note)
+        if (lock := try_lock(self.directory)) is None:
             return
         try:
             before, self._socket = self._socket, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -156,6 +164,8 @@ class Keeper:
             self._socket.listen(128)
             self._write(TOKEN_NAME, self.token)
             self._write("address", self._server.address)
+            if self._has_held:
+                self._write(HELD_NAME, "")
             with suppress(OSError):
                 before.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits for connections.
             before.close()
@@ -243,7 +253,12 @@ class Keeper:
             if _uid_of(sock) not in (os.getuid(), 0):
                 sock.close()  # The directory keeps others out. This is for a directory that was opened up later.
                 continue
-            threading.Thread(target=self._talk, args=(Link(sock),), name="transfuse-worker", daemon=True).start()
+            try:
+                threading.Thread(target=self._talk, args=(Link(sock),), name="transfuse-worker", daemon=True).start()
+            except RuntimeError as error:
+                # No thread could be started, and that may pass. The worker comes again.
+                sock.close()
+                logger.warning("a worker could not be answered: %s", error)
 
     def _talk(self, link: Link) -> None:
         worker = _Worker(link)
@@ -327,7 +342,7 @@ class Keeper:
             self._wait_for_others(worker, lambda: peers.generation > self.books.generation)
             if peers.generation > self.books.generation:
                 self._take_over(worker)
-                self._allotment.begin_generation()
+                self._allotment.begin_generation(ranks)
                 self._closed = self._closed_before(peers.generation)
             self.books.begin_generation(Generation(peers.generation, peers.world_size, ranks, len(peers.keepers)))
             assert worker.agent is not None
@@ -530,10 +545,13 @@ class Keeper:
                 raise TransfuseError("this keeper holds no complete step yet")
             rank = next(iter(self.books.ranks_at(label)))
         pinned: list[Kept] = []
-        restored = self._pinned(pinned, rank, label)
-        if restored is None:
+        try:
+            restored = self._pinned(pinned, rank, label)
+            if restored is None:
+                raise TransfuseError("this keeper holds no complete step yet")
+        except BaseException:
             self._unpin(pinned)
-            raise TransfuseError("this keeper holds no complete step yet")
+            raise
         # The slots are in use as long as the reader's thread has the state.
         weakref.finalize(restored.state, self._unpin, pinned)
         return restored.state

@@ -38,7 +38,7 @@ from transfuse.keeper.books import Books, Kept
 from transfuse.keeper.door import ASK_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, ask
 from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.questions import Lend, Lent, LentSlot
-from transfuse.keeper.slots import PAGE, Brief, Label, SlotFile, SlotView
+from transfuse.keeper.slots import PAGE, Brief, Label, SlotView, make_slots
 from transfuse.limits import Limits
 from transfuse.options import slowest_rate
 from transfuse.progress import Progress
@@ -121,9 +121,10 @@ class Stock:
                 f"{human_bytes(max(room, 0))} (max_bytes, or free memory)"
             )
         # To allocate takes time, so the keeper's lock is free meanwhile. Only one thread pulls in a term.
-        fresh = [(slot, SlotFile(slot.nbytes)) for slot, count in short.items() for _ in range(count)]
+        wanted = [slot for slot, count in short.items() for _ in range(count)]
+        files = make_slots([slot.nbytes for slot in wanted])
         with self.changed:
-            for slot, file in fresh:
+            for slot, file in zip(wanted, files, strict=True):
                 kept = Kept(slot.rank, file, slot.nbytes, 0, is_replica=True)
                 self.books.replicas.setdefault(slot.rank, []).append(kept)
             chosen: dict[int, Kept] = {}

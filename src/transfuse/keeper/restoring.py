@@ -53,6 +53,7 @@ __all__ = [
     "Wish",
     "candidates_in",
     "look",
+    "not_known",
     "restore",
     "tell",
 ]
@@ -136,6 +137,11 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
     # A step that some ranks have never committed is no loss: nobody was told that it is kept.
     has_held = any(one.has_held for one in holdings) or any(not candidate.missing for candidate in candidates)
     reasons: list[str] = [one.failure for one in holdings if one.failure]
+    if reasons and not has_held and not wish.missing_ok:
+        raise StateError(
+            f"{not_known(reasons, wish.seconds)}\nStart the job again, load a checkpoint, or begin anew with "
+            "restore(missing_ok=True). Nothing was touched"
+        )
     if not has_held:
         # Only steps that some ranks have never committed. Nothing is called that could touch the state.
         candidates = []
@@ -145,15 +151,14 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
         except Forbidden as error:
             reasons.append(f"step {candidate.label.step}: {error}")
             logger.warning("step %d cannot be restored: %s", candidate.label.step, error)
-    # A keeper that does not answer may have held every step: without it nobody knows that there never was one.
-    if wish.missing_ok or not (has_held or reasons):
+    if not has_held or wish.missing_ok:
         return None
-    lines = "".join(f"\n  {reason}" for reason in reasons) or "\n  no keeper holds a step any more"
+    lines = _lines(reasons or ["no keeper holds a step any more"])
     answered = len(members.ranks) - sum(bool(one.failure) for one in holdings)
     raise StateError(
-        f"this run {'has' if has_held else 'may have'} kept steps, and none of them can be restored now ({answered} of "
-        f"{len(members.ranks)} hosts answered, within {wish.seconds:g} s):{lines}\nStart the missing hosts again, load "
-        "a checkpoint, or begin anew with restore(missing_ok=True). Nothing was touched"
+        f"this run has kept steps, and none of them can be restored now ({answered} of {len(members.ranks)} hosts "
+        f"answered, within {wish.seconds:g} s):{lines}\nStart the missing hosts again, load a checkpoint, or begin "
+        "anew with restore(missing_ok=True). Nothing was touched"
     )
 
 
@@ -168,6 +173,16 @@ def look(members: Members, link: Link | None, asking: threading.RLock, seconds: 
         with ExitStack() as stack, suppress(Forbidden):
             return Attempt(members, link, asking, wish, candidate, stack).look()
     return None
+
+
+def not_known(reasons: Sequence[str], seconds: float) -> str:
+    """What to say if keepers do not answer, and the others know of no step: those may have held some."""
+    lines = _lines(reasons)
+    return f"it is not known whether this run has kept steps: a keeper has not answered within {seconds:g} s:{lines}"
+
+
+def _lines(reasons: Sequence[str]) -> str:
+    return "".join(f"\n  {reason}" for reason in reasons)
 
 
 def _attempt(
@@ -249,10 +264,10 @@ class Attempt:
         try:
             restored = self._open(local)
             own = self._own(restored)
-        except TransfuseError as reason:
-            failure = as_utf8(str(reason))
-        except Exception as reason:  # Memory or descriptors have run out. The others wait for this rank.
-            failure = as_utf8(f"{type(reason).__name__}: {reason}")
+        except Exception as reason:
+            # Whatever it is, descriptors or memory perhaps: the other ranks wait for a word.
+            kind = "" if isinstance(reason, TransfuseError) else f"{type(reason).__name__}: "
+            failure = as_utf8(f"{kind}{reason}")
         elsewhere = self._serve(failure)
         self._own_elsewhere(own, [elsewhere[rank] for rank in sources if rank not in local and rank in elsewhere])
         return sources, restored, own, elsewhere

@@ -51,6 +51,7 @@ __all__ = [
     "find_run",
     "list_runs",
     "make_directory",
+    "remake_directory",
 ]
 
 MAX_NAME_LENGTH = 200
@@ -222,16 +223,14 @@ def _check_name(name: str, source: str) -> None:
 def base_directory() -> pathlib.Path:
     """The directory of this user's keepers on this host. It is made if it is not there.
 
-    It is ``TRANSFUSE_KEEPER_DIR`` if that is set, else ``transfuse`` in ``XDG_RUNTIME_DIR`` if that is ours, else
-    ``/tmp/transfuse-<uid>``. Whoever can write there can pretend to be the keeper, so it must be open to us alone.
+    It is ``TRANSFUSE_KEEPER_DIR`` if that is set, else ``/tmp/transfuse-<uid>``. Whoever can write there can pretend to
+    be the keeper, so it must be open to us alone. ``XDG_RUNTIME_DIR`` would not do: it is deleted when its user logs
+    out, and jobs go on.
     """
     chosen = os.environ.get("TRANSFUSE_KEEPER_DIR")
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
     if chosen:
         path = pathlib.Path(os.path.abspath(chosen))
         path.parent.mkdir(parents=True, exist_ok=True)
-    elif runtime and os.path.isabs(runtime) and _is_ours(runtime):
-        path = pathlib.Path(runtime, "transfuse")
     else:
         path = pathlib.Path(f"/tmp/transfuse-{os.geteuid()}")
     length = len(os.fsencode(path))
@@ -258,6 +257,14 @@ def make_directory(run: Run) -> pathlib.Path:
             return path
 
 
+def remake_directory(path: pathlib.Path, note: bytes) -> None:
+    """Make the directory of a run again that somebody has deleted. ``note``: what its `RUN_FILE` said."""
+    _make_private(path.parent)
+    _make_private(path)
+    if note and not (path / RUN_FILE).exists():
+        (path / RUN_FILE).write_bytes(note)
+
+
 def list_runs() -> list[Run]:
     """The runs that have a directory on this host, sorted by name. Their keepers may be dead."""
     base = base_directory()
@@ -269,14 +276,6 @@ def list_runs() -> list[Run]:
             if run.directory == path:
                 found.append(run)
     return sorted(found, key=lambda run: (not run.is_named, run.name))
-
-
-def _is_ours(path: str) -> bool:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _make_private(path: pathlib.Path) -> None:

@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ import xxhash
 from transfuse.state.manifest import Ints, Wire
 from transfuse.state.mapped_file import MappedFile
 
-__all__ = ["PAGE", "Brief", "Label", "SlotFile", "SlotView", "Text", "column", "room_for", "round_up"]
+__all__ = ["PAGE", "Brief", "Label", "SlotFile", "SlotView", "Text", "column", "make_slots", "room_for", "round_up"]
 
 MAGIC = b"TFUSSLOT"
 VERSION = 1
@@ -190,6 +191,18 @@ class SlotFile(SlotView):
             # If a reader still has a tensor over it, the mapping ends with that.
             with suppress(BufferError):
                 self.memory.close()
+
+
+def make_slots(sizes: Sequence[int]) -> list[SlotFile]:
+    """Slots of these sizes, all or none: if memory or descriptors run out, those that were made are given back."""
+    files: list[SlotFile] = []
+    try:
+        files.extend(map(SlotFile, sizes))
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return files
 
 
 def _digest(brief: bytes, text: bytes) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
 import threading
 import time
 import traceback
@@ -23,7 +22,8 @@ from transfuse import arguments
 from transfuse.errors import PeerLost, PeerTimeout, SendFailed, StateError, TransfuseError, as_utf8
 from transfuse.options import ServeKeywords, check_names
 from transfuse.progress import Progress
-from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, Refused, Wait, join_address, key_of
+from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, Refused, Wait, key_of
+from transfuse.remote.listener import Listener
 from transfuse.remote.live_state import LiveState
 from transfuse.remote.pair_group import READER, SERVER, PairGroup, PairGroups
 from transfuse.remote.rwlock import RWLock
@@ -37,14 +37,9 @@ __all__ = ["Server", "serve"]
 
 logger = logging.getLogger("transfuse")
 
-#: The most connections that have not proved the token yet. When there are more, the server closes the oldest: proving
-#: takes milliseconds, so idle connections keep no reader out.
-MAX_STRANGERS = 64
 MAX_PORT = 65535
 #: The server logs at most one warning about strangers in so many seconds.
 COMPLAINT_SECONDS = 1.0
-#: The listening thread waits so long for a connection, then checks again whether it may accept one.
-LISTEN_SECONDS, ROOM_SECONDS = 1.0, 0.05
 #: How long the end of the interpreter waits for readers to be told.
 END_SECONDS = 3.0
 
@@ -134,11 +129,7 @@ class Server:
         #: Once the server closes: the cause for waiting readers. If it also cancels: the cause for active readers.
         self._closing: str | None = None
         self._cut: str | None = None
-        self._readers: dict[threading.Thread, ControlConnection] = {}
         self._groups: weakref.WeakSet[PairGroup] = weakref.WeakSet()
-        #: Connections that have not proved the token yet, oldest first.
-        self._strangers: dict[ControlConnection, None] = {}
-        self._lock = threading.Lock()
         self._complained_at = float("-inf")
         # Raise now what would keep the server from serving even one reader.
         file_descriptors.check(
@@ -146,14 +137,17 @@ class Server:
         )
         if not 0 <= arguments.whole("port", port) <= MAX_PORT:
             raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
-        # A socket of our own: torch's store would listen on all interfaces, whatever host it is given.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
-        # A thread that waits in accept without a timeout holds a descriptor that no call shows.
-        self._socket.settimeout(LISTEN_SECONDS)
-        self._address = join_address(host, self._socket.getsockname()[1])
-        self._thread = threading.Thread(target=self._listen, name="transfuse-server", daemon=True)
-        self._thread.start()
+        self._listener = Listener(
+            (host, port),
+            self._key,
+            self._answer,
+            name="server",
+            rank=READER,
+            prove_seconds=Patience(self._seconds).handshake,
+            complain=self._complain,
+        )
+        self._address = self._listener.address
+        self._listener.start()
         self._process = os.getpid()
         atexit.register(self._end)
 
@@ -191,17 +185,7 @@ class Server:
         self._closing = self._closing or f"the server at {self._address} was closed"
         if cancel:
             self._cut = self._closing
-        # Shut down first: this wakes the thread that waits for connections.
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join()
-        with self._lock:
-            threads = list(self._readers)
-            controls = list(self._readers.values() if cancel else self._strangers)
-        for control in controls:
-            control.hang_up()
-        return threads
+        return self._listener.close(cancel=cancel)
 
     def _is_fork(self) -> bool:
         """Whether this process is a fork of the serving one: a socket shut down here would be shut down there too."""
@@ -226,56 +210,9 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------- connections
 
-    def _listen(self) -> None:
-        while self._closing is None:
-            if not file_descriptors.spare():
-                # Otherwise strangers would take the descriptors that gloo needs for a reader. Strangers can wait.
-                time.sleep(ROOM_SECONDS)
-                continue
-            try:
-                sock, where = self._socket.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                if self._closing is not None:
-                    return
-                self._complain("could not take a connection", error)
-                time.sleep(0.1)  # Perhaps the process is out of descriptors, and that may pass.
-                continue
-            try:
-                self._let_in(ControlConnection(sock, join_address(where[0], where[1]), READER))
-            except (OSError, RuntimeError) as error:
-                # The peer has gone already, or no thread could be started. The next connection may succeed.
-                sock.close()
-                self._complain("could not answer a connection", error)
-
-    def _let_in(self, control: ControlConnection) -> None:
-        thread = threading.Thread(target=self._answer, args=(control,), name="transfuse-reader", daemon=True)
-        with self._lock:
-            self._readers[thread] = control
-            self._strangers[control] = None
-            crowd = list(self._strangers)[:-MAX_STRANGERS]
-        for stranger in crowd:
-            stranger.hang_up()
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                del self._readers[thread], self._strangers[control]
-            raise
-
     def _answer(self, control: ControlConnection) -> None:
-        """Serve one connection from the first byte to the last."""
+        """Serve a reader that has proved the token."""
         try:
-            try:
-                control.admit(self._key, time.monotonic() + Patience(self._seconds).handshake)
-            except TransfuseError as error:
-                if self._closing is None:
-                    self._complain("turned away", error)
-                return
-            finally:
-                with self._lock:
-                    del self._strangers[control]
             try:
                 self._receive(control)
             except Exception as error:
@@ -292,10 +229,6 @@ class Server:
             logger.warning("reader %s: %s", control.name, as_utf8(str(error)))
         except Exception:
             logger.error("reader %s: the server failed\n%s", control.name, as_utf8(traceback.format_exc()))
-        finally:
-            control.close()
-            with self._lock:
-                del self._readers[threading.current_thread()]
 
     def _tell(self, control: ControlConnection, error: Exception) -> None:
         with suppress(TransfuseError):

@@ -1,0 +1,79 @@
+"""What a worker and its keeper say to each other: an answer belongs to its question, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+
+from keeping import SECONDS, Home, Job, home, same, threaded  # noqa: F401
+from transfuse.keeper import frames
+from transfuse.keeper.frames import KeeperLost, Link
+from transfuse.keeper.process import Keeper
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Link, Link]]:
+    """The worker's end of a connection, and the keeper's."""
+    worker, keeper = (Link(one) for one in socket.socketpair())
+    yield worker, keeper
+    worker.close()
+    keeper.close()
+
+
+def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(ends: tuple[Link, Link]) -> None:
+    worker, keeper = ends
+    with pytest.raises(KeeperLost):
+        worker.ask(frames.Done(), frames.Done, 0.01)
+    # It was frozen, and answers now.
+    assert isinstance(keeper.hear(SECONDS)[0], frames.Done)
+    with suppress(KeeperLost):
+        keeper.send(frames.Done(), seconds=SECONDS)
+    with pytest.raises(KeeperLost):
+        worker.ask(frames.Close(), frames.Done, SECONDS)
+
+
+def test_a_worker_without_descriptors_says_so_at_once(ends: tuple[Link, Link]) -> None:
+    worker, keeper = ends
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = [os.memfd_create("slot") for _ in range(10)]
+    highest = max(int(one.name) for one in pathlib.Path("/proc/self/fd").iterdir())
+    keeper.send(frames.Mapped(list(range(10))), files, seconds=SECONDS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 3, hard))
+    try:
+        with pytest.raises(KeeperLost, match="no descriptors left"):
+            worker.ask(frames.Open(1, 1, list(range(10))), frames.Mapped, 5.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in files:
+            os.close(fd)
+
+
+@pytest.mark.usefixtures("threaded")
+def test_a_keeper_that_cannot_start_a_thread_answers_the_next_worker(
+    home: Home,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keeper: Keeper = home.start()
+    refused = threading.Event()
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            if self.name == "transfuse-worker" and not refused.is_set():
+                refused.set()
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+    with Job(1, timeout=5.0) as job:
+        job.start(same({"w": torch.zeros(4)}))
+        assert refused.is_set()
+        assert job.commit(1) == ["committed"]
+    assert keeper.status()["confirmed_step"] == 1
