@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Tests start many processes: each would compile our modules again where bytecode may not be written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-fast check docs bench peers soak format clean
+.PHONY: install demo test test-fast check docs bench peers soak compat format clean
 
 # NIXL without its build for another CUDA; where there is no build of it, its tests are skipped with a reason.
 $(STAMP): pyproject.toml constraints.txt
@@ -107,9 +107,26 @@ soak: $(STAMP)
 	-$(PIP) install --constraint constraints.txt atheris
 	$(BIN)/python -m pytest -m soak --timeout=3600
 
+# The ordinary tests on another torch, in an environment of its own (5 GB: newer ones exist with CUDA only), and what
+# differs from the pinned one. TESTS= chooses some. NIXL takes the build for torch's version of CUDA.
+TORCH ?= 2.15.0
+OTHER := .venv-$(TORCH)
+OTHER_INSTALL = $(OTHER)/bin/python -m pip --quiet --disable-pip-version-check install --constraint $(OTHER)/constraints.txt
+TESTS ?=
+
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER_INSTALL) --editable '.[dev]'
+	-$(OTHER_INSTALL) --no-deps nixl nixl-cu12 nixl-cu13
+	touch $@
+
+compat: $(STAMP) $(OTHER)/.installed
+	$(BIN)/python -m tools.compat $(OTHER)/bin/python --workers $(WORKERS) $(TESTS)
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

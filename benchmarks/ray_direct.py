@@ -9,6 +9,7 @@ the driver. All ways take turns in every run. What arrives is compared before an
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import statistics
@@ -21,6 +22,8 @@ import ray
 import torch
 from ray.experimental.collective import create_collective_group
 
+import transfuse
+from benchmarks.compare import machine
 from transfuse.integrations import ray as over_transfuse
 
 over_transfuse.register(host="127.0.0.1")
@@ -113,7 +116,15 @@ def main() -> None:
         print("".join([f"{case:<16}", *(f"{statistics.median(ways[way]):>20.1f}" for way in WAYS)]))
     if asked.json:
         with open(asked.json, "w") as file:
-            json.dump({"ray": ray.__version__, "torch": torch.__version__, "milliseconds": found}, file, indent=1)
+            versions = {"transfuse": transfuse.__version__, "ray": ray.__version__, "torch": torch.__version__}
+            written = {
+                "date": datetime.date.today().isoformat(),
+                "command": "python -m benchmarks.ray_direct",
+                "machine": machine.describe(),
+                "versions": versions,
+                "milliseconds": found,
+            }
+            json.dump(written, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ Modules and packages; each imports only from those above it:
     healing                            heal: whoever is behind gets the state of those who are not
     remote                             serve and fetch, for readers outside the group
     keeper                             keep: states that outlive the restart of all workers
+    live_hub                           a running job as a Hugging Face Hub
     dcp, dropin                        the same for users of torch.distributed.checkpoint, torch and torchft
     integrations                       callbacks and plug-ins for frameworks; they import only what is listed below
     cli                                the command
@@ -42,6 +43,9 @@ from transfuse.errors import (
 from transfuse.healing import heal
 from transfuse.keeper import rendezvous
 from transfuse.keeper.client import CommitReport, Keep, keep
+from transfuse.keeper.rendezvous import rendezvous_by_default
+from transfuse.keeper.restoring import KeptStep
+from transfuse.live_hub.hub import Hub, hub
 from transfuse.progress import Progress
 from transfuse.remote.client import Peeked, fetch, peek
 from transfuse.remote.server import Server, serve
@@ -51,7 +55,7 @@ from transfuse.session.partial import Partial
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.transport import PGTransport
 
-__version__ = "0.9.0"
+__version__ = "0.10.0"
 
 rendezvous.register()
 
@@ -59,7 +63,9 @@ __all__ = [
     "CommitReport",
     "Concat",
     "CorruptData",
+    "Hub",
     "Keep",
+    "KeptStep",
     "LimitExceeded",
     "MapPath",
     "MeshDescription",
@@ -91,7 +97,9 @@ __all__ = [
     "__version__",
     "fetch",
     "heal",
+    "hub",
     "keep",
     "peek",
+    "rendezvous_by_default",
     "serve",
 ]

@@ -19,6 +19,7 @@ from torch.distributed import GroupMember
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "INSTALL_NIXL",
     "check_callable",
     "check_flags",
     "check_group",
@@ -38,6 +39,12 @@ __all__ = [
 
 #: How many characters of a value a message shows.
 SHOWN = 60
+
+#: What to run where NIXL is missing. The package ``nixl`` alone pulls builds for two versions of CUDA, and imports the
+#: one for torch's version; where torch has no CUDA, any will do.
+INSTALL_NIXL = "pip install transfuse[nixl], or, for one build only, pip install --no-deps nixl nixl-cu{}".format(
+    "13" if (torch.version.cuda or "").startswith("13.") else "12"
+)
 
 
 def whole(name: str, value: object, takes: str = "an int") -> int:
@@ -167,8 +174,7 @@ def check_nixl(nixl: object) -> None:
         raise _wrong("nixl", "True, False or None", nixl)
     if nixl and importlib.util.find_spec("nixl") is None:
         raise ImportError(
-            "nixl=True (or TRANSFUSE_NIXL=1) asks for the NIXL route, but NIXL is not installed: pip install "
-            "transfuse[nixl], or, for one build only, pip install --no-deps nixl nixl-cu12"
+            f"nixl=True (or TRANSFUSE_NIXL=1) asks for the NIXL route, but NIXL is not installed: {INSTALL_NIXL}"
         )
 
 

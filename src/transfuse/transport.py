@@ -216,6 +216,7 @@ class PGTransport:
         step: SupportsIndex | None = None,
     ) -> None:
         """As :meth:`send_checkpoint`, but with a function that returns the state. If it raises, receivers are told."""
+        self._follow_group()
         ranks = self._check_ranks("dst_ranks", dst_ranks)
         step = check_step(step)
         self._report = report = Report("send", ranks, step)
@@ -322,6 +323,7 @@ class PGTransport:
         ``absent`` names sources that cannot be reached, and why. If only they may hold a leaf, the receive fails
         instead of leaving that leaf as it was. ``permit`` is asked before a target is written, and may raise.
         """
+        self._follow_group()
         ranks = self._check_ranks("src_rank", src_rank)
         if not ranks:
             raise ValueError("src_rank is empty: a receive needs at least one source")
@@ -400,6 +402,13 @@ class PGTransport:
         return receive.result[0]
 
     # ----------------------------------------------------------------------------------------------------- helpers
+
+    def _follow_group(self) -> None:
+        """If the group has been reconfigured since the last call, go on with its new ranks and connections."""
+        group = self._group.in_present_configuration()
+        if group is not self._group:
+            self._group, self._lanes = group, self._lanes.in_configuration(group)
+            weakref.finalize(self, self._lanes.close)
 
     def _load(self, state_dict: object, step: int | None, ranks: Sequence[int], leases: Leases) -> source.OfferedState:
         if self._torn:

@@ -38,10 +38,11 @@ from transfuse.cli.app import app
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import bytes_of
 from transfuse.limits import Limits
+from transfuse.live_hub import safetensors_layout
 from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
 
-DTYPES = tuple(safetensors_file.DTYPES.values())
+DTYPES = tuple(safetensors_layout.DTYPES.values())
 
 
 def run(*arguments: object, code: int = 0, **environ: str) -> str:
@@ -380,7 +381,7 @@ def test_classes_are_named_in_every_format(tmp_path: Path, old: bool) -> None:
 def test_a_torchscript_archive_is_called_so(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # The files of others stay.
+        warnings.simplefilter("ignore")  # torch calls TorchScript deprecated. The files of others stay.
         torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), path)  # type: ignore[no-untyped-call]
     for said in said_of(path):
         assert "is a TorchScript archive, which holds code; load it in a program of yours with torch.jit.load" in said

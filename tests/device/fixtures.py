@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from device import kind, phantom
-from transfuse.wire import hub
+from transfuse.wire import switchboard
 
 __all__ = ["accelerator", "device", "nothing_is_left"]
 
@@ -40,10 +40,10 @@ def device() -> Iterator[ModuleType]:
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     """After the test no more groups are watched, and no more conversations are left behind, than before it."""
-    before = hub.leftovers()
+    before = switchboard.leftovers()
     yield
     until = time.monotonic() + 5
-    while hub.leftovers().watches > before.watches or hub.leftovers().left_behind > before.left_behind:
-        assert time.monotonic() < until, hub.leftovers()
+    while switchboard.leftovers().watches > before.watches or switchboard.leftovers().left_behind > before.left_behind:
+        assert time.monotonic() < until, switchboard.leftovers()
         gc.collect()
         time.sleep(0.02)

@@ -24,7 +24,7 @@ import transfuse
 from transfuse.keeper import copying
 from transfuse.keeper.exchange import Exchange
 
-__all__ = ["MOMENTS", "Plan"]
+__all__ = ["MOMENTS", "Plan", "digest"]
 
 #: How long anything may take.
 SECONDS = 60.0

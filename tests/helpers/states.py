@@ -26,10 +26,19 @@ __all__ = ["DTYPES", "KINDS", "RARE_DTYPES", "Color", "Config", "Pair", "Point",
 
 T = TypeVar("T")
 
-# Both warn once for each process that they are young. Here, once, so that no test that draws a state has to expect it.
+
+def _dtypes(*names: str) -> tuple[torch.dtype, ...]:
+    """Those that this torch has: bcomplex32 came with 2.14."""
+    return tuple(getattr(torch, name) for name in names if hasattr(torch, name))
+
+
+_HALF_COMPLEX = _dtypes("complex32", "bcomplex32")
+
+# All warn once for each process that they are young. Here, once, so that no test that draws a state has to expect it.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    torch.empty(0, dtype=torch.complex32)
+    for _dtype in _HALF_COMPLEX:
+        torch.empty(0, dtype=_dtype)
     torch.empty(0, 0, layout=torch.sparse_csr)
 
 
@@ -47,13 +56,9 @@ def _repr(self: Tensor, **kw: Any) -> str:
 Tensor.__repr__ = _repr  # type: ignore[method-assign, assignment]
 
 
-def _dtypes(*names: str) -> tuple[torch.dtype, ...]:
-    return tuple(getattr(torch, name) for name in names if hasattr(torch, name))
-
-
 DTYPES = _dtypes(
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "bcomplex32", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 )
 """Every dtype that torch fully holds on the CPU."""
@@ -388,7 +393,7 @@ class _Maker:
 @functools.cache
 def layouts(dtype: torch.dtype) -> tuple[str, ...]:
     """How a tensor of this dtype may lie in memory: what :func:`dense` takes."""
-    if dtype is torch.complex32:
+    if dtype in _HALF_COMPLEX:
         # Of both at once torch cannot make a plain one.
         return (*_LAYOUTS, "conj", "neg")
     if dtype.is_complex:

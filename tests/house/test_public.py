@@ -125,6 +125,7 @@ ROOMS = (
     ("healing",),
     ("remote", "dropin"),
     ("keeper",),
+    ("live_hub",),
     ("dcp",),
     ("",),
     ("integrations",),
@@ -132,7 +133,7 @@ ROOMS = (
     ("cli",),
 )
 MOST_FILES_AT_THE_TOP = 16
-MOST_ROOMS = 11
+MOST_ROOMS = 12
 
 
 def test_rooms_import_only_from_below() -> None:

@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
+import transfuse
 from transfuse.errors import PeerTimeout, TransfuseError
 from transfuse.keeper import rendezvous, runs
 from transfuse.testing.ranks import loopback_store
@@ -318,6 +319,25 @@ def test_it_is_needed_where_torchrun_restarts_with_one_store(
         assert not rendezvous.is_needed()
     meet(0, 1)
     assert not rendezvous.is_needed()
+
+
+def test_a_framework_that_names_no_method_gets_ours(under_torchrun: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *words, **options: seen.append((words, options)))
+    for _ in range(2):
+        transfuse.rendezvous_by_default()
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    dist.init_process_group("gloo", "tcp://here")
+    dist.init_process_group(backend="gloo", store=HashStore())
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    dist.init_process_group("gloo")
+    assert [words for words, _ in seen] == [
+        ("gloo", "transfuse://"),
+        ("gloo", "tcp://here"),
+        ("gloo", None),
+        ("gloo", None),
+    ]
+    assert seen[0][1] == {"rank": 0, "world_size": 1}
 
 
 def test_without_an_agent_rank_0_hosts_the_store(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def test_ctrl_c_ends_a_fetch_and_the_server_goes_on() -> None:
             silent.settimeout(DEADLINE)
             visitor = stack.enter_context(silent.accept()[0])
             assert visitor.recv(1)
-            wait_until(lambda: len(locked._rwlock._waiting) == 1)
+            wait_until(lambda: len(locked._live.rwlock._waiting) == 1)
             fleet.wait_for(2, "moving")
             for rank in range(3):
                 fleet.signal(rank, signal.SIGINT)

@@ -66,6 +66,24 @@ def test_every_dtype(two: Pair, dtype: torch.dtype) -> None:
     assert all(arrived[name] is target[name] for name in state)
 
 
+@pytest.mark.skipif(not hasattr(torch, "bcomplex32"), reason="this torch has no bcomplex32: 2.14 has")
+def test_signs_of_a_dtype_for_which_torch_has_no_conjugation(two: Pair) -> None:
+    """torch cannot turn a conjugate view of it into a plain tensor, but it lands in a plain target."""
+    dtype: torch.dtype = torch.bcomplex32  # type: ignore[attr-defined]
+    parts = torch.tensor([[1.0, 2.0], [-3.0, -0.0], [float("inf"), float("nan")]], dtype=torch.bfloat16)
+    sign = torch.iinfo(torch.int16).min
+    flipped = {"conj": torch.tensor([0, sign], dtype=torch.int16), "neg": torch.tensor([sign, sign], dtype=torch.int16)}
+    z = parts.view(dtype).reshape(3)
+    state = {"conj": z.clone().conj(), "neg": torch._neg_view(z.clone())}
+    arrived = two.move(state, {name: torch.zeros(3, dtype=dtype) for name in state})
+    for name, bits_of_signs in flipped.items():
+        assert (arrived[name].is_conj(), arrived[name].is_neg()) == (False, False)
+        got = torch.view_as_real(arrived[name]).view(torch.int16)
+        assert torch.equal(got, parts.view(torch.int16) ^ bits_of_signs)
+    assert_exact(state, arrived, in_place=True)
+    assert_exact(state, two.move(state))
+
+
 @pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
 def test_quantized_tensors_are_refused_by_name(two: Pair, dtype: torch.dtype) -> None:
     state = {"fine": torch.ones(2), "q": torch._empty_affine_quantized([3], scale=0.5, zero_point=0, dtype=dtype)}

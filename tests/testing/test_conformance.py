@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint import _pg_transport as pytorch
 
 import transfuse
+from transfuse.arguments import INSTALL_NIXL
 from transfuse.dropin import torch as dropin
 from transfuse.testing import CASES, Case, Factory, Results, assert_conforms, check
 from transfuse.wire import nixl_agent
@@ -49,7 +50,7 @@ def over_nixl(*args: Any) -> transfuse.PGTransport:
     return made
 
 
-@pytest.mark.skipif(nixl_agent.installed() is None, reason=f"NIXL is not installed: {nixl_agent.INSTALL}")
+@pytest.mark.skipif(nixl_agent.installed() is None, reason=f"NIXL is not installed: {INSTALL_NIXL}")
 @pytest.mark.parametrize("case", [case for case in CASES if not case.name.startswith(ON_THE_WIRE)], ids=str)
 def test_transfuse_over_nixl(case: Case) -> None:
     case.run(over_nixl, patience=8.0)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from benchmarks.hosts import Hosts, Unavailable, settle
 
 import transfuse
+from transfuse.arguments import INSTALL_NIXL
 from transfuse.limits import Limits
 from transfuse.memory import vm
 from transfuse.state.manifest import Described, describe
@@ -37,7 +38,7 @@ from transfuse.wire.nixl_agent import Agent
 from transfuse.wire.nixl_route import Entry, NixlLease, NixlReader
 from transfuse.wire.route import Malformed, Pull, Unreadable
 
-pytestmark = pytest.mark.skipif(nixl_agent.installed() is None, reason=f"NIXL is not installed: {nixl_agent.INSTALL}")
+pytestmark = pytest.mark.skipif(nixl_agent.installed() is None, reason=f"NIXL is not installed: {INSTALL_NIXL}")
 
 TIMEOUT = timedelta(seconds=20)
 MIB = 1 << 20

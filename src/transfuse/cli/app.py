@@ -10,6 +10,7 @@ import transfuse
 from transfuse.cli.doctor import doctor
 from transfuse.cli.errors import DEBUG_VARIABLE, Commands
 from transfuse.cli.fetch import fetch
+from transfuse.cli.hub import hub
 from transfuse.cli.inspect import inspect
 from transfuse.cli.keep import keep
 from transfuse.cli.serve import serve
@@ -49,5 +50,5 @@ def _root(
     context.obj = {"debug": debug}
 
 
-for command in (inspect, serve, fetch, keep, doctor):
+for command in (inspect, serve, fetch, keep, hub, doctor):
     app.command()(command)

@@ -81,11 +81,11 @@ def duration_of(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def token_of(file: Path | None) -> bytes | None:
+def token_of(file: Path | None, variable: str = TOKEN_VARIABLE) -> bytes | None:
     """The shared secret, or None. As bytes: it need not be text."""
     if file is None:
-        token = os.environb.get(TOKEN_VARIABLE.encode())
-        where = TOKEN_VARIABLE
+        token = os.environb.get(variable.encode())
+        where = variable
     else:
         with reading(file):
             token = file.read_bytes().removesuffix(b"\n").removesuffix(b"\r")

@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from transfuse.cli.contents import Contents, Row, printable
 from transfuse.cli.errors import Failed
 from transfuse.limits import Limits
+from transfuse.live_hub.safetensors_layout import DTYPES, why_not
 from transfuse.plan.regions import lay_out
 from transfuse.state import trees
 from transfuse.state.leaves import values
@@ -31,31 +31,7 @@ from transfuse.state.manifest import Leaf, Manifest
 from transfuse.state.region import crowds
 from transfuse.state.trees import Kind
 
-__all__ = ["DTYPES", "SafetensorError", "contents_of", "load", "misfits", "save"]
-
-#: The format's names of dtypes.
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+__all__ = ["SafetensorError", "contents_of", "load", "misfits", "save"]
 
 #: The metadata entry with the tree's keys: a JSON list with a list of keys for each tensor, in the state's order.
 KEYS = "transfuse.keys"
@@ -163,10 +139,9 @@ def misfits(manifest: Manifest) -> list[str]:
             continue
         row = int(manifest.first_tensors[leaf])
         dtype = manifest.dtype_of(row)
-        if dtype not in _NAMES:
-            found.append(f"{printable(paths[leaf])} is {values.dtype_name(dtype)}, which the format does not have")
-        elif tensors.flags[row] & (Flags.CONJUGATE | Flags.NEGATIVE):
-            found.append(f"{printable(paths[leaf])} is a conjugate or negative view; resolve it first")
+        why = why_not(dtype, signed_view=bool(tensors.flags[row] & (Flags.CONJUGATE | Flags.NEGATIVE)))
+        if why is not None:
+            found.append(f"{printable(paths[leaf])} is {why}")
     names = Counter(".".join(trail) for trail in _trails(manifest.root, []))
     found += [f"two tensors would both be called {printable(name)}" for name, count in names.items() if count > 1]
     if not found:

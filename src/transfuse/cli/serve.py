@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import sys
 import threading
@@ -28,6 +27,7 @@ from transfuse.cli.options import (
 )
 from transfuse.cli.tables import count_leaves
 from transfuse.limits import Limits
+from transfuse.remote.handshake import is_loopback
 from transfuse.report import Report, human_bytes
 from transfuse.state.manifest import describe
 
@@ -71,7 +71,7 @@ def serve(
     totals = Contents.of(describe(state, Limits()).manifest).totals
     if not totals.bytes:
         raise Failed(f"{file} holds no tensors: there is nothing to move")
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         print(f"transfuse serve: without a token: whoever reaches {host} gets the state", file=sys.stderr)
     done = threading.Event()
 
@@ -122,10 +122,3 @@ def _tell(report: Report, as_json: bool) -> None:
         print(f"sent {human_bytes(report.bytes)} by {report.route} in {report.seconds:.3f} s ({rate}/s)", flush=True)
     elif report.error is None:
         print("sent the description", flush=True)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

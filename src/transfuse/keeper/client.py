@@ -65,6 +65,8 @@ def keep(
 ) -> Keep:
     """Join the keeper of this host and run, or start it. Every rank calls this, after ``init_process_group``.
 
+    A job of one process needs no group.
+
     Args:
         state_dict: a callable that returns the state. It is called at each commit, and by :meth:`Keep.restore` only if
             there is something to restore. The bytes land in the tensors that it returns. Leave it out if every commit
@@ -99,7 +101,7 @@ def keep(
     arguments.check_callable("state_dict", state_dict)
     for name, value in (("load", load), ("load_own", load_own), ("on_report", on_report)):
         arguments.check_callable(name, value)
-    if not dist.is_initialized() and group is None:
+    if not dist.is_initialized() and group is None and os.environ.get("WORLD_SIZE", "1") != "1":
         raise TransfuseError("keep() needs the job's process group: call init_process_group() first")
     settings = Settings(
         state_dict=state_dict,
@@ -121,7 +123,7 @@ def keep(
         on_report=on_report,
         options=options,
     )
-    if rendezvous.is_needed():
+    if dist.is_initialized() and rendezvous.is_needed():
         logger.warning(
             "torchrun keeps its store over restarts, and gloo then meets dead addresses: pass "
             'init_method="transfuse://" to init_process_group, or a restarted job cannot form its group'
@@ -302,6 +304,13 @@ class Keep:
 
     # ---------------------------------------------------------------------------------------------- restoring
 
+    def look(self) -> restoring.KeptStep | None:
+        """The step that :meth:`restore` would try first, and what belonged to the ranks; None if there is none.
+
+        Every rank calls this. Nothing is touched: neither the state nor what ``own`` belongs to.
+        """
+        return restoring.look(self.members, self._link, self._asking, self._seconds)
+
     def restore(self, *, missing_ok: bool = False) -> int | None:
         """Restore the newest step that the keepers hold whole, in place, on all ranks. Every rank calls this.
 
@@ -365,6 +374,7 @@ class Keep:
         number = arguments.whole("step", step)
         if self._closed:
             raise TransfuseError("commit() after close()")
+        self._exchange.check_same_ranks()
         if state is None and self._settings.state_dict is None:
             raise TransfuseError("commit() needs a state: keep(state_dict), or commit(step, state=...)")
         if number % self._settings.every:

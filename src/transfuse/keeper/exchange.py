@@ -17,16 +17,35 @@ MAX_BYTES = 64 << 20
 
 
 class Exchange:
-    """Gathers bytes of all ranks of a group. Every rank calls it as often as the others, in the same order."""
+    """Gathers bytes of all ranks of a group. Every rank calls it as often as the others, in the same order.
+
+    Without a group it is that of a job of one process.
+    """
 
     def __init__(self, group: Any, timeout: timedelta) -> None:
         self._group = group
         self._timeout = timeout
+        if group is None and not dist.is_initialized():
+            self.rank, self.size, self._device = 0, 1, torch.device("cpu")
+            return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = _device_of(group)
 
+    def check_same_ranks(self) -> None:
+        """Refuse to go on in a group that torch has reconfigured in place, with another rank or size."""
+        try:
+            rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        except (RuntimeError, ValueError):
+            return  # The group is gone. Whoever needs it will say so.
+        if (rank, size) != (self.rank, self.size):
+            raise TransfuseError(
+                f"the group was reconfigured: this was rank {self.rank} of {self.size}, and is rank {rank} of {size}; "
+                "detach() from the keeper, and call keep() again on all ranks"
+            )
+
     def gather(self, data: bytes, what: str) -> list[bytes]:
         """What every rank has given, in the order of ranks."""
+        self.check_same_ranks()
         if self.size == 1:
             return [data]
         lengths = self._all_gather(torch.tensor([len(data)], dtype=torch.int64), what)

@@ -20,21 +20,32 @@ Without an agent's store everything is as with ``env://``: rank 0 hosts a store 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from transfuse.errors import PeerTimeout, TransfuseError
 
-__all__ = ["SCHEME", "is_needed", "join_round", "register", "remove_old_rounds", "round_store"]
+__all__ = [
+    "SCHEME",
+    "is_needed",
+    "join_round",
+    "register",
+    "remove_old_rounds",
+    "rendezvous_by_default",
+    "round_store",
+]
 
 SCHEME = "transfuse"
 #: How long a rank sleeps between two looks into the store: this at first, and ever longer up to the second.
@@ -63,8 +74,29 @@ def is_needed() -> bool:
     True if torchrun may restart this process, keeps its store over restarts, and no call of ``init_process_group`` in
     this process has used ``transfuse://``.
     """
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    return _has_agent_store() and restarts.isdecimal() and int(restarts) > 0 and not _used
+    return _may_restart() and not _used
+
+
+def rendezvous_by_default() -> None:
+    """Let ``init_process_group`` without ``init_method=`` and ``store=`` use ``transfuse://`` from now on.
+
+    For jobs whose group is made by a framework that does not ask its user for an ``init_method``. Only calls in a
+    process that torchrun may restart are changed. Calls after the first one do nothing.
+    """
+    original: Any = dist.init_process_group
+    if getattr(original, "is_of_transfuse", False):
+        return
+
+    @functools.wraps(original)
+    def init_process_group(
+        backend: str | None = None, init_method: str | None = None, *args: Any, **options: Any
+    ) -> None:
+        if init_method is None and options.get("store") is None and _may_restart():
+            init_method = f"{SCHEME}://"
+        original(backend, init_method, *args, **options)
+
+    init_process_group.is_of_transfuse = True  # type: ignore[attr-defined]
+    dist.init_process_group = init_process_group
 
 
 # ------------------------------------------------------------------------------------------ what torch calls
@@ -98,6 +130,12 @@ def _handler(url: str, timeout: timedelta = default_pg_timeout, **_: object) -> 
             _used = True
             yield found
     raise RuntimeError(f"{SCHEME}:// cannot repeat a rendezvous: call init_process_group again")
+
+
+def _may_restart() -> bool:
+    """Whether torchrun may restart this process, and keeps its store over restarts."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return _has_agent_store() and restarts.isdecimal() and int(restarts) > 0
 
 
 def _has_agent_store() -> bool:

@@ -48,10 +48,11 @@ __all__ = [
     "Candidate",
     "Forbidden",
     "Holding",
+    "KeptStep",
     "Members",
-    "RestoredStep",
     "Wish",
     "candidates_in",
+    "look",
     "restore",
     "tell",
 ]
@@ -90,9 +91,14 @@ class Wish:
     options: FetchKeywords
 
 
-class RestoredStep(NamedTuple):
+class KeptStep(NamedTuple):
+    """A step that the keepers hold."""
+
     step: int
+    #: By rank of the job that committed it: what ``own`` had returned. In a job of as many ranks, only this rank's.
     own: Mapping[int, Any]
+    #: How many ranks have committed it.
+    ranks: int
 
 
 class Holding(msgspec.Struct, array_like=True):
@@ -121,7 +127,7 @@ class Forbidden(TransfuseError):
     """Some rank cannot restore this step. No rank has been touched."""
 
 
-def restore(members: Members, link: Link | None, asking: threading.RLock, wish: Wish) -> RestoredStep | None:
+def restore(members: Members, link: Link | None, asking: threading.RLock, wish: Wish) -> KeptStep | None:
     """Restore the newest step that can be restored on all ranks; None if there never was one."""
     exchange = members.exchange
     told = exchange.gather(tell(members, link, asking, wish.seconds), "gathering what the keepers hold")
@@ -149,9 +155,22 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
     )
 
 
+def look(members: Members, link: Link | None, asking: threading.RLock, seconds: float) -> KeptStep | None:
+    """The newest step that is whole, and what belonged to the ranks. No state is touched."""
+    told = members.exchange.gather(tell(members, link, asking, seconds), "gathering what the keepers hold")
+    candidates = candidates_in(members, [msgspec.msgpack.decode(row, type=Holding) for row in told])
+    wish = Wish(state_dict=dict, load=None, load_own=None, seconds=seconds, missing_ok=True, options={})
+    for candidate in candidates:
+        if candidate.missing:
+            break
+        with ExitStack() as stack, suppress(Forbidden):
+            return Attempt(members, link, asking, wish, candidate, stack).look()
+    return None
+
+
 def _attempt(
     members: Members, link: Link | None, asking: threading.RLock, wish: Wish, candidate: Candidate
-) -> RestoredStep:
+) -> KeptStep:
     with ExitStack() as stack:
         attempt = Attempt(members, link, asking, wish, candidate, stack)
         try:
@@ -213,7 +232,12 @@ class Attempt:
         self._voted = False
         self._state: Any = None
 
-    def run(self) -> RestoredStep:
+    def look(self) -> KeptStep:
+        """Only what belonged to the ranks."""
+        return KeptStep(self._candidate.label.step, self._begin()[2], self._candidate.world_size)
+
+    def _begin(self) -> tuple[list[int], dict[int, Restored], dict[int, Any], dict[int, frames.Address]]:
+        """Whose states this rank needs, those of them that are here, what belonged to ranks, who serves the others."""
         sources = [self._exchange.rank] if self.same else sorted(self._candidate.holders)
         local = [rank for rank in sources if self._members.host in self._candidate.holders[rank]]
         failure = ""
@@ -226,6 +250,11 @@ class Attempt:
             failure = str(reason)
         elsewhere = self._serve(failure)
         self._own_elsewhere(own, [elsewhere[rank] for rank in sources if rank not in local and rank in elsewhere])
+        return sources, restored, own, elsewhere
+
+    def run(self) -> KeptStep:
+        sources, restored, own, elsewhere = self._begin()
+        local = list(restored)
         if not self.same:
             self._compare(restored)
         self._check_sources(elsewhere)
@@ -235,7 +264,7 @@ class Attempt:
         if error is None:
             error = self._load(own)
         self._agree(error)
-        return RestoredStep(self._candidate.label.step, own)
+        return KeptStep(self._candidate.label.step, own, self._candidate.world_size)
 
     def _ask(self, question: Any, expected: Any) -> tuple[Any, list[int]]:
         if self._link is None:

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import numpy.ma  # np.unique imports it when it is first called: by then no descriptor may be free.
 import numpy.typing as npt
 import torch
 

@@ -125,6 +125,7 @@ def read(
     call_bytes: int = 0,
     begins: Callable[[int], object] = lambda upto: None,
     went_on: Callable[[int], object] = lambda nbytes: None,
+    is_mapped: bool = False,
     files: Sequence[MappedFile] = (),
 ) -> npt.NDArray[np.int64]:
     """Copy ``theirs`` of process ``pid`` into ``mine``, range by range. Return the rows that could not be read.
@@ -133,6 +134,9 @@ def read(
     Before each call ``begins(upto)`` is called: from now on the first ``upto`` bytes of ``mine``, counted over all
     ranges, may be written. After each call ``went_on(nbytes)`` is called with the bytes that the call asked for. An
     exception from either ends the read. :class:`ReadFailed` means that the process cannot be read at all.
+
+    ``is_mapped``: the process is this one, and all of the memory is known to be mapped. Then long ranges are moved
+    without the kernel, which takes half the time.
 
     ``files``: the process is this one, and its memory is mapped from these files. Long ranges are read from the files,
     so that no page of the mapping has to be touched.
@@ -148,7 +152,10 @@ def read(
             while not errors and (call := next(calls)) < len(starts) - 1:
                 low, high = int(starts[call]), int(starts[call + 1])
                 begins(int(upto[call + 1]))
-                if files and upto[call + 1] - upto[call] >= (high - low) * LONG_BYTES:
+                are_long = upto[call + 1] - upto[call] >= (high - low) * LONG_BYTES
+                if is_mapped and are_long:
+                    _move(split_theirs, split_mine, low, high)
+                elif files and are_long:
                     failed.extend(_read_files(files, split_theirs, split_mine, low, high))
                 else:
                     failed.extend(_read(pid, split_theirs, split_mine, low, high))
@@ -184,6 +191,11 @@ def run_in(helpers: list[threading.Thread], work: Callable[[], None]) -> None:
         work()
         for helper in started:
             helper.join()
+
+
+def _move(theirs: Ranges, mine: Ranges, low: int, high: int) -> None:
+    for (source, nbytes), (target, _) in zip(theirs[low:high].tolist(), mine[low:high].tolist(), strict=True):
+        ctypes.memmove(target, source, nbytes)
 
 
 def _read_files(files: Sequence[MappedFile], theirs: Ranges, mine: Ranges, low: int, high: int) -> list[int]:

@@ -19,6 +19,7 @@ from transfuse.arguments import check_step
 from transfuse.errors import PeerTimeout, ProtocolError, ReceiveFailed, TransfuseError
 from transfuse.limits import Limits
 from transfuse.options import FetchKeywords, check_names
+from transfuse.plan.catalogue import Late
 from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, connect, key_of, split_address
 from transfuse.remote.in_process import InProcess
 from transfuse.remote.pair_group import READER, PairGroup, PairGroups, ReaderEnd
@@ -106,11 +107,13 @@ def fetch_if(
     entry: str | None = None,
     resume: Partial | None = None,
     on_report: Callable[[Report], object] | None = None,
+    late: Late | None = None,
     **options: Unpack[FetchKeywords],
 ) -> Any:
     """As :func:`fetch`, but ``permit`` is asked before a target is written, and may raise.
 
     In the place of an address there may be a server of this process.
+    ``late`` chooses the target in place of ``state_dict``, when the servers have said what they have.
     """
     addresses, timeout, step = _check(address), arguments.duration(timeout), check_step(step)
     arguments.check_no_module(state_dict, "fetch(address, model.state_dict)")
@@ -131,7 +134,7 @@ def fetch_if(
         ranks = visit.begin()
         try:
             with transport:
-                return transport.receive(ranks, step=step, resume=resume, absent=visit.absent, permit=permit)
+                return transport.receive(ranks, step=step, resume=resume, late=late, absent=visit.absent, permit=permit)
         except TransfuseError as error:
             visit.explain(error)
             raise

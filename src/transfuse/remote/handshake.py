@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import secrets
 import select
 import socket
@@ -42,6 +43,7 @@ __all__ = [
     "Told",
     "Wait",
     "connect",
+    "is_loopback",
     "join_address",
     "key_of",
     "split_address",
@@ -294,6 +296,14 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or (":" in host and host[0] + host[-1] != "[]"):
         raise ValueError(f"an address is host:port, or [host]:port with IPv6, got {address!r}")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name of a host is this machine's own."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def join_address(host: str, port: int) -> str:

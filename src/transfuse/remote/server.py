@@ -20,12 +20,11 @@ from typing import Self, SupportsIndex, Unpack
 import torch
 
 from transfuse import arguments
-from transfuse.arguments import check_step
 from transfuse.errors import PeerLost, PeerTimeout, SendFailed, StateError, TransfuseError, as_utf8
-from transfuse.memory import streams
 from transfuse.options import ServeKeywords, check_names
 from transfuse.progress import Progress
 from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, Refused, Wait, join_address, key_of
+from transfuse.remote.live_state import LiveState
 from transfuse.remote.pair_group import READER, SERVER, PairGroup, PairGroups
 from transfuse.remote.rwlock import RWLock
 from transfuse.report import Report
@@ -123,18 +122,14 @@ class Server:
         arguments.check_no_module(state_dict, "serve(model.state_dict)")
         arguments.check_callable("on_report", on_report)
         timeout = arguments.duration(timeout)
-        self._state_dict = state_dict
-        self._step = step if callable(step) else check_step(step)
         self._key = key_of(token)
         self._seconds = timeout.total_seconds()
+        self._live = LiveState(state_dict, step, self._seconds)
         self._transport = partial(PGTransport, timeout=timeout, device=torch.device("cpu"), relay=False, **options)
         self._transport(PairGroups({}, 0))  # Refuse wrong options here, before the first reader comes.
         self._on_report = on_report
         #: What the transports of all readers remember of the state.
         self._remembered = Remembered()
-        self._rwlock = RWLock()
-        #: The user's callables run in one thread at a time.
-        self._asking = threading.Lock()
         self._places = threading.Semaphore(max_readers if options.get("max_bytes_per_second") is None else 1)
         #: Once the server closes: the cause for waiting readers. If it also cancels: the cause for active readers.
         self._closing: str | None = None
@@ -145,7 +140,6 @@ class Server:
         self._strangers: dict[ControlConnection, None] = {}
         self._lock = threading.Lock()
         self._complained_at = float("-inf")
-        self._last_change = _Moment()
         # Raise now what would keep the server from serving even one reader.
         file_descriptors.check(
             file_descriptors.LISTENER + file_descriptors.CONTROL + file_descriptors.GROUP, "serving a state"
@@ -175,11 +169,8 @@ class Server:
         It waits for the readers that are active now; a stalled one delays it by at most the server's timeout.
         Blocks may be nested.
         """
-        with self._rwlock.changing():
-            try:
-                yield
-            finally:
-                self._last_change.record()
+        with self._live.changing():
+            yield
 
     def close(self, *, cancel: bool = False) -> None:
         """Accept no more readers. Active readers may finish, unless ``cancel``. Waiting readers are told."""
@@ -317,17 +308,13 @@ class Server:
             self._groups.add(group)
             entry = control.expect(Ready, self._seconds, "waiting for the reader to begin", most_waits=0).entry
             meanwhile()  # The server may have closed since.
-            with self._rwlock.reading(meanwhile):
-                # Before the user's callable, which may copy: nothing else orders this thread's work after training's.
-                self._last_change.wait(self._seconds)
-                with self._asking:
-                    state = self._state_dict() if callable(self._state_dict) else self._state_dict
-                    if entry is not None:
-                        control.name += f" (entry {entry[:200]!r})"
-                        state = _entry_of(state, entry)
-                    step = check_step(self._step(), "what step() gives") if callable(self._step) else self._step
+            with self._live.reading(meanwhile) as seen:
+                state = seen.state
+                if entry is not None:
+                    control.name += f" (entry {entry[:200]!r})"
+                    state = _entry_of(state, entry)
                 control.send(Ready(), self._seconds)
-                self._send(group, state, step)
+                self._send(group, state, seen.step)
 
     def _form(self, control: ControlConnection) -> PairGroup:
         (kept,) = file_descriptors.keep(file_descriptors.GROUP, "serving a reader")
@@ -344,7 +331,7 @@ class Server:
             self._places.release()
 
     def _send(self, group: PairGroup, state: object, step: int | None) -> None:
-        guard = _Guard(self._rwlock, self._seconds, lambda: self._cut)
+        guard = _Guard(self._live.rwlock, self._seconds, lambda: self._cut)
         transport = self._transport(group, progress=guard)
         transport.remembered = self._remembered
         try:
@@ -414,20 +401,3 @@ class _Guard:
         idle = min(now - self._since, self._rwlock.held_up())
         if idle > self._seconds:
             raise PeerTimeout(READER, "the state could not be changed because it was being read", idle)
-
-
-class _Moment:
-    """Marks the accelerator work that one thread has queued so far; another thread can wait for that work."""
-
-    def __init__(self) -> None:
-        self._events: list[torch.Event] = []
-        self.record()
-
-    def record(self) -> None:
-        self._events = [torch.accelerator.current_stream(device).record_event() for device in streams.current()]
-
-    def wait(self, seconds: float) -> None:
-        """Raise after so many seconds."""
-        until = time.monotonic() + seconds
-        if not all(streams.poll(event.query, until) for event in self._events):
-            raise TransfuseError(f"the work that training had queued on the accelerator has not ended in {seconds:g} s")

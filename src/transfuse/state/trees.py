@@ -28,7 +28,7 @@ from transfuse.errors import UnsupportedLeaf
 from transfuse.state import class_names
 from transfuse.state.leaves import values
 
-__all__ = ["Kind", "Merged", "Node", "decode", "dotted", "encode", "flatten", "merge", "paths", "unflatten"]
+__all__ = ["MAPPINGS", "Kind", "Merged", "Node", "decode", "dotted", "encode", "flatten", "merge", "paths", "unflatten"]
 
 
 class Kind(enum.IntEnum):
@@ -42,7 +42,7 @@ class Kind(enum.IntEnum):
     REGISTERED = 8
 
 
-_MAPPINGS = {Kind.DICT, Kind.ORDERED_DICT, Kind.DEFAULT_DICT}
+MAPPINGS = {Kind.DICT, Kind.ORDERED_DICT, Kind.DEFAULT_DICT}
 _SEQUENCES = {Kind.LIST, Kind.TUPLE, Kind.DEQUE}
 _PLAIN = {Kind.DICT, Kind.LIST, Kind.TUPLE}  # These kinds have only keys and children, no extra data.
 
@@ -91,7 +91,7 @@ class Node:
 
     def label(self, i: int) -> str:
         """The step of a path that leads from this node to child i."""
-        if self.kind in _MAPPINGS:
+        if self.kind in MAPPINGS:
             return f"[{_shown(self.keys[i])}]"
         if self.kind is Kind.REGISTERED:
             return str(self.keys[i])[:MAX_LABEL]
@@ -124,7 +124,7 @@ def flatten(state: object, *, max_depth: int) -> tuple[Node | None, list[Any]]:
             raise refuse(f"containers nested deeper than {max_depth} (a container that holds itself?)")
         node = Node(kind, [])
         children: list[Any]
-        if kind in _MAPPINGS:
+        if kind in MAPPINGS:
             node.keys, children = list(item.keys()), list(item.values())
             if kind is Kind.DEFAULT_DICT:
                 node.extra = item.default_factory
@@ -336,7 +336,7 @@ def dotted(root: Node | None) -> list[str]:
             yield ".".join(path)
             return
         for i, child in enumerate(node.children):
-            if node.kind in _MAPPINGS:
+            if node.kind in MAPPINGS:
                 key = str(node.keys[i]) if type(node.keys[i]) is not int else _shown(node.keys[i])
             else:
                 key = node.label(i).strip(".[]'\"")
@@ -457,7 +457,7 @@ def decode(plain: Any, *, max_depth: int) -> tuple[Node | None, int]:
 
 
 def _decode_keys(kind: Kind, keys: list[Any], children: int) -> list[Any]:
-    if kind in _MAPPINGS:
+    if kind in MAPPINGS:
         if not _all_strings(keys):
             keys = [key if type(key) is str else values.decode(key) for key in keys]
         if len(set(keys)) != len(keys) or len(keys) != children:
@@ -570,7 +570,7 @@ def merge(source: Node | None, target: Node | None) -> Merged:
             conflicts.append(f"{_path(trail) or '<root>'}: source has {_describe(s)}, target has {_describe(t)}")
             next_target += _leaves(t)
             return fresh(s)
-        mapping = s.kind in _MAPPINGS
+        mapping = s.kind in MAPPINGS
         if _same_leaves(s, t, mapping):
             pair(len(s.children))
             return s
@@ -648,8 +648,8 @@ def _without_nan(key: Any) -> Any:
 
 
 def _same_family(s: Node, t: Node) -> bool:
-    if s.kind in _MAPPINGS:
-        return t.kind in _MAPPINGS
+    if s.kind in MAPPINGS:
+        return t.kind in MAPPINGS
     if s.kind in _SEQUENCES:
         return t.kind in _SEQUENCES
     if s.kind is not t.kind or len(s.children) != len(t.children):

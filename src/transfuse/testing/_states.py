@@ -29,7 +29,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     str(dtype).removeprefix("torch."): (dtype,)
     for dtype in _dtypes(
         *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "bcomplex32", "complex64", "complex128"),
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
     )
 } | {
@@ -44,7 +44,8 @@ def quiet() -> None:
     """Some kinds of tensor warn once per process that they are in beta: trigger that here, where it fails no test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.empty(0, dtype=torch.complex32)
+        for dtype in _dtypes("complex32", "bcomplex32"):
+            torch.empty(0, dtype=dtype)
         torch.empty(0, 0, layout=torch.sparse_csr)
         SPARSE["coo"]()
         jagged(1)

@@ -92,6 +92,8 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _ROLE = ("_is_param", "_is_buffer", "persistent")
 
 _IEEE = (torch.half, torch.bfloat16, torch.float, torch.double, torch.complex32, torch.complex64, torch.complex128)
+# Made of two bfloat16; torch 2.14 and later have it.
+_IEEE += (torch.bcomplex32,) if hasattr(torch, "bcomplex32") else ()
 _SIGN_BYTE = -1 if sys.byteorder == "little" else 0
 
 

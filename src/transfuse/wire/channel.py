@@ -29,9 +29,9 @@ from transfuse.memory import streams
 from transfuse.timeouts import Patience
 from transfuse.wire import messages
 from transfuse.wire.group import OFFER_TAG, Group, valid_tag
-from transfuse.wire.hub import FirstWord
 from transfuse.wire.messages import HEADER_BYTES, Header, Intent, Message
 from transfuse.wire.operations import Operations, Posted
+from transfuse.wire.switchboard import FirstWord
 
 __all__ = ["Channel"]
 
@@ -128,7 +128,7 @@ class Channel(Operations):
 
     def __enter__(self) -> Channel:
         self._streams = streams.inherit()
-        self.group.hub.watch.add(self)
+        self.group.switchboard.watch.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,14 +144,14 @@ class Channel(Operations):
                 self.group.is_stuck(self.peer)  # Forgets operations that have completed since.
             # Break the reference cycles through this channel now, so that its memory does not wait for the garbage
             # collector.
-            hub = self.group.hub
-            if self.closed or not hub.is_left_behind(self):
+            switchboard = self.group.switchboard
+            if self.closed or not switchboard.is_left_behind(self):
                 self.outstanding.clear()
                 self._unanswered.clear()
             if not self.outstanding:
-                hub.forget(self)
+                switchboard.forget(self)
             self.on_working = None
-            hub.watch.remove(self)
+            switchboard.watch.remove(self)
 
     def abandon(self) -> None:
         """Abandon a silent peer, from another thread. Only allowed if all memory in flight on this channel is staging.
@@ -160,8 +160,8 @@ class Channel(Operations):
         """
         self.park()
         self.broken = True
-        self.group.hub.leave_behind(self)
-        self.group.hub.watch.remove(self)
+        self.group.switchboard.leave_behind(self)
+        self.group.switchboard.watch.remove(self)
         self._release_queue()
 
     def park(self) -> None:
@@ -169,10 +169,10 @@ class Channel(Operations):
 
         If that thread waits for the peer's next offer, the next conversation with the peer gets the offer.
         """
-        hub = self.group.hub
-        hub.pin()
+        switchboard = self.group.switchboard
+        switchboard.pin()
         if self._first_word is not None:
-            hub.park(self._first_word)
+            switchboard.park(self._first_word)
 
     def probe(self) -> None:
         """While a receiver waits for parcels on the accelerator: a sign of life, which fails if the peer is gone."""
@@ -210,7 +210,7 @@ class Channel(Operations):
             return
         for posted in self._unanswered:
             self.outstanding.remove(posted)
-            self.group.hub.keep_last((posted.work, posted.tensor))
+            self.group.switchboard.keep_last((posted.work, posted.tensor))
         self._unanswered.clear()
 
     def ask_last(self, kind: Message, body: bytes, answer: Message) -> None:
@@ -363,15 +363,15 @@ class Channel(Operations):
 
     def _hear_first_word(self, tag: int) -> bytes:
         """The header of the next offer. If an earlier call has left a receive behind, the header arrives there."""
-        hub = self.group.hub
-        word = hub.adopt(self.peer, self)
+        switchboard = self.group.switchboard
+        word = switchboard.adopt(self.peer, self)
         if word is None:
             word = self._first_word = FirstWord(self.post_recv(self.empty(HEADER_BYTES), tag), self.peer, self)
             word.wait()
             self._first_word = None
         else:
             self._take_over(word)
-        if not hub.release(word, self):
+        if not switchboard.release(word, self):
             self.broken = self._refused = True  # This conversation was abandoned: it must not send anything.
             raise PeerLost(self.peer, f"rank {self.peer} was abandoned before its offer arrived")
         if word.error is not None:

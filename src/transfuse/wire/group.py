@@ -1,16 +1,19 @@
 """A process group, and what its backend can do.
 
-Facts about backends that this module, :mod:`.hub` and :mod:`.channel` are built around:
+Facts about backends that this module, :mod:`.switchboard` and :mod:`.channel` are built around:
 
 - gloo: a work handle completes only in ``wait()`` and cannot be cancelled. A wait that expires closes *all* of this
-  rank's connections in the group. So waits do not expire by themselves: the watch of the group's :class:`Hub` ends
-  them, and only when every conversation of the group is overdue.
+  rank's connections in the group. So waits do not expire by themselves: the watch of the group's :class:`Switchboard`
+  ends them, and only when every conversation of the group is overdue.
 - gloo: when a connection breaks, operations that have begun to move bytes are forgotten, and their waits never end.
   Only operations that have not begun learn of it. So a bulky operation is never waited for. A short *mark* follows
   it, and receiving the mark proves that the bulk has arrived. A peer's answer proves that all that was sent before it
   has arrived.
 - gloo: a message longer than the receive posted for it ends the process; a shorter one completes silently. So lengths
   are always derived or announced first, never guessed.
+- gloo, reconfigured in place (torch 2.14 and later): ranks and size change, and receives that were posted before stay
+  with the old connections. A process that has left the group can still send to them. So nothing is handed on from one
+  configuration to the next.
 - NCCL and its like: tags are ignored, and operations between two ranks run in the order in which they were posted, on
   both sides and for both directions. A group that was bound to a device (``device_id=``) has one such order for all
   its peers together. So both ranks agree whose transfer goes on before either of them posts an operation.
@@ -38,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from transfuse.memory.streams import with_index
-from transfuse.wire.hub import Stuck, hub_of
+from transfuse.wire.switchboard import Stuck, configuration_of, switchboard_of
 from transfuse.wire.turns import Line, Speaks
 
 __all__ = [
@@ -86,7 +89,7 @@ class Group:
         #: Where parcels travel, with its index.
         self.device = with_index(device)
         #: The state that all conversations over this group share, whichever transport they belong to.
-        self.hub = hub_of(pg)
+        self.switchboard = switchboard_of(pg)
         parcels = _backend_name(pg, self.device)
         _check(pg, parcels, self.device)
         beside = "" if self.device.type == "cpu" else _backend_of(pg, CPU)
@@ -108,6 +111,11 @@ class Group:
         #: Whether all peers share one order of operations there.
         self.one_order = getattr(pg, "bound_device_id", None) is not None
 
+    def in_present_configuration(self) -> Group:
+        """This, or another one if the group has been reconfigured since: then ranks mean other processes."""
+        same = self.switchboard.configuration == configuration_of(self.pg)
+        return self if same else Group(self.pg, self.device)
+
     def rank(self) -> int | None:
         """This process's rank in the group; None if the group does not know it."""
         group = self.pg
@@ -128,7 +136,7 @@ class Group:
         if (self.tagged and not self.serial) or channel.peer == self.rank():
             yield
         elif self.serial or self.rank() is None:
-            with self.hub.queues.hold(-1 if self.serial else channel.peer, source):
+            with self.switchboard.queues.hold(-1 if self.serial else channel.peer, source):
                 yield
         else:
             with ExitStack() as held:
@@ -136,7 +144,9 @@ class Group:
                     if line is not None:
                         waiting.callback(line.leave, source)
                         line.wait(source)
-                    held.enter_context(self.hub.turns_with(channel.peer).hold(channel, sends=source == self.rank()))
+                    held.enter_context(
+                        self.switchboard.turns_with(channel.peer).hold(channel, sends=source == self.rank())
+                    )
                 yield
 
     def queue(self, peer: int) -> AbstractContextManager[None]:
@@ -144,15 +154,15 @@ class Group:
 
         All ranks take queues in the same order, so no circle of ranks can wait for each other.
         """
-        return self.hub.queues.hold(self._queue(peer), 0)
+        return self.switchboard.queues.hold(self._queue(peer), 0)
 
     def is_stuck(self, peer: int) -> bool:
         """Whether an operation that a silent peer never answered still blocks the queue of this peer."""
-        return self.hub.is_stuck(self._queue(peer))
+        return self.switchboard.is_stuck(self._queue(peer))
 
     def leave_stuck(self, peer: int, operations: Sequence[Stuck]) -> None:
         """Leave operations behind that may never complete. Their memory is kept, and nothing is posted after them."""
-        self.hub.leave_stuck(self._queue(peer), operations)
+        self.switchboard.leave_stuck(self._queue(peer), operations)
 
     def _queue(self, peer: int) -> int:
         return -1 if self.one_order else peer

@@ -71,6 +71,7 @@ class Lane(Pair):
         super().__init__(gloo, RECEIVER if is_source else SOURCE)
         #: A random number by which both ends know this lane.
         self.number = number
+        #: Of the configuration in which this lane was formed. If the group is reconfigured, the lane's pool closes.
         self._rank, self._size = group.rank(), group.size()
 
     def rank(self) -> int | None:
@@ -242,7 +243,7 @@ def _device(pg: Any, peer: int) -> Any:
 
 
 class Pool:
-    """The lanes of one transport that no transfer uses now."""
+    """The lanes of one transport that no transfer uses now, in one configuration of its group."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -296,6 +297,13 @@ class Pool:
                 self._lanes.setdefault((peer, is_source), {})[lane.number] = lane
                 return
         lane.close()
+
+    def in_configuration(self, group: Group) -> Pool:
+        """Close, and go on with another pool for ``group``: behind a peer's rank there may be another process."""
+        other = Pool(group)
+        other._closed = self._closed
+        self.close()
+        return other
 
     def close(self) -> None:
         """Close all lanes, now and those that come back later."""

@@ -15,7 +15,7 @@ import os
 import secrets
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -204,7 +204,7 @@ class Reader:
         if poll.poll(0):
             raise SourceEnded(f"the source's process {self._memory.pid} has ended")
 
-    def read(self, theirs: Ranges, mine: Ranges, **watchers: Callable[[int], object]) -> npt.NDArray[np.int64]:
+    def read(self, theirs: Ranges, mine: Ranges, **watchers: Any) -> npt.NDArray[np.int64]:
         """Read ranges of the source's memory into our own, as :func:`vm.read` does. Return the rows that failed."""
         try:
             pid, calls = self._memory.pid, self._call_bytes

@@ -35,12 +35,11 @@ import numpy.typing as npt
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from transfuse.arguments import INSTALL_NIXL
 from transfuse.memory.vm import Ranges
 
-__all__ = ["INSTALL", "Agent", "NixlFailed", "Transfer", "Window", "begin", "get", "installed"]
+__all__ = ["Agent", "NixlFailed", "Transfer", "Window", "begin", "get", "installed"]
 
-#: What to run where the library is missing. The package ``nixl`` alone also pulls a build for another CUDA.
-INSTALL = "pip install transfuse[nixl], or, for one build only, pip install --no-deps nixl nixl-cu12"
 BACKEND = "UCX"
 #: How long the progress thread sleeps at most if nothing wakes it. With 0 it would never sleep.
 PROGRESS_MICROSECONDS = 10_000
@@ -286,7 +285,7 @@ def _import() -> Any:
     try:
         return importlib.import_module("nixl")._bindings
     except (ImportError, AttributeError, OSError) as error:
-        raise NixlFailed(f"NIXL cannot be imported: {error}; {INSTALL}") from error
+        raise NixlFailed(f"NIXL cannot be imported: {error}; {INSTALL_NIXL}") from error
     finally:
         logging.raiseExceptions = before  # NIXL changes it for the whole process.
 

@@ -128,7 +128,7 @@ class Operations:
         self.peer = peer
         #: Whether this end is the source. Needed when a rank talks to itself.
         self.is_source = is_source
-        self._loopback = group.hub.loop() if peer == group.rank() else None
+        self._loopback = group.switchboard.loop() if peer == group.rank() else None
         self.timeout = timeout
         #: How long the peer waits for a sign of life: this end's own timeout until the peer has said.
         self.peer_timeout = timeout
@@ -197,7 +197,7 @@ class Operations:
                     f"rank {self.peer} was silent for too long while {self.phase}, and its turn on {tensor.device} "
                     "was given to others",
                 )
-            if polled and self.peer not in self.group.hub.connected:
+            if polled and self.peer not in self.group.switchboard.connected:
                 self._post_first(post, posted)
             else:
                 posted.work = post()
@@ -232,11 +232,11 @@ class Operations:
         try:
             error = answers.get(timeout=self.timeout)
         except queue.Empty:
-            self.group.hub.pin()
+            self.group.switchboard.pin()
             raise PeerTimeout(self.peer, f"{self.phase} (connecting on {self.group.device})", self.timeout) from None
         if error is not None:
             raise error
-        self.group.hub.connected.add(self.peer)
+        self.group.switchboard.connected.add(self.peer)
 
     # -- failures
 
@@ -259,7 +259,7 @@ class Operations:
         stuck = self.unanswered()
         if not stuck:
             return
-        self.group.hub.pin()
+        self.group.switchboard.pin()
         self.group.leave_stuck(self.peer, stuck)
         if any(posted.lent for posted in stuck):
             aborted = self.group.abort()

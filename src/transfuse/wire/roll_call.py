@@ -32,9 +32,9 @@ import xxhash
 from transfuse.errors import PeerError, PeerTimeout, ProtocolError, TransfuseError, as_utf8
 from transfuse.timeouts import Patience
 from transfuse.wire.group import Group
-from transfuse.wire.hub import Hub, Watched
 from transfuse.wire.messages import WIRE_VERSION
 from transfuse.wire.operations import Operations, Posted
+from transfuse.wire.switchboard import Switchboard, Watched
 
 __all__ = ["Agreed", "RollCall"]
 
@@ -88,8 +88,8 @@ class _Head(NamedTuple):
 
 _decode_view = msgspec.msgpack.Decoder(_View).decode
 
-#: By hub: threads that were left behind in a wait for a silent rank. They would take a later roll call's words.
-_left_behind: WeakKeyDictionary[Hub, list[tuple[int, threading.Thread]]] = WeakKeyDictionary()
+#: By switchboard: threads that were left behind in a wait for a silent rank. They would take a later roll call's words.
+_left_behind: WeakKeyDictionary[Switchboard, list[tuple[int, threading.Thread]]] = WeakKeyDictionary()
 
 
 class RollCall:
@@ -127,24 +127,24 @@ class RollCall:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def __enter__(self) -> Self:
-        hub = self._group.hub
-        stale = [peer for peer, thread in _left_behind.get(hub, ()) if thread.is_alive()]
+        switchboard = self._group.switchboard
+        stale = [peer for peer, thread in _left_behind.get(switchboard, ()) if thread.is_alive()]
         if stale:
             raise TransfuseError(
                 f"an earlier call of heal() on this group has lost ranks {stale}: make a new group, or reconfigure it"
             )
-        _left_behind.pop(hub, None)
+        _left_behind.pop(switchboard, None)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._group.hub.watch.before_break_off = None
+        self._group.switchboard.watch.before_break_off = None
         left = [(peer, thread) for peer, thread in self._listening.items() if not self._ends(thread)]
         if left:
-            self._group.hub.pin()
-            _left_behind[self._group.hub] = left
+            self._group.switchboard.pin()
+            _left_behind[self._group.switchboard] = left
         if self._sent:
             # gloo needs the memory of what it has not sent yet.
-            self._group.hub.keep_last(self._sent)
+            self._group.switchboard.keep_last(self._sent)
 
     def _ends(self, thread: threading.Thread) -> bool:
         """Whether a thread has ended, or does so at once: its peer's last word has just arrived."""
@@ -291,7 +291,7 @@ class RollCall:
         The watch does that when all conversations of a transfer are overdue. Afterwards nobody can be told anything.
         """
         self._last_words = last_words
-        self._group.hub.watch.before_break_off = self._may_break_off
+        self._group.switchboard.watch.before_break_off = self._may_break_off
 
     def _may_break_off(self, overdue: Sequence[Watched]) -> bool:
         if not self._speaks:

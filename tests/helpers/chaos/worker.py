@@ -26,7 +26,7 @@ from transfuse.session import receive_from_one as receiver_module
 from transfuse.session.relay import this_host
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import announce
-from transfuse.wire import hub
+from transfuse.wire import switchboard
 
 # --------------------------------------------------------------------------------------------- what a worker does
 
@@ -269,7 +269,7 @@ def inspect(rank: int, plan: Scenario, allowed: int, patience: float) -> Leftove
     """Look for leftovers; those that go away within the patience are none."""
     until = time.monotonic() + patience
     while True:
-        left = Leftovers(_threads(), _files() - _held.files, [], *hub.leftovers(), _children())
+        left = Leftovers(_threads(), _files() - _held.files, [], *switchboard.leftovers(), _children())
         clean = len(left.threads) <= allowed and left.files <= 0 and left.left_behind <= allowed
         if clean or time.monotonic() > until:
             break

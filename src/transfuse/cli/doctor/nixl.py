@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 
+from transfuse.arguments import INSTALL_NIXL
 from transfuse.cli.doctor.finding import Finding
 from transfuse.memory import vm
 from transfuse.wire import nixl_agent
@@ -29,7 +30,7 @@ def look() -> Finding:
     """Whether the NIXL route would work here."""
     found = nixl_agent.installed()
     if found is None:
-        return Finding("note", ABOUT, "not installed, and not needed", f"to use it: {nixl_agent.INSTALL}")
+        return Finding("note", ABOUT, "not installed, and not needed", f"to use it: {INSTALL_NIXL}")
     # In a process of its own: a library that does not suit this machine may end the process.
     try:
         done = subprocess.run(

@@ -174,7 +174,9 @@ def _name_in(table: dict[str, T], constant: T) -> str:
 
 def _named_in(table: dict[str, T], name: str) -> T:
     if type(name) is not str or name not in table:
-        raise ValueError(f"this torch has no {str(name)[:50]!a}")
+        raise ValueError(
+            f"torch {torch.__version__} has no {str(name)[:50]!a}; use a newer torch here, or convert it at the source"
+        )
     return table[name]
 
 

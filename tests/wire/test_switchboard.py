@@ -1,4 +1,4 @@
-"""One hub for each process group: found by the group, gone with it, and kept while something is left behind."""
+"""One switchboard for each process group: found by the group, gone with it, and kept while something is left behind."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from transfuse.limits import Limits
-from transfuse.wire import hub
+from transfuse.wire import switchboard
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group
-from transfuse.wire.hub import FirstWord, hub_of
+from transfuse.wire.switchboard import FirstWord, switchboard_of
 
 CPU = torch.device("cpu")
 
@@ -49,26 +49,26 @@ class Word:
         return torch.tensor([7], dtype=torch.uint8)
 
 
-def test_transports_on_one_group_share_its_hub() -> None:
+def test_transports_on_one_group_share_its_switchboard() -> None:
     one, two = Nowhere(), Nowhere()
-    assert Group(one, CPU).hub is Group(one, CPU).hub
+    assert Group(one, CPU).switchboard is Group(one, CPU).switchboard
     first, second = Group(one, CPU), Group(two, CPU)
-    assert first.hub is not second.hub
-    assert Channel(first, 3, 1.0, Limits()).group.hub is hub_of(one)
+    assert first.switchboard is not second.switchboard
+    assert Channel(first, 3, 1.0, Limits()).group.switchboard is switchboard_of(one)
 
 
-def test_a_hub_goes_with_its_group() -> None:
-    """At once: a group's memory is not to wait until garbage is collected. Nor has the next group its hub."""
+def test_a_switchboard_goes_with_its_group() -> None:
+    """At once: a group's memory is not to wait until garbage is collected. Nor has the next group its switchboard."""
     gc.disable()
     try:
         seen = set()
         for _ in range(20):
             pg = Nowhere()
             group = Group(pg, CPU)
-            assert group.hub.pg is pg
+            assert group.switchboard.pg is pg
             with Channel(group, 0, 1.0, Limits()):
                 pass
-            alive, known = weakref.ref(pg), weakref.ref(group.hub)
+            alive, known = weakref.ref(pg), weakref.ref(group.switchboard)
             seen.add(id(pg))
             del pg, group
             assert alive() is None
@@ -79,11 +79,11 @@ def test_a_hub_goes_with_its_group() -> None:
 
 
 @pytest.mark.parametrize("left", ["a thread", "memory", "a receive"])
-def test_a_hub_stays_while_something_is_left_behind(left: str) -> None:
+def test_a_switchboard_stays_while_something_is_left_behind(left: str) -> None:
     pg = Nowhere() if left == "a thread" else PairGroup()
-    found = hub_of(pg)
+    found = switchboard_of(pg)
     channel, word = object(), FirstWord(Word(), 1, "first")
-    before = hub.leftovers().left_behind
+    before = switchboard.leftovers().left_behind
     if left == "a thread":
         found.pin()
     elif left == "memory":
@@ -93,12 +93,12 @@ def test_a_hub_stays_while_something_is_left_behind(left: str) -> None:
     number = id(found)
     del found
     gc.collect()
-    found = hub_of(pg)
+    found = switchboard_of(pg)
     assert id(found) == number
     if left == "a thread":
         return
     if left == "memory":
-        assert hub.leftovers().left_behind == before + 1
+        assert switchboard.leftovers().left_behind == before + 1
         found.forget(channel)
     else:
         assert found.adopt(1, "second") is word
@@ -108,7 +108,7 @@ def test_a_hub_stays_while_something_is_left_behind(left: str) -> None:
 
 
 def test_receives_are_handed_on_in_their_order_and_to_their_peer() -> None:
-    found = hub_of(PairGroup())
+    found = switchboard_of(PairGroup())
     words = [FirstWord(Word(), peer, "first") for peer in (1, 2, 1)]
     for word in reversed(words):
         found.park(word)
@@ -125,15 +125,15 @@ def test_what_a_left_receive_brings_is_kept_unless_it_is_a_failure(fails: bool) 
     pg, posted = PairGroup(), Word()
     posted.error = RuntimeError("closed") if fails else None
     word = FirstWord(posted, 1, "first")
-    hub_of(pg).park(word)
+    switchboard_of(pg).park(word)
     posted.come.set()
     word.wait()
-    assert not hub_of(pg).release(word, "first")
-    adopted = hub_of(pg).adopt(1, "second")
+    assert not switchboard_of(pg).release(word, "first")
+    adopted = switchboard_of(pg).adopt(1, "second")
     assert (adopted is None) == fails
     if adopted is not None:
         adopted.wait_for("second")
-        assert hub_of(pg).release(adopted, "second")
+        assert switchboard_of(pg).release(adopted, "second")
         assert adopted.data == b"\x07"
 
 
@@ -142,10 +142,10 @@ def test_a_watch_runs_while_there_is_a_conversation() -> None:
     for _ in range(3):
         with Channel(group, 0, 1.0, Limits()) as first:
             with Channel(group, 1, 1.0, Limits()):
-                assert group.hub.watch.runs
-            assert group.hub.watch.runs
-            group.hub.watch.remove(first)
-            assert not group.hub.watch.runs
+                assert group.switchboard.watch.runs
+            assert group.switchboard.watch.runs
+            group.switchboard.watch.remove(first)
+            assert not group.switchboard.watch.runs
         assert not any(thread.name == "transfuse-watch" for thread in threading.enumerate())
 
 
@@ -154,8 +154,8 @@ def test_a_child_of_a_fork_finds_no_lock_held_and_no_watch() -> None:
     with (
         group.turn(Channel(group, 1, 1.0, Limits()), 0),
         Channel(group, 1, 1.0, Limits()),
-        group.hub._lock,
-        hub._finding,
+        group.switchboard._lock,
+        switchboard._finding,
     ):
         child = os.fork()
         if not child:
@@ -163,9 +163,9 @@ def test_a_child_of_a_fork_finds_no_lock_held_and_no_watch() -> None:
             with suppress(BaseException):
                 channel = Channel(group, 1, 1.0, Limits())
                 with group.turn(channel, 0), channel:
-                    assert group.hub.watch.runs
-                    assert hub_of(group.pg) is group.hub
-                    group.hub.loop()
+                    assert group.switchboard.watch.runs
+                    assert switchboard_of(group.pg) is group.switchboard
+                    group.switchboard.loop()
                 code = 0
             os._exit(code)
     until = time.monotonic() + 20

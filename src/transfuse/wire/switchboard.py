@@ -1,9 +1,13 @@
-"""The state that all conversations over one process group share in this process: one :class:`Hub` for each group.
+"""The state that all conversations over one process group share in this process: a :class:`Switchboard` per group.
 
-:func:`hub_of` finds a group's hub by the group's id, and ``Group`` passes the hub on. The hub refers to the group, so
-while the hub exists no other group can have that id. A hub lives as long as a transport or a conversation uses it. It
-lives longer in four cases: a receive was left behind for the next call to take over, memory was left behind to which
-a peer may still write, an operation on an accelerator is stuck, or a thread was left behind in a wait on the group.
+:func:`switchboard_of` finds a group's switchboard by the group's id, and ``Group`` passes it on. The switchboard refers
+to the group, so while it exists no other group can have that id. A group that torch (2.14 and later) reconfigures in
+place stays the same object, with other connections and other processes behind its ranks: each configuration has its
+own switchboard.
+
+A switchboard lives as long as a transport or a conversation uses it. It lives longer in four cases: a receive was left
+behind for the next call to take over, memory was left behind to which a peer may still write, an operation on an
+accelerator is stuck, or a thread was left behind in a wait on the group.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
@@ -22,7 +26,16 @@ import torch
 from transfuse.wire.loopback import Loopback
 from transfuse.wire.turns import Turns
 
-__all__ = ["FirstWord", "Hub", "Leftovers", "Stuck", "Watched", "hub_of", "leftovers"]
+__all__ = [
+    "FirstWord",
+    "Leftovers",
+    "Stuck",
+    "Switchboard",
+    "Watched",
+    "configuration_of",
+    "leftovers",
+    "switchboard_of",
+]
 
 
 _take_reference = ctypes.pythonapi.Py_IncRef
@@ -194,12 +207,13 @@ class FirstWord:
             pass
 
 
-class Hub:
-    """The state that the conversations over one process group share. Only :func:`hub_of` makes one."""
+class Switchboard:
+    """The state that the conversations over one process group share. Only :func:`switchboard_of` makes one."""
 
-    def __init__(self, pg: object) -> None:
-        #: While the hub refers to the group, no other group can have its id.
+    def __init__(self, pg: object, configuration: str) -> None:
+        #: While the switchboard refers to the group, no other group can have its id.
         self.pg = pg
+        self.configuration = configuration
         self._pinned = False
         #: Receives for offers that nobody waits for, in the order in which they were posted.
         self._parked: list[FirstWord] = []
@@ -328,7 +342,7 @@ class Hub:
             return False
 
     def _keep(self) -> None:
-        """Keep this hub alive while something left behind needs it, even if no transport uses the group."""
+        """Keep this switchboard alive while something left behind needs it, even if no transport uses the group."""
         if self._pinned or self._left_behind or self._parked or self._stuck:
             _kept.add(self)
         else:
@@ -346,22 +360,34 @@ class Hub:
         self._parents, self._parked = self._parked, []
 
 
-#: Hubs by the ids of their groups.
-_hubs: WeakValueDictionary[int, Hub] = WeakValueDictionary()
-#: Hubs that must stay although nobody uses them.
-_kept: set[Hub] = set()
+#: Switchboards by the ids of their groups and by the groups' configurations.
+_switchboards: WeakValueDictionary[tuple[int, str], Switchboard] = WeakValueDictionary()
+#: Switchboards that must stay although nobody uses them.
+_kept: set[Switchboard] = set()
 _finding = threading.Lock()
 
 
-def hub_of(pg: object) -> Hub:
-    """The one hub of a process group."""
+def configuration_of(pg: Any) -> str:
+    """A text that changes when torch reconfigures the group in place; empty if this group cannot be reconfigured.
+
+    With each reconfiguration a group's handle changes: it includes the new configuration's number.
+    """
+    with suppress(Exception):  # torch before 2.14, groups with several backends, groups that are not torch's.
+        if pg.supports_reconfigure:
+            return str(pg.get_reconfigure_handle())
+    return ""
+
+
+def switchboard_of(pg: object) -> Switchboard:
+    """The one switchboard of a process group in its present configuration."""
+    configuration = configuration_of(pg)
     with _finding:
         for kept in list(_kept):
             kept.forget_complete()
-        hub = _hubs.get(id(pg))
-        if hub is None:
-            hub = _hubs[id(pg)] = Hub(pg)
-        return hub
+        switchboard = _switchboards.get((id(pg), configuration))
+        if switchboard is None:
+            switchboard = _switchboards[id(pg), configuration] = Switchboard(pg, configuration)
+        return switchboard
 
 
 class Leftovers(NamedTuple):
@@ -372,15 +398,18 @@ class Leftovers(NamedTuple):
 
 
 def leftovers() -> Leftovers:
-    hubs = list(_hubs.values())
-    return Leftovers(sum(hub.watch.runs for hub in hubs), sum(hub.left() for hub in hubs))
+    switchboards = list(_switchboards.values())
+    return Leftovers(
+        sum(switchboard.watch.runs for switchboard in switchboards),
+        sum(switchboard.left() for switchboard in switchboards),
+    )
 
 
 def _after_fork() -> None:
     global _finding
     _finding = threading.Lock()
-    for hub in list(_hubs.values()):
-        hub.start_again()
+    for switchboard in list(_switchboards.values()):
+        switchboard.start_again()
 
 
 os.register_at_fork(after_in_child=_after_fork)

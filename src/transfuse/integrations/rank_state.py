@@ -1,0 +1,98 @@
+"""What a rank has of its own beside tensors: counters, histories, places and random number generators, in one tensor.
+
+A keeper gives a state whose structure changes new slots. A history that grows would change it at each commit, so all
+of this is written into one tensor with room to spare. It is read with ``torch.load(weights_only=True)``, which runs
+nothing: what cannot be read so is refused when it is written for the first time.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from transfuse import StateError
+
+__all__ = ["Packer", "generators", "set_generators", "unpack"]
+
+#: The tensor's size is the smallest power of two of this that holds twice what is written when it is made.
+LEAST_BYTES = 1 << 14
+
+
+def generators() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's global random number generators."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    found: dict[str, Any] = {
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.accelerator.is_available():
+        device = torch.get_device_module(torch.accelerator.current_accelerator())
+        found["accelerator"] = device.get_rng_state()
+    return found
+
+
+def set_generators(states: dict[str, Any]) -> None:
+    """Go on with the random numbers that came after :func:`generators`."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])
+    if "accelerator" in states:
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(states["accelerator"])
+
+
+class Packer:
+    """Writes trees into a tensor whose size seldom changes."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._checked = False
+
+    def pack(self, tree: dict[str, Any]) -> Tensor:
+        """The tree as bytes. A value that only pickle could read again is an error that names its key."""
+        file = io.BytesIO()
+        torch.save(tree, file)
+        if not self._checked:
+            for key, value in tree.items():
+                _check(key, value)
+            self._checked = True
+        data = file.getbuffer()
+        if len(data) + 8 > self._size:
+            self._size = LEAST_BYTES
+            while self._size < 2 * (len(data) + 8):
+                self._size *= 2
+        packed = torch.zeros(self._size, dtype=torch.uint8)
+        packed[:8] = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
+        packed[8 : 8 + len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        return packed
+
+
+def unpack(packed: Tensor) -> dict[str, Any]:
+    length = int(packed[:8].clone().view(torch.int64))
+    found: dict[str, Any] = torch.load(io.BytesIO(packed[8 : 8 + length].numpy().tobytes()), weights_only=True)
+    return found
+
+
+def _check(path: str, value: object) -> None:
+    """Refuse what a restarted worker could not read, while there is a worker to tell."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        if isinstance(value, dict):
+            for key, below in value.items():
+                _check(f"{path}.{key}", below)
+        raise StateError(
+            f"{path} cannot be kept: {type(value).__name__} is not made of tensors, numbers, text, lists and dicts. "
+            f"Convert it where it is saved ({str(error).splitlines()[0]})"
+        ) from error

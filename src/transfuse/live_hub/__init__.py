@@ -1,0 +1,1 @@
+"""A running job as a Hugging Face Hub: a state as safetensors files over HTTP."""
