@@ -80,6 +80,28 @@ network: $(STAMP)
 gpu: $(STAMP)
 	TRANSFUSE_TEST_DEVICE=cuda $(BIN)/python -m pytest -m 'gpu or not soak' tests/device tests/memory/test_devices.py
 
+# The tests against vLLM, in an environment of their own: its wheel has 326 MB, 856 MB on disk. All that vLLM depends on
+# would be gigabytes of CUDA; the list below is what it imports in these tests (no engine starts). Its transformers is older
+# than ours.
+VLLM_VENV    := .venv-vllm
+VLLM_STAMP   := $(VLLM_VENV)/.installed
+VLLM_PINS    := $(VLLM_VENV)/constraints.txt
+VLLM_PIP     := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check install --constraint $(VLLM_PINS)
+VLLM_IMPORTS := aiohttp cachetools cbor2 cloudpickle einops fastapi llguidance openai openai-harmony partial-json-parser \
+	pillow prometheus-client psutil py-cpuinfo pybase64 pyzmq regex requests setuptools 'transformers<5.20' uvloop
+
+$(VLLM_STAMP): pyproject.toml constraints.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	grep -v '^transformers==' constraints.txt > $(VLLM_PINS)
+	$(VLLM_PIP) torch
+	$(VLLM_PIP) --no-deps vllm
+	$(VLLM_PIP) $(VLLM_IMPORTS) pytest pytest-timeout --editable .
+	touch $(VLLM_STAMP)
+
+.PHONY: vllm
+vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_claims.py
+
 # Where there is no build of atheris, fuzzing is skipped with a reason.
 soak: $(STAMP)
 	-$(PIP) install --constraint constraints.txt atheris

@@ -265,9 +265,12 @@ def infer(rank: int, options: dict[str, Any], pause_at: int | str | None = None)
     errors: list[str] = []
     go_on = threading.Event()
 
+    once = threading.Lock()
+
     def pause(loads: int | str) -> None:
         if loads == pause_at:
-            say("paused")
+            if once.acquire(blocking=False):
+                say("paused")
             go_on.wait(600)
 
     def pause_midway(progress: dict[int, transfuse.Progress]) -> None:
