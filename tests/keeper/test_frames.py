@@ -45,7 +45,9 @@ def test_a_worker_without_descriptors_says_so_at_once(ends: tuple[Link, Link]) -
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = [os.memfd_create("slot") for _ in range(10)]
     highest = max(int(one.name) for one in pathlib.Path("/proc/self/fd").iterdir())
-    keeper.send(frames.Mapped(list(range(10))), files, seconds=SECONDS)
+    while files[-1] <= highest:
+        files.append(os.dup(files[0]))  # No number below the limit is free.
+    keeper.send(frames.Mapped(list(range(10))), files[:10], seconds=SECONDS)
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 3, hard))
     try:
         with pytest.raises(KeeperLost, match="no descriptors left"):
