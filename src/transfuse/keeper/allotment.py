@@ -133,6 +133,8 @@ class Allotment:
         self._freeing.add(spare[count:] if fits else spare)
         if fits:
             return spare[:count]
+        if not count:
+            return []  # A rank that has come again. Room for replicas alone is no reason to refuse it.
         self._freeing.settle()
         with self._changed:
             self._check_room(tenant, slot_bytes, count)
