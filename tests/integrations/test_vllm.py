@@ -48,7 +48,7 @@ from vllm_engines import (
     values,
 )
 
-DEADLINE = 120.0
+DEADLINE = 300.0
 
 # Importing vLLM takes ten seconds of a core: once for all processes of this module.
 preload("vllm.config", "transfuse.integrations.vllm")
@@ -302,14 +302,14 @@ def test_a_worker_that_the_trainer_no_longer_waits_for_gets_no_weight_of_another
             assert go_on.wait(DEADLINE)
 
     slow.engine.model.before = stall
-    with trainer_of(model, slow, max_bytes=5000, update_timeout=3.0) as trainer:
+    with trainer_of(model, slow, max_bytes=5000, update_timeout=20.0) as trainer:
         trainer.attach(other)
         set_round(model, 1)
         trainer.send_weights()
         assert loading.is_set()
         ((lost, cause),) = trainer.lost
         assert lost is slow
-        assert "has not returned in 3 s" in str(cause)
+        assert "has not returned in 20 s" in str(cause)
         # The trainer goes on, first without a round, then within one.
         trainer._info.update_timeout = DEADLINE
         set_round(model, 2)
