@@ -152,7 +152,7 @@ class _Healing:
         #: What an earlier heal has left here: the state that was looked at, its torn leaves; what state_dict() raised.
         self._looked_at: list[object] = []
         self._torn: tuple[str, ...] = ()
-        self._unasked: Exception | None = None
+        self._unasked: BaseException | None = None
         #: What all ranks have agreed on, if that had to be done before the transfer had ended.
         self._agreed_early: Agreed | None = None
 
@@ -187,7 +187,7 @@ class _Healing:
                 # Nobody has anything to send, and some ranks that had something are half-written.
                 self._behind = []
                 if calls.rank in torn:
-                    failure = self._unasked or TornState(self._torn)
+                    failure = self._unasked or _torn_state(self._torn)
         calls.listen()
         if failure is None and self._behind:
             failure = self._take_part()
@@ -196,26 +196,26 @@ class _Healing:
 
     def _truth(self, said: int | None) -> tuple[int, int]:
         """What this rank has: what the caller says, unless an earlier heal that failed has left something else."""
-        if said is None:
-            return NOTHING, 0
         if half_healed.has_notes():
             try:
                 state = self._state_dict()
                 truth = half_healed.look(state)
-            except Exception as error:
+            except BaseException as error:  # Also Ctrl-C: the others wait for this rank's first word.
                 self._unasked = error
                 return TORN, 0
             self._looked_at.append(state)
             if truth.torn:
                 self._torn = truth.torn
                 logger.warning(
-                    "step %d is not whole here: a heal that failed left %d leaves torn", said, len(truth.torn)
+                    "%s is not whole here: a heal that failed left %d leaves torn",
+                    "the state" if said is None else f"step {said}",
+                    len(truth.torn),
                 )
                 return TORN, 0
             if truth.step is not None and truth.step != said:
-                logger.warning("this rank has step %d, not %d: so far came a heal that failed", truth.step, said)
+                logger.warning("this rank has step %d, not %s: so far came a heal that failed", truth.step, said)
                 return STEP, truth.step
-        return STEP, said
+        return (NOTHING, 0) if said is None else (STEP, said)
 
     # ---------------------------------------------------------------------------------------------- the transfer
 
@@ -379,6 +379,16 @@ class _Healing:
             attributes=attributes,
         )
         return msgspec.msgpack.encode(word)
+
+
+def _torn_state(torn: Sequence[str]) -> TornState:
+    error = TornState(torn)
+    names = ", ".join(torn[:10]) + (", …" if len(torn) > 10 else "")
+    error.args = (
+        f"a heal that failed left {len(torn)} leaves half-written ({names}), and no rank has a step to heal from: load "
+        "a checkpoint into them, or write to them otherwise, and call heal() again",
+    )
+    return error
 
 
 class _Everything(set[str]):

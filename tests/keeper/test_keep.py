@@ -428,12 +428,12 @@ def test_a_keeper_that_is_lost_before_the_restore_is_no_reason_to_begin_anew(kee
 def test_a_rank_that_cannot_open_a_slot_tells_the_others(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(2, 1, 2)
     targets = [state_of(9, 0) for _ in range(2)]
-    before, describe = snapshot(targets), restored.describe_slots
+    before = snapshot(targets)
 
     def describe_slots(rank: int, *args: Any) -> Any:
         if rank == 1:
             raise OSError(errno.EMFILE, "Too many open files")
-        return describe(rank, *args)
+        return restored.describe_slots(rank, *args)
 
     monkeypatch.setattr(restoring, "describe_slots", describe_slots)
     with Job(2) as job:

@@ -243,14 +243,21 @@ class Interrupted(BaseException):
     """As if by Ctrl-C."""
 
 
-def test_an_interrupted_rank_raises_that_and_the_others_are_told() -> None:
+@pytest.mark.parametrize("has_notes", [False, True])
+def test_an_interrupted_rank_raises_that_and_the_others_are_told(has_notes: bool) -> None:
+    """With notes of an earlier heal in this process, the state is asked for before anybody is told anything."""
     workers = [Worker(5), Worker(5), Worker(None)]
+    other = {"other": torch.zeros(3)}
+    if has_notes:
+        half_healed.note_torn(other, ["['other']"])
+        assert half_healed.has_notes()
 
     def state() -> dict[str, Any]:
         raise Interrupted
 
     workers[2].state = state  # type: ignore[method-assign]
     outcomes = healed(workers)
+    half_healed.forget(other)
     assert isinstance(outcomes[2].error, Interrupted)
     assert "rank 2: Interrupted" in str(one_error(outcomes[:2]))
 
@@ -281,8 +288,9 @@ def test_a_load_that_raises_is_everybodys_error_and_that_rank_is_no_source_befor
         assert "rank 2 has step 5 now, whole" in str(error)
         assert "rank 1 may be half-written" in str(error)
         # Rank 0 is gone, say, and comes back with nothing. Rank 1 believes that it is at 3; nobody must get that.
-        # Rank 2 believes that it has nothing, which does no harm.
+        # Rank 2 has begun anew.
         workers[0].step = None
+        workers[2].weight.zero_()
         error = one_error(ranks.outcomes(lambda rank, pg: workers[rank].heal(pg)))
         assert isinstance(error, transfuse.TornState)
         assert "rank 1: TornState: " in str(error)
@@ -302,6 +310,30 @@ def test_an_on_report_that_raises_is_not_taken_for_load() -> None:
         outcomes = ranks.outcomes(lambda rank, pg: workers[rank].heal(pg, on_report=fail if rank == 1 else None))
     text = str(one_error(outcomes))
     assert "rank 1: StateError: on_report() failed after everything had landed: OSError: disk full" in text
+
+
+def test_a_rank_that_had_nothing_does_not_begin_at_step_0_with_what_a_failed_heal_has_left_in_it() -> None:
+    def fail(state: Any) -> None:
+        raise OSError("disk full")
+
+    workers = [Worker(5), Worker(None), Worker(None)]
+    with Ranks(3) as ranks:
+        one_error(ranks.outcomes(lambda rank, pg: workers[rank].heal(pg, load=fail if rank == 1 else None)))
+        # Rank 0 is gone, and comes back with nothing. Rank 2 got everything, though its caller knows of no step.
+        gone, workers[0] = workers[0], Worker(None)
+        assert ranks.run(lambda rank, pg: workers[rank].heal(pg)) == [5, 5, 5]
+        assert all(bool((worker.weight == 5).all()) for worker in workers)
+        # The same, but nobody got everything.
+        workers = [gone, Worker(None), Worker(None)]
+        one_error(ranks.outcomes(lambda rank, pg: workers[rank].heal(pg, load=fail)))
+        workers[0] = Worker(None)
+        error = one_error(ranks.outcomes(lambda rank, pg: workers[rank].heal(pg)))
+        assert isinstance(error, transfuse.TornState)
+        for rank in (1, 2):
+            assert f"rank {rank}: TornState: a heal that failed left 1 leaves half-written (['weight'])" in str(error)
+        for worker in workers:
+            worker.weight.zero_()
+        assert ranks.run(lambda rank, pg: workers[rank].heal(pg)) == [0, 0, 0]
 
 
 def test_a_rank_that_got_everything_before_another_failed_knows_which_step_it_has() -> None:
