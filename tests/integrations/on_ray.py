@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -337,6 +338,38 @@ def test_ray_aborts_a_transfer_and_both_actors_live_on(workers: list[Any]) -> No
     until(lambda: not get(receiver.fetching.remote("SLOW")))
     assert get([sender.pid.remote(), receiver.pid.remote()]) == pids
     assert get(receiver.is_count.remote(sender.count.remote(10), 10))
+
+
+def test_a_fetch_that_its_own_thread_cancels_ends() -> None:
+    """The garbage collector drops a request in any thread, also in the one that fetches, with the fetch's lock held."""
+    source = [torch.ones(1 << 20)]
+    settings = over_transfuse.Settings(
+        name="X",
+        devices=("cpu",),
+        host=None,
+        timeout=30.0,
+        max_readers=1,
+        same_host=False,
+        verify=None,
+        max_bytes_per_second=None,
+    )
+    with transfuse.serve({"one": source}, token="t") as server:
+        served = over_transfuse.Served([], "cpu", address=server.address, token="t")
+
+        class Dropped(over_transfuse._Fetch):
+            def _show(self, progress: dict[int, transfuse.Progress]) -> None:
+                super()._show(progress)
+                if progress:
+                    with self._lock:
+                        self.cancel("nobody waits for it any more")
+
+        fetch = Dropped("one", served, [torch.zeros(1 << 20)])
+        thread = threading.Thread(target=fetch.run, args=(settings,), daemon=True)
+        thread.start()
+        with pytest.raises(RayDirectTransportError, match="nobody waits"):
+            fetch.wait(DEADLINE)
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
 
 
 @pytest.mark.soak

@@ -53,6 +53,11 @@ def test_what_cannot_be_read_again_is_named_at_once() -> None:
     tree: dict[str, Any] = {"callbacks": {"mine": {"a": 1, "b": Unreadable()}}}
     with pytest.raises(StateError, match=r"callbacks\.mine\.b cannot be kept: Unreadable is not made of"):
         Packer().pack(tree)
+    # Also if it comes later: a restart could not read it.
+    packer = Packer()
+    packer.pack({"callbacks": {"mine": None}})
+    with pytest.raises(StateError, match=r"callbacks\.mine\.b cannot be kept"):
+        packer.pack(tree)
 
 
 @pytest.mark.parametrize(("extra", "library"), [("lightning", "lightning"), ("transformers", "transformers")])

@@ -329,11 +329,13 @@ def test_a_framework_that_names_no_method_gets_ours(under_torchrun: None, monkey
     dist.init_process_group("gloo", rank=0, world_size=1)
     dist.init_process_group("gloo", "tcp://here")
     dist.init_process_group(backend="gloo", store=HashStore())
+    dist.init_process_group("gloo", None, None, 1, 0, HashStore())
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     dist.init_process_group("gloo")
-    assert [words for words, _ in seen] == [
+    assert [words[:2] for words, _ in seen] == [
         ("gloo", "transfuse://"),
         ("gloo", "tcp://here"),
+        ("gloo", None),
         ("gloo", None),
         ("gloo", None),
     ]

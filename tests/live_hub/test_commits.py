@@ -27,6 +27,8 @@ class Job:
 
         self.step = 0
         self.copies = 0
+        #: How long a copy takes at least.
+        self.seconds = 0.0
         self.state = {f"w.{i}": torch.zeros(1000) for i in range(4)}
         self.live = LiveState(self.ask, lambda: self.step, 30.0)
         self.commits = Commits(LiveSource(self.live, prefix="", max_shard_bytes=1 << 30), hold)
@@ -35,6 +37,7 @@ class Job:
 
     def ask(self) -> object:
         self.copies += 1
+        time.sleep(self.seconds)
         return self.state
 
     def _fill(self) -> None:
@@ -223,6 +226,27 @@ def test_who_waits_for_a_long_change_gets_the_newest_that_there_is(monkeypatch: 
     job.advance()
     with job.live.changing():
         assert _elsewhere(lambda: job.main(visitor())) == first
+
+
+def test_a_copy_that_takes_longer_than_clients_wait_is_had_by_asking_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commits_module, "WAIT_SECONDS", 0.1)
+    job = Job(hold=0.1)
+    job.seconds = 0.3
+    seen: list[int] = []
+    asked = 0
+    while len(seen) < 3:
+        asked += 1
+        assert asked < 30
+        job.advance()
+        try:
+            with job.get() as commit:
+                assert step_of(commit) == commit.step
+                seen.append(commit.step or 0)
+        except Unavailable:
+            # Once there is a commit, it stays until there is a newer one.
+            assert not seen
+    assert seen == sorted(seen)
+    assert len(job.commits._kept) <= 2
 
 
 def test_a_state_that_can_no_longer_be_copied_is_an_error_and_then_may_be_again() -> None:

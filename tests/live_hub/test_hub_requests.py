@@ -419,6 +419,17 @@ def test_closing_lets_downloads_end_and_cancelling_does_not() -> None:
     hub.close()
 
 
+def test_closing_does_not_wait_for_a_stalled_client_for_ever_and_frees_the_copies() -> None:
+    hub = Steps(tensors=2, size=8 << 20).open(timeout=600, hold=0.01)
+    with stall(hub):
+        assert hub._commits._kept
+        closing = threading.Thread(target=hub.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+    assert not hub._commits._kept
+
+
 # ------------------------------------------------------------------------------------------------------------ arguments
 
 

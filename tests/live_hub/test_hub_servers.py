@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import transfuse
 from commands import Running
 from hub_asking import ask, step_in
 from keeping import Job, home, threaded  # noqa: F401
+from transfuse.live_hub import commits as commits_module
 from transfuse.testing.ranks import run_program
 from transfuse.testing.ranks.programs import Ended
 
@@ -103,6 +106,27 @@ def test_one_server_and_its_end() -> None:
         transfuse.hub(odd.address) as hub,
     ):
         assert "complex128" in ask(hub.endpoint, "GET", WEIGHTS).headers["X-Error-Message"]
+
+
+def test_servers_that_do_not_answer_hold_up_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client waits 10 s for an answer to HEAD, however many ask and however long the servers may take."""
+    monkeypatch.setattr(commits_module, "WAIT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        hub = transfuse.hub(f"127.0.0.1:{frozen.getsockname()[1]}", timeout=100)
+        with ThreadPoolExecutor(4) as pool:
+            began = time.monotonic()
+            assert [reply.status for reply in pool.map(lambda _: ask(hub.endpoint, "HEAD", WEIGHTS), range(4))] == [
+                503
+            ] * 4
+            assert time.monotonic() - began < 50
+        hub.close(cancel=True)
+    state = {"layer.0.weight": torch.zeros(1000)}
+    with transfuse.serve(state, step=lambda: 1) as server, transfuse.hub(server.address) as hub:
+        held = ask(hub.endpoint, "HEAD", WEIGHTS).headers["X-Repo-Commit"]
+        time.sleep(0.3)  # longer than a step is believed
+        with server.mutating():
+            reply = ask(hub.endpoint, "HEAD", WEIGHTS)
+        assert (reply.status, reply.headers["X-Repo-Commit"]) == (200, held)
 
 
 # ---------------------------------------------------------------------------------------------------------- the command

@@ -155,7 +155,7 @@ def _of_servers(
     timeout: float,
 ) -> Hub:
     source = ServerSource(reach, prefix=prefix, max_shard_bytes=shard_bytes, seconds=timeout)
-    source.mark()  # An address that leads nowhere is told now, not to the first client.
+    source.mark(None)  # An address that leads nowhere is told now, not to the first client.
     return Hub(source, settings)
 
 

@@ -91,8 +91,9 @@ class KeepCallback(Callback):  # type: ignore[misc]
         self._add_logged()
         self._logged = {}
         # Lightning leaves ReduceLROnPlateau out at the end of an epoch that was resumed, because its checkpoints do not
-        # have what was logged before. Here it is.
-        trainer.fit_loop._restarting = False
+        # have what was logged before. Here it is, unless it was a checkpoint that the run went on from.
+        if self.restored is not None:
+            trainer.fit_loop._restarting = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._keep is not None:

@@ -2,7 +2,7 @@
 
 A keeper gives a state whose structure changes new slots. A history that grows would change it at each commit, so all
 of this is written into one tensor with room to spare. It is read with ``torch.load(weights_only=True)``, which runs
-nothing: what cannot be read so is refused when it is written for the first time.
+nothing: what cannot be read so is refused when it is written.
 """
 
 from __future__ import annotations
@@ -54,16 +54,19 @@ class Packer:
 
     def __init__(self) -> None:
         self._size = 0
-        self._checked = False
 
     def pack(self, tree: dict[str, Any]) -> Tensor:
         """The tree as bytes. A value that only pickle could read again is an error that names its key."""
         file = io.BytesIO()
         torch.save(tree, file)
-        if not self._checked:
+        try:
+            # At each commit: a callback may have something new to say long after the first one.
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception:
             for key, value in tree.items():
                 _check(key, value)
-            self._checked = True
+            raise
         data = file.getbuffer()
         if len(data) + 8 > self._size:
             self._size = LEAST_BYTES

@@ -289,13 +289,16 @@ class _Fetch:
         self._served = served
         self._targets = targets
         self._outcome: Future[list[torch.Tensor]] = Future()
-        self._lock = threading.Lock()
+        # The garbage collector may cancel this fetch in any thread at any moment, also in the one that runs it.
+        self._lock = threading.RLock()
+        self._thread: int | None = None
         self._cause: str | None = None
         #: Whether bytes may land in the targets from now on, and whether none will any more.
         self._landing = False
         self._ended = threading.Event()
 
     def run(self, settings: Settings) -> None:
+        self._thread = threading.get_ident()
         try:
             tensors = self._fetch(settings)
         except BaseException as error:
@@ -361,7 +364,7 @@ class _Fetch:
             self._cause = cause
             landing = self._landing
         self._end(None, InterruptedError(cause))
-        if landing and self._targets is not None:
+        if landing and self._targets is not None and self._thread != threading.get_ident():
             self._ended.wait()
 
 

@@ -91,7 +91,9 @@ def rendezvous_by_default() -> None:
     def init_process_group(
         backend: str | None = None, init_method: str | None = None, *args: Any, **options: Any
     ) -> None:
-        if init_method is None and options.get("store") is None and _may_restart():
+        # After these two come timeout, world_size, rank and store.
+        has_store = options.get("store") is not None or args[3:4] not in ((), (None,))
+        if init_method is None and not has_store and _may_restart():
             init_method = f"{SCHEME}://"
         original(backend, init_method, *args, **options)
 

@@ -29,9 +29,9 @@ import xxhash
 from transfuse.errors import TransfuseError
 from transfuse.keeper.copying import digests_at
 from transfuse.live_hub.safetensors_layout import INDEX_NAME, File, Layout
-from transfuse.live_hub.sources import Buffer, Source
+from transfuse.live_hub.sources import Buffer, NotTold, Source
 
-__all__ = ["MAIN", "Commit", "Commits", "Unavailable", "Visitor"]
+__all__ = ["MAIN", "PATIENCE", "Commit", "Commits", "Unavailable", "Visitor"]
 
 logger = logging.getLogger("transfuse")
 
@@ -115,6 +115,8 @@ class Commits:
         self._kept: list[Commit] = []
         self._begun = self._ended = 0
         self._failure: BaseException | None = None
+        #: Whether the last copy took so long that visitors may have been sent away meanwhile.
+        self._is_slow = False
         self._closed = False
         self._asked_at = time.monotonic()
 
@@ -179,7 +181,11 @@ class Commits:
 
     def _main(self, visitor: Visitor) -> Commit:
         until = time.monotonic() + WAIT_SECONDS
-        mark = self._source.mark()
+        mark: object = None
+        try:
+            mark = self._source.mark(WAIT_SECONDS)
+        except NotTold:
+            until = 0.0  # The newest that there is has to do.
         with self._changed:
             self._asked_at = time.monotonic()
             self._let_go(visitor)
@@ -200,7 +206,7 @@ class Commits:
                 if tried and self._failure is not None:
                     raise Unavailable(f"{type(self._failure).__name__}: {self._failure}")
                 if overdue:
-                    raise Unavailable(f"the copy of the state has not been made in {WAIT_SECONDS:g} s; ask again")
+                    raise Unavailable(f"the copy of the state has not been made in {WAIT_SECONDS:g} s: ask again")
                 if self._begun == self._ended:
                     self._begun += 1
                     threading.Thread(target=self._make, args=(self._begun,), name="transfuse-hub", daemon=True).start()
@@ -215,7 +221,9 @@ class Commits:
         try:
             buffer = self._room()
             if buffer is not None:
+                began = time.monotonic()
                 made = self._copy(number, buffer)
+                self._is_slow = time.monotonic() - began > WAIT_SECONDS / 2
         except BaseException as error:
             failure = error
             logger.warning("the hub could not copy the state: %s: %s", type(error).__name__, str(error))
@@ -233,7 +241,9 @@ class Commits:
             until = time.monotonic() + 2 * SHORT_SECONDS
             while not self._closed:
                 now = time.monotonic()
-                for commit in self._kept:
+                # If a copy takes long, the newest commit stays until there is a newer one: visitors get it meanwhile.
+                usable = self._kept[:-1] if self._is_slow else self._kept
+                for commit in usable:
                     if commit.free_at(now) <= now:
                         self._kept.remove(commit)
                         for visitor in commit.holders:
@@ -242,7 +252,7 @@ class Commits:
                 if len(self._kept) < 2:
                     return Buffer()
                 oldest = self._kept[0]
-                soonest = min(commit.free_at(now) for commit in self._kept)
+                soonest = min(commit.free_at(now) for commit in usable)
                 if now - oldest.superseded_at > self._hold * PATIENCE:
                     # The memory is free when all threads that send from it have noticed.
                     oldest.revoked, oldest.busy_until = True, 0.0
@@ -289,3 +299,9 @@ class Commits:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def free(self, seconds: float) -> None:
+        """After :meth:`close`, when nobody reads: wait so long for a copy that is being made, and free the memory."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._begun == self._ended, seconds)
+            self._kept.clear()

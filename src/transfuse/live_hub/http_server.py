@@ -13,7 +13,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -22,7 +22,7 @@ from transfuse.live_hub.commits import Visitor
 from transfuse.live_hub.repository import Answer, Question
 from transfuse.remote.handshake import is_loopback
 
-__all__ = ["HttpServer"]
+__all__ = ["END_SECONDS", "HttpServer"]
 
 logger = logging.getLogger("transfuse")
 
@@ -38,7 +38,7 @@ SEND_BYTES = 1 << 20
 LEAST_BYTES = 1 << 20
 #: The listening thread looks this often whether there is other work.
 LISTEN_SECONDS = 1.0
-#: How long ``close`` waits for threads that have been cut off.
+#: How long closing waits for threads that have been cut off.
 END_SECONDS = 5.0
 
 Answering = Callable[[Question, Visitor], AbstractContextManager[Answer]]
@@ -76,8 +76,8 @@ class HttpServer:
     def is_closing(self) -> bool:
         return self._closing
 
-    def close(self, *, cancel: bool) -> None:
-        """Stop listening. Answers that are being sent may end, unless ``cancel``."""
+    def close(self, *, cancel: bool, patience: float) -> None:
+        """Stop listening. Answers that are being sent may end within ``patience`` seconds, unless ``cancel``."""
         self._closing = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -85,13 +85,15 @@ class HttpServer:
         self._thread.join()
         with self._lock:
             connections = dict(self._connections)
+        connections.pop(threading.current_thread(), None)
         for connection in connections.values():
             if cancel or connection.idle_since is not None:
                 connection.cut()
-        until = time.monotonic() + END_SECONDS
-        for thread in connections:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()) if cancel else None)
+        if not cancel:
+            _join(connections, patience)
+            for connection in connections.values():
+                connection.cut()
+        _join(connections, END_SECONDS)
 
     def is_allowed(self, said: str | None) -> bool:
         """Whether an Authorization header carries the token. Takes the same time for any wrong one."""
@@ -164,6 +166,12 @@ class HttpServer:
             self._leave(connection.visitor)
             with self._lock:
                 del self._connections[threading.current_thread()]
+
+
+def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class _Connection:

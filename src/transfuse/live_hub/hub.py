@@ -13,8 +13,8 @@ from typing import Self, SupportsIndex
 
 from transfuse import arguments
 from transfuse.live_hub.assets import Assets
-from transfuse.live_hub.commits import Commits
-from transfuse.live_hub.http_server import HttpServer
+from transfuse.live_hub.commits import PATIENCE, Commits
+from transfuse.live_hub.http_server import END_SECONDS, HttpServer
 from transfuse.live_hub.repository import Repository
 from transfuse.live_hub.sources import LiveSource, ServerSource, Source
 from transfuse.remote.handshake import join_address, split_address
@@ -143,6 +143,7 @@ class Hub:
         self._live = live
         self._name = settings.name
         self._commits = Commits(source, settings.hold)
+        self._patience = settings.hold * PATIENCE
         self._server = HttpServer(
             settings.host,
             settings.port,
@@ -192,11 +193,15 @@ class Hub:
             yield
 
     def close(self, *, cancel: bool = False) -> None:
-        """Answer no more requests. Downloads that are under way may end, unless ``cancel``."""
+        """Answer no more requests, and free the copies.
+
+        Downloads that are under way may end, unless ``cancel``. Those that take longer than ten times ``hold`` are cut.
+        """
         if os.getpid() != self._process:
             return  # A fork: the socket is the other process's, too.
         self._commits.close()
-        self._server.close(cancel=cancel)
+        self._server.close(cancel=cancel, patience=self._patience)
+        self._commits.free(END_SECONDS)
         atexit.unregister(self._end)
 
     def _end(self) -> None:

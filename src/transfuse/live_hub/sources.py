@@ -33,7 +33,7 @@ from transfuse.state.leaves import dense
 from transfuse.state.leaves.codec import CannotCarry
 from transfuse.state.leaves.spec import Spec, is_sharded, of_plain_tensors
 
-__all__ = ["Buffer", "LiveSource", "Reached", "ServerSource", "Source", "Taken"]
+__all__ = ["Buffer", "LiveSource", "NotTold", "Reached", "ServerSource", "Source", "Taken"]
 
 logger = logging.getLogger("transfuse")
 
@@ -83,11 +83,15 @@ class Taken(NamedTuple):
     mark: object
 
 
+class NotTold(Exception):
+    """Whether a state has moved on is not known yet."""
+
+
 class Source(Protocol):
     """A state that moves on."""
 
-    def mark(self) -> object:
-        """Something that differs when the state has moved on. Cheap; does not wait for training."""
+    def mark(self, seconds: float | None) -> object:
+        """Something that differs when the state has moved on. :class:`NotTold` if that takes longer."""
 
     def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> Taken:
         """Write the state into the buffer. ``meanwhile`` is called now and then while this waits; it may raise."""
@@ -135,7 +139,7 @@ class LiveSource:
         with live.reading(lambda: None) as seen:  # Refuse now what could never be copied.
             self._layouts.of([entry for entry, _ in _tensors(seen.state, prefix)])
 
-    def mark(self) -> object:
+    def mark(self, seconds: float | None) -> object:
         return self._live.changes
 
     def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> Taken:
@@ -240,10 +244,12 @@ class ServerSource:
         self._reach = reach
         self._layouts = _Layouts(prefix, max_shard_bytes)
         self._seconds = seconds
-        #: One thread at a time asks for the step; the others take what it has been told.
-        self._asking = threading.Lock()
+        #: A thread asks for the step, and all that want to know wait for it: a server may not answer for a long time.
+        self._told = threading.Condition()
+        self._is_asking = False
         self._mark: int | None = None
-        self._asked_at = float("-inf")
+        self._failure: BaseException | None = None
+        self._told_at = float("-inf")
 
     @classmethod
     def at(
@@ -255,14 +261,28 @@ class ServerSource:
 
         return cls(reach, prefix=prefix, max_shard_bytes=max_shard_bytes, seconds=seconds)
 
-    def mark(self) -> object:
+    def mark(self, seconds: float | None) -> object:
         """The step that the first server is at."""
-        with self._asking:
-            if time.monotonic() - self._asked_at > BELIEVED_SECONDS:
-                with self._reach() as reached:
-                    self._mark = self._peek(reached, None)
-                self._asked_at = time.monotonic()
+        with self._told:
+            if not self._is_asking and time.monotonic() - self._told_at > BELIEVED_SECONDS:
+                threading.Thread(target=self._ask, name="transfuse-hub-asking", daemon=True).start()
+                self._is_asking = True
+            if not self._told.wait_for(lambda: not self._is_asking, seconds):
+                raise NotTold
+            if self._failure is not None:
+                raise self._failure.with_traceback(None)
             return self._mark
+
+    def _ask(self) -> None:
+        mark, failure = None, None
+        try:
+            with self._reach() as reached:
+                mark = self._peek(reached, None)
+        except BaseException as error:
+            failure = error
+        with self._told:
+            self._mark, self._failure, self._told_at, self._is_asking = mark, failure, time.monotonic(), False
+            self._told.notify_all()
 
     def _peek(self, reached: Reached, buffer: Buffer | None) -> int:
         seen = peek(reached.addresses[0], token=reached.token, timeout=self._seconds)
