@@ -197,6 +197,7 @@ class Hub:
             return  # A fork: the socket is the other process's, too.
         self._commits.close()
         self._server.close(cancel=cancel)
+        self._commits.forget()
         atexit.unregister(self._end)
 
     def _end(self) -> None:
