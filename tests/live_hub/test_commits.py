@@ -249,6 +249,40 @@ def test_a_copy_that_takes_longer_than_clients_wait_is_had_by_asking_again(monke
     assert len(job.commits._kept) <= 2
 
 
+def test_main_never_goes_back_to_an_older_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commits_module, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(commits_module, "SHORT_SECONDS", 0.0)
+    job, me = Job(), visitor()
+    with job.get(MAIN) as old:
+        job.advance()
+        assert job.main(me) != old.id
+        superseded_at = old.superseded_at
+        job.advance()
+        job.commits.leave(me)
+        with job.live.changing(), pytest.raises(Unavailable, match="ask again"):
+            # The newest commit has made room, and the copy waits for training: only the old one is there.
+            _elsewhere(lambda: job.main(visitor()))
+        monkeypatch.setattr(commits_module, "WAIT_SECONDS", 60.0)
+        with job.get(MAIN) as newest:
+            assert newest.step == job.step == step_of(newest)
+        # How long the old one may still be read counts from the first newer one.
+        assert old.superseded_at == superseded_at
+
+
+def test_a_copy_for_which_there_is_no_thread_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(Unavailable, match="can't start new thread"):
+        job.main(visitor())
+    monkeypatch.setattr(threading.Thread, "start", start)
+    job.main(visitor())
+
+
 def test_a_state_that_can_no_longer_be_copied_is_an_error_and_then_may_be_again() -> None:
 
     job, me = Job(), visitor()

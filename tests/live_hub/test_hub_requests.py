@@ -17,6 +17,7 @@ import torch
 
 import transfuse
 from hub_asking import Reply, Steps, ask, connect, main_commit
+from transfuse.live_hub import assets as assets_module
 from transfuse.live_hub import http_server
 from transfuse.live_hub.repository import range_of
 
@@ -93,6 +94,9 @@ def test_head_says_what_get_sends(hub: transfuse.Hub) -> None:
             assert head.headers[name] == got.headers[name]
         assert not [name for name in head.headers if "xet" in name.lower() or name.lower() == "link"]
         assert len(head.headers["X-Repo-Commit"]) == 40
+        # A range is a thing of GET alone.
+        ranged = ask(hub.endpoint, "HEAD", path, {"Range": "bytes=0-1"})
+        assert (ranged.status, ranged.headers["Content-Length"]) == (200, head.headers["Content-Length"])
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -200,12 +204,32 @@ def test_an_asset_named_like_weights_is_refused_at_start(assets: Path, name: str
         Steps().open(assets=assets)
 
 
-def test_assets_that_cannot_be_served_are_refused_at_start(assets: Path, tmp_path: Path) -> None:
+def test_assets_that_cannot_be_served_are_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, assets: Path, tmp_path: Path
+) -> None:
     with pytest.raises(NotADirectoryError, match="no directory"):
         Steps().open(assets=tmp_path / "none")
     (assets / "link.json").symlink_to(tmp_path / "outside.txt")
     with pytest.raises(ValueError, match=r"link\.json.*leads out"):
         Steps().open(assets=assets)
+    (assets / "link.json").unlink()
+    raw_name = assets / os.fsdecode(b"raw\xff.txt")
+    raw_name.write_text("")
+    with pytest.raises(ValueError, match=r"raw.udcff\.txt.*not UTF-8"):
+        Steps().open(assets=assets)
+    raw_name.unlink()
+    monkeypatch.setattr(assets_module, "MAX_FILES", 1)
+    with pytest.raises(ValueError, match="more than 1 files"):
+        Steps().open(assets=assets)
+
+
+def test_files_that_no_client_may_have_are_not_listed_if_they_come_later(hub: transfuse.Hub, assets: Path) -> None:
+    (assets / "model-00001-of-00002.safetensors").write_text("old weights")
+    (assets / os.fsdecode(b"raw\xff.txt")).write_text("")
+    listed = [one["rfilename"] for one in ask(hub.endpoint, "GET", "/api/models/live/model").json["siblings"]]
+    assert sorted(listed) == ["chat/a b%.txt", "config.json", "model.safetensors"]
+    path = "/live/model/resolve/main/model-00001-of-00002.safetensors"
+    assert code(ask(hub.endpoint, "GET", path)) == (404, "EntryNotFound")
 
 
 def test_folders_and_paths(hub: transfuse.Hub) -> None:
@@ -224,7 +248,7 @@ def test_folders_and_paths(hub: transfuse.Hub) -> None:
     ):
         found = ask(hub.endpoint, "POST", "/api/models/live/model/paths-info/main", headers, data).json
         assert sorted(one["path"] for one in found) == ["chat", "config.json"]
-    for data in (b"[1]", b"{", b'{"paths": [1]}'):
+    for data in (b"[1]", b"{", b'{"paths": [1]}', b"[" * 500_000):
         assert (
             ask(
                 hub.endpoint,
@@ -343,7 +367,11 @@ def test_a_request_that_trickles_in_is_dropped(monkeypatch: pytest.MonkeyPatch, 
 def test_idle_connections_make_room_and_busy_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4)
     with Steps().open() as hub, contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(connect(hub.endpoint)) for _ in range(20)]
+        idle = []
+        for _ in range(100):
+            idle.append(stack.enter_context(connect(hub.endpoint)))
+            # However fast they come.
+            assert len(hub._server._connections) <= 4
         assert ask(hub.endpoint, "GET", WEIGHTS).status == 200
         assert idle[0].recv(1) == b""  # The oldest was closed.
     with Steps(tensors=2, size=4 << 20).open(timeout=60) as hub, contextlib.ExitStack() as stack:
@@ -410,6 +438,7 @@ def test_closing_lets_downloads_end_and_cancelling_does_not() -> None:
         assert len(response.read()) == int(response.headers["Content-Length"]) > 8 << 22
         closing.join(60)
         assert not closing.is_alive()
+    assert not hub._commits._kept  # The memory is free, though the Hub is still referred to.
     hub = steps.open(timeout=600)
     with stall(hub):
         hub.close(cancel=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import safetensors.torch
@@ -96,6 +97,25 @@ def test_shards_and_their_index() -> None:
     assert index["weight_map"].keys() == state.keys()
     for name, file in index["weight_map"].items():
         assert torch.equal(safetensors.torch.load(files[file])[name], state[name])
+
+
+def test_many_files_are_laid_out_in_a_few_passes() -> None:
+    class Counted(list[Entry]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[Entry]:
+            self.passes += 1
+            return super().__iter__()
+
+    # Training waits for a new layout, so its time must not grow with files times tensors.
+    entries = Counted(Entry(f"w{i}", f"['w{i}']", torch.float32, (2,)) for i in range(100))
+    entries.append(Entry("tied", "['tied']", torch.float32, (2,), "w50"))
+    layout = lay_out(entries, 8)
+    assert len(layout.files) == 100
+    assert entries.passes < 10
+    assert [file.name for file in layout.files if b'"tied":"w50"' in file.header] == [
+        "model-00051-of-00100.safetensors"
+    ]
 
 
 def test_a_prefix_chooses_and_goes() -> None:

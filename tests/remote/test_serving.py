@@ -5,6 +5,7 @@ Readers, servers and strangers are real: threads where that is enough, processes
 
 from __future__ import annotations
 
+import enum
 import socket
 import threading
 from collections import defaultdict
@@ -51,6 +52,10 @@ def test_another_step_is_refused() -> None:
         assert transfuse.peek(server.address).step == 7
 
 
+class Key(enum.StrEnum):
+    LR = "lr"
+
+
 @pytest.mark.usefixtures("either_route")
 def test_one_entry_alone() -> None:
     state, reports = {**some_state(), "other": {"x": torch.arange(3)}}, list[transfuse.Report]()
@@ -65,6 +70,8 @@ def test_one_entry_alone() -> None:
         # A lone tensor and a lone value are states too.
         assert torch.equal(transfuse.fetch(server.address, entry="tied"), state["tied"])
         assert transfuse.fetch(server.address, entry="lr") == 0.1
+        # Keys may be members of an enum.
+        assert transfuse.fetch(server.address, entry=Key.LR) == 0.1
     assert reports[0].bytes == 3 * 8
     assert reports[1].leaves == len(state["model"])
 

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import xxhash
@@ -42,8 +43,15 @@ class Assets:
             return
         if not self._root.is_dir():
             raise NotADirectoryError(f"assets={str(directory)!r} is no directory")
-        for name in self._walk():
-            if any(fnmatch.fnmatch(name.rpartition("/")[2], pattern) for pattern in WEIGHTS):
+        for count, name in enumerate(self._walk()):
+            if count == MAX_FILES:
+                raise ValueError(f"assets={str(directory)!r} holds more than {MAX_FILES} files: give another directory")
+            if not _is_text(name):
+                raise ValueError(
+                    f"assets={str(directory)!r} holds {name!a}, a name that is not UTF-8, so no client can ask for it: "
+                    "rename the file, or move it away"
+                )
+            if _is_weights(name):
                 raise ValueError(
                     f"assets={str(directory)!r} holds {name}, which is named like a file of weights: these come from "
                     "the state; move the file away, or give a directory without it"
@@ -61,7 +69,7 @@ class Assets:
     def sizes(self) -> dict[str, int]:
         """The names and sizes of all files that can be read now."""
         found = {}
-        for name in self._walk():
+        for name in islice(self._walk(), MAX_FILES):
             opened = self._open(name)
             if opened is not None:
                 os.close(opened[0])
@@ -100,20 +108,15 @@ class Assets:
     def _walk(self) -> Iterator[str]:
         if self._root is None:
             return
-        count = 0
         for folder, folders, files in os.walk(self._root):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(files):
-                if name.startswith("."):
-                    continue
-                count += 1
-                if count > MAX_FILES:
-                    return
-                yield str(Path(folder, name).relative_to(self._root))
+                if not name.startswith("."):
+                    yield str(Path(folder, name).relative_to(self._root))
 
     def _open(self, name: str) -> tuple[int, os.stat_result] | None:
         """A descriptor of a regular file inside the directory."""
-        if self._root is None or not _is_inside(name.split("/")):
+        if self._root is None or not _is_inside(name.split("/")) or not _is_text(name) or _is_weights(name):
             return None
         try:
             # Without blocking: a pipe would wait for a writer.
@@ -134,3 +137,12 @@ class Assets:
 
 def _is_inside(parts: Sequence[str]) -> bool:
     return all(part and not part.startswith(".") and "\0" not in part and "/" not in part for part in parts)
+
+
+def _is_weights(name: str) -> bool:
+    return any(fnmatch.fnmatch(name.rpartition("/")[2], pattern) for pattern in WEIGHTS)
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name is UTF-8: what is not arrives as lone surrogates."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)

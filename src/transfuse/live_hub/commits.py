@@ -113,7 +113,8 @@ class Commits:
         self._changed = threading.Condition()
         #: Oldest first; at most two.
         self._kept: list[Commit] = []
-        self._begun = self._ended = 0
+        #: Numbers of the copies that were begun last, ended last, and became a commit last.
+        self._begun = self._ended = self._newest = 0
         self._failure: BaseException | None = None
         #: Whether the last copy took so long that visitors may have been sent away meanwhile.
         self._is_slow = False
@@ -192,6 +193,8 @@ class Commits:
             asked = self._begun
             while True:
                 newest = self._kept[-1] if self._kept else None
+                if newest is not None and newest.number != self._newest:
+                    newest = None  # The newest one has made room for a copy that is not ready: main does not go back.
                 fresh = newest is not None and (newest.mark == mark or newest.number > asked)
                 overdue = time.monotonic() >= until
                 # A copy that had begun before this visitor asked may be too old, so its end does not count.
@@ -208,11 +211,18 @@ class Commits:
                 if overdue:
                     raise Unavailable(f"the copy of the state has not been made in {WAIT_SECONDS:g} s: ask again")
                 if self._begun == self._ended:
-                    self._begun += 1
-                    threading.Thread(target=self._make, args=(self._begun,), name="transfuse-hub", daemon=True).start()
+                    number = self._begun + 1
+                    self._start(number)
+                    self._begun = number
                 self._changed.wait(until - time.monotonic())
 
     # ---------------------------------------------------------------------------------------------------- making
+
+    def _start(self, number: int) -> None:
+        try:
+            threading.Thread(target=self._make, args=(number,), name="transfuse-hub", daemon=True).start()
+        except RuntimeError as error:  # The process may have no more threads.
+            raise Unavailable(f"the state cannot be copied: {error}") from error
 
     def _make(self, number: int) -> None:
         """Make a commit, if there is room for one."""
@@ -230,8 +240,10 @@ class Commits:
         with self._changed:
             if made is not None and not self._closed:
                 if self._kept:
-                    self._kept[-1].superseded_at = time.monotonic()
+                    # Not later than it was: a commit in between may have gone.
+                    self._kept[-1].superseded_at = min(self._kept[-1].superseded_at, time.monotonic())
                 self._kept.append(made)
+                self._newest = number
             self._failure, self._ended = failure, number
             self._changed.notify_all()
 

@@ -28,6 +28,8 @@ logger = logging.getLogger("transfuse")
 
 #: The most connections. When there are more, the server closes the one that has been idle for longest.
 MAX_CONNECTIONS = 64
+#: Connections that the kernel keeps until the server takes them.
+BACKLOG = 128
 #: A request's line and headers, and its body.
 MAX_HEAD_BYTES, MAX_BODY_BYTES = 32 << 10, 1 << 20
 #: How long a request may take to arrive, from its first byte on, and how long a connection may be idle.
@@ -38,6 +40,8 @@ SEND_BYTES = 1 << 20
 LEAST_BYTES = 1 << 20
 #: The listening thread looks this often whether there is other work.
 LISTEN_SECONDS = 1.0
+#: How long a new connection waits for the thread of an idle one that was closed for it.
+ROOM_SECONDS = 1.0
 #: How long closing waits for threads that have been cut off.
 END_SECONDS = 5.0
 
@@ -66,7 +70,7 @@ class HttpServer:
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, _Connection] = {}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._socket.settimeout(LISTEN_SECONDS)
         self.port = int(self._socket.getsockname()[1])
         self._thread = threading.Thread(target=self._listen, name="transfuse-hub-listener", daemon=True)
@@ -135,24 +139,36 @@ class HttpServer:
                 logger.warning("the hub could not answer a connection: %s", error)
 
     def _let_in(self, connection: _Connection) -> None:
+        if not self._make_room():
+            connection.turn_away()
+            return
         thread = threading.Thread(target=self._serve, args=(connection,), name="transfuse-hub-visitor", daemon=True)
         with self._lock:
-            idle = sorted(
-                (one for one in self._connections.values() if one.idle_since is not None),
-                key=lambda one: one.idle_since or 0.0,
-            )
-            if len(self._connections) >= MAX_CONNECTIONS and not idle:
-                connection.turn_away()
-                return
             self._connections[thread] = connection
-        if len(self._connections) > MAX_CONNECTIONS:
-            idle[0].cut()
         try:
             thread.start()
         except RuntimeError:
             with self._lock:
                 del self._connections[thread]
             raise
+
+    def _make_room(self) -> bool:
+        """Whether one more connection may come in. If there are too many, close the one that is idle for longest."""
+        with self._lock:
+            if len(self._connections) < MAX_CONNECTIONS:
+                return True
+            idle = [
+                (since, i, thread)
+                for i, (thread, one) in enumerate(self._connections.items())
+                if (since := one.idle_since) is not None
+            ]
+            if not idle:
+                return False
+            thread = min(idle)[2]
+            self._connections[thread].cut()
+        # Only a thread that has ended makes room: a flood of connections must not become a flood of threads.
+        thread.join(ROOM_SECONDS)
+        return not thread.is_alive()
 
     def _serve(self, connection: _Connection) -> None:
         try:

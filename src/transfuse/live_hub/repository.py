@@ -186,7 +186,7 @@ class Repository:
                 wanted = json.loads(question.body).get("paths", [])
             else:
                 wanted = parse_qs(question.body.decode(), max_num_fields=10_000).get("paths", [])
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             return _refuse(400, "", "the body is neither JSON nor a form with paths")
         names = [wanted] if isinstance(wanted, str) else wanted
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -209,7 +209,7 @@ class Repository:
             body, etag = asset.data, asset.etag
         headers |= {"ETag": f'"{etag}"', "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         headers["Content-Disposition"] = f'inline; filename="{as_name(name)}"'
-        asked = question.headers.get("range")
+        asked = question.headers.get("range") if question.method == "GET" else None
         if asked is None or question.headers.get("if-range", headers["ETag"]) != headers["ETag"]:
             return Answer(200, headers, body, commit)
         part = range_of(asked, len(body))

@@ -124,10 +124,13 @@ def lay_out(entries: Sequence[Entry], max_shard_bytes: int) -> Layout:
     count = len(shards)
     names = [ONLY_NAME] if count == 1 else [SHARD_NAME.format(i + 1, count) for i in range(count)]
     shard_of = {entry.name: i for i, shard in enumerate(shards) for entry in shard}
+    aliases: list[dict[str, str]] = [{} for _ in shards]
+    for entry in entries:
+        if entry.alias_of is not None:
+            aliases[shard_of[entry.alias_of]][entry.name] = entry.alias_of
     files, end = [], 0
     for i, (name, shard) in enumerate(zip(names, shards, strict=True)):
-        aliases = {e.name: e.alias_of for e in entries if e.alias_of is not None and shard_of[e.alias_of] == i}
-        files.append(_file(name, shard, aliases, end))
+        files.append(_file(name, shard, aliases[i], end))
         end = files[-1].start + files[-1].nbytes
     index = None
     if count > 1:

@@ -119,7 +119,7 @@ def fetch_if(
     arguments.check_no_module(state_dict, "fetch(address, model.state_dict)")
     arguments.check_callable("on_report", on_report)
     check_resume(resume)
-    _check_entry(entry)
+    entry = _check_entry(entry)
     with _Visit(addresses, key_of(token), timeout.total_seconds(), entry) as visit:
         transport = PGTransport(
             PairGroups(visit.groups, len(addresses)),
@@ -195,12 +195,13 @@ def _check(address: str | Sequence[str | InProcess]) -> tuple[str | InProcess, .
     return addresses
 
 
-def _check_entry(entry: str | None) -> None:
+def _check_entry(entry: str | None) -> str | None:
     if entry is None:
-        return
+        return None
     arguments.check_text("entry", entry, "a key of the state's mapping")
     if len(entry.encode()) > MAX_ENTRY_BYTES:
         raise ValueError(f"entry is at most {MAX_ENTRY_BYTES} bytes long, got {len(entry.encode())}")
+    return str.__str__(entry)  # A key may be of a class that is derived from str (an enum), which is not sent.
 
 
 class _Visit:
