@@ -35,6 +35,7 @@ with warnings.catch_warnings():
     )
 
     from transfuse.integrations.vllm import (
+        ShardSource,
         TransfuseTrainerInitInfo,
         TransfuseTrainerWeightTransferEngine,
         TransfuseWeightTransferEngine,
@@ -339,6 +340,37 @@ def train(rank: int, options: dict[str, Any], **info: Any) -> list[str]:
     if trainer is not None:
         trainer.shutdown()
     return []
+
+
+def train_with_a_broken_rank(rank: int, taken: str) -> list[str]:
+    """In a process: what each rank is told if rank 1 cannot serve, and if it cannot say what it holds."""
+    host, _, port = taken.rpartition(":")
+    errors = []
+
+    def weights() -> dict[str, torch.Tensor]:
+        if rank == 1 and len(errors) == 1:
+            raise OSError("a shard is missing")
+        return {"w": torch.zeros(2)}
+
+    for own in ({"host": host, "port": int(port)} if rank == 1 else {}, {}):
+        try:
+            start = TransfuseTrainerInitInfo(rank=rank, **own)
+            trainer = TransfuseTrainerWeightTransferEngine.trainer_init(start, client=None, source=_Late(weights))
+            trainer.send_weights()
+        except transfuse.TransfuseError as error:
+            errors.append(str(error))
+    trainer.shutdown()
+    return errors
+
+
+class _Late(ShardSource):
+    """A source that is asked for its shards for the first time when it can be served."""
+
+    asked = 0
+
+    def shards(self) -> dict[str, torch.Tensor]:
+        self.asked += 1
+        return super().shards() if self.asked > 1 else {}
 
 
 def reset_peak() -> None:

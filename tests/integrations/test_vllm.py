@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm.distributed.weight_transfer", exc_type=ImportError)
 
 from vllm.distributed.weight_transfer import (
+    HTTPVLLMWeightSyncClient,
     ModuleSource,
     WeightSource,
     WeightTransferEngineFactory,
@@ -43,6 +45,7 @@ from vllm_engines import (
     rounds_of,
     set_round,
     train,
+    train_with_a_broken_rank,
     trainer_of,
     trainers_model,
     values,
@@ -397,6 +400,17 @@ def test_an_engine_that_cannot_be_initialized_is_named() -> None:
         trainer_of(trainers_model(), Gone()).__enter__()
 
 
+def test_messages_name_the_engines_url_and_not_the_secret() -> None:
+    client = HTTPVLLMWeightSyncClient("http://127.0.0.1:1")
+    with pytest.raises(TransfuseError, match=r"the engine behind http://127\.0\.0\.1:1 could not be initialized"):
+        trainer_of(trainers_model(), client).__enter__()
+    with trainer_of(trainers_model(), None) as trainer:
+        trainer.attach(client)
+        with pytest.raises(TransfuseError, match=r"reached no engine:\nhttp://127\.0\.0\.1:1: "):
+            trainer.send_weights()
+    assert "s3cret" not in repr(TransfuseInitInfo(["h:1"], "run", "s3cret"))
+
+
 # vLLM's own layerwise reload, where all that it imports is installed
 
 
@@ -452,6 +466,16 @@ def trainers() -> Iterator[ProcessPool]:
 def engines() -> Iterator[ProcessPool]:
     with ProcessPool(2, method="forkserver") as pool:
         yield pool
+
+
+def test_what_fails_on_one_rank_is_told_to_all(trainers: ProcessPool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        outcomes = trainers.run(train_with_a_broken_rank, where, deadline=DEADLINE)
+    told = [outcome.get() for outcome in outcomes]
+    assert told[0] == told[1]
+    assert re.match(r"rank 1 cannot serve at 127\.0\.0\.1:\d+: OSError", told[0][0])
+    assert told[0][1] == "rank 1 cannot offer its weights: OSError: a shard is missing"
 
 
 class Job:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any, ClassVar, Self
@@ -135,7 +135,7 @@ class TransfuseInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
     addresses: list[str]
     run: str
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     timeout: float = 60.0
     max_bytes: int | None = None
     install: str = RELOAD
@@ -454,6 +454,10 @@ class _Engine:
         self.initialized = False
         self.busy: threading.Thread | None = None
 
+    def __str__(self) -> str:
+        """Its name in messages: where vLLM's HTTP client sends its requests."""
+        return str(getattr(self.client, "base_url", None) or repr(self.client))
+
     def initialize(self, info: TransfuseInitInfo) -> None:
         self.client.init_weight_transfer_engine(asdict(info))
         self.initialized = True
@@ -509,20 +513,24 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         init = TransfuseInitInfo(
             ["none yet"], run, made or None, info.timeout, info.max_bytes, info.install, list(map(_encode, info.rules))
         )
-        self._server = transfuse.serve(
-            lambda: self._offered,
-            host=info.host,
-            port=info.port,
-            token=init.secret,
-            timeout=info.timeout,
-            step=lambda: self._round,
-            max_readers=info.max_readers,
-        )
-        try:
+        with ExitStack() as stack:
+            problem = ""
+            try:
+                self._server = transfuse.serve(
+                    lambda: self._offered,
+                    host=info.host,
+                    port=info.port,
+                    token=init.secret,
+                    timeout=info.timeout,
+                    step=lambda: self._round,
+                    max_readers=info.max_readers,
+                )
+                stack.callback(self._server.close, cancel=True)
+            except Exception as error:
+                problem = f"rank {info.rank} cannot serve at {info.host}:{info.port}: {type(error).__name__}: {error}"
+            self._ranks.check(problem)
             init.addresses = self._ranks.gather(self._server.address)
-        except BaseException:
-            self._server.close(cancel=True)
-            raise
+            stack.pop_all()
         self._init = init
 
     @classmethod
@@ -543,7 +551,7 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
             try:
                 first.initialize(engine._init)
             except Exception as error:
-                problem = f"the engine behind {client!r} could not be initialized: {type(error).__name__}: {error}"
+                problem = f"the engine behind {first} could not be initialized: {type(error).__name__}: {error}"
             engine._engines.append(first)
         try:
             engine._ranks.check(problem)
@@ -575,11 +583,15 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         has failed; the trainer may go on, and try again.
         """
         assert self.source is not None
-        described, shards = self.source.metadata(), _shards(self.source)
         self._last += 1
-        self._offer(self._last, shards)
         problem = ""
         try:
+            try:
+                described = self.source.metadata()
+                self._offer(self._last, _shards(self.source))
+            except Exception as error:
+                problem = f"rank {self._info.rank} cannot offer its weights: {type(error).__name__}: {error}"
+            self._ranks.check(problem)
             self._ranks.check_equal(f"round {self._last}")  # Every rank offers it now.
             if self.is_sender:
                 try:
@@ -631,10 +643,12 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         for number in waiting:
             failed[number] = TransfuseError(f"its client has not returned in {self._info.update_timeout:g} s")
         self.lost = [(one.client, failed[id(one)]) for one in engines if id(one) in failed]
-        for client, cause in self.lost:
-            logger.warning("round %d: the engine behind %r failed: %s", update.round, client, cause)
+        names = [str(one) for one in engines if id(one) in failed]
+        for name, (_, cause) in zip(names, self.lost, strict=True):
+            logger.warning("round %d: the engine behind %s failed: %s", update.round, name, cause)
         if engines and len(self.lost) == len(engines):
-            causes = "".join(f"\n{client!r}: {type(cause).__name__}: {cause}" for client, cause in self.lost)
+            told = zip(names, self.lost, strict=True)
+            causes = "".join(f"\n{name}: {type(cause).__name__}: {cause}" for name, (_, cause) in told)
             raise TransfuseError(f"round {update.round} reached no engine:{causes}")
 
 
