@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import transfuse
 from commands import Running
 from hub_asking import ask, step_in
 from keeping import Job, home, threaded  # noqa: F401
+from transfuse.live_hub import sources
 from transfuse.testing.ranks import run_program
 from transfuse.testing.ranks.programs import Ended
 
@@ -103,6 +105,21 @@ def test_one_server_and_its_end() -> None:
         transfuse.hub(odd.address) as hub,
     ):
         assert "complex128" in ask(hub.endpoint, "GET", WEIGHTS).headers["X-Error-Message"]
+
+
+def test_a_server_that_does_not_say_its_step_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "ASK_SECONDS", 0.5)
+    state = {"layer.0.weight": torch.zeros(1000)}
+    with transfuse.serve(state, step=0) as server, transfuse.hub(server.address) as hub:
+        held = ask(hub.endpoint, "HEAD", WEIGHTS).headers["X-Repo-Commit"]
+        time.sleep(0.3)  # longer than a step is believed
+        with server.mutating(), ThreadPoolExecutor(8) as pool:
+            # The change ends when all have been answered.
+            replies = list(pool.map(lambda _: ask(hub.endpoint, "GET", WEIGHTS), range(8)))
+            assert ask(hub.endpoint, "HEAD", f"/live/model/resolve/{held}/model.safetensors").status == 200
+        assert {reply.status for reply in replies} == {503}
+        assert "has not said its step" in replies[0].headers["X-Error-Message"]
+        wait_until(lambda: ask(hub.endpoint, "GET", WEIGHTS).status == 200)
 
 
 # ---------------------------------------------------------------------------------------------------------- the command

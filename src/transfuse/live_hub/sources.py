@@ -43,6 +43,8 @@ SERVE_ALL = "let every rank call transfuse.serve(), and give all addresses to on
 TRIES, BETWEEN_SECONDS = 20, 0.05
 #: The step that servers have told is believed for so long: a client asks for ``main`` several times in a row.
 BELIEVED_SECONDS = 0.25
+#: So long a request waits for the servers' step: they may be frozen, or in a long change. Clients wait for 10 s.
+ASK_SECONDS = 8.0
 
 
 class Buffer:
@@ -240,10 +242,13 @@ class ServerSource:
         self._reach = reach
         self._layouts = _Layouts(prefix, max_shard_bytes)
         self._seconds = seconds
-        #: One thread at a time asks for the step; the others take what it has been told.
-        self._asking = threading.Lock()
+        #: One thread at a time asks for the step; all others wait for what it is told.
+        self._told = threading.Condition()
+        self._asking = False
+        self._answers = 0
         self._mark: int | None = None
-        self._asked_at = float("-inf")
+        self._failure: Exception | None = None
+        self._told_at = float("-inf")
 
     @classmethod
     def at(
@@ -257,12 +262,37 @@ class ServerSource:
 
     def mark(self) -> object:
         """The step that the first server is at."""
-        with self._asking:
-            if time.monotonic() - self._asked_at > BELIEVED_SECONDS:
-                with self._reach() as reached:
-                    self._mark = self._peek(reached, None)
-                self._asked_at = time.monotonic()
+        until = time.monotonic() + ASK_SECONDS
+        with self._told:
+            before = self._answers
+            while time.monotonic() - self._told_at > BELIEVED_SECONDS and self._answers == before:
+                if time.monotonic() >= until:
+                    raise TransfuseError(f"the server has not said its step in {ASK_SECONDS:g} s; ask again")
+                if not self._asking:
+                    try:
+                        threading.Thread(target=self._ask, name="transfuse-hub-asks", daemon=True).start()
+                    except RuntimeError as error:  # The process may have no more threads.
+                        raise TransfuseError(f"the server cannot be asked for its step: {error}") from error
+                    self._asking = True
+                self._told.wait(until - time.monotonic())
+            if self._answers > before and self._failure is not None:
+                raise self._failure
             return self._mark
+
+    def _ask(self) -> None:
+        mark: int | None = None
+        failure: Exception | None = None
+        try:
+            with self._reach() as reached:
+                mark = self._peek(reached, None)
+        except Exception as error:
+            failure = error
+        with self._told:
+            if failure is None:
+                self._mark, self._told_at = mark, time.monotonic()
+            self._failure, self._asking = failure, False
+            self._answers += 1
+            self._told.notify_all()
 
     def _peek(self, reached: Reached, buffer: Buffer | None) -> int:
         seen = peek(reached.addresses[0], token=reached.token, timeout=self._seconds)
