@@ -201,7 +201,7 @@ def _check_entry(entry: str | None) -> str | None:
     arguments.check_text("entry", entry, "a key of the state's mapping")
     if len(entry.encode()) > MAX_ENTRY_BYTES:
         raise ValueError(f"entry is at most {MAX_ENTRY_BYTES} bytes long, got {len(entry.encode())}")
-    return str.__str__(entry)  # A key may be of a class that is derived from str (an enum), which is not sent.
+    return str.__str__(entry)  # A class that is derived from str cannot be sent.
 
 
 class _Visit:
