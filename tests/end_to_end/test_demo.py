@@ -160,7 +160,8 @@ def short_path() -> Iterator[pathlib.Path]:
         yield pathlib.Path(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_in_the_second_act_it_leaves_nothing_behind(
     number: signal.Signals, short_path: pathlib.Path
 ) -> None:

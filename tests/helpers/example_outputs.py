@@ -121,7 +121,7 @@ ELSEWHERE = {
     "keep_transformers": "integrations/test_transformers.py",
     "live_hub": "live_hub/test_hub_clients.py",
     "observe": "session/test_progress.py",
-    "ray_transport": "integrations/test_ray.py",
+    "ray_transport": "integrations/on_ray.py",
     "torchft_heal": "dropin/test_dropin_torchft.py",
     "rejoin": "end_to_end/test_examples.py",
 }

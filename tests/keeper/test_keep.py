@@ -466,7 +466,7 @@ def test_a_keeper_that_does_not_answer_is_not_taken_for_one_that_holds_nothing(h
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("early", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_keeper_that_was_killed_hears_of_every_close(home: Home, early: int) -> None:  # noqa: F811
     """Ranks close before it is killed, and while nobody has found it again: it comes back, and ends."""
     states = [state_of(rank, 0) for rank in range(3)]
