@@ -345,14 +345,15 @@ def train(rank: int, options: dict[str, Any], **info: Any) -> list[str]:
 def train_with_a_broken_rank(rank: int, taken: str) -> list[str]:
     """In a process: what each rank is told if rank 1 cannot serve, and if it cannot say what it holds."""
     host, _, port = taken.rpartition(":")
-    errors = []
+    errors: list[str] = []
+    owns: list[dict[str, Any]] = [{"host": host, "port": int(port)} if rank == 1 else {}, {}]
 
     def weights() -> dict[str, torch.Tensor]:
         if rank == 1 and len(errors) == 1:
             raise OSError("a shard is missing")
         return {"w": torch.zeros(2)}
 
-    for own in ({"host": host, "port": int(port)} if rank == 1 else {}, {}):
+    for own in owns:
         try:
             start = TransfuseTrainerInitInfo(rank=rank, **own)
             trainer = TransfuseTrainerWeightTransferEngine.trainer_init(start, client=None, source=_Late(weights))
