@@ -67,10 +67,11 @@ def _look(run: Run, seconds: float) -> Found:
     except KeeperLost:
         return Found(run, DEAD, {})
     try:
+        pid = link.peer_pid()
         told = link.ask(frames.Status(), frames.Told, seconds)
         return Found(run, ALIVE, json.loads(told.text))
     except TransfuseError:
-        return Found(run, SILENT, {"pid": link.peer_pid()})
+        return Found(run, SILENT, {"pid": pid})
     finally:
         link.close()
 
