@@ -197,13 +197,14 @@ def test_wrong_usage_of_the_command(arguments: list[str], code: int, why: str) -
 def test_a_keepers_newest_step_is_a_commit() -> None:
     weight = torch.zeros(500)
     state = {"model": {"layer.0.weight": weight}, "optimizer": torch.zeros(2, dtype=torch.complex128)}
-    with Job(2) as job, command("keeper:job", "--prefix", "model.", TRANSFUSE_RUN="job") as running:
+    with Job(2) as job:
         job.start([lambda: state, lambda: state])
         assert job.commit(1) == ["committed"] * 2
-        endpoint = running.line()
-        assert step_in(weights(endpoint)) == 0
-        weight.fill_(200)
-        assert job.commit(2) == ["committed"] * 2
-        wait_until(lambda: step_in(weights(endpoint)) == 2)
-        end(running)
+        with command("keeper:job", "--prefix", "model.", TRANSFUSE_RUN="job") as running:
+            endpoint = running.line()
+            assert step_in(weights(endpoint)) == 0
+            weight.fill_(200)
+            assert job.commit(2) == ["committed"] * 2
+            wait_until(lambda: step_in(weights(endpoint)) == 2)
+            end(running)
         job.all(lambda keep: keep.close())
