@@ -638,6 +638,7 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
             with suppress(queue.Empty):
                 engine, error = results.get(timeout=left)
                 del waiting[id(engine)]
+                engine.busy = None  # It has returned. Its thread may still be about to end.
                 if error is not None:
                     failed[id(engine)] = error
         for number in waiting:
