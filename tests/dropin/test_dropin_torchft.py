@@ -570,9 +570,51 @@ def test_the_example() -> None:
     assert any(re.fullmatch(pattern, line) for line in lines[killed:]), out
 
 
+def guides_code() -> list[str]:
+    return re.findall(r"```python\n(.*?)\n```", (ROOT / "docs" / "torchft.md").read_text(), re.S)
+
+
+def test_without_a_manager_the_guides_lines_bring_all_to_the_newest_step() -> None:
+    """Three ranks of which one has nothing; then one is lost, and another has to catch up."""
+    import torchft.process_group
+
+    (code,) = (block for block in guides_code() if "transfuse.heal(" in block)
+    host = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def work(rank: int) -> list[Any]:
+        weights = {"w": torch.full((300,), float(rank)), "lr": 0.1}
+        loaded: list[Any] = []
+        pg = torchft.process_group.ProcessGroupGloo(timeout=START)
+        names: dict[str, Any] = {"pg": pg, "rank": rank, "state": lambda: weights}
+        names |= {
+            "store": f"localhost:{host.port}",
+            "load": loaded.append,
+            "timedelta": timedelta,
+            "transfuse": transfuse,
+        }
+        found = []
+        for generation, ranks, step in ((0, 3, None if rank == 1 else 5), (1, 2, 6 if rank == 1 else 5)):
+            if rank < ranks:
+                if rank == 1:
+                    weights["w"] += 10 * generation
+                names |= {"generation": generation, "ranks": ranks, "step": step}
+                exec(code, names)
+                found.append((names["step"], weights["w"].unique().tolist(), len(loaded)))
+        pg.shutdown()
+        return found
+
+    first, second, third = together(*(partial(work, rank) for rank in range(3)))
+    (step, (value,), loads), *after = second
+    assert (step, loads) == (5, 1)
+    assert value in (0.0, 2.0)
+    assert after == [(6, [value + 10], 1)]
+    assert first == [(5, [0.0], 0), (6, [value + 10], 1)]
+    assert third == [(5, [2.0], 0)]
+
+
 def test_the_guides_code_is_the_examples() -> None:
     example = (ROOT / "examples" / "torchft_heal.py").read_text().splitlines()
-    blocks = re.findall(r"```python\n(.*?)\n```", (ROOT / "docs" / "torchft.md").read_text(), re.S)
+    blocks = [block for block in guides_code() if "transfuse.heal(" not in block]
     assert len(blocks) >= 2
     for block in blocks:
         length = block.count("\n") + 1

@@ -137,7 +137,11 @@ def test_what_a_changed_source_brought_comes_again_from_the_other() -> None:
             taker = transfuse.PGTransport(pg, TIMEOUT, CPU)
             return taker.recv_checkpoint([0, 1]), taker.report
         source = state()
-        group = Wrapped(pg, moving(source, "fused", 6)) if rank == 0 else pg
+        if rank == 1:
+            # The slower one, so that the other surely brings enough to be changed on the way.
+            steady = transfuse.PGTransport(pg, TIMEOUT, CPU, max_bytes_per_second=8e6)
+            return steady.send_checkpoint([2], source)
+        group = Wrapped(pg, moving(source, "fused", 6))
         return transfuse.PGTransport(group, TIMEOUT, CPU).send_checkpoint([2], source)
 
     with Ranks(3, 40) as ranks:

@@ -343,22 +343,22 @@ def train(rank: int, options: dict[str, Any], **info: Any) -> list[str]:
 
 
 def train_with_a_broken_rank(rank: int, taken: str) -> list[str]:
-    """In a process: what each rank is told if rank 1 cannot serve, and if it cannot say what it holds."""
+    """In a process: what all ranks are told if rank 1 is taken for another, cannot serve, or has lost a shard."""
     host, _, port = taken.rpartition(":")
     errors: list[str] = []
-    owns: list[dict[str, Any]] = [{"host": host, "port": int(port)} if rank == 1 else {}, {}]
+    owns: list[dict[str, Any]] = [{"rank": 0}, {"host": host, "port": int(port)} if rank == 1 else {}, {}]
 
     def weights() -> dict[str, torch.Tensor]:
-        if rank == 1 and len(errors) == 1:
+        if rank == 1 and len(errors) == 2:
             raise OSError("a shard is missing")
         return {"w": torch.zeros(2)}
 
     for own in owns:
         try:
-            start = TransfuseTrainerInitInfo(rank=rank, **own)
+            start = TransfuseTrainerInitInfo(**{"rank": rank, **own})
             trainer = TransfuseTrainerWeightTransferEngine.trainer_init(start, client=None, source=_Late(weights))
             trainer.send_weights()
-        except transfuse.TransfuseError as error:
+        except (transfuse.TransfuseError, ValueError) as error:
             errors.append(str(error))
     trainer.shutdown()
     return errors

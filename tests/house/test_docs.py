@@ -33,6 +33,7 @@ LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
 #: Whole programs in a page, and the test that executes them from there.
 RUN_ELSEWHERE = {
+    "docs/torchft.md": "dropin/test_dropin_torchft.py",
     "docs/dcp.md": "dropin/test_dcp.py",
     "docs/cli.md": "cli/test_cli_docs.py",
     "docs/integrations/vllm.md": "integrations/test_vllm.py",

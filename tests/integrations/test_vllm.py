@@ -474,8 +474,9 @@ def test_what_fails_on_one_rank_is_told_to_all(trainers: ProcessPool) -> None:
         outcomes = trainers.run(train_with_a_broken_rank, where, deadline=DEADLINE)
     told = [outcome.get() for outcome in outcomes]
     assert told[0] == told[1]
-    assert re.match(r"rank 1 cannot serve at 127\.0\.0\.1:\d+: OSError", told[0][0])
-    assert told[0][1] == "rank 1 cannot offer its weights: OSError: a shard is missing"
+    assert told[0][0] == "rank=0, but this process is rank 1: of its group"
+    assert re.match(r"rank 1 cannot serve at 127\.0\.0\.1:\d+: OSError", told[0][1])
+    assert told[0][2] == "rank 1 cannot offer its weights: OSError: a shard is missing"
 
 
 class Job:

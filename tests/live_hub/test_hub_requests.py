@@ -160,6 +160,7 @@ def connection(hub: transfuse.Hub) -> http.client.HTTPConnection:
 def test_assets_are_there_and_nothing_else_is(hub: transfuse.Hub, assets: Path, tmp_path: Path) -> None:
     (assets / "link.txt").symlink_to(tmp_path / "outside.txt")
     (assets / "inside.txt").symlink_to("config.json")
+    (assets / "hidden.txt").symlink_to(".secret")
     os.mkfifo(assets / "pipe")
     listed = [one["rfilename"] for one in ask(hub.endpoint, "GET", "/api/models/live/model").json["siblings"]]
     assert sorted(listed) == ["chat/a b%.txt", "config.json", "inside.txt", "model.safetensors"]
@@ -178,6 +179,7 @@ def test_assets_are_there_and_nothing_else_is(hub: transfuse.Hub, assets: Path, 
         "%2f" + str(tmp_path / "outside.txt").replace("/", "%2f"),
         ".secret",
         "link.txt",
+        "hidden.txt",
         "pipe",
         "chat",
         "chat/",

@@ -96,6 +96,8 @@ def test_an_entry_is_a_short_text() -> None:
         transfuse.fetch("127.0.0.1:1", entry=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="entry is at most 4096 bytes long, got 5000"):
         transfuse.fetch("127.0.0.1:1", entry="e" * 5000)
+    with pytest.raises(ValueError, match=r"entry is a text that UTF-8 cannot write, got 'a\\udc80'"):
+        transfuse.fetch("127.0.0.1:1", entry="a\udc80")
 
 
 def test_several_readers_at_once(executor: ThreadPoolExecutor) -> None:

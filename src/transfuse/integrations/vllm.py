@@ -100,7 +100,8 @@ class TransfuseTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
         host: the address of this host by which the workers reach it.
         port: 0 takes a free one.
         timeout: how long a transfer may go without progress, in seconds.
-        update_timeout: how long an engine may take for an update, in seconds. Then the trainer goes on without it.
+        update_timeout: how long an engine may take for an update, in seconds. Then the trainer goes on without it, when
+            its workers have ended the fetch of the group that they are reading.
         max_bytes: the most bytes of weights that a worker fetches at once. None: 1 GiB, or the largest weight.
         dtype: floating weights travel in this type. None: each in its own.
         install: "reload", "load_weights" or "in_place".
@@ -498,7 +499,8 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         _shards(source)  # Refuse a source that cannot be served here, not in the first round.
         self._info = info
-        self._ranks = _Ranks(info)
+        self._ranks = _Ranks(info.group)
+        self._ranks.check_rank(info.rank)
         self._engines: list[_Engine] = []
         self._lock = threading.Lock()
         self._last = 0
@@ -656,14 +658,18 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
 class _Ranks:
     """The trainer's ranks: what they tell each other, as bytes in tensors."""
 
-    def __init__(self, info: TransfuseTrainerInitInfo) -> None:
-        self._group = info.group
-        if self._group is None and dist.is_initialized():
-            self._group = dist.group.WORLD
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
+
+    def check_rank(self, told: int) -> None:
+        """Raise on all ranks if one of them was told that it is another one."""
         rank = 0 if self._group is None else dist.get_rank(self._group)
-        if rank != info.rank:
-            which = "without a process group there is rank 0 only" if self._group is None else "of its group"
-            raise ValueError(f"rank={info.rank}, but this process is rank {rank}: {which}")
+        which = "without a process group there is rank 0 only" if self._group is None else "of its group"
+        wrong = [
+            one for one in self.gather("" if told == rank else f"rank={told}, but this process is rank {rank}") if one
+        ]
+        if wrong:
+            raise ValueError(f"{wrong[0]}: {which}")
 
     def gather(self, text: str) -> list[str]:
         """Every rank's text."""

@@ -127,7 +127,9 @@ class Assets:
             about = os.fstat(descriptor)
             # Where the opened file really is: nobody can change that between a check and the read.
             place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-            if stat.S_ISREG(about.st_mode) and place.is_relative_to(self._root):
+            # A link may lead to another place in the directory, but not to one that is hidden.
+            shown = place.is_relative_to(self._root) and _is_inside(place.relative_to(self._root).parts)
+            if stat.S_ISREG(about.st_mode) and shown:
                 return descriptor, about
         except OSError:
             pass

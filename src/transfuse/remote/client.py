@@ -199,8 +199,12 @@ def _check_entry(entry: str | None) -> str | None:
     if entry is None:
         return None
     arguments.check_text("entry", entry, "a key of the state's mapping")
-    if len(entry.encode()) > MAX_ENTRY_BYTES:
-        raise ValueError(f"entry is at most {MAX_ENTRY_BYTES} bytes long, got {len(entry.encode())}")
+    try:
+        nbytes = len(entry.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"entry is a text that UTF-8 cannot write, got {entry[:200]!a}") from None
+    if nbytes > MAX_ENTRY_BYTES:
+        raise ValueError(f"entry is at most {MAX_ENTRY_BYTES} bytes long, got {nbytes}")
     return str.__str__(entry)  # A class that is derived from str cannot be sent.
 
 
