@@ -88,14 +88,14 @@ VLLM_STAMP   := $(VLLM_VENV)/.installed
 VLLM_PINS    := $(VLLM_VENV)/constraints.txt
 VLLM_PIP     := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check install --constraint $(VLLM_PINS)
 VLLM_IMPORTS := aiohttp cachetools cbor2 cloudpickle einops fastapi llguidance openai openai-harmony partial-json-parser \
-	pillow prometheus-client psutil py-cpuinfo pybase64 pyzmq regex requests setuptools 'transformers<5.20' uvloop
+	pillow prometheus-client psutil py-cpuinfo pybase64 pyzmq regex requests setuptools 'transformers<5.20' uvloop xgrammar
 
 $(VLLM_STAMP): pyproject.toml constraints.txt
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	grep -v '^transformers==' constraints.txt > $(VLLM_PINS)
 	$(VLLM_PIP) torch
 	$(VLLM_PIP) --no-deps vllm
-	$(VLLM_PIP) $(VLLM_IMPORTS) pytest pytest-timeout --editable .
+	$(VLLM_PIP) $(VLLM_IMPORTS) hypothesis pytest pytest-timeout --editable .
 	touch $(VLLM_STAMP)
 
 .PHONY: vllm

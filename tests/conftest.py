@@ -31,14 +31,23 @@ torch.set_num_threads(1)
 _STARTS_PROCESSES = re.compile(r"\b(Fleet|ProcessPool|Running|run_program|subprocess)\b")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests whose module starts processes, so that `make test-fast` can leave them out."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark tests whose module starts processes: `make test-fast` leaves them out. And begin with long ones."""
     started: dict[pathlib.Path, bool] = {}
     for item in items:
         if item.path not in started:
             started[item.path] = _STARTS_PROCESSES.search(item.path.read_text()) is not None
         if started[item.path]:
             item.add_marker(pytest.mark.processes)
+    yield
+    # Each worker gets a stretch of what has been chosen by now: a long test at its end would be waited for by all.
+    workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = [item for item in items if not item.get_closest_marker("long")]
+    size = -(-len(others) // workers)
+    stretches = (long[i::workers] + others[i * size : (i + 1) * size] for i in range(workers))
+    items[:] = [item for stretch in stretches for item in stretch]
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ def findings(out: str) -> dict[str, dict[str, str]]:
     return {finding["about"]: finding for finding in json.loads(out)["findings"]}
 
 
+@pytest.mark.soak
 def test_a_filter_that_forbids_reading_is_named() -> None:
     if platform.machine() not in filtered.NUMBERS:
         pytest.skip(f"the number of process_vm_readv on {platform.machine()} is not known here")

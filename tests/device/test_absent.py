@@ -51,6 +51,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long  # The accelerator is built here.
 def test_main_memory_alone_leaves_the_accelerator_alone() -> None:
     in_parent, from_memory, initialised, in_child, in_later_child = run_program(_FORK)
     assert in_parent

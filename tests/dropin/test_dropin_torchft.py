@@ -550,6 +550,7 @@ def test_torchfts_own_scenario(kind: str, in_place: bool) -> None:
 # ------------------------------------------------------------------------------------------ the example, the guide
 
 
+@pytest.mark.soak  # A Manager of this process heals in the ordinary tests.
 @pytest.mark.timeout(200)
 def test_the_example() -> None:
     command = [*FOREGROUND, sys.executable, str(ROOT / "examples" / "torchft_heal.py")]

@@ -20,6 +20,7 @@ pytestmark = [
 RANKS: Any = {"ranks": 2, "strategy": "ddp"}
 
 
+@pytest.mark.long
 def test_the_example(home: Home) -> None:  # noqa: F811
     said = run_example("keep_lightning.py")
     assert sorted(line for line in said if line.startswith("rank ")) == [

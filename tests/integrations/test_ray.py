@@ -13,6 +13,7 @@ HERE = pathlib.Path(__file__).parent
 LIMIT = 500
 
 
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize("marks", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
 def test_with_a_real_ray(marks: str) -> None:

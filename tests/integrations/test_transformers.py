@@ -18,6 +18,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.long
 def test_the_example(home: Home) -> None:  # noqa: F811
     said = run_example("keep_transformers.py")
     assert sorted(line for line in said if line.startswith("rank ")) == [

@@ -100,6 +100,7 @@ def nothing_left(home: Home) -> None:  # noqa: F811
     until(lambda: not keepers_in(home.base) and not list(home.base.iterdir()))
 
 
+@pytest.mark.long
 def test_a_killed_job_goes_on_from_memory(home: Home, tmp_path: pathlib.Path) -> None:  # noqa: F811
     plain = Plan(str(tmp_path / "plain"))
     killed = Plan(str(tmp_path / "killed"), deaths=[(1, "step", 4)])

@@ -68,6 +68,7 @@ def warned(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in record.getMessage() for record in said)
 
 
+@pytest.mark.soak
 @pytest.mark.processes
 def test_a_killed_keeper_comes_back_and_a_host_that_is_lost_later_is_restored(
     home: Home,  # noqa: F811

@@ -30,6 +30,11 @@ def over_the_group(*args: Any) -> transfuse.PGTransport:
     return transfuse.PGTransport(*args, same_host=False)
 
 
+def few(cases: list[Case]) -> list[Any]:
+    """Every sixth in each run of the tests, and the others in `make soak`: only the route is another."""
+    return [pytest.param(case, marks=[pytest.mark.soak] if i % 6 else []) for i, case in enumerate(cases)]
+
+
 #: What these let happen midway, they let happen to bytes that pass through the group.
 ON_THE_WIRE = ("death/", "timeout/")
 
@@ -51,7 +56,7 @@ def over_nixl(*args: Any) -> transfuse.PGTransport:
 
 
 @pytest.mark.skipif(nixl_agent.installed() is None, reason=f"NIXL is not installed: {INSTALL_NIXL}")
-@pytest.mark.parametrize("case", [case for case in CASES if not case.name.startswith(ON_THE_WIRE)], ids=str)
+@pytest.mark.parametrize("case", few([case for case in CASES if not case.name.startswith(ON_THE_WIRE)]), ids=str)
 def test_transfuse_over_nixl(case: Case) -> None:
     case.run(over_nixl, patience=8.0)
 

@@ -540,7 +540,15 @@ assert used < 0.5, f"an idle agent used {used} s of a second"
 """
 
 
-@pytest.mark.parametrize("work", ["", FORK, LEFT, IDLE], ids=["plain", "fork", "left", "idle"])
+@pytest.mark.parametrize(
+    "work",
+    [
+        pytest.param(FORK, id="fork"),
+        pytest.param("", id="plain", marks=pytest.mark.soak),
+        pytest.param(LEFT, id="left", marks=pytest.mark.soak),
+        pytest.param(IDLE, id="idle", marks=pytest.mark.soak),
+    ],
+)
 def test_a_process_with_an_agent_ends_well(work: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ALONE.format(work)], capture_output=True, text=True, timeout=100, check=False
