@@ -583,7 +583,7 @@ def test_without_a_manager_the_guides_lines_bring_all_to_the_newest_step() -> No
     host = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def work(rank: int) -> list[Any]:
-        weights = {"w": torch.full((300,), float(rank)), "lr": 0.1}
+        weights: dict[str, Any] = {"w": torch.full((300,), float(rank)), "lr": 0.1}
         loaded: list[Any] = []
         pg = torchft.process_group.ProcessGroupGloo(timeout=START)
         names: dict[str, Any] = {"pg": pg, "rank": rank, "state": lambda: weights}

@@ -71,8 +71,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_a_killed_worker_is_healed_bit_for_bit(whole: bool, tmp_path: pathlib.Path) -> None:
     """The whole has the restart from a file, to compare with, and the keeper: other tests have these, too."""
     picture, steps = tmp_path / "demo.svg", 8
-    options = ("--workers", "2", "--victim", "0", "--size", "tiny", "--steps", str(steps))
-    options += () if whole else ("--no-compare", "--no-keeper")
+    options = ["--workers", "2", "--victim", "0", "--size", "tiny", "--steps", str(steps)]
+    options += [] if whole else ["--no-compare", "--no-keeper"]
     with Running(
         *options, "--picture", str(picture), "--json", environ={"TMPDIR": str(tmp_path)}, command=DEMO
     ) as running:

@@ -204,7 +204,10 @@ def test_many_steps_leave_no_descriptor_thread_or_memory_behind(job: Job, more: 
     for _ in take(range(1 + few, 1 + few + more)):
         pass
     # Threads and descriptors of the last pull may take a moment to go, so look more than once.
-    until(lambda: all(now <= then for now, then in zip(used(), before, strict=True)), "as few as before")
+    try:
+        until(lambda: all(now <= then for now, then in zip(used(), before, strict=True)))
+    except AssertionError:
+        pytest.fail(f"before: {before}, now: {used()} descriptors, threads and bytes\n{threading.enumerate()}")
 
 
 def test_replicas_of_a_host_that_left_stay_until_a_newer_step_is_confirmed(job: Job) -> None:

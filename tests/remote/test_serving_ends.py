@@ -12,10 +12,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
+import torch
 
 import transfuse
 from serving import (
@@ -89,6 +92,28 @@ def test_cancel_cuts_off_who_reads(executor: ThreadPoolExecutor) -> None:
     for one in cut:
         with pytest.raises(transfuse.PeerRefused, match=r"the server at 127.0.0.1:\d+ was closed"):
             one.result(DEADLINE)
+
+
+@pytest.mark.parametrize("kind", ["server", "hub"])
+def test_what_is_closed_holds_the_state_no_longer(kind: str) -> None:
+    """At once, and not when Python next collects what refers to each other."""
+    tensor = torch.ones(1000)
+    gone = weakref.ref(tensor)
+    gc.disable()
+    try:
+        if kind == "server":
+            kept: Any = server = transfuse.serve({"w": tensor})
+            transfuse.fetch(server.address)
+        else:
+            kept = hub = transfuse.hub({"w": tensor})
+            with urlopen(f"{hub.endpoint}/api/models/live/model") as answer:
+                assert answer.status == 200
+        kept.close()
+        del tensor
+        wait_until(lambda: gone() is None)
+    finally:
+        gc.enable()
+    assert kept
 
 
 def test_a_process_ends_with_a_server_still_open(executor: ThreadPoolExecutor) -> None:

@@ -203,6 +203,8 @@ class Hub:
         self._server.close(cancel=cancel, patience=self._patience)
         self._commits.free(END_SECONDS)
         atexit.unregister(self._end)
+        if self._live is not None:
+            self._live.forget()
 
     def _end(self) -> None:
         self.close(cancel=True)

@@ -64,6 +64,10 @@ class LiveState:
                 step = check_step(self._step(), "what step() gives") if callable(self._step) else self._step
             yield Seen(state, step, self.changes)
 
+    def forget(self) -> None:
+        """Hold the state no longer: nobody reads any more."""
+        self._state_dict = self._step = None
+
 
 class _Moment:
     """Marks the accelerator work that one thread has queued so far; another thread can wait for that work."""

@@ -179,6 +179,9 @@ class Server:
                 self._cut = self._closing
                 raise
         atexit.unregister(self._end)
+        # This object and its listener refer to each other: until Python collects them, they would hold the state.
+        self._live.forget()
+        self._remembered = Remembered()
 
     def _stop(self, *, cancel: bool) -> Sequence[threading.Thread]:
         """Stop listening and tell the readers. Return the threads that end then."""
