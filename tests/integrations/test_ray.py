@@ -10,7 +10,7 @@ import sys
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-LIMIT = 500
+LIMIT = 900
 
 
 @pytest.mark.long

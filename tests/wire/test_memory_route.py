@@ -128,7 +128,7 @@ def test_threads_follow_the_cpus_that_the_process_may_use() -> None:
 
 
 class Lines(logging.Handler):
-    """What is logged."""
+    """What is logged, in a process that ends with its test: it stays."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

@@ -72,7 +72,7 @@ def transport(give: Any = None, **given: Any) -> transfuse.PGTransport:
 
 
 class Lines(logging.Handler):
-    """What is logged."""
+    """What is logged, in a process that ends with its test: it stays."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -556,7 +556,9 @@ def test_a_process_with_an_agent_ends_well(work: str) -> None:
     assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
 
 
-def test_an_agent_that_is_still_being_made_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_is_still_being_made_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class Late(nixl_agent._Holder):
         def make(self) -> None:
             """Never ready."""
@@ -564,10 +566,9 @@ def test_an_agent_that_is_still_being_made_is_not_waited_for(monkeypatch: pytest
     monkeypatch.setattr(nixl_agent, "_holder", Late())
     monkeypatch.setattr(nixl_route, "AGENT_SECONDS", 0.05)
     described = describe({"w": torch.ones(10)}, Limits())
-    lines = Lines()
-    with NixlLease() as lease:
+    with caplog.at_level(logging.INFO, "transfuse"), NixlLease() as lease:
         assert lease.export(described) is None
-    assert lines.lines[-1:] == [
+    assert caplog.messages[-1:] == [
         "this source does not offer the NIXL route: this process's NIXL agent is still being made"
     ]
 
