@@ -81,7 +81,7 @@ def heal(
     left half-written counts as one that has nothing, until it has been healed or its tensors were written to. After a
     loss the group is of no more use: make a new one.
     """
-    check_names("heal", options, OptionKeywords)
+    check_names(heal, options, OptionKeywords)
     arguments.check_callable("load", load)
     arguments.check_callable("on_report", on_report)
     if state_dict is None:

@@ -8,6 +8,7 @@ and ``serve`` take. ``CONTRIBUTING.md`` says how to add an option; ``tests/test_
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -160,9 +161,10 @@ class OptionKeywords(_BothEnds, _Sources, _Receivers, total=False):
     relay: bool
 
 
-def check_names(call: str, given: Iterable[str], keywords: type) -> None:
+def check_names(call: Callable[..., object], given: Iterable[str], keywords: type) -> None:
     """Refuse an option that this call does not take, as Python does for keywords in a signature."""
-    known = keywords.__annotations__
     for name in given:
-        if name not in known:
-            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; its options are {', '.join(known)}")
+        if name not in keywords.__annotations__:
+            own = [one.name for one in inspect.signature(call).parameters.values() if one.kind is one.KEYWORD_ONLY]
+            known = ", ".join([*own, *keywords.__annotations__])
+            raise TypeError(f"{call.__name__}() got an unexpected keyword argument {name!r}; its options are {known}")

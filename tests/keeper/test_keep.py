@@ -315,7 +315,7 @@ def test_a_rank_is_attached_once(keeper: Keeper, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("transfuse.keeper.process.CHANGE_SECONDS", 0.2)
     with Job(1) as job, Job(1) as second:
         job.start(same(state_of(0, 0)))
-        with pytest.raises(TransfuseError, match="rank 0 of this run is attached already"):
+        with pytest.raises(TransfuseError, match="rank 0 of this run is attached already, by this process"):
             second.start(same(state_of(0, 0)))
         assert job.commit(1) == ["committed"]
 

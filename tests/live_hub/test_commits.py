@@ -49,6 +49,10 @@ class Job:
             self.step += 1
             self._fill()
 
+    def forget_mutating(self) -> None:
+        self.step += 1
+        self._fill()
+
     @contextmanager
     def get(self, revision: str = MAIN, visitor: Visitor | None = None) -> Iterator[Commit]:
         with self.commits.reading(revision, visitor or Visitor(lambda: None)) as commit:
@@ -351,3 +355,15 @@ def _elsewhere(work: Callable[[], str]) -> str:
     if errors:
         raise errors[0]
     return result[0]
+
+
+def test_a_step_that_moves_on_without_mutating_is_a_commit_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    for _ in range(2):
+        with job.get() as commit:
+            assert commit.step == job.step
+        with job.get() as again:
+            assert again.id == commit.id
+        job.forget_mutating()
+    (warning,) = caplog.messages
+    assert warning.startswith("the step went from 0 to 1 outside of the hub's mutating(): ")

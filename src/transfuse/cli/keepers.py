@@ -83,8 +83,9 @@ def find(name: str, seconds: float) -> Found:
     for one in [*(one for one in keepers if one.run.is_named and one.run.name == name), *keepers]:
         if name in (one.run.name, str(one.pid)):
             return one
-    known = ", ".join(_short_name(one) for one in keepers) or "there is none"
-    raise Failed(f"no keeper of a run {name} in {runs.base_directory()}: {known}; see transfuse keep --status")
+    known = ", ".join(_short_name(one) for one in keepers)
+    there = f"there are keepers of {known}" if known else "there is none"
+    raise Failed(f"no keeper of a run {name} in {runs.base_directory()}: {there}; see transfuse keep --status")
 
 
 def _short_name(found: Found) -> str:

@@ -70,7 +70,7 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
         state_dict: Callable[[], object] | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
-        check_names("PGTransport", options, OptionKeywords)
+        check_names(PGTransport, options, OptionKeywords)
         if options.get("mesh") is None:
             options["mesh"] = _same_mesh
         self._pg = _unwrapped(pg)

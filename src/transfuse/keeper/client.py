@@ -97,7 +97,7 @@ def keep(
             with ``commit(wait=False)`` by the next :meth:`Keep.mutating`, commit or close.
         **options: the options of ``fetch`` for :meth:`Keep.restore`: ``cast``, ``map_path``, ``strict``, ``verify``, …
     """
-    check_names("keep", options, FetchKeywords)
+    check_names(keep, options, FetchKeywords)
     arguments.check_callable("state_dict", state_dict)
     for name, value in (("load", load), ("load_own", load_own), ("on_report", on_report)):
         arguments.check_callable(name, value)

@@ -326,7 +326,9 @@ class Keeper:
             ):
                 self._changed.wait(0.1)
             if other is not None and other is not worker:
-                raise TransfuseError(f"rank {hello.rank} of this run is attached already, by another process")
+                same = self._processes.get(hello.rank) == process
+                by = "this process: keep it once" if same else "another process"
+                raise TransfuseError(f"rank {hello.rank} of this run is attached already, by {by}")
             writer = self._processes.get(hello.rank)
             worker.is_only_writer = writer is None or writer == process or not writer.alive()
             self._workers[hello.rank] = worker

@@ -26,7 +26,7 @@ from transfuse.plan.apply_rules import Link
 from transfuse.plan.catalogue import Catalogue
 from transfuse.plan.cohorts import Cohort
 from transfuse.remote.client import fetch_if, peek
-from transfuse.remote.live_state import LiveState
+from transfuse.remote.live_state import LiveState, Seen
 from transfuse.report import Report
 from transfuse.state import trees
 from transfuse.state.leaves import dense
@@ -136,11 +136,18 @@ class LiveSource:
     def __init__(self, live: LiveState, *, prefix: str, max_shard_bytes: int) -> None:
         self._live = live
         self._layouts = _Layouts(prefix, max_shard_bytes)
+        #: What the last copy was of: how often the state had been changed, and its step.
+        self._last: tuple[int, int | None] | None = None
+        self._has_warned = False
         with live.reading(lambda: None) as seen:  # Refuse now what could never be copied.
             self._layouts.of([entry for entry, _ in _tensors(seen.state, prefix)])
 
     def mark(self, seconds: float | None) -> object:
-        return self._live.changes
+        """How often the state was changed, and its step: it moves on also if a job forgets ``mutating()``."""
+        try:
+            return self._live.changes, self._live.step_now(seconds)
+        except TimeoutError:
+            raise NotTold from None
 
     def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> Taken:
         while True:
@@ -149,8 +156,21 @@ class LiveSource:
                 layout = self._layouts.of([entry for entry, _ in found])
                 if buffer.nbytes >= layout.nbytes:
                     _copy({entry.name: tensor for entry, tensor in found}, layout, buffer)
-                    return Taken(layout, seen.step, seen.changes)
+                    self._look_for_forgotten(seen)
+                    return Taken(layout, seen.step, (seen.changes, seen.step))
             buffer.grow(layout.nbytes)  # Here, where training goes on: it takes as long as the copy.
+
+    def _look_for_forgotten(self, seen: Seen) -> None:
+        """Warn, once, if the step has moved on and nobody was in ``mutating()`` since the last copy."""
+        last, self._last = self._last, (seen.changes, seen.step)
+        if last is not None and last[0] == seen.changes and last[1] != seen.step and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the step went from %s to %s outside of the hub's mutating(): if weights change there too, a commit "
+                "may hold half of a step. Change both within: with hub.mutating(): optimizer.step()",
+                last[1],
+                seen.step,
+            )
 
 
 def _tensors(state: object, prefix: str) -> list[tuple[Entry, torch.Tensor]]:

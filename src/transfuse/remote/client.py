@@ -81,7 +81,7 @@ def fetch(
 
     If some of several servers are absent, the fetch goes on with the others, as long as those hold all that is needed.
     """
-    check_names("fetch", options, FetchKeywords)
+    check_names(fetch, options, FetchKeywords)
     return fetch_if(
         None,
         address,

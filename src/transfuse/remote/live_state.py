@@ -64,6 +64,17 @@ class LiveState:
                 step = check_step(self._step(), "what step() gives") if callable(self._step) else self._step
             yield Seen(state, step, self.changes)
 
+    def step_now(self, seconds: float | None) -> int | None:
+        """The step, as far as it is told while training goes on; ``TimeoutError`` if that takes longer."""
+        if not callable(self._step):
+            return self._step
+        if not self._asking.acquire(timeout=-1 if seconds is None else seconds):
+            raise TimeoutError
+        try:
+            return check_step(self._step(), "what step() gives")
+        finally:
+            self._asking.release()
+
     def forget(self) -> None:
         """Hold the state no longer: nobody reads any more."""
         self._state_dict = self._step = None

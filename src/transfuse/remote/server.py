@@ -74,7 +74,7 @@ def serve(
         **options: the options of :class:`PGTransport` for a server: ``same_host`` (readers on this host may read
             straight from memory), ``nixl``, ``verify``, ``lanes`` and ``max_bytes_per_second`` (the rate limit).
     """
-    check_names("serve", options, ServeKeywords)
+    check_names(serve, options, ServeKeywords)
     return Server(
         state_dict,
         host=host,
