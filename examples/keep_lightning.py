@@ -67,6 +67,10 @@ def fit(*, kept: bool) -> tuple[Tensor, int]:
 
 
 def main() -> None:
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        raise SystemExit(
+            "torchrun starts this: torchrun --nproc-per-node 2 --max-restarts 3 examples/keep_lightning.py"
+        )
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

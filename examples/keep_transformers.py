@@ -63,6 +63,10 @@ def train(directory: str, *, kept: bool) -> tuple[Tensor, int]:
 
 
 def main() -> None:
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        raise SystemExit(
+            "torchrun starts this: torchrun --nproc-per-node 2 --max-restarts 3 examples/keep_transformers.py"
+        )
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory() as directory:
         kept, trained = train(directory, kept=True)

@@ -263,6 +263,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if chosen.read:
         return read()
+    for needed in ("huggingface_hub", "safetensors"):
+        if importlib.util.find_spec(needed) is None:
+            raise SystemExit(f"the reader needs {needed}: pip install transformers")
     seen = Seen()
     train(seen)
     assert len(seen.answers) > STEPS // 20

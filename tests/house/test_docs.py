@@ -141,7 +141,13 @@ def test_python(block: Block) -> None:
     assert found, f"in no example:\n{block.text}"
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if file_name(block) is not None}))
+def pages_with_files() -> list[Any]:
+    """Frameworks take long to import: their pages are run in `make soak`, and their examples each time."""
+    found = sorted({block.page for block in BLOCKS if file_name(block) is not None})
+    return [pytest.param(page, marks=[pytest.mark.soak] if "integrations" in page else []) for page in found]
+
+
+@pytest.mark.parametrize("page", pages_with_files())
 def test_files_that_the_reader_makes(page: str, tmp_path: pathlib.Path) -> None:
     """Pasted and run as the page says."""
     made = dict(files(page))
