@@ -95,6 +95,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	grep -v '^transformers==' constraints.txt > $(VLLM_PINS)
 	$(VLLM_PIP) torch
 	$(VLLM_PIP) --no-deps vllm
+	@echo "pip will say what vLLM misses: these tests do not import it."
 	$(VLLM_PIP) $(VLLM_IMPORTS) hypothesis pytest pytest-timeout --editable .
 	touch $(VLLM_STAMP)
 

@@ -34,7 +34,7 @@ class Trainer:
         os._exit(1)
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, enable_tensor_transport=True)  # It returns no tensors itself, so Ray has to be told.
 class Generator:
     def __init__(self) -> None:
         self.model = nn.Linear(1024, 1024)

@@ -278,12 +278,14 @@ def distributed_cases(rank: int, rendezvous: str) -> None:
         # The sender's timeout closes the connection, so every refusal has a group of its own.
         group = dist.new_group()
         assert group is not None
+        dist.barrier()
         if rank == 0:
+            # Long enough for a receiver on a busy machine to begin.
             with pytest.raises(SendFailed, match="timed out"):
-                ours.PGTransport(group, SHORT, CPU).send_checkpoint([1], source)
+                ours.PGTransport(group, timedelta(seconds=3), CPU).send_checkpoint([1], source)
             return ""
         with pytest.raises(TargetMismatch) as caught:
-            ours.PGTransport(group, SHORT, CPU, lambda: target).recv_checkpoint(0)
+            ours.PGTransport(group, LONG, CPU, lambda: target).recv_checkpoint(0)
         return str(caught.value)
 
     line = init_device_mesh("cpu", (2,))

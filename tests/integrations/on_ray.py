@@ -234,6 +234,11 @@ def test_the_example(cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
         "the generator got an error that names the trainer: True",
         "the generator lives on: True",
     ]
+    # Actors that are up, and objects that are not ready when the task that needs them is sent.
+    trainer, generator = example.Trainer.remote(), example.Generator.remote()
+    checksum = get([trainer.checksum.remote(), generator.__ray_ready__.remote()])[0]
+    for _ in range(3):
+        assert get(generator.update.remote(trainer.weights.remote())) == checksum
 
 
 def test_without_ray_it_says_what_to_install() -> None:
@@ -289,6 +294,22 @@ def test_registering_twice_is_once() -> None:
     ray_actors.register()
     with pytest.raises(ValueError, match="TRANSFUSE is registered already with other settings"):
         over_transfuse.register(timeout=61)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"timeout": "30"}, r"timeout takes a timedelta, or a number of seconds, got str '30'"),
+        ({"max_readers": 0}, "max_readers must be at least 1"),
+        ({"verify": "sometimes"}, "verify takes"),
+        ({"max_bytes_per_second": "1G"}, "max_bytes_per_second takes"),
+        ({"name": 7}, "name takes a text, got 7"),
+        ({"name": "gloo"}, "GLOO is a transport of Ray's own: choose another name"),
+    ],
+)
+def test_wrong_settings_are_refused_where_they_are_given(wrong: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        over_transfuse.register(**{"name": "WRONG", **wrong})
 
 
 # -------------------------------------------------------------------------------------------------------- killed actors

@@ -236,6 +236,10 @@ def test_a_trainer_refuses_what_it_cannot_serve() -> None:
         TransfuseTrainerInitInfo(rank=0, host="0.0.0.0")
     with pytest.raises(ValueError, match="dtype must be one of"):
         TransfuseTrainerInitInfo(rank=0, dtype=torch.int8)
+    with pytest.raises(TypeError, match="max_bytes takes a number of bytes, or None, got '1GiB'"):
+        TransfuseTrainerInitInfo(rank=0, max_bytes="1GiB")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="rules takes Rename, Concat and Split, got 1"):
+        TransfuseTrainerInitInfo(rank=0, rules=[1])  # type: ignore[list-item]
 
 
 def test_a_source_with_shards_of_its_own_will_do() -> None:

@@ -48,6 +48,8 @@ __all__ = ["Settings", "TransfuseTransport", "register", "reports"]
 
 #: How many objects a process fetches at once. Others wait: each fetch takes 7 file descriptors.
 MOST_FETCHES = 8
+#: Ray registers these when it first looks for a transport.
+RAYS_OWN = ("CUDA_IPC", "GLOO", "NCCL", "NIXL")
 #: How many reports a process keeps: those of its last transfers.
 MOST_REPORTS = 256
 
@@ -66,6 +68,16 @@ class Settings:
     same_host: bool
     verify: bool | None
     max_bytes_per_second: float | None
+
+    def of_server(self) -> dict[str, Any]:
+        """The options of the server of each sender."""
+        return {
+            "timeout": self.timeout,
+            "max_readers": self.max_readers,
+            "same_host": self.same_host,
+            "verify": self.verify,
+            "max_bytes_per_second": self.max_bytes_per_second,
+        }
 
 
 def register(
@@ -94,7 +106,11 @@ def register(
         verify: compare digests of the bytes that have landed. None: not on the memory route.
         max_bytes_per_second: the most that receivers take from one sender, one after the other.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name takes a text, got {name!r}")
     name = name.upper()  # As Ray does.
+    if name in RAYS_OWN:
+        raise ValueError(f"{name} is a transport of Ray's own: choose another name")
     settings = Settings(
         name=name,
         devices=tuple(devices),
@@ -110,13 +126,18 @@ def register(
         if getattr(known.transport_manager_class, "settings", None) == settings:
             return
         raise ValueError(f"a transport {name} is registered already with other settings: choose another name")
+    # Refuse wrong values here, and not in an actor that makes its first object. What host is good there, only it knows.
+    transfuse.serve({}, **settings.of_server()).close()
     # Ray makes the instances itself, without arguments. It sends this class to the actors by value.
     configured = type(TransfuseTransport.__name__, (TransfuseTransport,), {"settings": settings})
     register_tensor_transport(name, list(devices), configured, torch.Tensor)
 
 
 def reports() -> list[transfuse.Report]:
-    """Reports of this process's last transfers as a sender and as a receiver, oldest first, failed ones too."""
+    """Reports of this process's last transfers as a sender and as a receiver, oldest first.
+
+    Those that failed are there too, if the two ends had met.
+    """
     return list(_reports)
 
 
@@ -206,12 +227,8 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
                 self._objects,
                 host=self.settings.host or ray.util.get_node_ip_address(),
                 token=self._token,
-                timeout=self.settings.timeout,
-                max_readers=self.settings.max_readers,
                 on_report=_reports.append,
-                same_host=self.settings.same_host,
-                verify=self.settings.verify,
-                max_bytes_per_second=self.settings.max_bytes_per_second,
+                **self.settings.of_server(),
             )
         return self._server
 

@@ -126,6 +126,10 @@ class TransfuseTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     def __post_init__(self) -> None:
         if self.host in ("0.0.0.0", "::"):
             raise ValueError(f"host={self.host!r} is no address: give the one by which the workers reach this host")
+        if self.max_bytes is not None and not isinstance(self.max_bytes, int):
+            raise TypeError(f"max_bytes takes a number of bytes, or None, got {self.max_bytes!r}")
+        if wrong := [rule for rule in self.rules if not isinstance(rule, AnyRule)]:
+            raise TypeError(f"rules takes Rename, Concat and Split, got {wrong[0]!r}")
         if self.dtype is not None and self.dtype not in CONVERTED:
             raise ValueError(f"dtype must be one of {', '.join(map(str, CONVERTED))} or None, got {self.dtype}")
 
