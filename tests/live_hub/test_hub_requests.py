@@ -154,6 +154,23 @@ def connection(hub: transfuse.Hub) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(hub.endpoint.removeprefix("http://"), timeout=60)
 
 
+def test_a_step_that_raises_is_told_and_the_next_one_is_served() -> None:
+    told: list[int] = []
+
+    def step() -> int:
+        return told[0]  # An IndexError while it is empty.
+
+    told.append(1)
+    with transfuse.hub({"w": torch.ones(3)}, step=step) as hub:
+        assert ask(hub.endpoint, "GET", "/api/models/live/model").status == 200
+        told.clear()
+        answer = ask(hub.endpoint, "GET", "/api/models/live/model")
+        assert answer.status == 503
+        assert b"IndexError: list index out of range" in answer.body
+        told.append(2)
+        assert ask(hub.endpoint, "GET", "/api/models/live/model").status == 200
+
+
 # -------------------------------------------------------------------------------------------------------------- assets
 
 
