@@ -3,7 +3,7 @@
 :class:`Options` holds the values; all code inside the package reads them there. :class:`OptionKeywords` has the same
 names, for calls that take options as keywords and pass them on (``**options: Unpack[OptionKeywords]``), so that type
 checkers and editors know the names. :class:`FetchKeywords` and :class:`ServeKeywords` are the subsets that ``fetch``
-and ``serve`` take. ``CONTRIBUTING.md`` says how to add an option; ``tests/test_options.py`` compares all places.
+and ``serve`` take. ``CONTRIBUTING.md`` says how to add an option; ``tests/session/test_options.py`` compares places.
 """
 
 from __future__ import annotations
