@@ -18,16 +18,18 @@ __all__ = ["BIG", "SLOW_BYTES", "Phoenix", "Worker", "manager", "register", "som
 
 #: A number of float32 that make 64 MiB.
 BIG = 16 << 20
+#: Seconds that a transfer may take: others may have the cores.
+TIMEOUT = 180
 #: Slow enough for a transfer of 64 MiB to be under way for as long as a test needs.
 SLOW_BYTES = 4 << 20
 
 
 def register() -> None:
     """An ordinary transport, one that goes over the network in any case, a slow one, and one with all defaults."""
-    over_transfuse.register("LOCAL", host="127.0.0.1", timeout=60)
-    over_transfuse.register("NETWORK", host="127.0.0.1", timeout=60, same_host=False)
+    over_transfuse.register("LOCAL", host="127.0.0.1", timeout=TIMEOUT)
+    over_transfuse.register("NETWORK", host="127.0.0.1", timeout=TIMEOUT, same_host=False)
     over_transfuse.register(
-        "SLOW", host="127.0.0.1", timeout=60, same_host=False, max_bytes_per_second=float(SLOW_BYTES)
+        "SLOW", host="127.0.0.1", timeout=TIMEOUT, same_host=False, max_bytes_per_second=float(SLOW_BYTES)
     )
     over_transfuse.register("HASTY", host="127.0.0.1", timeout=3)
     over_transfuse.register()
