@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import transfuse
 from transfuse.cli import files, keepers, safetensors_file
@@ -35,6 +34,7 @@ from transfuse.plan.regions import lay_out
 from transfuse.remote.handshake import split_address
 from transfuse.report import Report, human_bytes
 from transfuse.state import trees
+from transfuse.state.leaves.dtensors import is_dtensor
 from transfuse.state.manifest import Manifest, describe
 
 __all__ = ["fetch"]
@@ -182,12 +182,12 @@ def _refuse(path: Path, misfits: Sequence[str]) -> None:
 def _whole(state: Any) -> Any:
     """The state with each DTensor replaced by its tensor, which is whole: its mesh is this process alone."""
     root, leaves = trees.flatten(state, max_depth=Limits().max_depth)
-    if not any(isinstance(leaf, DTensor) for leaf in leaves):
+    if not any(is_dtensor(leaf) for leaf in leaves):
         return state
-    return trees.unflatten(root, [_plain(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves])
+    return trees.unflatten(root, [_plain(leaf) if is_dtensor(leaf) else leaf for leaf in leaves])
 
 
-def _plain(leaf: DTensor) -> Any:
+def _plain(leaf: Any) -> Any:
     local = leaf.to_local().detach()
     return nn.Parameter(local, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else local
 

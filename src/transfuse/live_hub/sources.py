@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from transfuse.errors import NotCovered, SourcesDiffer, StateError, StepMismatch, TransfuseError, UnsupportedLeaf
 from transfuse.limits import Limits
@@ -31,6 +30,7 @@ from transfuse.report import Report
 from transfuse.state import trees
 from transfuse.state.leaves import dense
 from transfuse.state.leaves.codec import CannotCarry
+from transfuse.state.leaves.dtensors import is_dtensor
 from transfuse.state.leaves.spec import Spec, is_sharded, of_plain_tensors
 
 __all__ = ["Buffer", "LiveSource", "NotTold", "Reached", "ServerSource", "Source", "Taken"]
@@ -197,7 +197,7 @@ def _tensors(state: object, prefix: str) -> list[tuple[Entry, torch.Tensor]]:
 
 def _whole(leaf: torch.Tensor) -> torch.Tensor:
     """A leaf as a plain tensor that this process holds all of."""
-    if isinstance(leaf, DTensor):
+    if is_dtensor(leaf):
         if leaf.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in leaf.placements):
             raise CannotCarry(f"a DTensor with placements {list(leaf.placements)}: this rank has a part; {SERVE_ALL}")
         leaf = leaf.to_local()

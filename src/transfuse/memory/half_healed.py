@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from transfuse.limits import Limits
 from transfuse.state import trees
+from transfuse.state.leaves.dtensors import is_dtensor
 
 __all__ = ["Truth", "forget", "has_notes", "look", "note_torn", "note_whole"]
 
@@ -76,7 +76,7 @@ def look(state: object) -> Truth:
 def _storages(state: object) -> Iterator[tuple[str, torch.UntypedStorage, int]]:
     root, leaves = trees.flatten(state, max_depth=Limits.from_environment().max_depth)
     for path, leaf in zip(trees.paths(root), leaves, strict=True):
-        tensor: Any = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+        tensor: Any = leaf._local_tensor if is_dtensor(leaf) else leaf
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
             try:
                 yield path, tensor.untyped_storage(), tensor._version

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from transfuse.state.leaves import dense
 from transfuse.state.leaves.codec import CannotCarry, Coordinate, Shared, tensor_type
 from transfuse.state.leaves.distributed import DTensorCodec, layout_in
+from transfuse.state.leaves.dtensors import is_dtensor
 from transfuse.state.leaves.layout import Block, Layout, blocks_of
 from transfuse.state.leaves.spec import Spec, is_sharded, of_plain_tensors
 
@@ -55,7 +55,7 @@ class LocalBlocks:
             shape = tuple(target.shape)
             start = (0,) * len(shape)
             return LocalTensors(shape, [(target, [(Block(start, shape), start)])])
-        if isinstance(target, DTensor):
+        if is_dtensor(target):
             if not plain and not sharded:
                 return None
             local = target._local_tensor
@@ -94,4 +94,4 @@ def global_shape(leaf: Any) -> tuple[int, ...] | None:
     """The global shape of a target that is one tensor, plain or sharded; None for every other target."""
     if isinstance(leaf, ShardedTensor):
         return tuple(leaf.metadata().size)
-    return tuple(leaf.shape) if isinstance(leaf, DTensor) or dense.is_plain(leaf) else None
+    return tuple(leaf.shape) if is_dtensor(leaf) or dense.is_plain(leaf) else None

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from transfuse.errors import ProtocolError, StateError, StepMismatch, TransfuseError
 from transfuse.limits import Limits
@@ -29,6 +28,7 @@ from transfuse.plan.shares import Shares
 from transfuse.session.context import Context, Request
 from transfuse.session.remembered import PlanKey, Remembered, Structure
 from transfuse.state.leaves.codec import BuildContext, Coordinate
+from transfuse.state.leaves.dtensors import is_dtensor_class
 from transfuse.state.leaves.registry import Registry
 from transfuse.state.manifest import Manifest, Wire
 from transfuse.wire import messages
@@ -283,7 +283,7 @@ def _may_be_assembled(manifest: Manifest, target: Prepared, options: Options) ->
     """Whether a state that cannot land as it is may be assembled instead: converted, or sharded differently."""
     if options.cast or manifest.is_sharded:
         return True
-    return any(issubclass(cls, (DTensor, ShardedTensor)) for cls in set(map(type, target.leaves)))
+    return any(is_dtensor_class(cls) or issubclass(cls, ShardedTensor) for cls in set(map(type, target.leaves)))
 
 
 def compares_digests(offer: messages.Offer, request: Request, device: torch.device) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -15,14 +15,15 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.remote_device import _remote_device
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from transfuse.state.leaves import values
 from transfuse.state.leaves.codec import BuildContext, CannotCarry, Coordinate, MeshDescription, Opened, Shared
+from transfuse.state.leaves.dtensors import is_dtensor
 from transfuse.state.leaves.layout import Block, Layout, Run, blocks_of
 from transfuse.state.leaves.spec import DTENSOR, SHARDED_TENSOR
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 __all__ = [
     "DTensorCodec",
@@ -69,6 +70,9 @@ class ShardedMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 def _encode_placement(placement: Placement) -> tuple[str | int, ...]:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     kind = type(placement)
     if kind is Replicate:
         return ("R",)
@@ -81,17 +85,32 @@ def _encode_placement(placement: Placement) -> tuple[str | int, ...]:
     raise CannotCarry(f"a DTensor with placement {placement!r}; redistribute() it to Replicate or Shard first")
 
 
-def _decode_placement(code: tuple[str | int, ...], dims: int) -> Placement:
+def _check_placement(code: tuple[str | int, ...], dims: int) -> None:
     match code:
         case ("R",):
-            return Replicate()
+            return
         case ("S", int(dim)) if 0 <= dim < dims:
-            return Shard(dim)
+            return
         case ("X", int(dim), int(factor)) if 0 <= dim < dims and factor > 0:
-            return _StridedShard(dim, split_factor=factor)
-        case ("P", str(reduce_op)) if reduce_op in ("sum", "avg", "product", "max", "min"):
-            return Partial(reduce_op)
+            return
+        case ("P", "sum" | "avg" | "product" | "max" | "min"):
+            return
     raise ValueError(f"unknown placement {code!r}")
+
+
+def _decode_placement(code: tuple[Any, ...]) -> Placement:
+    """A placement from its code, which has been checked."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    kind, *numbers = code
+    if kind == "R":
+        return Replicate()
+    if kind == "S":
+        return Shard(*numbers)
+    if kind == "X":
+        return _StridedShard(numbers[0], split_factor=numbers[1])
+    return Partial(*numbers)
 
 
 def read_meshes(plain: Any) -> list[MeshDescription]:
@@ -119,7 +138,7 @@ def layout_of(meta: Any, shared: Sequence[MeshDescription]) -> Layout:
     if any(n < 0 for n in (*m.shape, *m.strides)) or math.prod(m.shape) > HUGE:
         raise ValueError("a DTensor has a negative size or stride, or too many elements")
     for code in m.placements:
-        _decode_placement(code, len(m.shape))
+        _check_placement(code, len(m.shape))
     return Layout(m.shape, mesh, m.placements)
 
 
@@ -154,7 +173,7 @@ class DTensorCodec:
     checks_data = False
 
     def takes(self, leaf: object) -> bool:
-        return isinstance(leaf, DTensor)
+        return is_dtensor(leaf)
 
     def open(self, leaf: DTensor, shared: Shared) -> Opened:
         local = leaf._local_tensor
@@ -178,7 +197,7 @@ class DTensorCodec:
         """The mesh on which this receiver builds a DTensor, and the placements."""
         layout = layout_of(meta, build_context.shared)
         description = layout.mesh
-        placements = [_decode_placement(p, len(layout.shape)) for p in layout.placements]
+        placements = [_decode_placement(code) for code in layout.placements]
         if build_context.mesh is not None:
             try:
                 mesh = (
@@ -239,6 +258,9 @@ class DTensorCodec:
             )
 
     def close(self, meta: Any, children: list[Any], build_context: BuildContext) -> DTensor:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
         mesh, placements = self.mesh_for(meta, build_context)
         m, (local,) = msgspec.convert(meta, DTensorMeta), children
         here, coordinate = self.layout_here(meta, build_context)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from transfuse.limits import Limits
 from transfuse.state import trees
 from transfuse.state.leaves.codec import MeshDescription
+from transfuse.state.leaves.dtensors import is_dtensor
 
 __all__ = ["own_mesh"]
 
@@ -17,7 +17,7 @@ __all__ = ["own_mesh"]
 def own_mesh(target: object) -> Callable[[MeshDescription], DeviceMesh] | None:
     """For the option ``mesh``: a function that chooses among the meshes of a target's DTensors; None if it has none."""
     _, leaves = trees.flatten(target, max_depth=Limits.from_environment().max_depth)
-    found = (leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
+    found = (leaf.device_mesh for leaf in leaves if is_dtensor(leaf))
     meshes = list({id(mesh): mesh for mesh in found}.values())
     return (lambda described: _most_like(described, meshes)) if meshes else None
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from transfuse.state import class_names
 from transfuse.state.leaves import values
 from transfuse.state.leaves.codec import BuildContext, CannotCarry, Opened, Shared
+from transfuse.state.leaves.dtensors import is_dtensor_class
 
 __all__ = ["WrapperCodec"]
 
@@ -79,7 +79,7 @@ class WrapperCodec:
             )
         if not issubclass(cls, torch.Tensor) or not hasattr(cls, "__tensor_unflatten__"):
             raise ValueError(f"{m.cls} is not a traceable tensor subclass")
-        if issubclass(cls, (DTensor, NestedTensor)):
+        if is_dtensor_class(cls) or issubclass(cls, NestedTensor):
             raise ValueError(f"{m.cls} has a codec of its own")
         return cls
 
