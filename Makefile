@@ -3,6 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 COMMAND_STAMP := $(VENV)/.installed-command
+WARM   := $(VENV)/.warm
 RESULTS := benchmarks/results
 TODAY   := $(shell date +%Y-%m-%d)
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -12,20 +13,21 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install demo test test-fast check docs bench peers soak compat format clean
 
+# Of what is installed, tests import a part: `--no-compile` leaves its bytecode to the first import.
 # NIXL without its build for another CUDA; where there is no build of it, its tests are skipped with a reason.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --constraint constraints.txt torch
-	$(PIP) install --constraint constraints.txt --editable '.[dev]'
-	-$(PIP) install --constraint constraints.txt --no-deps nixl nixl-cu12
+	$(PIP) install --no-compile --constraint constraints.txt torch
+	$(PIP) install --no-compile --constraint constraints.txt --editable '.[dev]'
+	-$(PIP) install --no-compile --constraint constraints.txt --no-deps nixl nixl-cu12
 	touch $(STAMP) $(COMMAND_STAMP)
 
 # What the command and the demo need, and nothing else: the tools of development take minutes more.
 $(COMMAND_STAMP): pyproject.toml constraints.txt
 	@echo "Installing torch and transfuse into $(VENV) …"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --constraint constraints.txt torch
-	$(PIP) install --constraint constraints.txt --editable '.[cli]'
+	$(PIP) install --no-compile --constraint constraints.txt torch
+	$(PIP) install --no-compile --constraint constraints.txt --editable '.[cli]'
 	touch $(COMMAND_STAMP)
 
 install: $(STAMP)
@@ -36,7 +38,12 @@ demo: $(COMMAND_STAMP)
 # Most tests wait for timeouts and for each other's processes: five at once keep two cores busy.
 WORKERS ?= 5
 
-test: $(STAMP)
+# One process imports what tests import, and leaves the bytecode: the workers would all do that at once.
+$(WARM): $(STAMP)
+	-$(BIN)/python -c 'import lightning, ray, torch._dynamo, torch.distributed.run, transformers.trainer'
+	-$(BIN)/python -m pytest --collect-only --quiet --quiet > $(WARM)
+
+test: $(WARM)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # The inner loop: what starts no process, of the rooms where most changes are.

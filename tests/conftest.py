@@ -15,6 +15,7 @@ from transfuse.timeouts import Patience
 
 # All that tests need in forks: there is one fork server for all of a run of pytest.
 preload(
+    "pytest",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.run",

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint._pg_transport as theirs
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 import transfuse.dropin.torch as ours
 from torch_transport import CPU, LONG, SHORT, assert_same, forged, groups, on_tape, play, together, transfer
@@ -376,7 +376,8 @@ def distributed_cases(rank: int, rendezvous: str) -> None:
 
 
 def test_dtensors_sharded_tensors_and_unfinished_collectives(tmp_path: Path) -> None:
-    spawn(distributed_cases, (str(tmp_path / "rendezvous"),), nprocs=2)  # type: ignore[no-untyped-call]
+    arguments = (str(tmp_path / "rendezvous"),)
+    start_processes(distributed_cases, arguments, nprocs=2, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
 def test_a_sharded_tensor_needs_a_default_group() -> None:
