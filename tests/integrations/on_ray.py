@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-# A cluster of our own that asks for a token of its own. Its workers compete with other tests: Ray's niceness of 15 would
-# leave each a thirtieth of a busy core, and they would not start within minutes; and Ray would end actors that wait for
-# an object for a minute. Ray reads these once, on import.
+# A cluster of our own that asks for a token of its own. Its workers compete with other tests: with Ray's niceness of 15
+# they would not start within minutes, and Ray would end actors that wait for an object for a minute. Ray reads these
+# once, on import.
 os.environ |= {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
