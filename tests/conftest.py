@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import re
 import signal
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     size = -(-len(others) // workers)
     stretches = (long[i::workers] + others[i * size : (i + 1) * size] for i in range(workers))
     items[:] = [item for stretch in stretches for item in stretch]
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over all test modules and what they import: a quarter of the time went there."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

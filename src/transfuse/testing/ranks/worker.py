@@ -47,6 +47,7 @@ _PR_SET_PDEATHSIG = 1
 _asking = threading.Lock()
 
 _preloaded = ["transfuse.testing.ranks"]
+_SETTLED = "transfuse.testing.ranks.settled"
 
 
 def preload(*modules: str) -> None:
@@ -56,7 +57,7 @@ def preload(*modules: str) -> None:
 
 def server_threads() -> int:
     """How many threads the fork server has. With more than one, its forks may hang."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_preloaded)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*_preloaded, _SETTLED])
     multiprocessing.forkserver.ensure_running()
     return len(os.listdir(f"/proc/{_fork_server()._forkserver_pid}/task"))
 
@@ -87,7 +88,7 @@ class Worker:
         # Any: the stubs do not know that every context has a Process.
         context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
-            context.set_forkserver_preload(_preloaded)
+            context.set_forkserver_preload([*_preloaded, _SETTLED])
         self.connection, theirs = context.Pipe()
         self._exit_code: int | None = None
         life = (dict(os.environ if environ is None else environ), threads, interrupts)
