@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +16,16 @@ import transfuse
 from moves import Pair, pair
 from transfuse.testing.exact import assert_exact
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed"),
+]
 
-quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+
+@functools.cache
+def quantization() -> Any:
+    """Its import takes seconds: only the process that runs these tests does it."""
+    return importlib.import_module("torchao.quantization")
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +37,15 @@ def two() -> Iterator[Pair]:
 def quantized(config: Any, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32)).to(torch.bfloat16)
-    quantization.quantize_(model, config)
+    quantization().quantize_(model, config)
     return model
 
 
 CONFIGS = {
-    "int8 weights": lambda: quantization.Int8WeightOnlyConfig(),
-    "int8 dynamic": lambda: quantization.Int8DynamicActivationInt8WeightConfig(),
-    "float8 weights": lambda: quantization.Float8WeightOnlyConfig(),
-    "intx weights": lambda: quantization.IntxWeightOnlyConfig(),
+    "int8 weights": lambda: quantization().Int8WeightOnlyConfig(),
+    "int8 dynamic": lambda: quantization().Int8DynamicActivationInt8WeightConfig(),
+    "float8 weights": lambda: quantization().Float8WeightOnlyConfig(),
+    "intx weights": lambda: quantization().IntxWeightOnlyConfig(),
 }
 
 
@@ -56,8 +66,8 @@ def test_quantized_modules_arrive_exactly(two: Pair, name: str) -> None:
 
 
 def test_another_quantization_is_refused_by_name(two: Pair) -> None:
-    source = quantized(quantization.Int8WeightOnlyConfig(), 0)
-    target = quantized(quantization.Float8WeightOnlyConfig(), 0)
+    source = quantized(quantization().Int8WeightOnlyConfig(), 0)
+    target = quantized(quantization().Float8WeightOnlyConfig(), 0)
     _, error = two.errors(source.state_dict(), target.state_dict())
     assert isinstance(error, transfuse.TargetMismatch)
     assert "['0.weight']" in str(error)
