@@ -105,11 +105,13 @@ def files(page: str) -> Iterator[tuple[str, str]]:
 
 
 def runs(page: str) -> Iterator[tuple[str, int]]:
-    """Programs that a page runs by torchrun, and on how many ranks."""
+    """Programs that a page runs, and on how many ranks."""
     for block in of_kind("sh", "console"):
         for words in commands(block) if block.page == page else ():
             if words[0] == "torchrun" and (ranks := _ranks(words)):
                 yield words[-1], ranks
+            elif words[0] == "python" and len(words) == 2:
+                yield words[1], 1
 
 
 def _ranks(words: list[str]) -> int | None:

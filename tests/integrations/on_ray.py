@@ -311,12 +311,25 @@ def test_registering_twice_is_once() -> None:
         ({"verify": "sometimes"}, "verify takes"),
         ({"max_bytes_per_second": "1G"}, "max_bytes_per_second takes"),
         ({"name": 7}, "name takes a text, got 7"),
+        ({"name": ""}, "name takes a text, got ''"),
         ({"name": "gloo"}, "GLOO is a transport of Ray's own: choose another name"),
+        ({"name": "object_store"}, "OBJECT_STORE is a transport of Ray's own: choose another name"),
+        ({"devices": "cpu"}, "devices takes types of device as .*, got 'cpu'"),
+        ({"devices": []}, r"devices takes types of device as .*, got \[\]"),
+        ({"devices": ["cpu", "cpuu"]}, "got 'cpuu' among"),
+        ({"devices": ["cuda:0"]}, "got 'cuda:0' among"),
+        ({"host": 5}, "host takes an address as a text, got 5"),
     ],
 )
 def test_wrong_settings_are_refused_where_they_are_given(wrong: dict[str, Any], error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
         over_transfuse.register(**{"name": "WRONG", **wrong})
+
+
+def test_an_address_of_another_node_is_named() -> None:
+    over_transfuse.register("AWAY", host="192.0.2.77")
+    with pytest.raises(OSError, match=r"the driver on node \w+ cannot listen on 192.0.2.77 for the transport AWAY: "):
+        ray.put(torch.ones(3), _tensor_transport="AWAY")
 
 
 # -------------------------------------------------------------------------------------------------------- killed actors
@@ -391,8 +404,8 @@ def test_a_fetch_that_its_own_thread_cancels_ends() -> None:
                     with self._lock:
                         self.cancel("nobody waits for it any more")
 
-        fetch = Dropped("one", served, [torch.zeros(1 << 20)])
-        thread = threading.Thread(target=fetch.run, args=(settings,), daemon=True)
+        fetch = Dropped(settings, "one", served, [torch.zeros(1 << 20)])
+        thread = threading.Thread(target=fetch.run, daemon=True)
         thread.start()
         with pytest.raises(RayDirectTransportError, match="nobody waits"):
             fetch.wait(DEADLINE)
@@ -443,7 +456,7 @@ def test_a_frozen_sender_is_given_up_and_wakes_up_unharmed(workers: list[Any], s
     pid = get(sender.pid.remote())
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(RayDirectTransportError, match=r"has not arrived: PeerTimeout"):
+        with pytest.raises(RayDirectTransportError, match=r"has not arrived: PeerTimeout[^$]*HASTY allows 3 s"):
             get(receiver.take.remote(made))
     finally:
         os.kill(pid, signal.SIGCONT)

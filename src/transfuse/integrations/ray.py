@@ -49,7 +49,7 @@ __all__ = ["Settings", "TransfuseTransport", "register", "reports"]
 #: How many objects a process fetches at once. Others wait: each fetch takes 7 file descriptors.
 MOST_FETCHES = 8
 #: Ray registers these when it first looks for a transport.
-RAYS_OWN = ("CUDA_IPC", "GLOO", "NCCL", "NIXL")
+RAYS_OWN = ("CUDA_IPC", "GLOO", "NCCL", "NIXL", "OBJECT_STORE")
 #: How many reports a process keeps: those of its last transfers.
 MOST_REPORTS = 256
 
@@ -106,11 +106,14 @@ def register(
         verify: compare digests of the bytes that have landed. None: not on the memory route.
         max_bytes_per_second: the most that receivers take from one sender, one after the other.
     """
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name:
         raise TypeError(f"name takes a text, got {name!r}")
     name = name.upper()  # As Ray does.
     if name in RAYS_OWN:
         raise ValueError(f"{name} is a transport of Ray's own: choose another name")
+    if not isinstance(host, str | None):
+        raise TypeError(f"host takes an address as a text, got {host!r}")
+    _check_devices(devices)
     settings = Settings(
         name=name,
         devices=tuple(devices),
@@ -131,6 +134,18 @@ def register(
     # Ray makes the instances itself, without arguments. It sends this class to the actors by value.
     configured = type(TransfuseTransport.__name__, (TransfuseTransport,), {"settings": settings})
     register_tensor_transport(name, list(devices), configured, torch.Tensor)
+
+
+def _check_devices(devices: Sequence[str]) -> None:
+    if isinstance(devices, str) or not devices:
+        raise TypeError(f'devices takes types of device as ["cpu"], got {devices!r}')
+    for device in devices:
+        try:
+            known = torch.device(device).type
+        except (RuntimeError, TypeError):
+            known = None
+        if known != device:
+            raise ValueError(f'devices takes types of device as ["cpu"], got {device!r} among {list(devices)}')
 
 
 def reports() -> list[transfuse.Report]:
@@ -223,13 +238,20 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
             self._objects = {}
             self._token = secrets.token_hex(32)
             self._job = job
-            self._server = transfuse.serve(
-                self._objects,
-                host=self.settings.host or ray.util.get_node_ip_address(),
-                token=self._token,
-                on_report=_reports.append,
-                **self.settings.of_server(),
-            )
+            host = self.settings.host or ray.util.get_node_ip_address()
+            try:
+                self._server = transfuse.serve(
+                    self._objects,
+                    host=host,
+                    token=self._token,
+                    on_report=_reports.append,
+                    **self.settings.of_server(),
+                )
+            except OSError as error:
+                raise OSError(
+                    f"{_this_process()} cannot listen on {host} for the transport {self.settings.name}: {error}; "
+                    "register(host=) takes an address of the sender's own node, and None the address that Ray knows"
+                ) from error
         return self._server
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[torch.Tensor]) -> None:
@@ -262,7 +284,8 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
         """Begin to fetch an object, in a thread of the pool."""
         if not tensor_transport_metadata.tensor_meta:
             return FetchRequest(obj_id, [])
-        fetch = _Fetch(obj_id, tensor_transport_metadata, self._targets(tensor_transport_metadata, target_buffers))
+        targets = self._targets(tensor_transport_metadata, target_buffers)
+        fetch = _Fetch(self.settings, obj_id, tensor_transport_metadata, targets)
         with self._lock:
             self._fetches.add(fetch)
         self._pool.submit(self._run, fetch)
@@ -292,7 +315,7 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
 
     def _run(self, fetch: _Fetch) -> None:
         try:
-            fetch.run(self.settings)
+            fetch.run()
         finally:
             with self._lock:
                 self._fetches.discard(fetch)
@@ -301,8 +324,9 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
 class _Fetch:
     """One fetch of one object. It can be cancelled at any time, from any thread."""
 
-    def __init__(self, obj_id: str, served: Served, targets: list[torch.Tensor] | None) -> None:
+    def __init__(self, settings: Settings, obj_id: str, served: Served, targets: list[torch.Tensor] | None) -> None:
         self.obj_id = obj_id
+        self._settings = settings
         self._served = served
         self._targets = targets
         self._outcome: Future[list[torch.Tensor]] = Future()
@@ -314,10 +338,10 @@ class _Fetch:
         self._landing = False
         self._ended = threading.Event()
 
-    def run(self, settings: Settings) -> None:
+    def run(self) -> None:
         self._thread = threading.get_ident()
         try:
-            tensors = self._fetch(settings)
+            tensors = self._fetch()
         except BaseException as error:
             self._end(None, error)
         else:
@@ -326,7 +350,8 @@ class _Fetch:
             self._ended.set()
             self._targets = None
 
-    def _fetch(self, settings: Settings) -> list[torch.Tensor]:
+    def _fetch(self) -> list[torch.Tensor]:
+        settings = self._settings
         self._show({})
         return list(
             transfuse.fetch(
@@ -361,10 +386,17 @@ class _Fetch:
                 # error that Ray keeps would keep what has arrived.
                 told = RayDirectTransportError(
                     f"object {self.obj_id} of {self._served.sender} at {self._served.address} has not arrived: "
-                    f"{type(error).__name__}: {error}\nThis process lives on. If the sender has died, or has freed the "
-                    "object, have the object made again."
+                    f"{type(error).__name__}: {error}\nThis process lives on. {self._remedy(error)}"
                 )
                 self._outcome.set_exception(told)
+
+    def _remedy(self, error: BaseException) -> str:
+        if isinstance(error, transfuse.PeerTimeout):
+            return (
+                f"The transport {self._settings.name} allows {self._settings.timeout:g} s without progress: if the "
+                "sender is only slow, register it with a longer timeout="
+            )
+        return "If the sender has died, or has freed the object, have the object made again."
 
     def wait(self, seconds: float | None) -> list[torch.Tensor]:
         """Wait so long for the tensors. A TimeoutError means that the fetch goes on."""
