@@ -108,10 +108,14 @@ def test_a_keeper_in_the_foreground_from_its_start_to_its_end(home: Home, tmp_pa
         assert [(one["keeper"], one["pid"]) for one in json.loads(frozen.stdout)] == [("silent", status["pid"])]
 
         done = run("keep", "--stop", str(status["pid"]))
-        assert (done.exit_code, done.output) == (0, f"keeper {status['pid']} of side car has ended\n")
+        # The workers are gone. What has started them is there, and might start others.
+        assert done.exit_code == 0
+        assert done.output.startswith(f"keeper {status['pid']} of side car has ended. Its job has kept steps")
         _, err, code = keeper.end()
     assert code == 0, err
     assert f"run side car, in {status['directory']}" in err
+    again = run("keep", "--stop", "side car")
+    assert (again.exit_code, again.output) == (0, "the keeper of side car was dead; its directory is removed\n")
     assert list(home.base.iterdir()) == []
 
 
@@ -158,6 +162,24 @@ def test_a_dead_keeper_is_listed_until_stop_removes_its_directory(home: Home) ->
         done = run("keep", "--stop", "lost")
         assert done.exit_code == 0, done.output
     assert list(home.base.iterdir()) == []
+
+
+@pytest.mark.usefixtures("threaded")
+def test_a_job_whose_keeper_is_stopped_does_not_begin_at_0(home: Home) -> None:  # noqa: F811
+    with Job(1) as job:
+        job.start([lambda: {"w": torch.ones(2)}])
+        assert job.commit(3) == ["committed"]
+        done = run("keep", "--stop", "job")
+        assert done.exit_code == 0, done.output
+        assert "Its job has kept steps and runs on" in done.output
+    with Job(1) as job:
+        job.start([lambda: {"w": torch.ones(2)}])
+        (error,) = job.errors(lambda keep: keep.restore())
+        assert "this run has kept steps, and none of them can be restored now" in str(error)
+        assert job.restore(missing_ok=True) is None
+        assert job.commit(1) == ["committed"]
+        job.all(lambda keep: keep.close())
+    until(lambda: list(home.base.iterdir()) == [])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from transfuse.errors import TransfuseError
 from transfuse.keeper import frames, runs
 from transfuse.keeper.attach import SOCKET_NAME, try_lock
 from transfuse.keeper.frames import KeeperLost, Link
-from transfuse.keeper.process import TOKEN_NAME, remove_files
+from transfuse.keeper.process import HELD_NAME, TOKEN_NAME, remove_files
 from transfuse.keeper.runs import Run
 
 __all__ = ["PREFIX", "Found", "find", "list_keepers", "served", "stop"]
@@ -111,12 +111,20 @@ def stop(found: Found, seconds: float) -> str:
         until = time.monotonic() + seconds
         while not link.gone():
             if time.monotonic() > until:
-                raise Failed(f"keeper {pid} has not ended within {seconds:g} s; kill -9 {pid} ends it for certain")
+                raise Failed(
+                    f"keeper {pid} has not ended within {seconds:g} s. It has been asked to, and ends when it runs "
+                    f"again, with what it holds; kill -9 {pid} ends it at once"
+                )
             time.sleep(0.02)
     finally:
         link.close()
     attached = found.status.get("attached", [])
     more = f"; {len(attached)} workers were attached, who start another one" if attached else ""
+    if (found.directory / HELD_NAME).exists():
+        more += (
+            ". Its job has kept steps and runs on: if it is restarted before it commits again, restore() raises. To "
+            "forget the run, end the job, and stop its keeper once more"
+        )
     return f"keeper {pid} of {_short_name(found)} has ended{more}"
 
 

@@ -36,7 +36,7 @@ from transfuse.keeper.runs import RUN_FILE, Process, remake_directory
 from transfuse.keeper.slots import Label
 from transfuse.remote.server import Server, serve
 
-__all__ = ["SOCKET_NAME", "TOKEN_NAME", "Keeper", "go_before_training", "main", "remove_files"]
+__all__ = ["HELD_NAME", "SOCKET_NAME", "TOKEN_NAME", "Keeper", "go_before_training", "main", "remove_files"]
 
 logger = logging.getLogger("transfuse.keeper")
 
@@ -194,6 +194,7 @@ class Keeper:
         """Remove the directory and what is in it, unless it belongs to another keeper by now, or soon will.
 
         Workers who start a keeper hold the lock. If one holds it now, the keeper that it starts takes the files over.
+        A job that has kept steps and runs on must not begin at 0 when it is restarted: the note of it stays.
         """
         lock = try_lock(self.directory)
         if lock is None:
@@ -201,9 +202,16 @@ class Keeper:
         try:
             with suppress(FileNotFoundError):
                 if os.path.samestat(self._bound, (self.directory / SOCKET_NAME).stat()):
-                    remove_files(self.directory)
+                    self._note_held(self.ring.has_held)
+                    remove_files(self.directory, with_note=not (self._has_held and self._job_runs()))
         finally:
             os.close(lock)
+
+    def _job_runs(self) -> bool:
+        """Whether somebody is there who has not closed: workers, or an agent that may start some."""
+        with self._changed:
+            is_there = bool(self._workers) or any(agent.alive() for agent in self._agents.values())
+            return is_there and self._why_end() is None
 
     def _why_end(self) -> str | None:
         """Why the keeper is no longer needed; None: it is."""
@@ -612,13 +620,20 @@ _ANSWERS: Mapping[type, Callable[..., Any]] = {
 }
 
 
-def remove_files(directory: pathlib.Path) -> None:
-    """Remove what a keeper has left. The caller holds the lock of the directory."""
-    # The lock last: whoever waits for it sees that it is gone, and begins again.
-    notes = [path.name for path in directory.glob(f"{RUN_FILE}*")]
-    for name in [SOCKET_NAME, TOKEN_NAME, "address", "port", HELD_NAME, CLOSED_NAME, LOG_NAME, *notes, LOCK_NAME]:
+def remove_files(directory: pathlib.Path, *, with_note: bool = True) -> None:
+    """Remove what a keeper has left. The caller holds the lock of the directory.
+
+    ``with_note``: also that the run has kept steps, and the directory.
+    """
+    names = [SOCKET_NAME, TOKEN_NAME, "address", "port", CLOSED_NAME, LOG_NAME]
+    if with_note:
+        # The lock last: whoever waits for it sees that it is gone, and begins again.
+        names += [HELD_NAME, *(path.name for path in directory.glob(f"{RUN_FILE}*")), LOCK_NAME]
+    for name in names:
         with suppress(OSError):
             (directory / name).unlink()
+    if not with_note:
+        return
     with suppress(OSError):
         directory.rmdir()
 
