@@ -170,7 +170,10 @@ class Allotment:
             + f"; this host's keeper holds {human_bytes(held)} already"
         )
         if most is not None and held + need + copies > most:
-            raise TransfuseError(f"{sums}, which is more than max_bytes={human_bytes(most)}")
+            raise TransfuseError(
+                f"{sums}, which is more than max_bytes={human_bytes(most)}: each rank of this host needs as much; "
+                "raise max_bytes=, or lower slots="
+            )
         if need + copies + self._allocating > free:
             raise TransfuseError(f"{sums}, and only {human_bytes(free)} of memory are free")
 

@@ -340,7 +340,7 @@ class Link:
             for low in range(0, len(descriptors), MAX_DESCRIPTORS):
                 socket.send_fds(self._socket, [b"\0"], descriptors[low : low + MAX_DESCRIPTORS])
         except OSError as error:
-            raise KeeperLost(f"the connection to the keeper broke: {error or type(error).__name__}") from error
+            raise self._broken(error, seconds) from error
 
     def hear(self, seconds: float | None) -> tuple[Frame, list[int]]:
         until = None if seconds is None else time.monotonic() + seconds
@@ -365,7 +365,16 @@ class Link:
                 os.close(fd)
             if isinstance(error, TransfuseError):
                 raise
-            raise KeeperLost(f"the connection to the keeper broke: {error or type(error).__name__}") from error
+            raise self._broken(error, seconds) from error
+
+    def _broken(self, error: Exception, seconds: float | None) -> KeeperLost:
+        if isinstance(error, TimeoutError):
+            pid = self.peer_pid()
+            return KeeperLost(
+                f"keeper {pid} has not answered within {seconds or 0:g} s: it has been stopped (kill -CONT {pid} lets "
+                "it go on), or this machine is overloaded"
+            )
+        return KeeperLost(f"the connection to the keeper broke: {error or type(error).__name__}")
 
     def _wait(self, until: float | None) -> None:
         if until is not None and time.monotonic() >= until:

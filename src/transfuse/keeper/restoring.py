@@ -155,10 +155,11 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
         return None
     lines = _lines(reasons or ["no keeper holds a step any more"])
     answered = len(members.ranks) - sum(bool(one.failure) for one in holdings)
+    hosts = "" if answered == len(members.ranks) else "start the missing hosts again, "
     raise StateError(
         f"this run has kept steps, and none of them can be restored now ({answered} of {len(members.ranks)} hosts "
-        f"answered, within {wish.seconds:g} s):{lines}\nStart the missing hosts again, load a checkpoint, or begin "
-        "anew with restore(missing_ok=True). Nothing was touched"
+        f"answered, within {wish.seconds:g} s):{lines}\nWhat you can do: {hosts}load a checkpoint, or begin anew with "
+        "restore(missing_ok=True). Nothing was touched"
     )
 
 
@@ -196,10 +197,14 @@ def _attempt(
             # As many ranks as before, but other shards. All ranks have heard the same reasons.
             if not attempt.same or not any(kind in str(error) for kind in ("NotCovered: ", "TargetMismatch: ")):
                 raise
+            alone = error
     with ExitStack() as stack:
         attempt = Attempt(members, link, asking, wish, candidate, stack)
         attempt.same = False
-        return attempt.run()
+        try:
+            return attempt.run()
+        except Forbidden as error:
+            raise Forbidden(f"{alone}\n  If other shards are wanted, from all ranks together: {error}") from error
 
 
 def tell(members: Members, link: Link | None, asking: threading.RLock, seconds: float) -> bytes:
