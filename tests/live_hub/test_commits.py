@@ -359,9 +359,9 @@ def _elsewhere(work: Callable[[], str]) -> str:
 
 def test_a_step_that_moves_on_without_mutating_is_a_commit_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     job = Job()
-    for _ in range(2):
+    for turn in range(2):
         with job.get() as commit:
-            assert commit.step == job.step
+            assert (commit.step, commit.is_loose) == (job.step, turn > 0)
         with job.get() as again:
             assert again.id == commit.id
         job.forget_mutating()

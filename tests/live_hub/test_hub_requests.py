@@ -83,6 +83,7 @@ def test_ranges_at_every_edge(hub: transfuse.Hub) -> None:
 def test_a_range_of_an_empty_file() -> None:
     assert range_of("bytes=0-", 0) == range(0)
     assert range_of("bytes=-5", 0) == range(0)
+    assert range_of(f"bytes={10**40}-", 5) == range(0)
 
 
 def test_head_says_what_get_sends(hub: transfuse.Hub) -> None:

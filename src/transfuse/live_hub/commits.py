@@ -59,6 +59,8 @@ class Commit:
     number: int
     step: int | None
     mark: object
+    #: Whether the state may have changed during the copy.
+    is_loose: bool
     layout: Layout
     buffer: Buffer
     etags: dict[str, str]
@@ -294,7 +296,7 @@ class Commits:
         if taken.layout.index is not None:
             etags[INDEX_NAME] = xxhash.xxh3_128_hexdigest(taken.layout.index)
         name = hashlib.sha1(f"{self._run} {number} {taken.step}".encode(), usedforsecurity=False).hexdigest()
-        return Commit(name, number, taken.step, taken.mark, taken.layout, buffer, etags, time.time())
+        return Commit(name, number, taken.step, taken.mark, taken.is_loose, taken.layout, buffer, etags, time.time())
 
     def _check_open(self) -> None:
         if self._closed:

@@ -21,7 +21,7 @@ from transfuse.live_hub.commits import MAIN, Commit, Commits, Visitor
 __all__ = ["Answer", "Question", "Repository", "range_of"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+_RANGE = re.compile(r"bytes=(\d{0,99})-(\d{0,99})")
 
 #: What a client is told in ``X-Error-Code``, and what it raises then.
 NO_REPO, NO_REVISION, NO_ENTRY = "RepoNotFound", "RevisionNotFound", "EntryNotFound"
@@ -150,6 +150,8 @@ class Repository:
 
     def _about(self, commit: Commit) -> dict[str, Any]:
         title = "a state without a step" if commit.step is None else f"step {commit.step}"
+        if commit.is_loose:
+            title += ", or half of it: it moved outside of mutating()"
         return {
             "id": commit.id,
             "title": title,

@@ -81,6 +81,8 @@ class Taken(NamedTuple):
     step: int | None
     #: The source's mark at that moment.
     mark: object
+    #: Whether the state may have changed meanwhile.
+    is_loose: bool
 
 
 class NotTold(Exception):
@@ -136,11 +138,11 @@ class LiveSource:
     def __init__(self, live: LiveState, *, prefix: str, max_shard_bytes: int) -> None:
         self._live = live
         self._layouts = _Layouts(prefix, max_shard_bytes)
-        #: What the last copy was of: how often the state had been changed, and its step.
-        self._last: tuple[int, int | None] | None = None
         self._has_warned = False
         with live.reading(lambda: None) as seen:  # Refuse now what could never be copied.
             self._layouts.of([entry for entry, _ in _tensors(seen.state, prefix)])
+            #: When this last looked: how often the state had been changed, and its step.
+            self._last = (seen.changes, seen.step)
 
     def mark(self, seconds: float | None) -> object:
         """How often the state was changed, and its step: it moves on also if a job forgets ``mutating()``."""
@@ -156,14 +158,16 @@ class LiveSource:
                 layout = self._layouts.of([entry for entry, _ in found])
                 if buffer.nbytes >= layout.nbytes:
                     _copy({entry.name: tensor for entry, tensor in found}, layout, buffer)
-                    self._look_for_forgotten(seen)
-                    return Taken(layout, seen.step, (seen.changes, seen.step))
+                    is_loose = self._was_forgotten(seen)
+                    return Taken(layout, seen.step, (seen.changes, seen.step), is_loose)
             buffer.grow(layout.nbytes)  # Here, where training goes on: it takes as long as the copy.
 
-    def _look_for_forgotten(self, seen: Seen) -> None:
-        """Warn, once, if the step has moved on and nobody was in ``mutating()`` since the last copy."""
+    def _was_forgotten(self, seen: Seen) -> bool:
+        """Whether the step has moved on, and nobody was in ``mutating()`` since the last look. One warning."""
         last, self._last = self._last, (seen.changes, seen.step)
-        if last is not None and last[0] == seen.changes and last[1] != seen.step and not self._has_warned:
+        if last[0] != seen.changes or last[1] == seen.step:
+            return False
+        if not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "the step went from %s to %s outside of the hub's mutating(): if weights change there too, a commit "
@@ -171,6 +175,7 @@ class LiveSource:
                 last[1],
                 seen.step,
             )
+        return True
 
 
 def _tensors(state: object, prefix: str) -> list[tuple[Entry, torch.Tensor]]:
@@ -359,7 +364,7 @@ class ServerSource:
             on_report=reports.append,
         )
         step = reports[-1].step
-        return Taken(chosen[-1], step, step)
+        return Taken(chosen[-1], step, step, is_loose=False)
 
     def _entries(self, catalogue: Catalogue) -> list[tuple[int, Entry]]:
         """The tensors of all servers, each with its number in the catalogue."""
