@@ -54,6 +54,11 @@ def lose_and_resume(rank: int, in_place: bool, spoil: bool, verify: bool | None)
     return account, partial.received_bytes, again.report.kept_bytes, again.report.bytes, repr(partial)
 
 
+def slow_source(pg: Any, **options: Any) -> transfuse.PGTransport:
+    """A receiver that stops in the middle has the time to, also on a busy machine."""
+    return transfuse.PGTransport(pg, TIMEOUT, CPU, max_bytes_per_second=8.0 * MIB, **options)
+
+
 TOTAL = sum(leaf.nbytes for name, leaf in state().items() if name.startswith("w")) + 72
 
 
@@ -99,7 +104,7 @@ def test_a_source_that_has_something_else_is_not_resumed_from(change: str) -> No
         )
         if rank == 0:
             with pytest.raises(transfuse.SendFailed):
-                transfuse.PGTransport(pg, TIMEOUT, CPU, same_host=False).send_checkpoint([1], state(), step=1)
+                slow_source(pg, same_host=False).send_checkpoint([1], state(), step=1)
             sender.send_checkpoint([1], second, step=2 if change == "step" else 1)
             return second
 
@@ -144,7 +149,7 @@ def interrupted(
     def work(rank: int, pg: Any) -> Any:
         if rank == 0:
             with pytest.raises(transfuse.SendFailed):
-                transfuse.PGTransport(pg, TIMEOUT, CPU, same_host=False).send_checkpoint([1], offered, step=1)
+                slow_source(pg, same_host=False).send_checkpoint([1], offered, step=1)
             return None
 
         def stop(progress: dict[int, transfuse.Progress]) -> None:
@@ -281,7 +286,7 @@ def test_leaves_that_see_the_memory_of_a_missing_one_are_missing_too() -> None:
     def work(rank: int, pg: Any) -> Any:
         if rank == 0:
             with pytest.raises(transfuse.SendFailed):
-                transfuse.PGTransport(pg, TIMEOUT, CPU).send_checkpoint([1], offered)
+                slow_source(pg).send_checkpoint([1], offered)
             return None
 
         def stop(progress: dict[int, transfuse.Progress]) -> None:
@@ -309,7 +314,7 @@ def test_a_transport_whose_target_is_torn_is_no_source_until_it_has_received() -
         if rank == 0:
             sender = transfuse.PGTransport(pg, TIMEOUT, CPU)
             with pytest.raises(transfuse.SendFailed):
-                sender.send_checkpoint([1], state())
+                slow_source(pg).send_checkpoint([1], state())
             with pytest.raises(transfuse.PeerRefused, match=r"TornState.*half-written"):
                 sender.recv_checkpoint(1)
             sender.send_checkpoint([1], state())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import resource
@@ -274,6 +275,7 @@ def test_if_descriptors_run_out_slots_that_were_made_are_given_back(home: Home, 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Job(1, slots=200) as job:
         job.start(same({"w": torch.zeros(4)}))
+        gc.collect()  # Keepers of other tests.
         before = descriptors()
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(one.name) for one in links()) + 60, hard))
         try:

@@ -421,8 +421,8 @@ def test_a_keeper_that_is_lost_before_the_restore_is_no_reason_to_begin_anew(kee
         assert all(isinstance(error, StateError) for error in errors), errors
         (text,) = {str(error) for error in errors}
         assert "it is not known whether this run has kept steps" in text
-        silent = rf"host 0: keeper {os.getpid()} has not answered within 2 s: .*kill -CONT"
-        assert re.search(silent if is_frozen else "host 0: the connection to the keeper broke", text), text
+        silent = f"process {os.getpid()} has not answered within 2 s: it was stopped" if is_frozen else ""
+        assert f"host 0: the connection to the keeper broke: {silent}" in text
         assert job.restore(missing_ok=True) is None
         assert exact(targets, before)
 

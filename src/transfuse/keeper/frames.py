@@ -368,13 +368,14 @@ class Link:
             raise self._broken(error, seconds) from error
 
     def _broken(self, error: Exception, seconds: float | None) -> KeeperLost:
+        why = str(error) or type(error).__name__
         if isinstance(error, TimeoutError):
-            pid = self.peer_pid()
-            return KeeperLost(
-                f"keeper {pid} has not answered within {seconds or 0:g} s: it has been stopped (kill -CONT {pid} lets "
-                "it go on), or this machine is overloaded"
-            )
-        return KeeperLost(f"the connection to the keeper broke: {error or type(error).__name__}")
+            pid = 0
+            with suppress(OSError):
+                pid = self.peer_pid()
+            who, cure = (f"process {pid}", f" (kill -CONT {pid} lets it go on)") if pid else ("the other end", "")
+            why = f"{who} has not answered within {seconds or 0:g} s: it was stopped{cure}, or the machine is too busy"
+        return KeeperLost(f"the connection to the keeper broke: {why}")
 
     def _wait(self, until: float | None) -> None:
         if until is not None and time.monotonic() >= until:
