@@ -21,5 +21,5 @@ def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
 
 def is_dtensor_class(cls: type) -> bool:
     # Another thread may be importing the module: it is there, and its class is not yet.
-    known = getattr(sys.modules.get("torch.distributed.tensor._api"), "DTensor", None)
+    known = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return known is not None and issubclass(cls, known)
