@@ -632,10 +632,9 @@ def remove_files(directory: pathlib.Path, *, with_note: bool = True) -> None:
     for name in names:
         with suppress(OSError):
             (directory / name).unlink()
-    if not with_note:
-        return
-    with suppress(OSError):
-        directory.rmdir()
+    if with_note:
+        with suppress(OSError):
+            directory.rmdir()
 
 
 def _belongs(rank: int, agent: Process) -> TransfuseError:

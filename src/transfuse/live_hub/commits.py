@@ -296,7 +296,17 @@ class Commits:
         if taken.layout.index is not None:
             etags[INDEX_NAME] = xxhash.xxh3_128_hexdigest(taken.layout.index)
         name = hashlib.sha1(f"{self._run} {number} {taken.step}".encode(), usedforsecurity=False).hexdigest()
-        return Commit(name, number, taken.step, taken.mark, taken.is_loose, taken.layout, buffer, etags, time.time())
+        return Commit(
+            id=name,
+            number=number,
+            step=taken.step,
+            mark=taken.mark,
+            is_loose=taken.is_loose,
+            layout=taken.layout,
+            buffer=buffer,
+            etags=etags,
+            made_at=time.time(),
+        )
 
     def _check_open(self) -> None:
         if self._closed:
