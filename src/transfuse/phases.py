@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Literal
 
-__all__ = ["DONE", "FAILED", "MOVING", "READS", "RELAYING", "WAITING", "Direction", "Phase", "trace_name"]
+__all__ = ["CARRYING", "DONE", "FAILED", "MOVING", "READS", "RELAYING", "WAITING", "Direction", "Phase", "trace_name"]
 
 Direction = Literal["send", "receive"]
 
@@ -48,6 +48,8 @@ WAITING = "waiting for the other sources"
 READS = "waiting while the receiver reads"
 #: The values of ``Progress.phase`` during which bytes move.
 MOVING = frozenset({Phase.SEND.doing, Phase.READ.doing, Phase.RECEIVE.doing, RELAYING, READS})
+#: The phases in which this end moves bytes itself.
+CARRYING = frozenset({Phase.SEND, Phase.READ, Phase.RECEIVE})
 
 
 def trace_name(direction: Direction, phase: Phase | None = None) -> str:

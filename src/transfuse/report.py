@@ -12,7 +12,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from transfuse.errors import as_utf8
-from transfuse.phases import Direction, Phase, trace_name
+from transfuse.phases import CARRYING, Direction, Phase, trace_name
 
 __all__ = ["Report", "failed_with", "human_bytes", "routes_of", "said"]
 
@@ -30,8 +30,43 @@ MOST_LETTERS = 200
 #: With more peers than this, the title gives their number instead of their ranks.
 MOST_PEERS = 8
 
-#: Guards the numbers of a report: the conversations with several sources update one report.
+#: Guards the numbers of a report: the conversations with several peers update one report.
 _counting = threading.Lock()
+
+
+class _Clock:
+    """Splits the time of a call among its phases. Each moment counts once, in equal parts for threads in a phase."""
+
+    def __init__(self, phases: dict[str, float]) -> None:
+        self._phases = phases
+        #: For each thread that is in a phase: that phase, and those around it.
+        self._inside: dict[int, list[Phase]] = {}
+        self._counted = time.perf_counter()
+        #: Seconds in which some thread moved bytes.
+        self.moving = 0.0
+
+    def enter(self, phase: Phase) -> None:
+        with _counting:
+            self._count()
+            self._phases.setdefault(phase.label, 0.0)
+            self._inside.setdefault(threading.get_ident(), []).append(phase)
+
+    def leave(self) -> None:
+        with _counting:
+            self._count()
+            inside = self._inside[threading.get_ident()]
+            inside.pop()
+            if not inside:
+                del self._inside[threading.get_ident()]
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        passed, self._counted = now - self._counted, now
+        current = [phases[-1] for phases in self._inside.values()]
+        for phase in current:
+            self._phases[phase.label] += passed / len(current)
+        if not CARRYING.isdisjoint(current):
+            self.moving += passed
 
 
 @dataclass
@@ -66,8 +101,10 @@ class Report:
     #: Whether digests were compared.
     verified: bool = False
     seconds: float = 0.0
-    #: Seconds by phase (:class:`transfuse.phases.Phase`), in the order in which the phases began. For a send: the
-    #: longest of all receivers; for a receive from several sources: the sum over all sources.
+    #: How many of ``seconds`` some thread of this end spent with sending, receiving or reading parcels.
+    moving_seconds: float = 0.0
+    #: Seconds by phase (:class:`transfuse.phases.Phase`), in the order in which the phases began. Each moment counts
+    #: once: while the conversations with several peers are in different phases, each phase gets its part.
     phases: dict[str, float] = field(default_factory=dict)
     #: The error that the call raised, as class and message. None: the call succeeded.
     error: str | None = None
@@ -75,9 +112,35 @@ class Report:
     #: lost or not used. A receive that did not need those sources succeeds all the same.
     failed: dict[int, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._clock = _Clock(self.phases)
+
     @property
     def bytes_per_second(self) -> float:
-        return self.bytes / self.seconds if self.seconds else 0.0
+        """The rate while bytes moved. 0 if nobody knows it here: receivers that read a source's memory do so alone."""
+        is_known = self.moving_seconds and not (self.direction == "send" and self.read_bytes)
+        return self.bytes / self.moving_seconds if is_known else 0.0
+
+    @property
+    def other_seconds(self) -> float:
+        """How many of ``seconds`` belong to no phase."""
+        return max(self.seconds - sum(self.phases.values()), 0.0)
+
+    def part(self, rank: int) -> Report:
+        """A report of the conversation with one of the peers. Its phases count in this report."""
+        part = Report(self.direction, (rank,))
+        part.phases, part._clock = self.phases, self._clock
+        return part
+
+    def end(self, seconds: float) -> None:
+        """Set the time that the call took."""
+        self.seconds, self.moving_seconds = seconds, self._clock.moving
+
+    @property
+    def duration(self) -> str:
+        """The time, and the rate if it is known."""
+        rate = self.bytes_per_second
+        return f"{self.seconds:.3f} s" + (f" ({human_bytes(rate)}/s while bytes moved)" if rate else "")
 
     def count(self, source: int, nbytes: int, parcels: int, route: str) -> None:
         """Count parcels that a source has brought."""
@@ -103,15 +166,12 @@ class Report:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Add the time of this block to a phase, and show it as a range in a profiler's trace."""
-        started = time.perf_counter()
-        with _counting:
-            self.phases.setdefault(phase.label, 0.0)
+        self._clock.enter(phase)
         try:
             with record_function(trace_name(self.direction, phase)):
                 yield
         finally:
-            with _counting:
-                self.phases[phase.label] += time.perf_counter() - started
+            self._clock.leave()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in types that JSON has. ``json.dumps`` turns the keys that are ranks into strings."""
@@ -122,9 +182,8 @@ class Report:
         step = "any step" if self.step is None else f"step {self.step}"
         route = f" by {self.route}" if self.route else ""
         text = (
-            f"{self.title}, {step}: {human_bytes(self.bytes)}{route} in {self.seconds:.3f} s "
-            f"({human_bytes(self.bytes_per_second)}/s), {self.leaves} leaves, {self.repaired} parcels repaired, "
-            f"{human_bytes(self.kept_bytes)} kept"
+            f"{self.title}, {step}: {human_bytes(self.bytes)}{route} in {self.duration}, {self.leaves} leaves, "
+            f"{self.repaired} parcels repaired, {human_bytes(self.kept_bytes)} kept"
         )
         if self.error is not None:
             return f"{text}; failed: {_brief(self.error)}"
@@ -151,8 +210,9 @@ class Report:
             *((("used again", ", ".join(self.reused)),) if self.reused else ()),
             ("integrity", f"{verified}, {self.repaired} parcels repaired"),
             *((("torn", f"{len(self.torn):,} leaves: {_brief(', '.join(self.torn))}"),) if self.torn else ()),
-            ("time", f"{self.seconds:.3f} s ({human_bytes(self.bytes_per_second)}/s)"),
+            ("time", self.duration),
             *((f"  {name}", f"{seconds:.3f} s") for name, seconds in self.phases.items()),
+            *((("  other", f"{self.other_seconds:.3f} s"),) if self.phases else ()),
         ]
 
     def __str__(self) -> str:

@@ -246,7 +246,7 @@ class PGTransport:
                 failure = error
                 if not isinstance(error, Exception):
                     caller.stop(error)
-        reports = {rank: Report("send", (rank,)) for rank in ranks}
+        reports = {rank: report.part(rank) for rank in ranks}
 
         channels = {rank: Channel(self._group, rank, self._seconds, self._limits, is_source=True) for rank in ranks}
 
@@ -508,7 +508,7 @@ class PGTransport:
             report.error = said(error)
             raise
         finally:
-            report.seconds = time.perf_counter() - started
+            report.end(time.perf_counter() - started)
             logger.info("%s", report.line(), extra={"transfuse_report": report})
 
     def _check_ranks(self, name: str, given: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
@@ -555,7 +555,7 @@ def check_resume(resume: Partial | None) -> None:
 
 
 def _sum_up(report: Report, single: list[Report]) -> None:
-    """Add the reports of the single receivers to the report of the send. Of each phase the longest time counts."""
+    """Add the reports of the single receivers to the report of the send."""
     for one in single:
         report.bytes += one.bytes
         report.read_bytes += one.read_bytes
@@ -566,5 +566,3 @@ def _sum_up(report: Report, single: list[Report]) -> None:
         report.route = routes_of(report.route, one.route)
         for what in one.reused:
             report.reuse(what)
-        for name, seconds in one.phases.items():
-            report.phases[name] = max(report.phases.get(name, 0.0), seconds)

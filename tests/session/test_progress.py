@@ -483,6 +483,35 @@ def test_reports_of_both_ends() -> None:
     assert received["by_source"] == {"0": 8 * MIB}
 
 
+@pytest.mark.usefixtures("either_route")
+@pytest.mark.parametrize(("sources", "receivers"), [(1, 1), (3, 1), (1, 3), (2, 2)])
+def test_phases_add_up_to_the_time(sources: int, receivers: int) -> None:
+    move = Move(sources=sources, receivers=receivers)
+    move.run(target=lambda rank: blank())
+    for report in move.reports.values():
+        assert sum(report.phases.values()) <= report.seconds
+        assert report.seconds == pytest.approx(sum(report.phases.values()) + report.other_seconds)
+        rows = dict(report.rows())
+        assert rows["  other"] == f"{report.other_seconds:.3f} s"
+
+
+@pytest.mark.usefixtures("either_route")
+def test_a_rate_does_not_count_waiting() -> None:
+    move = Move()
+    move.run(target=lambda rank: blank())
+    sent, received = (move.reports[rank] for rank in (0, 1))
+    waited = received.phases["wait for offer"]
+    assert 0 < received.moving_seconds <= received.seconds - waited
+    assert received.bytes_per_second == received.bytes / received.moving_seconds
+    assert f"{received.seconds:.3f} s (" in dict(received.rows())["time"]
+    assert "/s while bytes moved)" in received.line()
+    if received.read_bytes:
+        assert sent.bytes_per_second == 0, "the receiver read alone"
+        assert dict(sent.rows())["time"] == f"{sent.seconds:.3f} s"
+    else:
+        assert sent.bytes_per_second == sent.bytes / sent.moving_seconds
+
+
 def test_a_report_of_delta_several_sources_and_casts() -> None:
     def target(rank: int) -> dict[str, Any]:
         return {**make_state(), "w0": torch.zeros(MIB // 4, dtype=torch.bfloat16), "w1": torch.zeros(MIB // 4)}
@@ -544,8 +573,8 @@ def test_one_line_for_each_end(caplog: pytest.LogCaptureFixture) -> None:
     assert (received.getMessage(), sent.getMessage()) == (move.reports[1].line(), move.reports[0].line())
     route = move.reports[1].route
     pattern = (
-        rf"receive from 0, step 3: 8\.0 MiB by {route} in [\d.]+ s \([\d.]+ .?i?B/s\), 8 leaves, "
-        r"0 parcels repaired, 0 B kept"
+        rf"receive from 0, step 3: 8\.0 MiB by {route} in [\d.]+ s \([\d.]+ .?i?B/s while bytes moved\), "
+        r"8 leaves, 0 parcels repaired, 0 B kept"
     )
     assert re.fullmatch(pattern, received.getMessage())
     assert getattr(received, "transfuse_report", None) is move.reports[1]

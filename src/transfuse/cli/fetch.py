@@ -198,7 +198,6 @@ def _tell(goal: Goal, report: Report, as_json: bool) -> None:
         said = {"file": str(goal.path), "format": goal.how.value, "bytes": nbytes, "report": report.to_dict()}
         print(json.dumps(said, indent=2))
         return
-    rate = human_bytes(report.bytes_per_second)
     moved = f"{count_leaves(report.leaves)}, {human_bytes(report.bytes)} by {report.route or 'description alone'}"
-    print(f"fetched {moved} in {report.seconds:.3f} s ({rate}/s)")
+    print(f"fetched {moved} in {report.duration}")
     print(f"wrote {goal.path} ({goal.how.value}, {human_bytes(nbytes)})")

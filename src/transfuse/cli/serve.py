@@ -118,7 +118,6 @@ def _tell(report: Report, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.to_dict()), flush=True)
     elif report.error is None and report.bytes:
-        rate = human_bytes(report.bytes_per_second)
-        print(f"sent {human_bytes(report.bytes)} by {report.route} in {report.seconds:.3f} s ({rate}/s)", flush=True)
+        print(f"sent {human_bytes(report.bytes)} by {report.route} in {report.duration}", flush=True)
     elif report.error is None:
         print("sent the description", flush=True)

@@ -139,8 +139,9 @@ def _measure(group: Any, *, same_host: bool) -> tuple[str, float]:
             transport.send_checkpoint([1], state)
         else:
             transport.recv_checkpoint(0)
-        assert transport.report is not None
-        route, best = transport.report.route, max(best, transport.report.bytes_per_second)
+        report = transport.report
+        assert report is not None
+        route, best = report.route, max(best, report.bytes / report.seconds)
         again[0] = time.monotonic() < until
         # Rank 1 decides for both.
         dist.broadcast(again, src=1)
