@@ -100,7 +100,7 @@ class Worker:
 
     def lay(self, step: int) -> None:
         key, size = f"rank {self.rank}".encode().ljust(KEY_BYTES), np.array([self.nbytes], "<i8").tobytes()
-        question = frames.Lay(self.generation, step, key, size, bytes([PRIVATE]), bytes(DIGEST_BYTES), 200)
+        question = frames.Lay(self.generation, step, key, size, bytes([PRIVATE]), bytes(DIGEST_BYTES), 200, SECONDS)
         laid, descriptors = self.link.ask_for_files(question, frames.Laid, SECONDS)
         self.place = int(np.frombuffer(laid.places, "<i8")[0])
         for number, fd in enumerate(descriptors, laid.first):

@@ -267,7 +267,7 @@ def test_values_that_differed_are_named_too(keeper: Keeper) -> None:
 
 def test_a_rank_never_gets_what_belonged_to_another_one(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rank 0 has committed a step: that is no state for rank 1."""
-    monkeypatch.setattr("transfuse.keeper.allotment.PARTNER_SECONDS", 0.2)
+    monkeypatch.setattr("transfuse.keeper.commits.PARTNER_SECONDS", 0.2)
     with Job(2) as job:
         job.start(same(*[state_of(rank, 5) for rank in range(2)]))
         job.keeps[0].commit(5)

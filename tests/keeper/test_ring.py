@@ -51,6 +51,24 @@ def test_hosts_whose_slots_are_full_of_different_steps_begin_again_from_a_common
     until(advance, "a step that both have")
 
 
+def test_ranks_of_other_hosts_that_do_not_commit_are_named(job: Job) -> None:
+    for _ in range(3):
+        job.add_host()
+    workers = job.meet([0, 1, 2], slots=3)
+    for worker in workers[:2]:
+        for step in (1, 2, 3):
+            assert worker.commit(step)
+
+    def names_rank_2(worker: Worker) -> bool:
+        slot = worker.link.ask(frames.Begin(worker.generation, 4), frames.Slot, SECONDS)
+        assert slot.number is None
+        assert slot.complete is None
+        return bool(slot.why == "rank 2 has not committed step 1, on other hosts")
+
+    for worker in workers[:2]:
+        until(partial(names_rank_2, worker), f"rank {worker.rank} hears who is missing")
+
+
 def test_a_replaced_host_learns_what_is_confirmed_and_takes_part(job: Job) -> None:
     for _ in range(3):
         job.add_host()

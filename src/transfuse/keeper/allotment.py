@@ -21,9 +21,6 @@ from transfuse.report import human_bytes
 
 __all__ = ["Allotment", "Tenant"]
 
-#: How long ranks that ask for a layout wait for the other ranks of the host, which may share it.
-PARTNER_SECONDS = 10.0
-
 
 @dataclass(frozen=True)
 class Tenant:
@@ -50,6 +47,8 @@ class Allotment:
         #: By rank: what it wants to commit at which step, and what was decided for it.
         self._wanted: dict[int, tuple[Label, Wanted]] = {}
         self._laid: dict[int, Layout] = {}
+        #: Ranks that others have waited for in vain, and that have not asked for anything yet.
+        self._missed: set[int] = set()
         #: Slots that were reserved before their layout is known; bytes that are being allocated.
         self._spare: dict[int, list[SlotFile]] = {}
         self._allocating = 0
@@ -65,9 +64,10 @@ class Allotment:
             _split(lay.digests, DIGEST_BYTES),
             lay.text_bytes,
         )
-        until = time.monotonic() + PARTNER_SECONDS
+        until = time.monotonic() + lay.patience
         with self._changed:
             self._laid.pop(rank, None)
+            self._missed.discard(rank)
             self._wanted[rank] = label, wanted
             self._changed.notify_all()
             partners = self._books.needs_partners(rank, wanted)
@@ -83,6 +83,9 @@ class Allotment:
             if rank not in self._laid:
                 # This rank is the last to come, or has waited long enough: it decides for all that are here.
                 here = {one: what for one, (of, what) in self._wanted.items() if of == label} if partners else {}
+                if partners:
+                    silent = {one for one in self._local_ranks() if not self._books.has_come(one)}
+                    self._missed |= silent - set(self._wanted)
                 self._laid.update(self._books.lay_out(here or {rank: wanted}))
                 self._changed.notify_all()
             layout = self._laid.pop(rank)
@@ -93,6 +96,7 @@ class Allotment:
         """Whether nobody is to be waited for. Called under the lock."""
         return not partners or all(
             self._wanted.get(rank, (None,))[0] == label
+            or rank in self._missed
             or (self._books.has_layout(rank) and (rank not in self._attached or self._books.is_past(rank, label)))
             for rank in self._local_ranks()
         )
@@ -121,7 +125,7 @@ class Allotment:
             files = [self._books.slot(rank, number).file for number in reused] + new
             first = self._books.take_layout(rank, layout, reused, new)
         laid = frames.Laid(
-            layout.owners.astype("<i4").tobytes(), layout.places.astype("<i8").tobytes(), len(files), first
+            layout.owners.astype("<i4").tobytes(), layout.places.astype("<i8").tobytes(), len(files), first, self.absent
         )
         return laid, [file.fd for file in files]
 
@@ -186,6 +190,11 @@ class Allotment:
         """How many bytes the keeper holds. Called under the lock."""
         return self._books.nbytes + sum(file.nbytes for files in self._spare.values() for file in files)
 
+    @property
+    def absent(self) -> list[int]:
+        """The ranks that others have waited for in vain, and that have not come since."""
+        return sorted(self._missed)
+
     def forget(self, rank: int) -> None:
         """The rank's worker has ended. Called under the lock."""
         self._wanted.pop(rank, None)
@@ -195,6 +204,7 @@ class Allotment:
         """Nobody waits for a layout any more, and this host has only these ranks. Called under the lock."""
         self._wanted.clear()
         self._laid.clear()
+        self._missed.clear()
         for rank in [rank for rank in self._spare if rank not in ranks]:
             self._freeing.add(self._spare.pop(rank))
 

@@ -25,7 +25,7 @@ from transfuse.keeper.frames import Held
 from transfuse.keeper.slots import PAGE, Brief, Label, SlotFile, column, room_for, round_up
 from transfuse.state.manifest import Ints
 
-__all__ = ["Books", "Generation", "Kept", "Layout", "Wanted"]
+__all__ = ["Books", "Generation", "Kept", "Layout", "Wanted", "ranks_and_have"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +171,10 @@ class Books:
 
     def has_layout(self, rank: int) -> bool:
         return self._book(rank).layout is not None
+
+    def has_come(self, rank: int) -> bool:
+        """Whether a rank has come to a step in this generation."""
+        return self._book(rank).reached is not None
 
     def is_past(self, rank: int, label: Label) -> bool:
         """Whether a rank has come to this step, or further, with the layout that it had."""
@@ -375,6 +379,19 @@ class Books:
         newer = [label for label in found if self.confirmed is None or label > self.confirmed]
         return sorted((label for label in newer if not self._is_hopeless(label)), reverse=True)
 
+    def newest_everywhere(self) -> Label | None:
+        """The newest step that all ranks of the job have committed."""
+        return max((label for label in (self.confirmed, self.agreed) if label is not None), default=None)
+
+    def waits_for(self, rank: int) -> tuple[Label, list[int]] | None:
+        """A rank's oldest step that is not confirmed, and the ranks of this host that have not committed it."""
+        generation, slots = self.current(), self._book(rank).slots.values()
+        labels = [kept.label for kept in slots if kept.label is not None and kept.brief is not None]
+        label = min((one for one in labels if self.confirmed is None or one > self.confirmed), default=None)
+        if generation is None or label is None or label.generation != generation.number:
+            return None
+        return label, [one for one in generation.ranks if self.find(one, label) is None]
+
     def reached(self) -> Label | None:
         """The newest step that any rank of this host has come to."""
         return max((book.reached for book in self._ranks.values() if book.reached is not None), default=None)
@@ -504,6 +521,11 @@ class Books:
         if not self.replicas[rank]:
             del self.replicas[rank]
         return [kept.file for kept in gone]
+
+
+def ranks_and_have(ranks: Sequence[int]) -> str:
+    """The subject of a sentence: "rank 1 has", "ranks [1, 2] have"."""
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
 
 
 def _place(rank: int, wanted: Wanted, owners: Ints) -> Layout:

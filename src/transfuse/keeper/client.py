@@ -22,13 +22,15 @@ import torch.distributed as dist
 
 from transfuse import arguments
 from transfuse.errors import TransfuseError, as_utf8
-from transfuse.keeper import copying, frames, rendezvous, restoring, runs
+from transfuse.keeper import commits, copying, frames, rendezvous, restoring, runs
 from transfuse.keeper.attach import attach
+from transfuse.keeper.books import ranks_and_have
 from transfuse.keeper.bundles import IsShared, bundle
 from transfuse.keeper.commits import ANSWER_SECONDS, BRIEF_BYTES, NO_SLOT, CommitReport, Copy, Layout, Taken, Who, timed
 from transfuse.keeper.exchange import Exchange
 from transfuse.keeper.frames import KeeperLost, Link
 from transfuse.keeper.slots import Label, SlotView, column
+from transfuse.keeper.unkept import Unkept
 from transfuse.limits import Limits
 from transfuse.options import FetchKeywords, check_names
 from transfuse.session.remembered import Remembered
@@ -181,6 +183,7 @@ class Keep:
         self._copying: threading.Thread | None = None
         self._reviving: threading.Thread | None = None
         self._warned = self._warned_of_room = False
+        self._unkept = Unkept(self.rank)
         #: Whether the keeper has given this rank no slots yet, and was not lost either.
         self._is_new = True
         #: What the keeper has last said about replicas.
@@ -429,9 +432,13 @@ class Keep:
             return
         number = slot.number
         self._warn_of_replicas(report, slot.notes)
+        self._unkept.hear(None if slot.complete is None else Label(*slot.complete), slot.why)
         if number is None:
-            report.outcome, report.why = "skipped", "all slots hold steps that are not complete everywhere yet"
+            why = f": {slot.why}" if slot.why else ""
+            report.outcome, report.why = "skipped", f"all slots hold steps that are not complete everywhere yet{why}"
             return
+        if slot.absent:
+            report.outcome, report.why = "pending", f"{ranks_and_have(slot.absent)} not called commit() yet"
         job = Copy(self._who, taken, layout, number, label, report)
         self._taken, self._versions = taken, taken.versions()
         try:
@@ -491,6 +498,7 @@ class Keep:
             bundles.modes.astype("<u1").tobytes(),
             digests,
             len(taken.text(bundles)) + BRIEF_BYTES * len(bundles),
+            min(commits.PARTNER_SECONDS, self._seconds / 2),
         )
         try:
             laid, descriptors = self._ask_for_files(question, frames.Laid | frames.Slot)
@@ -502,6 +510,7 @@ class Keep:
             raise _NoRoom(str(error)) from error
         if isinstance(laid, frames.Slot):
             raise _LeftOut(laid.why)
+        self._unkept.name(label.step, laid.absent, question.patience)
         self._is_new = self._warned_of_room = False
         try:
             views = {laid.first + i: SlotView(fd, writable=True, populate=True) for i, fd in enumerate(descriptors)}
@@ -560,6 +569,7 @@ class Keep:
 
     def _tell(self, report: CommitReport) -> None:
         logger.info("%s", report.line(), extra={"transfuse_report": report})
+        self._unkept.note(report)
         if self._settings.on_report is not None:
             self._settings.on_report(report)
 

@@ -21,12 +21,25 @@ from transfuse.memory.mutation import MutationWatch
 from transfuse.report import human_bytes
 from transfuse.state.manifest import Described, Ints
 
-__all__ = ["ANSWER_SECONDS", "BRIEF_BYTES", "NO_SLOT", "CommitReport", "Copy", "Layout", "Taken", "Who", "timed"]
+__all__ = [
+    "ANSWER_SECONDS",
+    "BRIEF_BYTES",
+    "NO_SLOT",
+    "PARTNER_SECONDS",
+    "CommitReport",
+    "Copy",
+    "Layout",
+    "Taken",
+    "Who",
+    "timed",
+]
 
 #: How long a commit waits for the keeper's answer, before training goes on without it.
 ANSWER_SECONDS = 5.0
 #: The most that a brief takes for each bundle, and more than it takes for the rest.
 BRIEF_BYTES = 64
+#: How long a rank that asks for a layout waits for the other ranks of its host, which may share it.
+PARTNER_SECONDS = 5.0
 
 
 @dataclass
@@ -34,7 +47,8 @@ class CommitReport:
     """What a commit did, and for how long training stood still."""
 
     step: int
-    #: "committed", "skipped" or "dropped", and why if it is not the first.
+    #: "committed": the keeper has this rank's state; "pending": it has, but a rank of this host has not called commit()
+    #: at all; "skipped" or "dropped": it has not. And why if it is not the first.
     outcome: str = "committed"
     why: str = ""
     #: Bytes that this rank copied, and bytes that another rank of this host keeps for it.

@@ -35,7 +35,7 @@ class Decisions:
         self._margin = 1
 
     def hear(self, states: Mapping[int, State], others: Sequence[State]) -> bool:
-        """Decide, after a round. Returns whether something new was decided, ``over`` aside.
+        """Decide, after a round. Returns whether something new was decided, ``over`` and ``behind`` aside.
 
         ``states``: by host, of all that have answered and are at this generation. ``others``: of those that are not.
         """
@@ -50,8 +50,14 @@ class Decisions:
             bare = sorted(host for host, state in states.items() if state.bare)
             decided = self._decide(replace(decided, settled=True, bare=bare), list(states.values()))
         is_over = all(self._closed.get(host, False) for host in range(self._hosts))
-        self.decided = replace(decided, over=is_over)
+        self.decided = replace(decided, over=is_over, behind=self._behind(confirmed, states))
         return decided != before
+
+    def _behind(self, confirmed: Label | None, states: Mapping[int, State]) -> list[int]:
+        """The hosts that do not have the oldest step that is complete on another one."""
+        labels = {label for state in states.values() for label in state.complete}
+        oldest = min((label for label in labels if confirmed is None or label > confirmed), default=None)
+        return [] if oldest is None else [host for host, state in states.items() if oldest not in state.complete]
 
     def _decide(self, decided: Round, states: Sequence[State]) -> Round:
         confirmed, agreed = decided.confirmed, decided.agreed

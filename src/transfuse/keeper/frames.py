@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 #: The version of what they say.
-VERSION = 2
+VERSION = 3
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
 MAX_DESCRIPTORS = 250
@@ -156,6 +156,8 @@ class Lay(_Frame):
     modes: bytes
     digests: bytes
     text_bytes: int
+    #: How many seconds to wait for the other ranks of this host.
+    patience: float
 
 
 class Laid(_Frame):
@@ -166,6 +168,8 @@ class Laid(_Frame):
     slots: int
     #: The number of the first of these slots.
     first: int
+    #: The ranks of this host that were waited for in vain, and that have not committed anything yet.
+    absent: list[int]
 
 
 class Begin(_Frame):
@@ -180,9 +184,14 @@ class Slot(_Frame):
 
     number: int | None
     renew: bool = False
+    #: Why none is free; else what the rank's oldest step that is not complete waits for.
     why: str = ""
     #: What the user should know about replicas.
     notes: str = ""
+    #: The newest step, with its generation, that all ranks of the job have committed.
+    complete: tuple[int, int] | None = None
+    #: As in ``Laid``.
+    absent: list[int] = []
 
 
 class Committed(_Frame):

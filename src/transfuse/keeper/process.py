@@ -27,7 +27,7 @@ from transfuse.errors import TransfuseError
 from transfuse.keeper import frames
 from transfuse.keeper.allotment import Allotment, Tenant
 from transfuse.keeper.attach import LOCK_NAME, LOG_NAME, SOCKET_NAME, try_lock
-from transfuse.keeper.books import Books, Generation, Kept
+from transfuse.keeper.books import Books, Generation, Kept, ranks_and_have
 from transfuse.keeper.frames import Address, Frame, KeeperLost, Link
 from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.restored import Restored, describe_slots
@@ -431,7 +431,20 @@ class Keeper:
                     f"{self.books.generation}: it was started again without this process"
                 )
             number, renew = self.books.begin(rank, Label(begin.generation, begin.step))
-        return frames.Slot(number, renew, notes=self.ring.notes())
+            why, complete = self._why_incomplete(rank), self.books.newest_everywhere()
+            return frames.Slot(number, renew, why, self.ring.notes(), complete, self._allotment.absent)
+
+    def _why_incomplete(self, rank: int) -> str:
+        """What a rank's oldest step that is not confirmed waits for. Called under the lock."""
+        found = self.books.waits_for(rank)
+        if found is None:
+            return ""
+        label, missing = found
+        if missing:
+            return f"{ranks_and_have(missing)} not committed step {label.step}"
+        if not self.books.is_complete(label):
+            return f"the ranks of this host refer to contents of step {label.step} that differ"
+        return self.ring.why_incomplete(label)
 
     def _committed(self, worker: _Worker, committed: frames.Committed) -> Frame:
         rank, label = self._rank_of(worker), Label(committed.generation, committed.step)

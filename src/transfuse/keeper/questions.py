@@ -28,6 +28,8 @@ class Round(_Message):
     #: The hosts that have no room for replicas, and those that the leader cannot reach.
     bare: list[int]
     lost: list[int]
+    #: The hosts that do not have the oldest step that another host waits with.
+    behind: list[int] = []
 
 
 class State(_Message):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from transfuse.errors import TransfuseError
 from transfuse.keeper import frames
+from transfuse.keeper.books import ranks_and_have
 from transfuse.keeper.decisions import Decisions
 from transfuse.keeper.door import Door, Peer
 from transfuse.keeper.questions import Answer, Lend, Lent, Question, Round, State
@@ -126,6 +127,12 @@ class Ring:
         with self._lock:
             term = self._term
         return "" if term is None else term.notes()
+
+    def why_incomplete(self, label: Label) -> str:
+        """What a step waits for that all ranks of this host have committed."""
+        with self._lock:
+            term = self._term
+        return "" if term is None else term.why_incomplete(label)
 
     def is_over(self) -> bool:
         """Whether all ranks of all hosts have closed."""
@@ -320,6 +327,14 @@ class Term:
         if self._is_lonely:
             notes.append("the keeper of host 0, which leads, is silent: no step is confirmed until it is back")
         return "; ".join(notes)
+
+    def why_incomplete(self, label: Label) -> str:
+        """What a step waits for that all ranks of this host have committed."""
+        heard = self._decisions.decided if self.peers.index == 0 else self._heard
+        behind = [] if heard is None else [rank for host in heard.behind for rank in self.peers.ranks[host]]
+        if behind:
+            return f"{ranks_and_have(behind)} not committed step {label.step}, on other hosts"
+        return f"step {label.step} is not replicated yet"
 
     def apply(self, decided: Round) -> None:
         """Follow the leader's decisions."""
