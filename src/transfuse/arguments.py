@@ -30,6 +30,7 @@ __all__ = [
     "check_state_dict",
     "check_step",
     "check_text",
+    "check_token",
     "device_of",
     "duration",
     "number",
@@ -196,6 +197,14 @@ def check_callable(name: str, value: Callable[..., object] | None) -> None:
 def check_text(name: str, value: object, takes: str) -> None:
     if not isinstance(value, str):
         raise _wrong(name, takes, value)
+
+
+def check_token(token: object, name: str = "token") -> None:
+    """Refuse what is neither text nor bytes, and what is empty."""
+    if not isinstance(token, str | bytes):
+        raise TypeError(f"{name} takes text or bytes, got a {type(token).__name__}")  # Never show what it holds.
+    if not token:
+        raise ValueError(f"{name} is empty: leave it out, or make one with secrets.token_hex(32)")
 
 
 def _wrong(name: str, takes: str, value: object, instead: str = "") -> TypeError:

@@ -672,14 +672,16 @@ def test_serve_once_with_a_token(job: Path, tmp_path: Path) -> None:
         assert "secret" not in "".join(running.alive().values())
         # Who only looks is no reader yet, nor is who is turned away.
         assert "step 3" in run("inspect", address, TRANSFUSE_TOKEN="secret")
-        run("inspect", address, code=1)
+        said = run("inspect", address, code=1)
+        assert "NoToken: no token was given here" in said
+        assert "TRANSFUSE_TOKEN" in said
         run("fetch", address, "--out", tmp_path / "x.pt", TRANSFUSE_TOKEN="secret")
         out, err, code = running.end()
     assert code == 0
     assert out.splitlines()[:2] == ["sent the description"] * 2
-    assert re.fullmatch(r"sent 60 B by (memory|group) in \S+ s \(.+/s\)", out.splitlines()[2])
+    assert re.fullmatch(r"sent 60 B by (memory|group) in \S+ s( \(.+/s while bytes moved\))?", out.splitlines()[2])
     assert f"{job}: 6 leaves, 60 B" in err
-    assert "does not know the token" in err
+    assert "gave no token, and this server was started with one" in err
     assert_exact(job_state(), files.load(tmp_path / "x.pt"))
 
 

@@ -298,10 +298,31 @@ def test_the_token_opens_and_everything_else_says_nothing() -> None:
         ]
         for reply in refused:
             assert (reply.status, reply.body) == (401, b"")
-            assert set(reply.headers) == {"Server", "Date", "WWW-Authenticate", "Content-Length", "Connection"}
+            said = {"WWW-Authenticate", "X-Error-Message"}
+            assert set(reply.headers) == {"Server", "Date", "Content-Length", "Connection", *said}
+            assert "token was sent: set HF_TOKEN" in reply.headers["X-Error-Message"]
         assert ask(hub.endpoint, "GET", WEIGHTS, {"Authorization": "Bearer s3cret"}).status == 200
-    with pytest.raises(ValueError, match="without spaces"):
-        Steps().open(token="two words")
+    for token in ("two words", "s\u00e9cret", "s\u00e9cret".encode(), "line\n"):
+        with pytest.raises(ValueError, match="of ASCII, without spaces: clients send it in a header"):
+            Steps().open(token=token)
+    for wrong in ({"token": 5}, {"token": ["s3cret"]}):
+        with pytest.raises(TypeError, match=r"token takes text or bytes, got a (int|list)$"):
+            Steps().open(**wrong)
+    with pytest.raises(TypeError, match="server_token takes text or bytes, got a int"):
+        transfuse.hub("h:1", server_token=5)  # type: ignore[arg-type]
+
+
+def test_a_hub_without_a_config_warns(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with Steps().open(assets=tmp_path):
+        assert not caplog.messages
+    (tmp_path / "config.json").unlink()
+    for assets in (None, tmp_path):
+        caplog.clear()
+        with Steps().open(assets=assets):
+            (said,) = caplog.messages
+        assert "the hub has no config.json, without which from_pretrained('live/model') cannot" in said
+        assert "pass assets=" in said
 
 
 def test_pages_in_a_browser_cannot_come_by_a_name_of_their_own(hub: transfuse.Hub) -> None:

@@ -7,9 +7,11 @@ import hashlib
 import hmac
 import logging
 import pathlib
+import re
 import secrets
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from benchmarks.hosts import Hosts, Unavailable
@@ -150,13 +152,21 @@ def test_a_crowd_of_strangers_keeps_nobody_out(caplog: pytest.LogCaptureFixture)
 
 
 def test_tokens_are_proved_both_ways(caplog: pytest.LogCaptureFixture) -> None:
+    def has_logged(pattern: str) -> bool:
+        return re.search(pattern, caplog.text) is not None
+
     caplog.set_level(logging.DEBUG)
     wrong = "wrong horse"
     with transfuse.serve(some_state(), token=TOKEN) as server, transfuse.serve(some_state()) as open_server:
-        for address, token in ((server.address, wrong), (server.address, None), (open_server.address, TOKEN)):
-            with pytest.raises(transfuse.PeerRefused, match=r"token") as raised:
+        for address, token, kind, told, logged in (
+            (server.address, wrong, "WrongToken", "another token than the one given here", "does not know the token"),
+            (server.address, None, "NoToken", "no token was given here.* pass token= ", "gave no token, and this"),
+            (open_server.address, TOKEN, "WrongToken", "or with none", "gave a token, and this server .* without one"),
+        ):
+            with pytest.raises(transfuse.PeerRefused, match=told) as raised:
                 transfuse.fetch(address, token=token)
-            assert raised.value.kind == "WrongToken"
+            assert raised.value.kind == kind
+            wait_until(partial(has_logged, logged))
             assert address in str(raised.value)
             text = caplog.text + repr(raised.value)
             for secret in (TOKEN, wrong, key_of(TOKEN).hex(), repr(key_of(TOKEN))[2:-1], repr(server)):

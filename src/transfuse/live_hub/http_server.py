@@ -285,7 +285,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._finish(Answer(413))
         if not self._hub.is_allowed(self.headers.get("Authorization")):
             self.close_connection = True
-            return self._finish(Answer(401, {"WWW-Authenticate": "Bearer"}))
+            given = "another token was sent" if "Authorization" in self.headers else "no token was sent"
+            advice = f"{given}: set HF_TOKEN to the token that this hub was started with"
+            return self._finish(Answer(401, {"WWW-Authenticate": "Bearer", "X-Error-Message": advice}))
         if not self._hub.is_expected(self.headers.get("Host")):
             self.close_connection = True
             return self._finish(Answer(403))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,11 @@ from transfuse.remote.live_state import LiveState
 
 __all__ = ["DEFAULT_NAME", "MAX_SHARD_BYTES", "Hub", "Settings", "check_shard_bytes", "hub"]
 
+logger = logging.getLogger("transfuse")
+
 DEFAULT_NAME = "live/model"
+#: The file that says which class a model is of.
+CONFIG = "config.json"
 #: What ``save_pretrained`` takes for a file. Clients download several files at once.
 MAX_SHARD_BYTES = 5_000_000_000
 MAX_PORT = 65535
@@ -79,6 +84,8 @@ def hub(
         return Hub.of_state(state_dict, settings, step=step, prefix=prefix, max_shard_bytes=shard_bytes)
     if step is not None:
         raise ValueError("step= belongs to a state of this process: servers tell their own")
+    if server_token is not None:
+        arguments.check_token(server_token, "server_token")
     source = ServerSource.at(addresses, server_token, prefix=prefix, max_shard_bytes=shard_bytes, seconds=seconds)
     return Hub(source, settings)
 
@@ -126,9 +133,13 @@ class Settings:
         if not 0 <= arguments.whole("port", port) <= MAX_PORT:
             raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
         self.name, self.host, self.port, self.seconds = name, host, arguments.whole("port", port), seconds
+        if token is not None:
+            arguments.check_token(token)
         self.token = token.encode() if isinstance(token, str) else token
         if self.token is not None and not re.fullmatch(rb"[\x21-\x7e]+", self.token):
-            raise ValueError("token must be text without spaces: clients send it in a header")
+            raise ValueError(
+                "token must be letters, digits and signs of ASCII, without spaces: clients send it in a header"
+            )
         self.hold = arguments.duration(hold, "hold").total_seconds()
         self.assets = Assets(assets)
 
@@ -155,6 +166,13 @@ class Hub:
         )
         self._endpoint = f"http://{join_address(settings.host, self._server.port)}"
         self._process = os.getpid()
+        if CONFIG not in settings.assets.sizes():
+            logger.warning(
+                "the hub has no %s, without which from_pretrained(%r) cannot build the model: pass assets=, a "
+                "directory that holds it (and the tokenizer)",
+                CONFIG,
+                self._name,
+            )
         atexit.register(self._end)
 
     @classmethod

@@ -29,6 +29,7 @@ from typing import TypeVar
 
 import msgspec
 
+from transfuse import arguments
 from transfuse.errors import PeerLost, PeerRefused, PeerTimeout, ProtocolError
 
 __all__ = [
@@ -55,6 +56,14 @@ NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + 1 + NONCE_BYTES
 #: Frames carry only addresses and causes of failures, so they are short.
 MAX_FRAME_BYTES = 16 << 10
+#: The key of those who have no token. It is public, so everybody can prove it.
+PUBLIC_KEY = hashlib.sha256(b"no token").digest()
+#: What a reader is told whose proof was not accepted. The server says nothing to strangers.
+NO_TOKEN = (
+    "no token was given here, and the server was started with one (or is ending): pass token= (for a hub: "
+    "server_token=), or set TRANSFUSE_TOKEN for a command"
+)
+WRONG_TOKEN = "it was started with another token than the one given here, or with none, or is ending"
 #: How often the server tells a waiting reader that it still has to wait.
 WAIT_SECONDS = 0.5
 
@@ -227,7 +236,7 @@ class ControlConnection:
         said = theirs + mine
         proof = self._receive_bytes(PROOF_BYTES, deadline, "waiting for a proof of the token")
         if not hmac.compare_digest(proof, _proof(key, b"reader", said)):
-            raise ProtocolError(self.rank, f"{self.name} does not know the token")
+            raise ProtocolError(self.rank, f"{self.name} {_fault(key, proof, said)}")
         self._send_bytes(_proof(key, b"server", said), deadline, "proving the token")
         self._open(key, said, b"to reader", b"to server")
 
@@ -241,8 +250,8 @@ class ControlConnection:
         try:
             proof = self._receive_bytes(PROOF_BYTES, deadline, "waiting for the server's proof of the token")
         except PeerLost as error:
-            cause = "it was started with another token, or with none, or is ending"
-            raise PeerRefused(self.rank, "WrongToken", cause, name=self.name) from error
+            kind, cause = ("NoToken", NO_TOKEN) if key == PUBLIC_KEY else ("WrongToken", WRONG_TOKEN)
+            raise PeerRefused(self.rank, kind, cause, name=self.name) from error
         if not hmac.compare_digest(proof, _proof(key, b"server", said)):
             raise ProtocolError(self.rank, f"{self.name} does not know the token: it is another server, or a false one")
         self._open(key, said, b"to server", b"to reader")
@@ -279,14 +288,20 @@ def _proof(key: bytes, who: bytes, said: bytes) -> bytes:
     return hmac.digest(key, b"transfuse " + who + b" " + said, hashlib.sha256)
 
 
+def _fault(key: bytes, proof: bytes, said: bytes) -> str:
+    """What is wrong with a reader's token."""
+    if key == PUBLIC_KEY:
+        return "gave a token, and this server was started without one"
+    if hmac.compare_digest(proof, _proof(PUBLIC_KEY, b"reader", said)):
+        return "gave no token, and this server was started with one"
+    return "does not know the token"
+
+
 def key_of(token: str | bytes | None) -> bytes:
     """The key for a token. Without a token the key is public, so everybody can prove it."""
     if token is None:
-        return hashlib.sha256(b"no token").digest()
-    if not isinstance(token, str | bytes):
-        raise TypeError(f"token is str or bytes, got {type(token).__name__}")
-    if not token:
-        raise ValueError("token is empty: leave it out, or make one with secrets.token_hex(32)")
+        return PUBLIC_KEY
+    arguments.check_token(token)
     return hashlib.sha256(b"token " + (token.encode() if isinstance(token, str) else token)).digest()
 
 
