@@ -1,4 +1,8 @@
-"""The ten lines of the README, pasted into two files and run: forked, and in `make soak` by the real torchrun."""
+"""The README's programs, pasted into files and run.
+
+The ten lines that heal are run forked, and in `make soak` by the real torchrun. The four lines that survive are run by
+the real torchrun, which restarts them, and forked without a kill.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from keeping import Home, home  # noqa: F401
 from transfuse.testing.ranks import run_program
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -22,36 +27,42 @@ def forked(script: Path) -> str:
     return "".join(rank.out for rank in ended)
 
 
-def torchrun(script: Path) -> str:
+def torchrun(script: Path, *words: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script.name]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words, script.name]
     done = subprocess.run(
-        words, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=180, check=False
+        command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.timeout(200)
+def program(name: str) -> str:
+    block = re.search(rf"```python\n(# {re.escape(name)}\n.*?)```", README, re.S)
+    assert block is not None
+    return block[1]
+
+
+def shown_after(command: str) -> list[str]:
+    """The lines that the README shows below this command."""
+    shown = re.search(rf"^{re.escape(command)}\n```.*?```text\n(.*?)```", README, re.S | re.M)
+    assert shown is not None
+    return shown[1].splitlines()
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("run", [forked, pytest.param(torchrun, marks=pytest.mark.soak)])
 def test_the_ten_lines_heal_a_worker(run: Callable[[Path], str], tmp_path: Path) -> None:
-    files = re.findall(r"^# (\w+\.py)\n", README, re.M)
-    assert files == ["job.py", "heal.py"]
-    for name in files:
-        block = re.search(rf"```python\n(# {re.escape(name)}\n.*?)```", README, re.S)
-        assert block is not None
-        (tmp_path / name).write_text(block[1])
+    for name in ("job.py", "heal.py"):
+        (tmp_path / name).write_text(program(name))
     assert len((tmp_path / "heal.py").read_text().splitlines()) <= 16
-    assert re.search(r"^torchrun --nproc-per-node 2 heal\.py$", README, re.M)
     # What the README does not show: the two ranks' weights, compared bit for bit.
     (tmp_path / "heal.py").write_text((tmp_path / "heal.py").read_text() + COMPARE)
     output = run(tmp_path / "heal.py")
     assert "rank 1: True" in output
-    shown = re.search(r"^torchrun .*?```.*?```text\n(.*?)```", README, re.S | re.M)
-    assert shown is not None
     # The report has the rows that the README shows, whatever the times.
-    rows = [line.split("  ")[0].strip() for line in shown[1].splitlines()]
-    for row in rows:
+    for line in shown_after("torchrun --nproc-per-node 2 heal.py"):
+        row = line.split("  ")[0].strip()
         assert re.search(rf"^ *{re.escape(row)} ", output, re.M), row
 
 
@@ -61,4 +72,37 @@ mine = torch.cat([t.detach().flatten() for p in parameters for t in (p, optimize
 both = [torch.empty_like(mine), torch.empty_like(mine)]
 dist.all_gather(both, mine)
 print(f"rank {dist.get_rank()}: {torch.equal(both[0].view(torch.int32), both[1].view(torch.int32))}")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_four_lines_survive_a_kill(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    """As printed, under torchrun; and the same without the kill: every bit of weights and moments is equal."""
+    printed, survives = program("survive.py"), tmp_path / "survive.py"
+    dies = 'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
+    assert printed.count(dies) == 1
+    survives.write_text(printed + DIGEST)
+    killed = torchrun(survives, "--max-restarts", "3").splitlines()
+    survives.write_text(printed.replace(dies, "False") + DIGEST)
+    assert last(killed) == last(forked(survives).splitlines())
+    assert len(last(killed)) == 4
+    # The last digits of a loss may differ between machines.
+    shown = shown_after("torchrun --nproc-per-node 2 --max-restarts 3 survive.py")
+    assert {line.partition("loss")[0] for line in shown} == {
+        line.partition("loss")[0] for line in killed if "digest" not in line
+    }
+
+
+def last(lines: list[str]) -> list[str]:
+    """The losses of the last step, and the digests of weights and moments."""
+    return sorted(line for line in lines if "step 60" in line or "digest" in line)
+
+
+DIGEST = """
+import hashlib
+
+moments = [value for state in optimizer.state.values() for value in state.values()]
+data = b"".join(tensor.detach().numpy().tobytes() for tensor in [*model.state_dict().values(), *moments])
+print(f"rank {rank} has the digest {hashlib.sha256(data).hexdigest()}\\n", end="", flush=True)
 """

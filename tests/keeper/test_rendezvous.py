@@ -26,9 +26,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 import transfuse
+from keeping import Home, home  # noqa: F401
 from transfuse.errors import PeerTimeout, TransfuseError
 from transfuse.keeper import rendezvous, runs
-from transfuse.testing.ranks import loopback_store
+from transfuse.testing.ranks import loopback_store, run_program
 
 HOST = "127.0.0.1"
 SECONDS = 120.0
@@ -240,7 +241,6 @@ def test_only_keys_of_rounds_are_removed(agent: Agent) -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not made a group, and that torchrun has not started."""
     rendezvous.register()
-    monkeypatch.setattr(rendezvous, "_used", False)
     monkeypatch.setattr(rendezvous, "_joined", set())
     for name in list(os.environ):
         if name.startswith("TORCHELASTIC_") or name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -304,21 +304,65 @@ def test_two_jobs_may_share_a_store(under_torchrun: None, agent: Agent, monkeypa
     assert first.get("word") == b"mine"
 
 
-def test_it_is_needed_where_torchrun_restarts_with_one_store(
-    under_torchrun: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert rendezvous.is_needed()
-    with monkeypatch.context() as changed:
-        changed.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-        assert not rendezvous.is_needed()
-    with monkeypatch.context() as changed:
-        changed.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-        assert not rendezvous.is_needed()
-    with monkeypatch.context() as changed:
-        changed.delenv("TORCHELASTIC_MAX_RESTARTS")
-        assert not rendezvous.is_needed()
-    meet(0, 1)
-    assert not rendezvous.is_needed()
+GROUPS = """
+import os, sys, torch.distributed as dist, transfuse
+from transfuse.keeper import rendezvous
+
+def needed(method, **options):
+    dist.init_process_group("gloo", method, **options)
+    try:
+        return rendezvous.is_needed()
+    finally:
+        dist.destroy_process_group()
+
+rank = int(os.environ["RANK"])
+os.environ["TORCHELASTIC_MAX_RESTARTS"] = "0"
+assert not rendezvous.is_needed()
+assert not needed(None)
+os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3"
+assert not rendezvous.is_needed()
+agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+assert not needed("transfuse://")
+assert not needed(None, store=dist.PrefixStore("of the caller", agent), rank=rank, world_size=2)
+assert not needed(f"file://{sys.argv[1]}", rank=rank, world_size=2)
+assert needed("env://")
+if rank == 0:
+    assert not needed(None, store=dist.HashStore(), rank=0, world_size=1)
+from torch.distributed import init_process_group
+transfuse.rendezvous_by_default()
+assert not needed(None)
+assert not needed("env://")
+
+# Whoever has torch's own function at hand forms a group that keep() refuses.
+init_process_group("gloo")
+try:
+    transfuse.keep(dict)
+except transfuse.TransfuseError as error:
+    assert 'dist.init_process_group("gloo", init_method="transfuse://")' in str(error), error
+    print("refused")
+dist.destroy_process_group()
+
+# Without a group, keep() forms one.
+with transfuse.keep(dict, run="groups") as keep:
+    assert (keep.rank, keep.world_size) == (rank, 2)
+    assert keep.restore() is None
+assert not rendezvous.is_needed()
+try:
+    dist.init_process_group("gloo")
+except transfuse.TransfuseError as error:
+    assert "keep() has formed the default process group" in str(error), error
+    print("formed")
+dist.destroy_process_group()
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+"""
+
+
+def test_groups_that_a_restarted_job_could_not_form_again(home: Home, tmp_path: pathlib.Path) -> None:  # noqa: F811
+    program = tmp_path / "groups.py"
+    program.write_text(GROUPS)
+    ended = run_program(program, 2, arguments=[str(tmp_path / "store")])
+    assert [(rank.code, rank.out.split()) for rank in ended] == [(0, ["refused", "formed"])] * 2, ended
 
 
 def test_a_framework_that_names_no_method_gets_ours(under_torchrun: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,12 +371,14 @@ def test_a_framework_that_names_no_method_gets_ours(under_torchrun: None, monkey
     for _ in range(2):
         transfuse.rendezvous_by_default()
     dist.init_process_group("gloo", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method="env://")
     dist.init_process_group("gloo", "tcp://here")
     dist.init_process_group(backend="gloo", store=HashStore())
     dist.init_process_group("gloo", None, None, 1, 0, HashStore())
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     dist.init_process_group("gloo")
     assert [words[:2] for words, _ in seen] == [
+        ("gloo", "transfuse://"),
         ("gloo", "transfuse://"),
         ("gloo", "tcp://here"),
         ("gloo", None),
@@ -343,7 +389,6 @@ def test_a_framework_that_names_no_method_gets_ours(under_torchrun: None, monkey
 
 
 def test_without_an_agent_rank_0_hosts_the_store(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not rendezvous.is_needed()
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", HOST)
@@ -484,7 +529,6 @@ def work(directory: pathlib.Path, deaths: list[Death]) -> None:
     if moment in ("nonce", "round"):
         rendezvous._check_owner = check_owner
     rendezvous.register()
-    assert rendezvous.is_needed()
     dist.init_process_group("gloo", init_method="transfuse://", timeout=TIMEOUT)
     assert not rendezvous.is_needed()
     if moment == "init":

@@ -67,7 +67,9 @@ def keep(
 ) -> Keep:
     """Join the keeper of this host and run, or start it. Every rank calls this, after ``init_process_group``.
 
-    A job of one process needs no group.
+    A job of one process needs no group. Under torchrun, keep() forms the default group if there is none. A job that
+    torchrun may restart forms its group by ``init_method="transfuse://"``: a group that could not be formed again is
+    refused.
 
     Args:
         state_dict: a callable that returns the state. It is called at each commit, and by :meth:`Keep.restore` only if
@@ -103,8 +105,6 @@ def keep(
     arguments.check_callable("state_dict", state_dict)
     for name, value in (("load", load), ("load_own", load_own), ("on_report", on_report)):
         arguments.check_callable(name, value)
-    if not dist.is_initialized() and group is None and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise TransfuseError("keep() needs the job's process group: call init_process_group() first")
     settings = Settings(
         state_dict=state_dict,
         load=load,
@@ -125,12 +125,23 @@ def keep(
         on_report=on_report,
         options=options,
     )
-    if dist.is_initialized() and rendezvous.is_needed():
-        logger.warning(
-            "torchrun keeps its store over restarts, and gloo then meets dead addresses: pass "
-            'init_method="transfuse://" to init_process_group, or a restarted job cannot form its group'
-        )
+    _check_group(group)
     return Keep(settings)
+
+
+def _check_group(group: Any) -> None:
+    """See to it that there is a group, and that a restarted job can form it again."""
+    if group is None and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") != "1":
+        if not dist.is_torchelastic_launched():
+            raise TransfuseError("keep() needs the job's process group: call init_process_group() first")
+        rendezvous.form_group()
+    if rendezvous.is_needed():
+        raise TransfuseError(
+            "if torchrun restarted this job, it could not form its process group again: torchrun keeps its store, and "
+            "the new workers would find the addresses of dead ones there. Form the group by "
+            f'dist.init_process_group("{dist.get_backend()}", init_method="transfuse://"). If a framework forms it, '
+            "call transfuse.rendezvous_by_default() before that; importing and making a KeepCallback does it too"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
@@ -39,6 +40,7 @@ from transfuse.errors import PeerTimeout, TransfuseError
 
 __all__ = [
     "SCHEME",
+    "form_group",
     "is_needed",
     "join_round",
     "register",
@@ -48,14 +50,16 @@ __all__ = [
 ]
 
 SCHEME = "transfuse"
+#: Torch's own way under torchrun, and its choice where a caller names none.
+ENVIRONMENT = "env://"
 #: How long a rank sleeps between two looks into the store: this at first, and ever longer up to the second.
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.002, 0.2
 #: Rank 0 removes at most this many keys of old rounds in one call. What remains waits for the next call.
 MOST_KEYS_REMOVED = 10_000
 
 _registered = False
-#: Whether a rendezvous through ``transfuse://`` has succeeded in this process.
-_used = False
+#: Whether :func:`form_group` has formed a default group.
+_formed = False
 #: The rounds that this process has joined. Groups that are still in use may have their keys there.
 _joined: set[str] = set()
 
@@ -69,19 +73,33 @@ def register() -> None:
 
 
 def is_needed() -> bool:
-    """Whether a restart of this job would fail because its default group was not made with ``transfuse://``.
+    """Whether a restart of this job would fail because its default group was formed through ``env://``.
 
-    True if torchrun may restart this process, keeps its store over restarts, and no call of ``init_process_group`` in
-    this process has used ``transfuse://``.
+    True if torchrun may restart this process, keeps its store over restarts, and the group found its ranks there. A
+    group of one rank finds nobody who is dead; nor do groups that were formed in another way.
     """
-    return _may_restart() and not _used
+    if not (_may_restart() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return False
+    method = distributed_c10d._default_pg_init_method
+    return method is not None and method.startswith(ENVIRONMENT)
+
+
+def form_group() -> None:
+    """Form the default group of a job that torchrun has started: by ``transfuse://``, with torch's choice of backends.
+
+    Who forms it again is told why there is one.
+    """
+    global _formed
+    rendezvous_by_default()
+    dist.init_process_group(init_method=f"{SCHEME}://")
+    _formed = True
 
 
 def rendezvous_by_default() -> None:
     """Let ``init_process_group`` without ``init_method=`` and ``store=`` use ``transfuse://`` from now on.
 
-    For jobs whose group is made by a framework that does not ask its user for an ``init_method``. Only calls in a
-    process that torchrun may restart are changed. Calls after the first one do nothing.
+    For jobs whose group is made by a framework that does not ask its user for an ``init_method``. ``env://`` counts as
+    none. Only calls in a process that torchrun may restart are changed. Calls after the first one do nothing.
     """
     original: Any = dist.init_process_group
     if getattr(original, "is_of_transfuse", False):
@@ -91,9 +109,13 @@ def rendezvous_by_default() -> None:
     def init_process_group(
         backend: str | None = None, init_method: str | None = None, *args: Any, **options: Any
     ) -> None:
+        if _formed and dist.is_initialized():
+            raise TransfuseError(
+                "keep() has formed the default process group, as there was none. Call init_process_group() before it"
+            )
         # After these two come timeout, world_size, rank and store.
         has_store = options.get("store") is not None or args[3:4] not in ((), (None,))
-        if init_method is None and not has_store and _may_restart():
+        if init_method in (None, ENVIRONMENT) and not has_store and _may_restart():
             init_method = f"{SCHEME}://"
         original(backend, init_method, *args, **options)
 
@@ -106,7 +128,6 @@ def rendezvous_by_default() -> None:
 
 def _handler(url: str, timeout: timedelta = default_pg_timeout, **_: object) -> Iterator[tuple[Store, int, int]]:
     """Yield the store, the rank and the number of ranks, as torch expects of a rendezvous handler."""
-    global _used
     query = parse_qs(urlparse(url).query)
     rank = _number(query, "rank", "RANK")
     world_size = _number(query, "world_size", "WORLD_SIZE")
@@ -122,15 +143,12 @@ def _handler(url: str, timeout: timedelta = default_pg_timeout, **_: object) -> 
         _joined.add(round_)
         if rank == 0:
             remove_old_rounds(named, _joined)
-        _used = True
         yield round_store(named, round_), rank, world_size
     else:
         settings = f"rank={rank}&world_size={world_size}"
         if "use_libuv" in query:
             settings += f"&use_libuv={query['use_libuv'][-1]}"
-        for found in rendezvous(f"env://?{settings}", timeout=timeout):
-            _used = True
-            yield found
+        yield from rendezvous(f"{ENVIRONMENT}?{settings}", timeout=timeout)
     raise RuntimeError(f"{SCHEME}:// cannot repeat a rendezvous: call init_process_group again")
 
 
