@@ -6,7 +6,9 @@ addresses themselves, so there is no store, and nobody else can read or write in
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
 import socket
 import struct
 import threading
@@ -30,6 +32,12 @@ _FAMILY = struct.Struct("<H")
 #: By family: where in a network address the host begins, and how many bytes it has.
 _HOSTS = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
 MAX_HOST_NAME = 255
+#: How long the process waits at its end for threads that form pairs.
+EXIT_SECONDS = 10.0
+
+#: How many threads are in gloo's constructor, and who waits for them.
+_inside = 0
+_left = threading.Condition()
 
 
 def is_address(theirs: bytes, mine: bytes) -> bool:
@@ -89,10 +97,39 @@ def form(store: Store, rank: int, seconds: float, device: Any) -> Any:
     options._devices = [device]
     options._timeout = timedelta(seconds=seconds)
     try:
-        return gloo(store, rank, 2, options)
+        with _in_gloo():
+            return gloo(store, rank, 2, options)
     finally:
         # Tracebacks hold this frame: the device would stay and listen until garbage collection.
         del options, device
+
+
+@contextmanager
+def _in_gloo() -> Iterator[None]:
+    global _inside
+    with _left:
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _left:
+            _inside -= 1
+            _left.notify_all()
+
+
+@atexit.register
+def _leave_gloo() -> None:
+    """At the end of the process: a thread that comes out of gloo while the interpreter ends is a SIGABRT."""
+    with _left:
+        _left.wait_for(lambda: not _inside, EXIT_SECONDS)
+
+
+def _after_fork() -> None:
+    global _inside, _left
+    _inside, _left = 0, threading.Condition()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Pair:
