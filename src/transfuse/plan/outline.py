@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
+from transfuse.errors import UnsupportedLeaf
 from transfuse.limits import Limits
 from transfuse.plan.match import Prepared
 from transfuse.state import live_tensors, trees
@@ -29,13 +32,13 @@ __all__ = ["Outline", "outline"]
 class Outline:
     """The outline of a target, and for as long as a receive needs them the tensors that it has."""
 
-    root: trees.Node | None
     #: For each leaf: its row among the plain tensors, or -1.
     row: Ints
-    #: For each leaf that is no plain tensor: the spec of a tensor of another class, or the class of a value.
-    others: list[Any]
-    #: The meshes that the specs refer to, and this rank's coordinate in each.
-    meshes: list[Any]
+    #: For each leaf that is no plain tensor: the class of a value, or None for a tensor of another class.
+    classes: list[type | None]
+    #: The tree, the specs of tensors of other classes, the meshes that these refer to, and this rank's coordinate in
+    #: each, as bytes: they are equal only if all of that is, type for type and bit for bit.
+    text: bytes
     #: The plain tensors, and the tensors inside other leaves.
     plain: LiveTensors
     inner: LiveTensors
@@ -46,11 +49,11 @@ class Outline:
         """Whether a plan for the other target is a plan for this one."""
         return (
             np.array_equal(self.row, other.row)
-            and _are_equal(self.others, other.others)
-            and _are_equal(self.meshes, other.meshes)
+            and self.text == other.text
+            and len(self.classes) == len(other.classes)
+            and all(map(is_, self.classes, other.classes))
             and self.plain.equals(other.plain)
             and self.inner.equals(other.inner)
-            and trees.are_same(self.root, other.root)
         )
 
     def can_be_written(self) -> bool:
@@ -73,17 +76,19 @@ class Outline:
 
 
 def outline(prepared: Prepared, limits: Limits) -> Outline | None:
-    """The outline of a target; None if a leaf cannot be taken apart without being read."""
+    """The outline of a target; None if a leaf cannot be taken apart without being read, or the tree not be encoded."""
     registry, shared = Registry(limits), Shared()
     inner: list[torch.Tensor] = []
-    others: list[Any] = []
+    classes: list[type | None] = []
+    specs: list[Any] = []
     odd = np.flatnonzero(prepared.row < 0).tolist()
     for leaf in map(prepared.leaves.__getitem__, odd):
         if not isinstance(leaf, torch.Tensor):
-            others.append(type(leaf))
+            classes.append(type(leaf))
             continue
         try:
-            others.append(registry.open(leaf, inner, shared))
+            specs.append(registry.open(leaf, inner, shared))
+            classes.append(None)
         except (CannotCarry, ValueError, RuntimeError):
             return None
     plain = prepared.leaves
@@ -91,14 +96,7 @@ def outline(prepared: Prepared, limits: Limits) -> Outline | None:
         plain = [prepared.leaves[leaf] for leaf in np.flatnonzero(prepared.row >= 0).tolist()]
     try:
         columns = live_tensors.read(inner, roles=False)
-    except live_tensors.Unusual:
+        text = msgspec.msgpack.encode([trees.encode(prepared.root), specs, shared.items, shared.coordinates])
+    except (live_tensors.Unusual, UnsupportedLeaf, ValueError, TypeError):
         return None
-    meshes = [shared.items, shared.coordinates]
-    return Outline(prepared.root, prepared.row, others, meshes, prepared.tensors, columns, [*plain, *inner])
-
-
-def _are_equal(one: list[Any], other: list[Any]) -> bool:
-    try:
-        return bool(one == other)
-    except (RuntimeError, ValueError, TypeError):  # Something that cannot be compared, a tensor for example.
-        return False
+    return Outline(prepared.row, classes, text, prepared.tensors, columns, [*plain, *inner])

@@ -101,6 +101,7 @@ class Manifest:
     def __init__(
         self,
         root: trees.Node | None,
+        tree: Any,
         kinds: bytes,
         details: list[Any],
         shared: list[MeshDescription],
@@ -115,6 +116,8 @@ class Manifest:
         self.structure_likeness = b""
         self._encoded: Wire | None = None
         self.root = root
+        #: The tree in its form on the wire, made when the state was described: nothing that changes later changes it.
+        self.tree = tree
         self.kinds = kinds
         #: For each leaf that is not a plain tensor, in order: the encoded value, or the spec of a composite.
         self.details = details
@@ -160,11 +163,9 @@ class Manifest:
         """The value or spec of a leaf."""
         return 0 if self.kinds[leaf] == Leaf.TENSOR else self.details[int(self._detail_numbers[leaf])]
 
-    def composites(self, details: Sequence[Any] | None = None) -> list[Any]:
-        """The specs of all composite leaves, from these details or from its own."""
-        described = self.codes[self.codes != Leaf.TENSOR].tolist()
-        given = self.details if details is None else details
-        return [detail for code, detail in zip(described, given, strict=True) if code == Leaf.COMPOSITE]
+    def composites(self) -> list[Any]:
+        """The specs of all composite leaves."""
+        return _composites(self.kinds, self.details)
 
     def with_values(self, given: Sequence[Any], coordinates: Sequence[Coordinate]) -> Manifest:
         """The same structure with other values, at other coordinates; ``ValueError`` if they do not fit."""
@@ -242,15 +243,16 @@ class Manifest:
 
     def encode(self) -> Wire:
         if self._encoded is None:
-            self._encoded = self._encode()
-            self.structure = self._encoded.structure()
+            encoded = self._encode()
+            self.structure = encoded.structure()
+            self._encoded = encoded  # Last: an interrupt leaves no form without its digest.
         # Copies of this manifest have other values.
         return msgspec.structs.replace(self._encoded, details=self.details)
 
     def _encode(self) -> Wire:
         tensors, storages = self.tensors, self.storages
         return Wire(
-            tree=trees.encode(self.root),
+            tree=self.tree,
             kinds=self.kinds,
             details=self.details,
             shared=self.shared,
@@ -310,6 +312,7 @@ class Manifest:
         _check_coordinates(meshes, coordinates)
         manifest = cls(
             root,
+            wire.tree,
             wire.kinds,
             wire.details,
             meshes,
@@ -323,6 +326,11 @@ class Manifest:
                 f"the leaves consist of {manifest.first_tensors[-1]} tensors, but {len(tensors)} are described"
             )
         return manifest
+
+
+def _composites(kinds: bytes, details: Sequence[Any]) -> list[Any]:
+    described = kinds.replace(bytes([Leaf.TENSOR]), b"")
+    return [detail for code, detail in zip(described, details, strict=True) if code == Leaf.COMPOSITE]
 
 
 def _check_coordinates(meshes: Sequence[MeshDescription], coordinates: Sequence[Coordinate]) -> None:
@@ -369,31 +377,27 @@ class Described:
 
 @dataclass(eq=False)
 class LastDescription:
-    """The description that was made last, without its tensors. The next one is the same if every column is."""
+    """The description that was made last, without its tensors. The next one is the same if every column is.
 
-    columns: live_tensors.LiveTensors | None = None
-    described: Described | None = None
+    Everything else but the values is compared by its bytes on the wire. Python's ``==`` takes 1, 1.0 and True for
+    equal, and an object for equal to itself however it has changed.
+    """
+
+    last: tuple[live_tensors.LiveTensors, bytes, Described] | None = None
 
     def again(self, root: trees.Node | None, opened: _Opened, found: live_tensors.LiveTensors) -> Described | None:
         """The same description for these tensors and values; None if anything else than values differs."""
-        columns, last = self.columns, self.described
-        if columns is None or last is None or not found.equals(columns):
+        if self.last is None:
             return None
-        manifest = last.manifest
-        if (opened.kinds, opened.shared.items, opened.shared.coordinates) != (
-            manifest.kinds,
-            manifest.shared,
-            manifest.coordinates,
-        ):
+        columns, text, last = self.last
+        if not found.equals(columns) or opened.text() != text:
             return None
-        if manifest.composites(opened.details) != manifest.composites() or not trees.are_same(root, manifest.root):
-            return None
-        manifest = copy.copy(manifest)
+        manifest = copy.copy(last.manifest)
         manifest.root, manifest.details = root, opened.details
         return replace(last, manifest=manifest, tensors=opened.tensors)
 
-    def keep(self, columns: live_tensors.LiveTensors, described: Described) -> None:
-        self.columns, self.described = columns, replace(described, tensors=[])
+    def keep(self, columns: live_tensors.LiveTensors, opened: _Opened, described: Described) -> None:
+        self.last = columns, opened.text(), replace(described, tensors=[])
 
 
 def describe(state: object, limits: Limits, last: LastDescription | None = None) -> Described:
@@ -412,7 +416,7 @@ def describe(state: object, limits: Limits, last: LastDescription | None = None)
             return again
         described = _lay_down(root, opened, found)
         if last is not None:
-            last.keep(found, described)
+            last.keep(found, opened, described)
         return described
     except (live_tensors.Unusual, UnsupportedLeaf):
         # A leaf is not what its type says, or cannot be carried. Open leaf by leaf, so that the error names the first.
@@ -421,18 +425,24 @@ def describe(state: object, limits: Limits, last: LastDescription | None = None)
 
 
 class _Opened(NamedTuple):
-    """All leaves, opened into their tensors."""
+    """The tree in its form on the wire, and all leaves, opened into their tensors."""
 
+    tree: Any
     kinds: bytes
     details: list[Any]
     shared: Shared
     tensors: list[torch.Tensor]
 
+    def text(self) -> bytes:
+        """Everything but tensors and values, as bytes: equal only if it is equal type for type and bit for bit."""
+        composites, shared = _composites(self.kinds, self.details), self.shared
+        return msgspec.msgpack.encode([self.tree, self.kinds, composites, shared.items, shared.coordinates])
+
 
 def _open(root: trees.Node | None, leaves: list[Any], odd: Sequence[int], limits: Limits) -> _Opened:
     """Open the ``odd`` leaves. All other leaves are taken for plain tensors."""
     registry, shared = Registry(limits), Shared()
-    opened = _Opened(b"", [], shared, [])
+    opened = _Opened(None, b"", [], shared, [])
     codes = bytearray([Leaf.TENSOR]) * len(leaves)
     done = 0
     for i in odd:
@@ -443,7 +453,7 @@ def _open(root: trees.Node | None, leaves: list[Any], odd: Sequence[int], limits
         except CannotCarry as reason:
             raise UnsupportedLeaf(trees.paths(root)[i], str(reason)) from reason
     opened.tensors.extend(leaves[done:])
-    return opened._replace(kinds=bytes(codes))
+    return opened._replace(tree=trees.encode(root), kinds=bytes(codes))
 
 
 def _open_leaf(leaf: Any, registry: Registry, shared: Shared, opened: _Opened) -> int:
@@ -489,6 +499,7 @@ def _lay_down(root: trees.Node | None, opened: _Opened, found: live_tensors.Live
     meshes = opened.shared
     manifest = Manifest(
         root,
+        opened.tree,
         opened.kinds,
         opened.details,
         meshes.items,

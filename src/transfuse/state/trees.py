@@ -15,7 +15,7 @@ import enum
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, repeat
 from operator import is_
 from typing import Any
@@ -265,23 +265,6 @@ def _own(extra: Any) -> Any:
         return extra
 
 
-def are_same(one: Node | None, other: Node | None) -> bool:
-    """Whether two trees have the same containers with the same keys, whatever their leaves."""
-    if one is None or other is None or one is other:
-        return one is other
-    if (one.kind, one.leaves, len(one.children)) != (other.kind, other.leaves, len(other.children)):
-        return False
-    # Python takes 1, 1.0 and True for equal.
-    if one.keys != other.keys or list(map(type, one.keys)) != list(map(type, other.keys)):
-        return False
-    try:
-        if not (one.extra is other.extra or one.extra == other.extra):
-            return False
-    except (RuntimeError, ValueError, TypeError):  # Something that cannot be compared, a tensor for example.
-        return False
-    return (one.flat and other.flat) or all(map(are_same, one.children, other.children))
-
-
 class Paths(Sequence[str]):
     """The path of every leaf. A path is made when it is read: all paths together may be far larger than the tree."""
 
@@ -521,7 +504,7 @@ class Merged:
     @classmethod
     def all_of_target(cls, root: Node | None, count: int) -> Merged:
         """The target's tree of ``count`` leaves, whatever the source's tree is."""
-        return cls(root, [~leaf for leaf in range(count)], [], [])
+        return cls(_with_own_context(root), [~leaf for leaf in range(count)], [], [])
 
     @property
     def only_in_target(self) -> Iterator[int]:
@@ -546,7 +529,7 @@ def merge(source: Node | None, target: Node | None) -> Merged:
         nonlocal next_target
         origin.extend(range(~next_target, ~(next_target + _leaves(node)), -1))
         next_target += _leaves(node)
-        return node
+        return _with_own_context(node)
 
     def fresh(node: Node | None) -> Node | None:
         """Add a subtree that only the source has."""
@@ -602,6 +585,21 @@ def merge(source: Node | None, target: Node | None) -> Merged:
 
     root = walk(source, target)
     return Merged(root, origin, partner, conflicts)
+
+
+def _with_own_context(node: Node | None) -> Node | None:
+    """The same nodes with copies of the target's context: a plan is used again, and the target's own may change."""
+    if node is None or (node.flat and node.kind in _PLAIN):
+        return node
+    children = list(map(_with_own_context, node.children))
+    return replace(node, children=children, extra=_own_extra(node))
+
+
+def _own_extra(node: Node) -> Any:
+    if node.kind is Kind.REGISTERED:
+        cls, context = node.extra
+        return cls, _own(context)
+    return _own(node.extra) if node.kind is Kind.ORDERED_DICT else node.extra
 
 
 def _same_leaves(s: Node, t: Node, mapping: bool) -> bool:
