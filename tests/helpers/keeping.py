@@ -22,6 +22,7 @@ import torch.distributed as dist
 import transfuse
 from transfuse.errors import TransfuseError
 from transfuse.keeper import client, frames, runs
+from transfuse.keeper.attach import Lock
 from transfuse.keeper.client import Keep
 from transfuse.keeper.exchange import Exchange
 from transfuse.keeper.frames import Link
@@ -98,7 +99,9 @@ class Home:
 
     def start(self, run: str = "job") -> Keeper:
         """A keeper in a thread of this process."""
-        keeper = Keeper(self.directory(run))
+        lock = Lock.take(self.directory(run))
+        assert lock is not None
+        keeper = Keeper(lock)
         thread = threading.Thread(target=keeper.run, name="keeper", daemon=True)
         thread.start()
         self._threads.append((keeper, thread))

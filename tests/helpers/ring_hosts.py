@@ -22,6 +22,7 @@ import numpy as np
 
 from transfuse.errors import TransfuseError
 from transfuse.keeper import frames, process
+from transfuse.keeper.attach import Lock
 from transfuse.keeper.bundles import KEY_BYTES, PRIVATE
 from transfuse.keeper.copying import DIGEST_BYTES
 from transfuse.keeper.frames import KeeperLost, Link
@@ -178,7 +179,9 @@ class Host:
     child: ranks.Worker | None = None
 
     def start(self) -> None:
-        self.keeper = Keeper(self.directory)
+        lock = Lock.take(self.directory)
+        assert lock is not None
+        self.keeper = Keeper(lock)
         threading.Thread(target=self.keeper.run, name="keeper", daemon=True).start()
 
     def start_process(self) -> None:
@@ -213,7 +216,9 @@ class Host:
 def _run_keeper(_: object, directory: str) -> None:
     log = os.open(pathlib.Path(directory) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 2)
-    os._exit(process.main([directory]))  # As `python -m transfuse.keeper.process` does.
+    lock = Lock.take(pathlib.Path(directory))
+    assert lock is not None
+    os._exit(process.main([directory, str(lock.fd)]))  # As `python -m transfuse.keeper.process` does.
 
 
 @dataclass

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +19,9 @@ from transfuse.cli.errors import Failed
 from transfuse.cli.keepers import ALIVE, DEAD, Found, find, list_keepers, stop
 from transfuse.cli.options import LONGEST_SECONDS, AsJson, Seconds, check_settings
 from transfuse.cli.tables import Column, say, show
-from transfuse.keeper import runs
-from transfuse.keeper.attach import SOCKET_NAME, locked
-from transfuse.keeper.frames import KeeperLost, Link
+from transfuse.errors import TransfuseError
+from transfuse.keeper import attach, runs
+from transfuse.keeper.frames import Link
 from transfuse.keeper.process import Keeper, go_before_training
 from transfuse.keeper.runs import Run
 from transfuse.report import human_bytes
@@ -105,14 +105,16 @@ def _named(name: str | None) -> Run:
 
 
 def _run(run: Run, linger: float | None, timeout: float, as_json: bool) -> None:
-    # The lock keeps workers from starting another one meanwhile.
-    with locked(run, time.monotonic() + timeout) as directory:
-        with suppress(KeeperLost):
-            link = Link.to(str(directory / SOCKET_NAME), timeout)
-            pid = link.peer_pid()
-            link.close()
-            raise Failed(f"run {run.name} has a keeper already, process {pid}: end it with transfuse keep --stop {pid}")
-        keeper = Keeper(directory, in_foreground=True, linger=linger)
+    found = attach.find(run, time.monotonic() + timeout)
+    if isinstance(found, Link):
+        pid = found.peer_pid()
+        found.close()
+        raise Failed(f"run {run.name} has a keeper already, process {pid}: end it with transfuse keep --stop {pid}")
+    directory = found.directory
+    try:
+        keeper = Keeper(found, in_foreground=True, linger=linger)
+    except OSError as error:
+        raise TransfuseError(attach.cannot_write(directory, error)) from error
     go_before_training()
     try:
         with _told():

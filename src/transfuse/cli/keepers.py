@@ -16,7 +16,7 @@ from transfuse.cli.errors import Failed
 from transfuse.cli.options import token_of
 from transfuse.errors import TransfuseError
 from transfuse.keeper import frames, runs
-from transfuse.keeper.attach import SOCKET_NAME, try_lock
+from transfuse.keeper.attach import SOCKET_NAME, Lock
 from transfuse.keeper.frames import KeeperLost, Link
 from transfuse.keeper.process import HELD_NAME, TOKEN_NAME, remove_files
 from transfuse.keeper.runs import Run
@@ -130,16 +130,14 @@ def stop(found: Found, seconds: float) -> str:
 
 def _remove(found: Found) -> None:
     """Remove what a dead keeper has left, unless a worker is starting another one."""
-    lock = try_lock(found.directory)
+    lock = Lock.take(found.directory)
     if lock is None:
         raise Failed(f"a worker is starting a keeper in {found.directory} at this moment")
-    try:
+    with lock:
         with suppress(KeeperLost):
             Link.to(str(found.directory / SOCKET_NAME), 1.0).close()
             raise Failed(f"a worker has started a keeper in {found.directory} at this moment")
         remove_files(found.directory)
-    finally:
-        os.close(lock)
 
 
 # ----------------------------------------------------------------------------------------------- as an address

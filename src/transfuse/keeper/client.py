@@ -187,7 +187,6 @@ class Keep:
         self._who = Who(self.rank, self.world_size, settings.digests, self._ask)
         self._limits = Limits.from_environment()
         self._remembered, self._remembered_own = Remembered(), Remembered()
-        self._directory = runs.make_directory(settings.run)
         self._link: Link | None = None
         self._asking = threading.RLock()
         self._layout: Layout | None = None

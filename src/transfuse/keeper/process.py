@@ -1,7 +1,7 @@
 """The keeper's process: one for each host and run. It outlives the workers, and answers them over a unix socket.
 
-``python -m transfuse.keeper.process DIRECTORY`` is what a worker starts, detached; ``transfuse keep`` runs the same in
-the foreground. The directory belongs to the run (:mod:`transfuse.keeper.runs`).
+``python -m transfuse.keeper.process DIRECTORY LOCK`` is what a worker starts, detached; ``transfuse keep`` runs the
+same in the foreground. The directory belongs to the run (:mod:`transfuse.keeper.runs`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from transfuse.errors import TransfuseError
 from transfuse.keeper import frames
 from transfuse.keeper.allotment import Allotment, Tenant
-from transfuse.keeper.attach import LOCK_NAME, LOG_NAME, SOCKET_NAME, try_lock
+from transfuse.keeper.attach import CANNOT_WRITE, LOCK_NAME, LOG_NAME, SOCKET_NAME, Lock, cannot_write
 from transfuse.keeper.books import Books, Generation, Kept, ranks_and_have
 from transfuse.keeper.frames import Address, Frame, KeeperLost, Link
 from transfuse.keeper.freeing import Freeing
@@ -62,6 +62,8 @@ class _Worker:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.hello: frames.Hello | None = None
+        #: Its process; None if that is of another namespace of pids, and cannot be seen from here.
+        self.process = _peer(link)
         self.agent: Process | None = None
         #: Whether it has told its peers, and so belongs to the job that runs now.
         self.has_joined = False
@@ -75,9 +77,13 @@ class _Worker:
 class Keeper:
     """Answers workers until nobody needs it any more."""
 
-    def __init__(self, directory: pathlib.Path, *, in_foreground: bool = False, linger: float | None = None) -> None:
-        """``linger``: in the foreground, how long it stays when workers and agents have ended. None: for ever."""
-        self.directory = directory
+    def __init__(self, lock: Lock, *, in_foreground: bool = False, linger: float | None = None) -> None:
+        """``lock``: of the run's directory. The keeper holds it, so there is no other one, until its files are removed.
+
+        ``linger``: in the foreground, how long it stays when workers and agents have ended. None: for ever.
+        """
+        self._lock, self.directory = lock, lock.directory
+        directory = self.directory
         self._in_foreground, self._linger = in_foreground, linger
         self.token = secrets.token_hex(32)
         self.books = Books()
@@ -100,24 +106,45 @@ class Keeper:
         self._note = b""
         with suppress(FileNotFoundError):
             self._note = (directory / RUN_FILE).read_bytes()
-        path = directory / SOCKET_NAME
-        with suppress(FileNotFoundError):
-            path.unlink()
-        self._write(TOKEN_NAME, self.token)
+        lock.note(os.getpid())
         self._server = serve(self._newest, token=self.token, step=self._newest_step, same_host=True)
+        try:
+            self._socket = self._bind()
+        except BaseException:
+            self._server.close(cancel=True)
+            raise
+
+    def _bind(self) -> socket.socket:
+        """Write what workers need to find this keeper, and listen for them."""
+        path = self.directory / SOCKET_NAME
+        with suppress(KeeperLost):
+            Link.to(str(path), ANSWER_SECONDS).close()
+            raise TransfuseError(f"another keeper listens at {path}")
+        self._write(TOKEN_NAME, self.token)
         self._write("address", self._server.address)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._socket.bind(str(path))
-        self._bound = path.stat()
-        self._socket.listen(128)
+        with suppress(FileNotFoundError):
+            path.unlink()  # Of a keeper that was killed: nobody listens there.
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            made.bind(str(path))
+            made.listen(128)
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     def _write(self, name: str, text: str) -> None:
         path = self.directory / name
         new = path.with_suffix(".new")
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(text)
-        new.rename(path)
+        try:
+            with os.fdopen(fd, "w") as file:
+                file.write(text)
+            new.rename(path)
+        except OSError:
+            with suppress(OSError):
+                new.unlink()
+            raise
 
     # ------------------------------------------------------------------------------------------------ its life
 
@@ -125,7 +152,7 @@ class Keeper:
         """Answer workers until it is over."""
         threading.Thread(target=self._listen, name="transfuse-keeper", daemon=True).start()
         while not self._over.wait(LOOK_SECONDS):
-            self._mend_socket()
+            self._mend_files()
             with self._changed:
                 self._bury()
                 self._note_held(self.ring.has_held)
@@ -144,35 +171,31 @@ class Keeper:
 
     def _bury(self) -> None:
         """Close the connections of workers that are dead: children that they have forked may hold them open."""
-        for rank, worker in self._workers.items():
-            if not self._in_foreground and not self._processes[rank].alive():
+        for worker in self._workers.values():
+            if worker.process is not None and not worker.process.alive():
                 worker.link.close()
 
-    def _mend_socket(self) -> None:
-        """Listen anew if the socket was deleted, by a cleaner of /tmp: else the next worker starts an empty keeper."""
-        path = self.directory / SOCKET_NAME
-        if path.exists():
-            return
-        with suppress(TransfuseError, OSError):
-            remake_directory(self.directory, self._note)
-        if (lock := try_lock(self.directory)) is None:
+    def _mend_files(self) -> None:
+        """Make again what was deleted, by a cleaner of /tmp: else the next worker starts an empty keeper."""
+        is_locked = self._lock.counts()
+        if is_locked and (self.directory / SOCKET_NAME).exists():
             return
         try:
-            before, self._socket = self._socket, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            self._socket.bind(str(path))
-            self._bound = path.stat()
-            self._socket.listen(128)
-            self._write(TOKEN_NAME, self.token)
-            self._write("address", self._server.address)
-            if self._has_held:
-                self._write(HELD_NAME, "")
+            if not is_locked:
+                remake_directory(self.directory, self._note)
+                if (lock := Lock.take(self.directory)) is None:
+                    return  # A worker is starting another keeper there.
+                self._lock.close()
+                self._lock = lock
+                lock.note(os.getpid())
+            before, self._socket = self._socket, self._bind()
             with suppress(OSError):
                 before.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits for connections.
             before.close()
-        except OSError as error:
-            logger.warning("the socket was deleted, and cannot be made again: %s", error)
-        finally:
-            os.close(lock)
+            if self._has_held:
+                self._write(HELD_NAME, "")
+        except (OSError, TransfuseError) as error:
+            logger.warning("files of this keeper were deleted, and cannot be made again: %s", error)
 
     def stop(self) -> None:
         self._over.set()
@@ -191,21 +214,14 @@ class Keeper:
         self._server.close(cancel=True)
 
     def _remove_files(self) -> None:
-        """Remove the directory and what is in it, unless it belongs to another keeper by now, or soon will.
+        """Remove the directory and what is in it, and give the lock back. Another keeper's files are left alone.
 
-        Workers who start a keeper hold the lock. If one holds it now, the keeper that it starts takes the files over.
         A job that has kept steps and runs on must not begin at 0 when it is restarted: the note of it stays.
         """
-        lock = try_lock(self.directory)
-        if lock is None:
-            return
-        try:
-            with suppress(FileNotFoundError):
-                if os.path.samestat(self._bound, (self.directory / SOCKET_NAME).stat()):
-                    self._note_held(self.ring.has_held)
-                    remove_files(self.directory, with_note=not (self._has_held and self._job_runs()))
-        finally:
-            os.close(lock)
+        with self._lock as lock:
+            if lock.counts():
+                self._note_held(self.ring.has_held)
+                remove_files(self.directory, with_note=not (self._has_held and self._job_runs()))
 
     def _job_runs(self) -> bool:
         """Whether somebody is there who has not closed: workers, or an agent that may start some."""
@@ -319,7 +335,8 @@ class Keeper:
                 f"the keeper of this run speaks version {frames.VERSION}, this worker version {hello.version}: end the "
                 "keeper (transfuse keep --stop), or use the version of transfuse that started it"
             )
-        process, agent = Process(hello.pid, hello.started), Process(hello.agent_pid, hello.agent_started)
+        process = worker.process or Process(hello.pid, hello.started)
+        agent = Process(hello.agent_pid, hello.agent_started)
         with self._changed:
             if self._over.is_set():
                 raise KeeperLost("the keeper ends just now")
@@ -662,6 +679,14 @@ def _uid_of(sock: socket.socket) -> int:
     return int(uid)
 
 
+def _peer(link: Link) -> Process | None:
+    """The process that has made this connection, if it can be seen from here."""
+    with suppress(OSError):
+        pid = link.peer_pid()
+        return Process.of(pid) if pid else None
+    return None
+
+
 def detach() -> None:
     """Be nobody's helper: all cores, no limit on threads that a launcher set, the first to go if memory runs out."""
     os.chdir("/")
@@ -677,12 +702,17 @@ def go_before_training() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run a keeper in a directory."""
+    """Run a keeper in a directory, whose lock is the inherited descriptor of this number."""
     detach()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("transfuse").setLevel(logging.WARNING)
     logger.setLevel(logging.INFO)
-    keeper = Keeper(pathlib.Path(argv[0]))
+    lock = Lock.inherit(pathlib.Path(argv[0]), int(argv[1]))
+    try:
+        keeper = Keeper(lock)
+    except OSError as error:
+        logger.info("%s", cannot_write(lock.directory, error))
+        return CANNOT_WRITE
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: keeper.stop())
     logger.info("keeper %d serves %s", os.getpid(), argv[0])

@@ -230,7 +230,10 @@ def base_directory() -> pathlib.Path:
     chosen = os.environ.get("TRANSFUSE_KEEPER_DIR")
     if chosen:
         path = pathlib.Path(os.path.abspath(chosen))
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_make(path, error) from error
     else:
         path = pathlib.Path(f"/tmp/transfuse-{os.geteuid()}")
     length = len(os.fsencode(path))
@@ -249,12 +252,17 @@ def make_directory(run: Run) -> pathlib.Path:
     note = path / f"{RUN_FILE}.{os.getpid()}"
     while True:
         _make_private(path)
-        # A keeper that ends just now may remove the directory meanwhile.
-        with suppress(FileNotFoundError):
+        try:
             note.write_bytes(msgspec.json.encode(run))
             # Several workers write the same at once. Readers see a whole file.
             note.replace(path / RUN_FILE)
             return path
+        except FileNotFoundError:
+            continue  # A keeper that ends just now has removed the directory meanwhile.
+        except OSError:
+            with suppress(OSError):
+                note.unlink()
+            raise
 
 
 def remake_directory(path: pathlib.Path, note: bytes) -> None:
@@ -289,7 +297,7 @@ def _make_private(path: pathlib.Path) -> None:
             with suppress(FileNotFoundError):
                 status = path.lstat()
     except OSError as error:
-        raise TransfuseError(f"the keepers' directory {path} cannot be made: {error}. {_ELSEWHERE}") from error
+        raise _cannot_make(path, error) from error
     wrong = None
     if stat.S_ISLNK(status.st_mode):
         wrong = "is a symbolic link"
@@ -303,6 +311,10 @@ def _make_private(path: pathlib.Path) -> None:
         raise TransfuseError(
             f"the keepers' directory {path} {wrong}: another user could pose as the keeper. {_ELSEWHERE}"
         )
+
+
+def _cannot_make(path: pathlib.Path, error: OSError) -> TransfuseError:
+    return TransfuseError(f"the keepers' directory {path} cannot be made: {error}. {_ELSEWHERE}")
 
 
 _ELSEWHERE = "Remove it, or set TRANSFUSE_KEEPER_DIR to a directory of your own"
