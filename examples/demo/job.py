@@ -77,7 +77,7 @@ class _Warnings(logging.Handler):
         self._parent = parent
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._parent.say(Warned(record.getMessage()))
+        self._parent.say(Warned(record.getMessage().removeprefix("transfuse: ")))
 
 
 class Job:

@@ -3,7 +3,7 @@
 Modules and packages; each imports only from those above it:
 
     errors, limits, rules              every error; every number that may be set; the rules that map_path= takes
-    phases, report, progress           what a caller sees of a transfer
+    phases, report, progress, log      what a caller sees of a transfer
     state                              a state as plain data: its tree, leaves, tensors and storages
     options, arguments                 what the caller chose, checked
     plan                               which bytes go where, and which sources hold them; touches no bytes
@@ -20,6 +20,7 @@ Modules and packages; each imports only from those above it:
     cli                                the command
 """
 
+from transfuse import log
 from transfuse.errors import (
     CorruptData,
     LimitExceeded,
@@ -58,6 +59,7 @@ from transfuse.transport import PGTransport
 __version__ = "0.10.0"
 
 rendezvous.register()
+log.sign_warnings()
 
 __all__ = [
     "CommitReport",

@@ -154,13 +154,25 @@ class PeerError(TransfuseError):
         super().__init__(message)
 
 
+#: What the other rank may not have called, if nothing is heard of it in one of these phases.
+_EXPECTED_CALLS = {
+    "waiting for the offer": "send_checkpoint() for this rank, or serve",
+    "waiting for its offer": "send_checkpoint() for this rank, or serve",
+    "sending the offer": "recv_checkpoint() from this rank, or fetch",
+    "waiting for the want": "recv_checkpoint() from this rank, or fetch",
+    "healing": "heal()",
+}
+
+
 class PeerTimeout(PeerError, TimeoutError):
     """The peer made no progress within the timeout."""
 
     def __init__(self, rank: int, phase: str, seconds: float) -> None:
         self.phase = phase
         self.seconds = seconds
-        super().__init__(rank, f"rank {rank} timed out: no progress for {seconds:.1f} s while {phase}")
+        call = _EXPECTED_CALLS.get(phase)
+        advice = ("" if call is None else f"does rank {rank} call {call}? ") + "is timeout= long enough?"
+        super().__init__(rank, f"rank {rank} timed out: no progress for {seconds:.1f} s while {phase}; {advice}")
 
 
 class PeerLost(PeerError, ConnectionError):

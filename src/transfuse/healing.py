@@ -10,6 +10,7 @@ every rank          how it went                                  an agreement: a
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -171,7 +172,7 @@ class _Healing:
                 raise
 
     def _run(self, said: int | None) -> int:
-        calls = self._calls
+        calls, began = self._calls, time.monotonic()
         failure: BaseException | None = None
         told = calls.open(*self._truth(said))
         if len(told) < calls.size:
@@ -192,6 +193,12 @@ class _Healing:
         if failure is None and self._behind:
             failure = self._take_part()
         self._end(failure)
+        if self._landed:
+            sources = ", ".join(str(rank) for rank in range(calls.size) if rank not in self._behind)
+            seconds = time.monotonic() - began
+            logger.warning(
+                "rank %d was healed: step %d from ranks %s in %.2f s", calls.rank, self._newest, sources, seconds
+            )
         return self._newest
 
     def _truth(self, said: int | None) -> tuple[int, int]:

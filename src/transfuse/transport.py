@@ -509,7 +509,10 @@ class PGTransport:
             raise
         finally:
             report.end(time.perf_counter() - started)
-            logger.info("%s", report.line(), extra={"transfuse_report": report})
+            # A receive that went on without some sources is a recovery: users see it without configuring a log.
+            recovered = report.error is None and report.failed
+            level = logging.WARNING if recovered else logging.INFO
+            logger.log(level, "%s", report.line(), extra={"transfuse_report": report})
 
     def _check_ranks(self, name: str, given: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
         ranks, size = arguments.ranks_of(name, given), self._group.size()

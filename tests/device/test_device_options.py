@@ -256,7 +256,7 @@ def test_fresh_leaves_in_main_memory_are_mentioned_once(caplog: pytest.LogCaptur
     assert warnings_of(through_main_memory, own, caplog) == []
     assert warnings_of(through_main_memory, own, caplog, atomic=True) == []
     (said,) = warnings_of(through_main_memory, None, caplog)
-    assert said.startswith(f"the source has tensors on {KIND}: fresh ones arrive in main memory")
+    assert said.startswith(f"transfuse: the source has tensors on {KIND}: fresh ones arrive in main memory")
     assert "receive into targets" in said
 
 

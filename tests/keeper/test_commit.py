@@ -544,6 +544,8 @@ def test_training_goes_on_while_a_step_is_copied(home: Home, keeper: Keeper, gat
             report = keep.commit(step, wait=False)
             assert report is not None
             outcomes.append(report)
+        assert (outcomes[-1].outcome, outcomes[-1].why) == ("pending", "the copy goes on")
+        assert outcomes[-1].line().startswith("step 8 pending: the copy goes on; copied ")
         gate.open.set()
         # Every copy that went on meanwhile waits for its gate; the first one is made at once.
         assert gate.waits.is_set()

@@ -387,6 +387,22 @@ def test_what_cannot_be_carried_is_refused_by_name_at_both_ends(two: Pair, leaf:
         assert "['nested'][1]" in str(error)
 
 
+@pytest.mark.parametrize("kind", ["Linear", "Sequential", "ModuleList", "AdamW", "StepLR"])
+def test_an_object_in_the_place_of_its_state_is_told_to_be_one(two: Pair, kind: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = {
+        "Linear": model,
+        "Sequential": torch.nn.Sequential(model),
+        "ModuleList": torch.nn.ModuleList([model]),
+        "AdamW": optimizer,
+        "StepLR": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    }
+    for error in two.errors({"model": made[kind]}):
+        assert "leaf ['model']: torch." in str(error)
+        assert f".{kind} is an object that has a state, not a state: pass its state_dict() here" in str(error)
+
+
 def test_objects_travel_to_a_receiver_that_opted_in(two: Pair) -> None:
     state = {"c": Custom(), "w": torch.ones(3)}
     _, received = two.errors(state)

@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from transfuse.cli.contents import printable
 from transfuse.errors import TransfuseError
+from transfuse.log import SPEAKER
 
 __all__ = ["DEBUG_VARIABLE", "Command", "Commands", "Exit", "Failed", "reading", "warnings_shown"]
 
@@ -163,4 +164,4 @@ class _Line(logging.Formatter):
         self._command = command
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"transfuse {self._command}: {_clean(record.getMessage())}"
+        return f"transfuse {self._command}: {_clean(record.getMessage().removeprefix(SPEAKER))}"

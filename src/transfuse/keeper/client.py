@@ -335,6 +335,7 @@ class Keep:
         """
         if self._settings.state_dict is None:
             raise TransfuseError("restore() needs the callable that returns the state: keep(state_dict)")
+        began = time.monotonic()
         # A copy that goes on meanwhile would see half of what is restored.
         self._join()
         self._last = None
@@ -355,6 +356,10 @@ class Keep:
             return None
         self.own = restored.own
         self._begin_anew()
+        hosts = len(self.members.ranks)
+        keepers = "the keeper of this host" if hosts == 1 else f"the keepers of {hosts} hosts"
+        seconds = time.monotonic() - began
+        logger.warning("rank %d restored step %d from %s in %.2f s", self.rank, restored.step, keepers, seconds)
         return restored.step
 
     def _begin_anew(self) -> None:
@@ -462,15 +467,19 @@ class Keep:
         except BaseException:
             job.drop()
             raise
-        self._copying = threading.Thread(target=self._go_on, args=(job, step), name="transfuse-commit", daemon=True)
+        then, report.outcome, report.why = (report.outcome, report.why), "pending", "the copy goes on"
+        self._copying = threading.Thread(
+            target=self._go_on, args=(job, step, then), name="transfuse-commit", daemon=True
+        )
         self._copying.start()
 
-    def _go_on(self, job: Copy, step: int) -> None:
-        """The rest of a commit that training does not wait for, in a thread of its own."""
+    def _go_on(self, job: Copy, step: int, then: tuple[str, str]) -> None:
+        """The rest of a commit, while training goes on, in its own thread. ``then``: the outcome if all goes well."""
         report = job.report
         try:
             if job.go_on():
                 self._newest = step
+                report.outcome, report.why = then
         except KeeperLost as error:
             self._lose(report, error)
         except Exception as error:

@@ -47,8 +47,9 @@ class CommitReport:
     """What a commit did, and for how long training stood still."""
 
     step: int
-    #: "committed": the keeper has this rank's state; "pending": it has, but a rank of this host has not called commit()
-    #: at all; "skipped" or "dropped": it has not. And why if it is not the first.
+    #: "committed": the keeper has this rank's state; "pending": the copy goes on (``wait=False``), or the keeper has
+    #: it, but a rank of this host has not called commit() at all; "skipped" or "dropped": it has not. And why if it is
+    #: not the first.
     outcome: str = "committed"
     why: str = ""
     #: Bytes that this rank copied, and bytes that another rank of this host keeps for it.

@@ -12,6 +12,8 @@ from transfuse.errors import TransfuseError
 
 __all__ = ["Exchange"]
 
+#: The calls in which the ranks of a job meet.
+CALLS = "keep(), restore(), look(): every rank, in the same order"
 #: The most that one rank may tell the others.
 MAX_BYTES = 64 << 20
 
@@ -68,8 +70,10 @@ class Exchange:
             work.wait(self._timeout)
         except RuntimeError as error:
             text = str(error).split("\n")[0]
+            others = f"does rank {1 - self.rank}" if self.size == 2 else "do all other ranks"
             raise TransfuseError(
-                f"{what}: the ranks could not agree within {self._timeout.total_seconds():g} s, or one was lost: {text}"
+                f"{what}: the ranks could not agree within {self._timeout.total_seconds():g} s, or one was lost: "
+                f"{others} call this too ({CALLS})? is timeout= long enough? ({text})"
             ) from error
         return [row.cpu() for row in rows]
 

@@ -12,6 +12,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from transfuse.state.leaves import pickles
 from transfuse.state.leaves.codec import BuildContext, CannotCarry, Opened, Shared
@@ -201,6 +204,8 @@ class ObjectCodec(_Blob):
 
     def open(self, leaf: Any, shared: Shared) -> Opened:
         cls = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        if isinstance(leaf, nn.Module | Optimizer | LRScheduler):
+            raise CannotCarry(f"{cls} is an object that has a state, not a state: pass its state_dict() here")
         if _holds_tensors(leaf):
             raise CannotCarry(
                 f"{cls} holds tensors, which must not travel inside a pickle; register the class with "
