@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-__all__ = ["missing"]
+from importlib import metadata
+
+__all__ = ["check_series", "missing"]
 
 
 def missing(extra: str, error: ImportError) -> ImportError:
     """The error for an integration whose library is not installed: it names the extra to install."""
     return ImportError(f"transfuse.integrations.{extra} needs {error.name}: pip install 'transfuse[{extra}]'")
+
+
+def check_series(extra: str, series: str) -> None:
+    """Refuse a library of another version than ``series``, before it fails somewhere in the middle of an import."""
+    try:
+        found = metadata.version(extra)
+    except metadata.PackageNotFoundError:
+        return  # The import says what is missing.
+    if not found.startswith(f"{series}."):
+        raise ImportError(
+            f"transfuse.integrations.{extra} is written for {extra} {series}, and {extra} {found} is installed: "
+            f"pip install 'transfuse[{extra}]' installs one that fits"
+        )

@@ -28,7 +28,11 @@ import torch.distributed as dist
 
 import transfuse
 from transfuse import Concat, Rename, Slice, Split, TransfuseError
+from transfuse.integrations import check_series
 
+#: vLLM's interfaces for weight transfer change with each version. This file is written for those of this one.
+SERIES = "0.32"
+check_series("vllm", SERIES)
 try:
     from vllm.distributed.weight_transfer.base import (
         ModuleSource,
@@ -46,7 +50,7 @@ try:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 except ImportError as error:
     raise ImportError(
-        f"transfuse.integrations.vllm needs vLLM 0.32 or newer, which cannot be imported here ({error}): "
+        f"transfuse.integrations.vllm needs vLLM {SERIES}, which cannot be imported here ({error}): "
         "pip install 'transfuse[vllm]'"
     ) from error
 
