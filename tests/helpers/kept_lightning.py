@@ -40,6 +40,10 @@ class Plan:
     trainer: dict[str, Any] = dataclasses.field(default_factory=lambda: {"max_epochs": 3})
     keep: dict[str, Any] = dataclasses.field(default_factory=dict)
     workers: int = 0
+    #: Whether the loaders' processes stay from epoch to epoch.
+    persistent: bool = False
+    #: Whether the module calls backward and the optimizer itself.
+    manual: bool = False
     samples: int = 40
     #: Whether the job writes checkpoints, too, and asks for the last one at each start.
     checkpoints: bool = False
@@ -88,6 +92,7 @@ def main(plan: Plan) -> None:
     class Module(LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
+            self.automatic_optimization = not plan.manual
             normal = [] if plan.strategy == "fsdp2" else [torch.nn.BatchNorm1d(16)]
             self.layers = torch.nn.Sequential(
                 torch.nn.Linear(8, 16), *normal, torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
@@ -107,6 +112,11 @@ def main(plan: Plan) -> None:
             self.mean(loss.detach())
             self.log("loss", loss, on_epoch=True, on_step=True)
             note(directory, rank, batch=self.trainer.fit_loop.total_batch_idx, loss=float(loss).hex())
+            if plan.manual:
+                optimizer: Any = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
             return loss
 
         def on_after_backward(self) -> None:
@@ -194,9 +204,10 @@ def main(plan: Plan) -> None:
     )
     module = Module()
     noisy = plan.workers == 0
-    loader = DataLoader(Samples(plan.samples, noisy), batch_size=4, shuffle=True, num_workers=plan.workers)
+    processes: Any = {"num_workers": plan.workers, "persistent_workers": plan.persistent}
+    loader = DataLoader(Samples(plan.samples, noisy), batch_size=4, shuffle=True, **processes)
     note(directory, rank, start=done)
-    validation = DataLoader(Samples(8, False), batch_size=4)
+    validation = DataLoader(Samples(8, False), batch_size=4, **(processes if plan.persistent else {}))
     trainer.fit(module, loader, validation, ckpt_path="last" if plan.checkpoints else None)
     state = {"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}
     note(

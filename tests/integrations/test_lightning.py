@@ -52,6 +52,11 @@ CASES: list[tuple[dict[str, Any], int]] = [
         },
         16,
     ),
+    # DDP's first forward pass broadcasts rank 0's statistics; during manual optimization no other one does.
+    ({**RANKS, "deaths": [(1, "backward", 7)], "manual": True}, 7),
+    # Processes that stay draw a random number in the first epoch only: killed there, later, and between two.
+    ({"ranks": 1, "deaths": [(0, "backward", 4), (0, "backward", 15)], "workers": 1, "persistent": True}, 15),
+    ({"ranks": 1, "deaths": [(0, "backward", 10)], "workers": 1, "persistent": True}, 10),
     ({"ranks": 2, "strategy": "fsdp2", "deaths": [(1, "backward", 7)]}, 7),
 ]
 

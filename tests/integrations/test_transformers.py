@@ -46,6 +46,19 @@ CASES: list[tuple[dict[str, Any], int]] = [
         },
         15,
     ),
+    # Processes that stay draw a random number in the first epoch only.
+    (
+        {
+            "ranks": 1,
+            "deaths": [(0, "backward", 9), (0, "backward", 27)],
+            "arguments": {
+                "num_train_epochs": 3,
+                "dataloader_num_workers": 1,
+                "dataloader_persistent_workers": True,
+            },
+        },
+        27,
+    ),
     # Steps of three batches; the last of an epoch has two.
     ({"ranks": 1, "deaths": [(0, "backward", 9)], "arguments": {"max_steps": 16, "gradient_accumulation_steps": 3}}, 9),
     ({"ranks": 1, "deaths": [(0, "backward", 15)], "keep": {"every": 4}}, 12),

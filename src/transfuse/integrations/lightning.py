@@ -11,8 +11,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import transfuse
-from transfuse.integrations import missing
-from transfuse.integrations.rank_state import Packer, generators, set_generators, unpack
+from transfuse.integrations import missing, persistent_workers
+from transfuse.integrations.rank_state import (
+    Packer,
+    generators,
+    is_sync_due,
+    set_generators,
+    set_sync_due,
+    unpack,
+)
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -58,6 +65,8 @@ class KeepCallback(Callback):  # type: ignore[misc]
         self._generators: dict[str, Any] | None = None
         #: What had been logged in the epoch that was restored, by key.
         self._logged: dict[str, Any] = {}
+        #: Whether there has been a validation.
+        self._validated = False
         #: The step that this run went on from; None if it began anew.
         self.restored: int | None = None
 
@@ -86,6 +95,9 @@ class KeepCallback(Callback):  # type: ignore[misc]
             )
         logger.info("rank %d goes on after step %d, from the keeper's memory", trainer.global_rank, found)
         self._forget_checkpoint(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._add_logged()
@@ -163,6 +175,8 @@ class KeepCallback(Callback):  # type: ignore[misc]
             "data": None if data is None else data.state_dict(),
             "logged": _logged(trainer),
             "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
+            "validated": self._validated,
+            "is_sync_due": is_sync_due(trainer.strategy.model),
             "generators": generators(),
         }
         return {"rank": self._packer.pack(tree)}
@@ -186,6 +200,8 @@ class KeepCallback(Callback):  # type: ignore[misc]
         trainer.fit_loop.load_state_dict(checkpoint["loops"])
         for name, metric in _metrics(module):
             _set_metric_state(metric, tree["metrics"][name])
+        set_sync_due(trainer.strategy.model, tree["is_sync_due"])
+        self._validated = tree["validated"]
         self._logged = tree["logged"]
         self._generators = tree["generators"]
         self.restored = self._step = checkpoint["global_step"]
@@ -201,6 +217,8 @@ class KeepCallback(Callback):  # type: ignore[misc]
         assert self._process_dataloader is not None
         loader = self._process_dataloader(loader)
         if not self._trainer.training:
+            if self.restored is not None and self._validated:
+                persistent_workers.start(loader)
             return loader
         return _KeptLoader(loader, self._before_fetch, self._count, self._take_generators)
 
@@ -274,7 +292,7 @@ class _KeptLoader:
     restarted loader draws the same, and leaves out the batches that were trained on without reading them.
     """
 
-    _NAMES = ("_loader", "_before", "_count", "_generators", "_start", "_resume", "_is_stateful")
+    _NAMES = ("_loader", "_before", "_count", "_generators", "_start", "_resume", "_begun", "_is_stateful")
 
     def __init__(
         self,
@@ -288,6 +306,8 @@ class _KeptLoader:
         #: The random number generators when the epoch's iterator was made.
         self._start: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
+        #: How many epochs have begun.
+        self._begun = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -303,10 +323,11 @@ class _KeptLoader:
 
     def state_dict(self) -> dict[str, Any]:
         inner = self._loader.state_dict() if self._is_stateful else None
-        return {"start": self._start, "next": self._count(), "inner": inner}
+        return {"start": self._start, "next": self._count(), "inner": inner, "begun": self._begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._resume = state
+        self._begun = state["begun"] - (state["start"] is not None)
         if self._is_stateful and state["inner"] is not None:
             self._loader.load_state_dict(state["inner"])
 
@@ -318,10 +339,11 @@ class _KeptLoader:
     def begin(self) -> Iterator[Any]:
         """Make the iterator of this epoch."""
         resume, self._resume = self._resume, None
+        self._begun += 1
         if resume is None or resume["start"] is None:
             self._go_on()
             self._start = self._all_generators()
-            return iter(self._loader)
+            return self._iterate(self._loader)
         self._set_all_generators(resume["start"])
         self._start = resume["start"]
         skipped = 0 if self._is_stateful else resume["next"]
@@ -332,14 +354,19 @@ class _KeptLoader:
             loader = copy.copy(loader)
             name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             object.__setattr__(loader, name, rest)
-            batches = iter(loader)
+            batches = self._iterate(loader)
             rest.begin()
         else:
-            batches = iter(loader)
+            batches = self._iterate(loader)
             for _ in range(skipped):
                 next(batches)
         self._go_on()
         return batches
+
+    def _iterate(self, loader: Any) -> Iterator[Any]:
+        if self._begun > 1:
+            persistent_workers.start(loader)
+        return iter(loader)
 
     def _go_on(self) -> None:
         found = self._generators()

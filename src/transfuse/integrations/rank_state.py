@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from transfuse import StateError
 
-__all__ = ["Packer", "generators", "set_generators", "unpack"]
+__all__ = ["Packer", "generators", "is_sync_due", "set_generators", "set_sync_due", "unpack"]
 
 #: The tensor's size is the smallest power of two of this that holds twice what is written when it is made.
 LEAST_BYTES = 1 << 14
@@ -47,6 +48,20 @@ def set_generators(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "accelerator" in states:
         torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(states["accelerator"])
+
+
+def is_sync_due(model: object) -> bool:
+    """Whether the next forward pass of a model that DDP has wrapped begins with a broadcast of rank 0's buffers.
+
+    The first one does. Others do if the pass before computed gradients that DDP added up: not during manual
+    optimization with Lightning, and not after a validation.
+    """
+    return bool(model.require_forward_param_sync) if isinstance(model, DistributedDataParallel) else False
+
+
+def set_sync_due(model: object, is_due: bool) -> None:
+    if isinstance(model, DistributedDataParallel):
+        model.require_forward_param_sync = is_due
 
 
 class Packer:

@@ -13,8 +13,15 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import transfuse
-from transfuse.integrations import missing
-from transfuse.integrations.rank_state import Packer, generators, set_generators, unpack
+from transfuse.integrations import missing, persistent_workers
+from transfuse.integrations.rank_state import (
+    Packer,
+    generators,
+    is_sync_due,
+    set_generators,
+    set_sync_due,
+    unpack,
+)
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -67,6 +74,10 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
         self._step = 0
         #: The random number generators with which a restored run goes on.
         self._generators: dict[str, Any] | None = None
+        #: The names of the data that has been evaluated; None: the only one.
+        self._evaluated: list[str | None] = []
+        #: How many epochs this process has begun.
+        self._epochs = 0
         #: The step that this run went on from; None if it began anew.
         self.restored: int | None = None
 
@@ -87,7 +98,7 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
             self._state, load=self._load, own=self._own, load_own=self._load_own, **self._options
         )
         try:
-            self._step, self.restored, self._kept = 0, None, keep.look()
+            self._step, self.restored, self._kept, self._epochs = 0, None, keep.look(), 0
             if self._kept is None:
                 result = self._train(resume_from_checkpoint, *args, **options)
             else:
@@ -140,8 +151,22 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
                 "another step. Start the job again"
             )
         self._kept = None
+        for name in self._evaluated if args.dataloader_persistent_workers else ():
+            persistent_workers.start(self._trainer.get_eval_dataloader(name))
         if self.restored is not None:
             logger.info("rank %d goes on after step %d, from the keeper's memory", self._keep.rank, self.restored)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, train_dataloader: Any, **_: Any
+    ) -> None:
+        """The epoch in which a restored run goes on has a loader of its own. The next one needs the Trainer's."""
+        self._epochs += 1
+        if self.restored is not None and self._epochs > 1:
+            persistent_workers.start(train_dataloader)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        data = self._trainer.eval_dataset
+        self._evaluated = list(data) if isinstance(data, dict) else [None]
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """All that belongs to the last step is done, and the batches of the next one are there."""
@@ -172,6 +197,8 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "callbacks": [one.state()["attributes"] for one in self._others()],
+            "evaluated": self._evaluated,
+            "is_sync_due": is_sync_due(trainer.model_wrapped),
             "generators": generators(),
         }
         return {"rank": self._packer.pack(tree)}
@@ -186,7 +213,8 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
         for one, attributes in zip(self._others(), tree["callbacks"], strict=True):
             for name, value in attributes.items():
                 setattr(one, name, value)
-        self._generators = tree["generators"]
+        set_sync_due(trainer.model_wrapped, tree["is_sync_due"])
+        self._evaluated, self._generators = tree["evaluated"], tree["generators"]
 
     def _others(self) -> list[Any]:
         """The callbacks that have a state."""
