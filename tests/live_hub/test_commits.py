@@ -14,7 +14,7 @@ import torch
 from hub_asking import step_in
 from transfuse.live_hub import commits as commits_module
 from transfuse.live_hub.commits import Commit, Commits, Unavailable, Visitor
-from transfuse.live_hub.sources import LiveSource
+from transfuse.live_hub.sources import Buffer, LiveSource, Taken
 from transfuse.remote.live_state import LiveState
 
 MAIN = "main"
@@ -30,15 +30,18 @@ class Job:
         #: How long a copy takes at least.
         self.seconds = 0.0
         self.state = {f"w.{i}": torch.zeros(1000) for i in range(4)}
-        self.live = LiveState(self.ask, lambda: self.step, 30.0)
-        self.commits = Commits(LiveSource(self.live, prefix="", max_shard_bytes=1 << 30), hold)
-        self.copies = 0
         self._fill()
+        self.live = LiveState(lambda: self.state, lambda: self.step, 30.0)
+        self._source = LiveSource(self.live, prefix="", max_shard_bytes=1 << 30)
+        self.commits = Commits(self, hold)
 
-    def ask(self) -> object:
+    def mark(self, seconds: float | None) -> object:
+        return self._source.mark(seconds)
+
+    def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> Taken:
         self.copies += 1
         time.sleep(self.seconds)
-        return self.state
+        return self._source.take(buffer, meanwhile)
 
     def _fill(self) -> None:
         for i, tensor in enumerate(self.state.values()):
@@ -357,13 +360,13 @@ def _elsewhere(work: Callable[[], str]) -> str:
     return result[0]
 
 
-def test_a_step_that_moves_on_without_mutating_is_a_commit_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_that_changes_without_mutating_is_a_commit_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     job = Job()
     for turn in range(2):
         with job.get() as commit:
-            assert (commit.step, commit.is_loose) == (job.step, turn > 0)
+            assert (commit.step, commit.is_loose, step_of(commit)) == (0, turn > 0, job.step)
         with job.get() as again:
             assert again.id == commit.id
         job.forget_mutating()
     (warning,) = caplog.messages
-    assert warning.startswith("the step went from 0 to 1 outside of the hub's mutating(): ")
+    assert warning.startswith("the hub's state has changed outside of mutating() (['w.0'], ['w.1'], ['w.2'], …): ")

@@ -165,10 +165,14 @@ def test_a_step_that_raises_is_told_and_the_next_one_is_served() -> None:
     with transfuse.hub({"w": torch.ones(3)}, step=step) as hub:
         assert ask(hub.endpoint, "GET", "/api/models/live/model").status == 200
         told.clear()
+        with hub.mutating():
+            pass
         answer = ask(hub.endpoint, "GET", "/api/models/live/model")
         assert answer.status == 503
         assert b"IndexError: list index out of range" in answer.body
         told.append(2)
+        with hub.mutating():
+            pass
         assert ask(hub.endpoint, "GET", "/api/models/live/model").status == 200
 
 

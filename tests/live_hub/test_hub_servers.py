@@ -23,16 +23,16 @@ from transfuse.live_hub import commits as commits_module
 from transfuse.testing.ranks import run_program
 from transfuse.testing.ranks.programs import Ended
 
-PROGRAM = Path(__file__).parents[1] / "helpers" / "sharded_job.py"
+HELPERS = Path(__file__).parents[1] / "helpers"
 WEIGHTS = "/live/model/resolve/main/model.safetensors"
 
 
 @contextlib.contextmanager
-def sharded_job(folder: Path, ranks: int) -> Iterator[list[str]]:
+def sharded_job(folder: Path, ranks: int, program: str = "sharded_job.py") -> Iterator[list[str]]:
     """The addresses of a job that trains on."""
     ended: list[list[Ended]] = []
     thread = threading.Thread(
-        target=lambda: ended.append(run_program(PROGRAM, ranks, arguments=[str(folder)], timeout=200))
+        target=lambda: ended.append(run_program(HELPERS / program, ranks, arguments=[str(folder)], timeout=200))
     )
     thread.start()
     try:
@@ -79,6 +79,20 @@ def test_shards_of_a_job_that_trains_on_are_put_together(tmp_path: Path) -> None
             assert "layer.0.weight" in reply.headers["X-Error-Message"]
         with transfuse.hub(addresses, prefix="model.", server_token="wrong", timeout=5) as wrong:
             assert ask(wrong.endpoint, "GET", WEIGHTS).status == 503
+
+
+def test_reading_does_not_disturb_the_forward_pass_of_fsdp2(tmp_path: Path) -> None:
+    """torch's state_dict() reshards the module: called from another thread, it ends a pass that is under way."""
+    with (
+        sharded_job(tmp_path, 2, "fsdp_job.py") as addresses,
+        transfuse.hub(addresses, server_token="between servers", timeout=60) as hub,
+    ):
+        seen: list[int] = []
+        for _ in range(12):
+            seen.append(step_in(weights(hub.endpoint)))
+            transfuse.peek(addresses[0], token="between servers")
+        assert seen == sorted(seen)
+        assert len(set(seen)) > 1
 
 
 def test_one_server_and_its_end() -> None:

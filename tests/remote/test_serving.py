@@ -14,10 +14,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch.distributed.tensor import Shard
 
 import transfuse
+from hub_asking import ask
 from serving import DEADLINE, LONG, TOKEN, Halt, big_state, plain_state, servers, some_state, zeros_like
 from shards import mesh_of, shard
 from transfuse.remote.handshake import split_address
@@ -330,24 +332,78 @@ def test_mutating_within_mutating_and_what_is_raised_in_it() -> None:
 
 
 def test_a_state_that_cannot_be_had_is_told_in_its_words(caplog: pytest.LogCaptureFixture) -> None:
-    answers: list[Any] = [ValueError("no \udcff state today"), None]
+    answer: Any = ValueError("no \udcff state today")
 
     def state_dict() -> object:
-        if isinstance(answers[0], Exception):
-            raise answers[0]
-        if answers[0] is None:
-            with server.mutating():
-                pytest.fail("a reader changed the state")
-        return answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
+    with pytest.raises(ValueError, match="state today"):
+        transfuse.serve(state_dict)
+    answer = plain_state()
     with transfuse.serve(state_dict) as server:
-        for words in ("ValueError: no .* state today", "read by this thread"):
-            with pytest.raises(transfuse.PeerRefused, match=words):
+        answer = ValueError("no \udcff state today")
+        for _ in range(2):
+            with server.mutating():  # Training goes on, and the log says once what readers are told.
+                pass
+            with pytest.raises(transfuse.PeerRefused, match=r"ValueError: no .* state today"):
                 transfuse.fetch(server.address)
-            answers.pop(0)
-        answers.append(some_state())
+        answer = some_state()
+        with server.mutating():
+            pass
         assert not differences(some_state(), transfuse.fetch(server.address))
-    assert "state today" in caplog.text
+    assert len([one for one in caplog.messages if "the state cannot be had: ValueError: no" in one]) == 1
+
+
+@pytest.mark.parametrize("what", ["serve", "hub"])
+def test_callables_are_called_in_the_thread_that_trains_only(what: str) -> None:
+    """At the start, and where mutating() begins and ends: what readers find is what was returned then."""
+    threads: set[int] = set()
+    state, step = {"layer.0.weight": torch.zeros(100)}, 0
+
+    def state_dict() -> dict[str, torch.Tensor]:
+        threads.add(threading.get_ident())
+        return dict(state)
+
+    def step_now() -> int:
+        threads.add(threading.get_ident())
+        return step
+
+    def read() -> tuple[dict[str, Any], int | None]:
+        if what == "hub":
+            found: dict[str, Any] = safetensors.torch.load(
+                ask(serving.endpoint, "GET", "/live/model/resolve/main/model.safetensors").body
+            )
+            commits = ask(serving.endpoint, "GET", "/api/models/live/model/commits/main").json
+            return found, int(commits[0]["title"].removeprefix("step "))
+        reports: list[transfuse.Report] = []
+        return transfuse.fetch(serving.address, timeout=LONG, on_report=reports.append), reports[0].step
+
+    serving: Any = getattr(transfuse, what)(state_dict, step=step_now)
+    with serving:
+        for _ in range(3):
+            found, told = read()
+            assert told == step
+            assert not differences(state, {name: found[name] for name in state})
+            with serving.mutating(), serving.mutating():
+                step += 1
+                state["layer.0.weight"].fill_(100 * step)
+                # A new entry, as an optimizer makes them at its first step.
+                state[f"layer.{step}.weight"] = torch.full((3,), 100.0 * step + step)
+        assert read()[1] == 3
+    assert threads == {threading.get_ident()}
+
+
+def test_a_step_that_moves_on_outside_of_mutating_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    step = 0
+    with transfuse.serve(plain_state(), step=lambda: step) as server:
+        for _ in range(3):
+            with server.mutating():
+                pass
+            step += 1
+    (warning,) = caplog.messages
+    assert warning.startswith("the step went from 0 to 1 outside of mutating(), and readers were told 0 all the while")
 
 
 # Options
@@ -404,8 +460,6 @@ def test_waiting_for_a_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("step", [1 << 63, -(1 << 63) - 1])
 def test_a_step_that_no_message_can_carry(step: int) -> None:
-    with pytest.raises(ValueError, match="64 bits"):
-        transfuse.serve(some_state(), step=step)
-    serving = transfuse.serve(some_state(), step=lambda: step)
-    with serving as server, pytest.raises(transfuse.PeerRefused, match="64 bits"):
-        transfuse.fetch(server.address, timeout=LONG)
+    for given in (step, lambda: step):
+        with pytest.raises(ValueError, match="64 bits"):
+            transfuse.serve(some_state(), step=given)

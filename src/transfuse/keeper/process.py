@@ -34,6 +34,7 @@ from transfuse.keeper.restored import Restored, describe_slots
 from transfuse.keeper.ring import Ring
 from transfuse.keeper.runs import RUN_FILE, Process, remake_directory
 from transfuse.keeper.slots import Label
+from transfuse.remote.live_state import AskedState
 from transfuse.remote.server import Server, serve
 
 __all__ = ["HELD_NAME", "SOCKET_NAME", "TOKEN_NAME", "Keeper", "go_before_training", "main", "remove_files"]
@@ -107,7 +108,9 @@ class Keeper:
         with suppress(FileNotFoundError):
             self._note = (directory / RUN_FILE).read_bytes()
         lock.note(os.getpid())
-        self._server = serve(self._newest, token=self.token, step=self._newest_step, same_host=True)
+        self._server = serve(
+            AskedState(self._newest, self._newest_step, SERVE_SECONDS), token=self.token, same_host=True
+        )
         try:
             self._socket = self._bind()
         except BaseException:

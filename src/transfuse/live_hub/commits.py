@@ -189,10 +189,6 @@ class Commits:
             mark = self._source.mark(WAIT_SECONDS)
         except NotTold:
             until = 0.0  # The newest that there is has to do.
-        except TransfuseError:
-            raise
-        except Exception as error:  # A job's step() may raise anything.
-            raise Unavailable(f"{type(error).__name__}: {error}") from error
         with self._changed:
             self._asked_at = time.monotonic()
             self._let_go(visitor)

@@ -56,12 +56,14 @@ def hub(
     the state has moved on. Clients never touch the state itself, and never hold up training but for that copy.
 
     Args:
-        state_dict: the state, or a callable that returns it, which must not need other ranks. Or ``host:port`` of a
-            :func:`serve` server, or several of these: then the weights are theirs, put together from all shards here.
-            Leaves that are no tensors are left out.
+        state_dict: the state, or a callable that returns it, which must not need other ranks. It is called here and at
+            the end of each :meth:`Hub.mutating`, in the thread that is there. Or ``host:port`` of a :func:`serve`
+            server, or several of these: then the weights are theirs, put together from all shards here. Leaves that
+            are no tensors are left out.
         name: what clients call the repository: ``user/model`` or ``model``.
         assets: a directory with the other files: ``config.json``, the tokenizer, … They are read when asked for.
-        step: the step of the state, or a callable that returns it while the state holds still. Servers tell their own.
+        step: the step of the state, or a callable that returns it, which is called when ``state_dict`` is. Servers tell
+            their own.
         token: what clients must send as ``HF_TOKEN``. Over plain HTTP everybody on the way can read it.
         host: the address to listen on, loopback by default.
         port: 0 takes a free one; :attr:`Hub.endpoint` says which.
@@ -203,7 +205,8 @@ class Hub:
     def mutating(self) -> Iterator[None]:
         """Change the state within this block. It waits while a copy is made; no client can make it wait longer.
 
-        Blocks may be nested.
+        Blocks may be nested. At the end of the outermost one the callables that :func:`hub` was given are called: an
+        empty block is enough to have them called.
         """
         if self._live is None:
             raise RuntimeError("the state is the servers': change it within their mutating()")

@@ -151,7 +151,7 @@ class Repository:
     def _about(self, commit: Commit) -> dict[str, Any]:
         title = "a state without a step" if commit.step is None else f"step {commit.step}"
         if commit.is_loose:
-            title += ", or half of it: it moved outside of mutating()"
+            title += " and changes outside of mutating(): perhaps half of a step"
         return {
             "id": commit.id,
             "title": title,

@@ -21,6 +21,7 @@ from transfuse.errors import NotCovered, SourcesDiffer, StateError, StepMismatch
 from transfuse.limits import Limits
 from transfuse.live_hub.safetensors_layout import Entry, Layout, lay_out, why_not
 from transfuse.memory import vm
+from transfuse.memory.mutation import MutationWatch
 from transfuse.plan.apply_rules import Link
 from transfuse.plan.catalogue import Catalogue
 from transfuse.plan.cohorts import Cohort
@@ -32,6 +33,7 @@ from transfuse.state.leaves import dense
 from transfuse.state.leaves.codec import CannotCarry
 from transfuse.state.leaves.dtensors import is_dtensor
 from transfuse.state.leaves.spec import Spec, is_sharded, of_plain_tensors
+from transfuse.state.manifest import describe
 
 __all__ = ["Buffer", "LiveSource", "NotTold", "Reached", "ServerSource", "Source", "Taken"]
 
@@ -140,16 +142,14 @@ class LiveSource:
         self._layouts = _Layouts(prefix, max_shard_bytes)
         self._has_warned = False
         with live.reading(lambda: None) as seen:  # Refuse now what could never be copied.
-            self._layouts.of([entry for entry, _ in _tensors(seen.state, prefix)])
-            #: When this last looked: how often the state had been changed, and its step.
-            self._last = (seen.changes, seen.step)
+            found = _tensors(seen.state, prefix)
+            self._layouts.of([entry for entry, _ in found])
+            seen.watch = _watch(found)
 
     def mark(self, seconds: float | None) -> object:
-        """How often the state was changed, and its step: it moves on also if a job forgets ``mutating()``."""
-        try:
-            return self._live.changes, self._live.step_now(seconds)
-        except TimeoutError:
-            raise NotTold from None
+        """How often the state was changed, and whether it has changed otherwise: a job may forget ``mutating()``."""
+        seen = self._live.seen
+        return self._live.changes, isinstance(seen, Seen) and bool(_changed(seen))
 
     def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> Taken:
         while True:
@@ -157,25 +157,32 @@ class LiveSource:
                 found = _tensors(seen.state, self._layouts.prefix)
                 layout = self._layouts.of([entry for entry, _ in found])
                 if buffer.nbytes >= layout.nbytes:
-                    _copy({entry.name: tensor for entry, tensor in found}, layout, buffer)
                     is_loose = self._was_forgotten(seen)
-                    return Taken(layout, seen.step, (seen.changes, seen.step), is_loose)
+                    seen.watch = _watch(found)
+                    _copy({entry.name: tensor for entry, tensor in found}, layout, buffer)
+                    return Taken(layout, seen.step, (seen.changes, False), self._was_forgotten(seen) or is_loose)
             buffer.grow(layout.nbytes)  # Here, where training goes on: it takes as long as the copy.
 
     def _was_forgotten(self, seen: Seen) -> bool:
-        """Whether the step has moved on, and nobody was in ``mutating()`` since the last look. One warning."""
-        last, self._last = self._last, (seen.changes, seen.step)
-        if last[0] != seen.changes or last[1] == seen.step:
-            return False
-        if not self._has_warned:
+        """Whether tensors have changed, and nobody was in ``mutating()`` since the last look. One warning."""
+        changed = _changed(seen)
+        if changed and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "the step went from %s to %s outside of the hub's mutating(): if weights change there too, a commit "
-                "may hold half of a step. Change both within: with hub.mutating(): optimizer.step()",
-                last[1],
-                seen.step,
+                "the hub's state has changed outside of mutating() (%s): a commit may hold half of a step, and bears "
+                "the step of the last mutating(). Change both within: with hub.mutating(): optimizer.step(); step += 1",
+                ", ".join(changed[:3]) + (", …" if changed[3:] else ""),
             )
-        return True
+        return bool(changed)
+
+
+def _watch(found: list[tuple[Entry, torch.Tensor]]) -> MutationWatch:
+    return MutationWatch(describe({entry.name: tensor for entry, tensor in found}, Limits()))
+
+
+def _changed(seen: Seen) -> list[str]:
+    """The names of tensors that have changed since somebody looked last, outside of all blocks."""
+    return [] if seen.watch is None else seen.watch.changed()
 
 
 def _tensors(state: object, prefix: str) -> list[tuple[Entry, torch.Tensor]]:

@@ -59,16 +59,17 @@ def serve(
     """Serve a state from a background thread, until the returned server is closed.
 
     Args:
-        state_dict: the state, or a callable that returns it. A thread of the server calls it for every reader: it
-            must not need other ranks.
+        state_dict: the state, or a callable that returns it, such as ``model.state_dict``. The callable is called here,
+            and at the end of each :meth:`Server.mutating`, in the thread that is there, and nowhere else: readers get
+            the tensors that it returned last, as they are by then. It must not need other ranks.
         host: the address to listen on, loopback by default. The guide on serving says what the network must provide
             for other addresses.
         port: 0 takes a free one; :attr:`Server.address` says which.
         token: a secret that the server and its readers share. Long and random: ``secrets.token_hex(32)``.
         timeout: how long a reader may go without progress, and so how long a stalled reader holds up training; a
             timedelta, or seconds.
-        step: the step to tell readers, or a callable that returns it while the state holds still. Without it, readers
-            that ask for a certain step refuse.
+        step: the step to tell readers, or a callable that returns it, which is called when ``state_dict`` is. Without
+            it, readers that ask for a certain step refuse.
         max_readers: how many read at once; others wait for their turn. With a rate limit, one reads at a time.
         on_report: called with the :class:`Report` of every transfer, in the thread that served it.
         **options: the options of :class:`PGTransport` for a server: ``same_host`` (readers on this host may read
@@ -119,7 +120,7 @@ class Server:
         timeout = arguments.duration(timeout)
         self._key = key_of(token)
         self._seconds = timeout.total_seconds()
-        self._live = LiveState(state_dict, step, self._seconds)
+        self._live = state_dict if isinstance(state_dict, LiveState) else LiveState(state_dict, step, self._seconds)
         self._transport = partial(PGTransport, timeout=timeout, device=torch.device("cpu"), relay=False, **options)
         self._transport(PairGroups({}, 0))  # Refuse wrong options here, before the first reader comes.
         self._on_report = on_report
@@ -161,7 +162,8 @@ class Server:
         """Change the state within this block. It waits until no reader is active, and readers wait until it ends.
 
         It waits for the readers that are active now; a stalled one delays it by at most the server's timeout.
-        Blocks may be nested.
+        Blocks may be nested. At the end of the outermost one the callables that :func:`serve` was given are called:
+        an empty block is enough to have them called.
         """
         with self._live.changing():
             yield
