@@ -157,7 +157,7 @@ class PeerReader(StorageReader):
             for item in plan.items:
                 contents.check(item)
             wanted = [_Wanted.of(item, planner) for item in plan.items if item.type != LoadItemType.BYTE_IO]
-            load.finish(lambda catalogue: _lay_out(contents.of(catalogue), wanted))
+            load.finish(lambda catalogue: _lay_out(contents.of(catalogue), wanted), [one.tensor for one in wanted])
             for one in wanted:
                 planner.commit_tensor(one.item, one.tensor)
             for item in plan.items:
@@ -353,15 +353,15 @@ class _Load:
         self._given_up: str | None = None
         self._over = False
         self._error: BaseException | None = None
-        self._streams = streams.Streams(streams.current())
+        #: The caller's streams on the devices of all targets.
+        self._callers: list[torch.Stream] = []
         self._thread = threading.Thread(target=self._run, name="transfuse-dcp", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            with self._streams.conversation():
-                self._transport.receive(self._src_ranks, step=self._step, late=self._late)
+            self._transport.receive(self._src_ranks, step=self._step, late=self._late)
         except BaseException as caught:
             error = caught
         with self._changed:
@@ -382,6 +382,8 @@ class _Load:
                 f"no data was read within {self._seconds:g} s after the metadata: the load has failed, here or at "
                 "another rank"
             )
+        callers, self._callers = self._callers, []
+        streams.involve(callers)
         return plan(catalogue)
 
     def catalogue(self) -> Catalogue:
@@ -393,9 +395,10 @@ class _Load:
                 raise self._error
             return self._catalogue
 
-    def finish(self, plan: Callable[[Catalogue], tuple[object, list[Link]]]) -> None:
+    def finish(self, plan: Callable[[Catalogue], tuple[object, list[Link]]], targets: Sequence[torch.Tensor]) -> None:
         """Say what goes where, and wait until it has arrived."""
         with self._changed:
+            self._callers = [torch.accelerator.current_stream(device) for device in streams.devices_of(targets)]
             self._plan = plan
             self._changed.notify_all()
         interrupt: KeyboardInterrupt | None = None
@@ -406,7 +409,6 @@ class _Load:
             except KeyboardInterrupt as caught:
                 interrupt = caught  # The receive writes to the caller's memory: do not raise while it may still do so.
         self.join()
-        self._streams.join()
         error = interrupt or self._error
         if error is not None:
             raise error

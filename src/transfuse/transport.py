@@ -21,7 +21,6 @@ from transfuse import arguments
 from transfuse.arguments import check_step
 from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
 from transfuse.limits import Limits
-from transfuse.memory import streams
 from transfuse.memory.mutation import MutationWatch
 from transfuse.memory.streams import Streams, devices_of
 from transfuse.options import Options, slowest_rate
@@ -380,7 +379,7 @@ class PGTransport:
                 context.show,
                 receive.watch,
                 receive.roster.park,
-                Streams(self._involved(devices_of(request.target) if request.late is None else streams.current())),
+                Streams(self._involved(devices_of(request.target))),
             )
             report.failed = failed_with(failed)
             if not receive.result:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -26,11 +26,13 @@ __all__ = [
     "Streams",
     "are_entered",
     "are_involved",
+    "catch_up",
     "complete",
     "current",
     "devices_of",
     "for_the_caller",
     "inherit",
+    "involve",
     "is_initialized",
     "poll",
     "with_index",
@@ -43,8 +45,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 class _Entered(threading.local):
     """The streams that this thread has entered, and the call that they belong to."""
 
-    own: tuple[torch.Stream, ...] = ()
+    own: Sequence[torch.Stream] = ()
     call: Streams | None = None
+    #: Ends with the conversation or the helper's work: it leaves the streams again.
+    until: ExitStack | None = None
 
 
 _entered = _Entered()
@@ -82,28 +86,43 @@ class Streams:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         involved = sorted({with_index(device) for device in devices if device.type != "cpu"}, key=str)
         #: The caller's streams, and the moment in each after which the conversations work.
-        self.callers = tuple(torch.accelerator.current_stream(device) for device in involved)
+        self.callers = [torch.accelerator.current_stream(device) for device in involved]
         self._begun = [stream.record_event() for stream in self.callers]
         self._lock = threading.Lock()
-        #: The streams of conversations that are running, and of those that have ended.
-        self._active: list[tuple[torch.Stream, ...]] = []
-        self._ended: list[tuple[torch.Stream, ...]] = []
+        #: The streams of conversations that are running, and of those that have ended. A conversation that has not
+        #: caught up has fewer streams than there are callers.
+        self._active: list[list[torch.Stream]] = []
+        self._ended: list[list[torch.Stream]] = []
 
     @contextmanager
     def conversation(self) -> Iterator[None]:
         """Run a conversation's thread on streams of its own, after the work that the caller had queued."""
-        own = tuple(_spare.take(stream.device) for stream in self.callers)
+        own: list[torch.Stream] = []
         with self._lock:
             self._active.append(own)
-            self._follow(own)
+        self._take(own)
         try:
             with _enter(own, self):
                 yield
         finally:
             with self._lock:
-                self._active.remove(own)
+                self._active = [other for other in self._active if other is not own]
                 self._ended.append(own)
             _spare.give_back(own)
+
+    def _take(self, own: list[torch.Stream]) -> Sequence[torch.Stream]:
+        """Give a conversation a stream for each of the caller's for which it has none. Return the new ones."""
+        with self._lock:
+            new = [_spare.take(stream.device) for stream in self.callers[len(own) :]]
+            own += new
+            self._follow(own)
+        return new
+
+    def involve(self, callers: Iterable[torch.Stream]) -> None:
+        """More streams of the caller's: what the call writes to was not known at the start. See :func:`catch_up`."""
+        with self._lock:
+            self.callers += callers
+        self.follow()
 
     def follow(self) -> None:
         """Let all conversations wait for what the caller's streams have queued by now."""
@@ -112,8 +131,8 @@ class Streams:
             for own in self._active:
                 self._follow(own)
 
-    def _follow(self, own: tuple[torch.Stream, ...]) -> None:
-        for stream, event in zip(own, self._begun, strict=True):
+    def _follow(self, own: Sequence[torch.Stream]) -> None:
+        for stream, event in zip(own, self._begun, strict=False):
             stream.wait_event(event)
 
     def join(self) -> None:
@@ -121,7 +140,7 @@ class Streams:
         with self._lock:
             used = [*self._active, *self._ended]
         for own in used:
-            for mine, stream in zip(self.callers, own, strict=True):
+            for mine, stream in zip(self.callers, own, strict=False):
                 mine.wait_stream(stream)
 
 
@@ -132,16 +151,33 @@ def inherit() -> Callable[[], AbstractContextManager[None]]:
 
 
 @contextmanager
-def _enter(own: tuple[torch.Stream, ...], call: Streams | None) -> Iterator[None]:
-    before = _entered.own, _entered.call
+def _enter(own: Sequence[torch.Stream], call: Streams | None) -> Iterator[None]:
+    before = _entered.own, _entered.call, _entered.until
     with ExitStack() as entered:
         for stream in own:
             entered.enter_context(_again(stream))
-        _entered.own, _entered.call = own, call
+        _entered.own, _entered.call, _entered.until = own, call, entered
         try:
             yield
         finally:
-            _entered.own, _entered.call = before
+            _entered.own, _entered.call, _entered.until = before
+
+
+def involve(callers: Iterable[torch.Stream]) -> None:
+    """Let this thread's call follow and join these streams of the caller's, too. Call it :func:`for_the_caller`."""
+    callers, call, until = list(callers), _entered.call, _entered.until
+    if call is not None and until is not None:
+        call.involve(callers)
+        for stream in callers:
+            until.enter_context(_again(stream))
+
+
+def catch_up() -> None:
+    """In a conversation's thread: enter streams for those that its call has involved since the conversation began."""
+    call, own, until = _entered.call, _entered.own, _entered.until
+    if call is not None and until is not None and isinstance(own, list):
+        for stream in call._take(own):
+            until.enter_context(_again(stream))
 
 
 def _again(stream: torch.Stream) -> torch.Stream:
@@ -167,9 +203,13 @@ def for_the_caller() -> Iterator[None]:
     """
     call = _entered.call
     with ExitStack() as entered:
-        for stream in () if call is None else call.callers:
+        for stream in () if call is None else list(call.callers):
             entered.enter_context(_again(stream))
-        yield
+        before, _entered.until = _entered.until, entered
+        try:
+            yield
+        finally:
+            _entered.until = before
     if call is not None:
         call.follow()
 

@@ -238,6 +238,7 @@ class Negotiator:
                 self._describe(channel, describe)
             else:
                 self._decide(turn)
+        streams.catch_up()
         if turn.late:
             self._compare_late(rank, offer)
 
@@ -336,6 +337,7 @@ class Negotiator:
             dropped = choice.dropped
             if choice.cohorts:
                 accepted = self._accept(choice, turn.described)
+                streams.catch_up()
                 plan = accepted, self._keep(accepted)
         except NotCovered as error:
             self._postpone_or_fail(error, dropped)
