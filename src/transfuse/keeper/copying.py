@@ -1,7 +1,7 @@
 """Copy a described state into a slot, in several threads, and hash each bundle on the way.
 
-A bundle that another rank of this host holds is only hashed. A bundle's digest is the digest of its blocks' digests, so
-that several threads can hash one large bundle.
+A bundle that another rank of this host holds is only hashed; what of it lies on a device passes through main memory a
+piece at a time. A bundle's digest is the digest of its blocks' digests, so that several threads can hash a large one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ __all__ = ["DIGEST_BYTES", "Memory", "copy", "digests_at"]
 DIGEST_BYTES = 16
 #: A block is copied, then hashed while it is in the cache.
 BLOCK_BYTES = 1 << 20
+#: Of what lies on devices and is only hashed, so much is in main memory at once; a small bundle may lie in it whole.
+PIECE_BYTES = 64 * BLOCK_BYTES
 NO_DIGEST = bytes(DIGEST_BYTES)
 
 
@@ -73,9 +75,10 @@ def copy(
     """
     work = _Work(memory, bundles, places, slot.address, digests=digests)
     chosen = np.arange(len(bundles)) if only is None else only
-    work.bring_from_devices(chosen, slot)
-    tasks = list(work.tasks(chosen.tolist()))
-    _run(tasks, workers)
+    passing = work.bring_from_devices(chosen, slot)
+    _run(list(work.tasks(np.setdiff1d(chosen, passing).tolist())), workers)
+    for tasks in work.pieces(passing.tolist()):
+        _run(tasks, workers)
     return work.result(known)
 
 
@@ -117,39 +120,86 @@ class _Work:
         order = np.argsort(bundles.of_storage, kind="stable")
         self._storages = np.split(order, np.searchsorted(bundles.of_storage[order], np.arange(1, len(bundles))))
         self._scratch = threading.local()
-        #: Copies of storages that are not in main memory and have no place in the slot.
-        self._copies: dict[int, torch.Tensor] = {}
+        self._elsewhere: Ints = np.flatnonzero((memory.addresses == 0) & (memory.nbytes > 0))
+        #: Where storages lie that have been copied from a device for the piece that is hashed now.
+        self._copies: dict[int, int] = {}
 
-    def bring_from_devices(self, chosen: Ints, slot: SlotView) -> None:
-        """Copy what is not in main memory, on the caller's stream."""
-        memory, bundles = self._memory, self._bundles
-        elsewhere = np.flatnonzero((memory.addresses == 0) & (memory.nbytes > 0))
-        for storage in elsewhere[np.isin(bundles.of_storage[elsewhere], chosen)].tolist():
+    def bring_from_devices(self, chosen: Ints, slot: SlotView) -> Ints:
+        """Copy what lies on devices and has a place, on the caller's streams. Return the bundles that have none."""
+        bundles, passing = self._bundles, set()
+        for storage in self._elsewhere[np.isin(bundles.of_storage[self._elsewhere], chosen)].tolist():
             number = int(bundles.of_storage[storage])
-            data, place = memory.bring(storage), int(self._places[number])
+            place = int(self._places[number])
             if place >= 0:
-                start = place + int(bundles.place[storage])
+                data, start = self._memory.bring(storage), place + int(bundles.place[storage])
                 target = torch.frombuffer(slot.memory, dtype=torch.uint8, count=data.numel(), offset=start)
                 target.copy_(data)
-            elif self._hashes[number]:
-                self._copies[storage] = data.cpu()
+            else:
+                passing.add(number)
+        return np.array(sorted(passing), dtype=np.int64)
+
+    def pieces(self, passing: Sequence[int]) -> Iterator[list[Callable[[], None]]]:
+        """What is to be done for bundles on devices that are only hashed, a piece at a time. Do it before the next."""
+        wanted = [number for number in passing if self._hashes[number]]
+        most = sum(int(self._bundles.nbytes[number]) for number in wanted)
+        buffer = torch.empty(min(most, PIECE_BYTES), dtype=torch.uint8)
+        tasks: list[Callable[[], None]] = []
+        used = 0
+
+        def bring(storage: int, low: int, size: int) -> int:
+            nonlocal used
+            buffer[used : used + size].copy_(self._memory.bring(storage)[low : low + size])
+            used += size
+            return buffer.data_ptr() + used - size
+
+        for number in wanted:
+            there = np.intersect1d(self._storages[number], self._elsewhere).tolist()
+            nbytes = sum(int(self._memory.nbytes[storage]) for storage in there)
+            is_large = self._is_large(number)
+            if is_large:
+                self._blocks[number] = [NO_DIGEST] * len(range(0, nbytes, BLOCK_BYTES))
+            low = 0
+            while low < nbytes:
+                # A small bundle comes whole, a large one in whole blocks.
+                size, free = nbytes - low, buffer.numel() - used
+                if size > free:
+                    size = free // BLOCK_BYTES * BLOCK_BYTES if is_large else 0
+                if not size:
+                    yield tasks
+                    tasks, used = [], 0
+                    continue
+                if is_large:
+                    tasks += self._hash_blocks(number, bring(there[0], low, size), low, size)
+                else:
+                    self._copies |= {one: bring(one, 0, int(self._memory.nbytes[one])) for one in there}
+                    tasks.append(self._small(number))
+                low += size
+        yield tasks
+
+    def _hash_blocks(self, number: int, address: int, low: int, size: int) -> Iterator[Callable[[], None]]:
+        """Hash a part of a large bundle, of which so many bytes lie at this address."""
+        for at in range(0, size, BLOCK_BYTES):
+            block, length = (low + at) // BLOCK_BYTES, min(BLOCK_BYTES, size - at)
+            yield _hashing(self._blocks[number], block, address + at, length, (), self._scratch)
+
+    def _is_large(self, number: int) -> bool:
+        # By the size of the storage: a bundle may be a little larger, and its padding is hashed, too.
+        storages = self._storages[number]
+        return len(storages) == 1 and bool(self._memory.nbytes[storages[0]] >= BLOCK_BYTES)
 
     def tasks(self, chosen: Sequence[int]) -> Iterator[Callable[[], None]]:
         """What is to be done, large blocks first: so the threads end at about the same time."""
         small = []
         for number in chosen:
-            storages = self._storages[number]
-            # By the size of the storage: a bundle may be a little larger, and its padding is hashed, too.
-            if len(storages) == 1 and self._memory.nbytes[storages[0]] >= BLOCK_BYTES:
-                yield from self._large(number, int(storages[0]))
+            if self._is_large(number):
+                yield from self._large(number, int(self._storages[number][0]))
             elif self._places[number] >= 0 or self._hashes[number]:
                 small.append(number)
         for number in small:
             yield self._small(number)
 
     def _source(self, storage: int) -> int:
-        copied = self._copies.get(storage)
-        return int(self._memory.addresses[storage]) if copied is None else copied.data_ptr()
+        return self._copies.get(storage) or int(self._memory.addresses[storage])
 
     def _large(self, number: int, storage: int) -> Iterator[Callable[[], None]]:
         source, nbytes = self._source(storage), int(self._memory.nbytes[storage])
