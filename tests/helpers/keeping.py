@@ -94,10 +94,10 @@ class Home:
         self.base = pathlib.Path(tempfile.mkdtemp(prefix="keep", dir="/tmp"))
         self._threads: list[tuple[Keeper, threading.Thread]] = []
 
-    def directory(self, run: str) -> pathlib.Path:
+    def directory(self, run: str | None) -> pathlib.Path:
         return runs.make_directory(runs.find_run(run))
 
-    def start(self, run: str = "job") -> Keeper:
+    def start(self, run: str | None = "job") -> Keeper:
         """A keeper in a thread of this process."""
         lock = Lock.take(self.directory(run))
         assert lock is not None
@@ -107,7 +107,7 @@ class Home:
         self._threads.append((keeper, thread))
         return keeper
 
-    def status(self, run: str = "job") -> dict[str, Any]:
+    def status(self, run: str | None = "job") -> dict[str, Any]:
         link = Link.to(str(self.directory(run) / SOCKET_NAME), SECONDS)
         try:
             return cast(dict[str, Any], json.loads(link.ask(frames.Status(), frames.Told, SECONDS).text))

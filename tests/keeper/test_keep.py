@@ -27,7 +27,8 @@ import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, snapshot, threaded, until  # noqa: F401
 from transfuse.errors import StateError, TransfuseError
 from transfuse.keeper import allotment, client, restored, restoring, runs
-from transfuse.keeper.process import HELD_NAME, SOCKET_NAME, Keeper
+from transfuse.keeper.files import HELD_NAME
+from transfuse.keeper.process import SOCKET_NAME, Keeper
 from transfuse.testing.ranks import ProcessPool
 
 pytestmark = pytest.mark.usefixtures("threaded")
@@ -650,7 +651,9 @@ def test_when_the_agent_is_gone_the_keeper_ends(home: Home, name: str) -> None: 
         child = int(process.stdout.readline())
         try:
             assert process.wait(2 * SECONDS) == 0
-            until(lambda: not keepers_in(home.base) and not list(home.base.iterdir()))
+            until(lambda: not keepers_in(home.base) and (name or not list(home.base.iterdir())))
+            # A named run that was not closed is remembered.
+            assert [run.name for run in runs.list_runs()] == [name] * bool(name)
             os.kill(child, 0)
         finally:
             os.kill(child, signal.SIGKILL)

@@ -22,8 +22,9 @@ from keeping import SECONDS, Home, Job, home, keepers_in, threaded, until  # noq
 from transfuse.errors import TransfuseError
 from transfuse.keeper import attach, frames, runs
 from transfuse.keeper.attach import Lock
+from transfuse.keeper.files import remove_files
 from transfuse.keeper.frames import KeeperLost, Link
-from transfuse.keeper.process import Keeper, remove_files
+from transfuse.keeper.process import Keeper
 from transfuse.keeper.runs import Process
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -29,7 +30,7 @@ package.__path__ = {list(transfuse.__path__)!r}
 sys.modules["transfuse"] = package
 from transfuse.keeper.runs import find_run
 run = find_run()
-print(json.dumps([run.name, run.is_named, run.agent, os.getpid(), os.getppid()]), flush=True)
+print(json.dumps([run.name, run.is_named, run.agent, os.getpid(), os.getppid(), run.directory.name]), flush=True)
 """
 
 
@@ -115,7 +116,7 @@ def ask(*command: str, environ: dict[str, str] | None = None, **options: object)
     """The run that a program finds, its pid, its parent's pid, and the pid of the command that was started."""
     with program(*command, env=os.environ | (environ or {}), **options) as process:
         out, _ = process.communicate(timeout=SECONDS)
-        name, is_named, agent, pid, parent = json.loads(out.splitlines()[-1])
+        name, is_named, agent, pid, parent, _ = json.loads(out.splitlines()[-1])
         return Run(name, is_named, Process(*agent)), pid, parent, process.pid
 
 
@@ -131,12 +132,44 @@ def test_a_program_of_a_script_belongs_to_the_script(who: str) -> None:
     assert str(script) in run.name
 
 
-def test_restarts_by_one_script_are_one_run_and_two_scripts_are_two(who: str) -> None:
-    with program("sh", "-c", f"{who}; {who}", start_new_session=True) as process:
+def directories(script: str) -> list[str]:
+    """The directories of the programs that a script starts, one after the other."""
+    with program("sh", "-c", f"{script}; true", start_new_session=True) as process:
         out, _ = process.communicate(timeout=SECONDS)
-        (one, *_), (again, *_) = map(json.loads, out.splitlines())
-    other, *_ = ask("sh", "-c", f"{who}; true", start_new_session=True)
-    assert one == again != other.name
+        return [json.loads(line)[-1] for line in out.splitlines()]
+
+
+def test_restarts_by_one_script_are_one_run_and_two_scripts_are_two(who: str) -> None:
+    one, again = directories(f"{who}; {who}")
+    (other,) = directories(who)
+    assert one == again != other
+
+
+def test_other_commands_of_one_script_are_other_runs(who: str) -> None:
+    """A loop over learning rates, given as an argument, by the environment, or as a directory."""
+    found = directories(
+        f"{who} --lr 1; {who} --lr 2; SEED=1 {who} --lr 1; SEED=2 {who} --lr 1; cd /; {who} --lr 1; "
+        f"cd - > /dev/null; {who} --lr 1; MASTER_PORT=1234 {who} --lr 1"
+    )
+    assert len(set(found[:5])) == 5
+    assert found[5] == found[6] == found[0]
+
+
+def test_all_ranks_of_one_agent_have_the_run_of_the_first() -> None:
+    """A launcher may give each rank an argument, or variables, of its own."""
+    one, other = (Run(f"agent {number}", False, Process(number, 1), f"rank {number}") for number in range(2))
+    ranks = [one, replace(one, command="rank 1"), other]
+    assert [runs.agreed(run, ranks) for run in ranks] == [one, one, other]
+    named = Run("a name", True, Process(1, 1))
+    assert runs.agreed(named, [named, one]) == named
+
+
+def test_launches_from_one_process_by_torchruns_api_are_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for job in ("1", "2", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        found.append(find_run().directory)
+    assert found[0] == found[2] != found[1]
 
 
 def test_a_program_with_a_group_of_its_own_belongs_to_its_parent(who: str) -> None:
@@ -159,7 +192,7 @@ def test_what_multiprocessing_starts_belongs_to_the_starter() -> None:
 def find_run_of_worker() -> tuple[int, str]:
     assert multiprocessing.parent_process() is not None
     run = find_run()
-    return agent_of(run), run.name
+    return agent_of(run), run.directory.name
 
 
 def test_a_program_of_torchrun_belongs_to_the_parent_of_its_session(who: str) -> None:

@@ -21,6 +21,7 @@ from transfuse.cli.options import LONGEST_SECONDS, AsJson, Seconds, check_settin
 from transfuse.cli.tables import Column, say, show
 from transfuse.errors import TransfuseError
 from transfuse.keeper import attach, runs
+from transfuse.keeper.files import read_past
 from transfuse.keeper.frames import Link
 from transfuse.keeper.process import Keeper, go_before_training
 from transfuse.keeper.runs import Run
@@ -169,7 +170,9 @@ def _show(keepers: list[Found], as_json: bool) -> None:
     show(COLUMNS, [_cells(one) for one in keepers])
     for one in keepers:
         if one.state == DEAD:
-            say(f"{one.directory}: its keeper is dead; its log may say why, and --stop removes it")
+            past = read_past(one.directory)
+            told = "its keeper is dead; its log may say why" if past is None else past.tell(None)
+            say(f"{one.directory}: {told}; --stop removes it")
 
 
 def _cells(found: Found) -> tuple[str, ...]:
@@ -180,7 +183,7 @@ def _cells(found: Found) -> tuple[str, ...]:
     step, replicas = status["confirmed_step"], status["replicas"]
     return (
         name,
-        found.state,
+        found.state if status["ended_step"] is None else f"ended at step {status['ended_step']}",
         str(found.pid),
         _ranges(status["attached"]) or "none",
         "none" if step is None else str(step),

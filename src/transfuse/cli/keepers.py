@@ -17,8 +17,8 @@ from transfuse.cli.options import token_of
 from transfuse.errors import TransfuseError
 from transfuse.keeper import frames, runs
 from transfuse.keeper.attach import SOCKET_NAME, Lock
+from transfuse.keeper.files import HELD_NAME, TOKEN_NAME, remove_files
 from transfuse.keeper.frames import KeeperLost, Link
-from transfuse.keeper.process import HELD_NAME, TOKEN_NAME, remove_files
 from transfuse.keeper.runs import Run
 
 __all__ = ["PREFIX", "Found", "find", "list_keepers", "served", "stop"]

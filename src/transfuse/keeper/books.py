@@ -513,6 +513,11 @@ class Books:
             files += self.free_replicas(rank)
         return files
 
+    def free_all(self) -> list[SlotFile]:
+        """Give up all slots and replicas that nobody needs: the job has ended, and only its newest step is kept."""
+        gone = [file for rank in list(self._ranks) for file in self.free_slots(rank, ())]
+        return gone + [file for rank in list(self.replicas) for file in self.free_replicas(rank)]
+
     def free_replicas(self, rank: int, nbytes: int | None = None) -> list[SlotFile]:
         """Give up replicas of a rank that nobody needs; all, or those of another size."""
         copies = self.replicas.get(rank, [])

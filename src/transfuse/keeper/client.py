@@ -180,7 +180,7 @@ class Keep:
     """A worker's connection to the keeper of its host, made by :func:`keep`."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self._settings, self._run = settings, settings.run
         self._seconds = settings.timeout.total_seconds()
         self._exchange = Exchange(settings.group, settings.timeout)
         self.rank, self.world_size = self._exchange.rank, self._exchange.size
@@ -212,6 +212,8 @@ class Keep:
         #: The same state, and the versions of its tensors at the end of the last ``mutating()``.
         self._last: tuple[Taken, list[int]] | None = None
         self._report: CommitReport | None = None
+        #: The keepers of the job. Generation 0: not known yet.
+        self._peers = frames.Peers(0, self.world_size, [], [], 0, "", 0, None)
         #: By rank of the job before: what ``own`` had returned there, after :meth:`restore`.
         self.own: Mapping[int, Any] = {}
         try:
@@ -225,6 +227,8 @@ class Keep:
     def _meet(self) -> restoring.Members:
         """Attach to this host's keeper, and let all keepers of the job know each other."""
         exchange, link, failure, mine = self._exchange, None, "", b""
+        found = exchange.gather(msgspec.msgpack.encode(self._run), "finding the run of the job")
+        self._run = runs.agreed(self._run, [msgspec.msgpack.decode(row, type=runs.Run) for row in found])
         try:
             link, welcome = self._attach()
             # The keeper's own secret, hashed: containers of one machine may have the same pids and paths.
@@ -279,7 +283,7 @@ class Keep:
         """Connect to this host's keeper, and say who this is. If the keeper was about to end, find or start another."""
         until = time.monotonic() + self._seconds
         while True:
-            link = attach(self._settings.run, self._seconds)
+            link = attach(self._run, self._seconds)
             try:
                 return link, self._greet(link)
             except BaseException as error:
@@ -291,7 +295,7 @@ class Keep:
     def _greet(self, link: Link) -> frames.Welcome:
         settings, here = self._settings, runs.Process.of(os.getpid())
         assert here is not None
-        agent = settings.run.agent or here
+        run, agent = self._run, self._run.agent or here
         hello = frames.Hello(
             version=frames.VERSION,
             rank=self.rank,
@@ -300,10 +304,12 @@ class Keep:
             started=here.started,
             agent_pid=agent.pid,
             agent_started=agent.started,
-            is_named=settings.run.is_named,
+            is_named=run.is_named,
             linger=settings.linger,
             max_bytes=settings.max_bytes,
             slots=settings.slots or 0,
+            generation=self._peers.generation,
+            stays=run.stays(settings.linger),
         )
         return link.ask(hello, frames.Welcome, self._seconds)
 

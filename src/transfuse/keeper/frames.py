@@ -102,6 +102,11 @@ class Hello(_Frame):
     max_bytes: int | None
     #: 0: as many as the keeper thinks right.
     slots: int
+    #: The generation that it belongs to; 0: it is new.
+    generation: int = 0
+    #: How many seconds the newest step stays when all ranks have closed, as long as the agent lives: a new worker is a
+    #: restart then, and not another training.
+    stays: float = 0.0
 
 
 class Welcome(_Frame):
@@ -223,6 +228,10 @@ class Holdings(_Frame):
     states: list[Held]
     #: Whether this run has ever held a complete step.
     has_held: bool
+    #: What became of steps that were held; empty if some are here.
+    past: str = ""
+    #: What somebody should know who goes on from what is here.
+    notes: str = ""
 
 
 class Open(_Frame):

@@ -23,29 +23,32 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from transfuse.errors import TransfuseError
-from transfuse.keeper import frames
+from transfuse.keeper import files, frames
 from transfuse.keeper.allotment import Allotment, Tenant
-from transfuse.keeper.attach import CANNOT_WRITE, LOCK_NAME, LOG_NAME, SOCKET_NAME, Lock, cannot_write
+from transfuse.keeper.attach import CANNOT_WRITE, SOCKET_NAME, Lock, cannot_write
 from transfuse.keeper.books import Books, Generation, Kept, ranks_and_have
 from transfuse.keeper.frames import Address, Frame, KeeperLost, Link
 from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.restored import Restored, describe_slots
 from transfuse.keeper.ring import Ring
-from transfuse.keeper.runs import RUN_FILE, Process, remake_directory
+from transfuse.keeper.runs import RUN_FILE, Process, Run, remake_directory
 from transfuse.keeper.slots import Label
 from transfuse.remote.live_state import AskedState
 from transfuse.remote.server import Server, serve
 
-__all__ = ["HELD_NAME", "SOCKET_NAME", "TOKEN_NAME", "Keeper", "go_before_training", "main", "remove_files"]
+__all__ = ["SOCKET_NAME", "Keeper", "go_before_training", "main"]
 
 logger = logging.getLogger("transfuse.keeper")
 
-TOKEN_NAME, HELD_NAME, CLOSED_NAME = "token", "held", "closed"
 #: How often the keeper looks whether it is still needed.
 LOOK_SECONDS = 0.25
 #: How long a worker has to attach before a keeper that nobody needs ends.
 FIRST_SECONDS = 60.0
+#: How often the newest step is noted, for a keeper that comes after this one.
+NOTE_SECONDS = 5.0
 #: How long a worker that takes an ended worker's place waits until its connection is closed.
 CHANGE_SECONDS = 10.0
 ANSWER_SECONDS = 30.0
@@ -95,9 +98,18 @@ class Keeper:
         #: By rank: the agent that started its worker, and the worker itself.
         self._agents: dict[int, Process] = {}
         self._processes: dict[int, Process] = {}
-        self._closed: set[int] = set()
-        #: Whether this run has held a complete step: in this process, or in a keeper before it that was killed.
-        self._has_held = (directory / HELD_NAME).exists()
+        #: By rank: the processes that have closed this generation.
+        self._closed: dict[int, Process | None] = {}
+        #: When all ranks of all hosts had closed, and the step at which the run has ended. It may go on.
+        self._ended_since: float | None = None
+        self._ended_at: int | None = None
+        #: Who has made the newest commit, when, and in which generation.
+        self._commit: tuple[Process, float, int] | None = None
+        #: What a keeper of this run before this one has held, and the step that this one has noted as held, and when.
+        self._past = files.read_past(directory)
+        self._noted: tuple[int | None, float] | None = None
+        #: Whether nobody has come for too long after the job of a named run had ended without closing.
+        self._is_forsaken = ""
         self._hello: frames.Hello | None = None
         self._since = time.monotonic()
         self._alone_since: float | None = None
@@ -123,8 +135,8 @@ class Keeper:
         with suppress(KeeperLost):
             Link.to(str(path), ANSWER_SECONDS).close()
             raise TransfuseError(f"another keeper listens at {path}")
-        self._write(TOKEN_NAME, self.token)
-        self._write("address", self._server.address)
+        files.write(self.directory, files.TOKEN_NAME, self.token)
+        files.write(self.directory, files.ADDRESS_NAME, self._server.address)
         with suppress(FileNotFoundError):
             path.unlink()  # Of a keeper that was killed: nobody listens there.
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -136,19 +148,6 @@ class Keeper:
             raise
         return made
 
-    def _write(self, name: str, text: str) -> None:
-        path = self.directory / name
-        new = path.with_suffix(".new")
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            with os.fdopen(fd, "w") as file:
-                file.write(text)
-            new.rename(path)
-        except OSError:
-            with suppress(OSError):
-                new.unlink()
-            raise
-
     # ------------------------------------------------------------------------------------------------ its life
 
     def run(self) -> None:
@@ -158,19 +157,41 @@ class Keeper:
             self._mend_files()
             with self._changed:
                 self._bury()
-                self._note_held(self.ring.has_held)
+                self._note_held()
+                self._note_end()
                 why = self._why_end()
                 if why is not None:
                     self._over.set()  # From now on no worker is welcome: it finds, or starts, another keeper.
                     logger.info("the keeper ends: %s", why)
         self.close()
 
-    def _note_held(self, has_held: bool) -> None:
-        """Note once that this run has held a step: if this process is killed, the run must not begin anew."""
-        if has_held and not self._has_held:
-            self._has_held = True
+    @property
+    def _has_held(self) -> bool:
+        """Whether this run has held a complete step: in this process, or in a keeper before it that is gone."""
+        return self._past is not None or self._noted is not None or self.ring.has_held or self._step is not None
+
+    @property
+    def _step(self) -> int | None:
+        return None if self.books.confirmed is None else self.books.confirmed.step
+
+    def _note_held(self, why: str = "") -> None:
+        """Note now and then which step this run has held: if this process is gone, the run must not begin anew.
+
+        ``why``: this process is about to end, for this reason. Called under the lock.
+        """
+        now, step = time.monotonic(), self._step
+        if step is None and not self.ring.has_held:
+            return
+        if why or self._noted is None or (self._noted[0] != step and now - self._noted[1] > NOTE_SECONDS):
+            self._noted = step, now
             with suppress(OSError):
-                self._write(HELD_NAME, "")
+                files.note_past(self.directory, step, why)
+
+    def _note_end(self) -> None:
+        """Note that all ranks of all hosts have closed. Only the newest step is kept from now on."""
+        if self._has_ended() and self._ended_since is None:
+            self._ended_since, self._ended_at = time.monotonic(), self._step
+            self.freeing.add(self.books.free_all())
 
     def _bury(self) -> None:
         """Close the connections of workers that are dead: children that they have forked may hold them open."""
@@ -195,8 +216,7 @@ class Keeper:
             with suppress(OSError):
                 before.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits for connections.
             before.close()
-            if self._has_held:
-                self._write(HELD_NAME, "")
+            self._noted = None  # It is noted again at once.
         except (OSError, TransfuseError) as error:
             logger.warning("files of this keeper were deleted, and cannot be made again: %s", error)
 
@@ -222,25 +242,37 @@ class Keeper:
         A job that has kept steps and runs on must not begin at 0 when it is restarted: the note of it stays.
         """
         with self._lock as lock:
-            if lock.counts():
-                self._note_held(self.ring.has_held)
-                remove_files(self.directory, with_note=not (self._has_held and self._job_runs()))
+            if not lock.counts():
+                return
+            with self._changed:
+                self._note_held(self._is_forsaken)
+                is_remembered = self._has_held and (bool(self._is_forsaken) or self._job_runs())
+            files.remove_files(self.directory, with_note=not is_remembered)
 
     def _job_runs(self) -> bool:
         """Whether somebody is there who has not closed: workers, or an agent that may start some."""
-        with self._changed:
-            is_there = bool(self._workers) or any(agent.alive() for agent in self._agents.values())
-            return is_there and self._why_end() is None
+        is_there = bool(self._workers) or any(agent.alive() for agent in self._agents.values())
+        return is_there and not self._has_ended() and self._why_end() is None
+
+    def _has_ended(self) -> bool:
+        """Whether all ranks of all hosts have closed. Whoever is here and has not belongs to the next job."""
+        return all(worker.has_closed for worker in self._workers.values()) and (
+            self.ring.is_over() or (self._all_closed() and self.books.is_alone())
+        )
+
+    def _may_be_restarted(self) -> bool:
+        """Whether the agent of a run that has ended may start it again, as torchrun does after any error."""
+        hello, since = self._hello, self._ended_since
+        if hello is None or since is None or self._ended_at is None or time.monotonic() - since > hello.stays:
+            return False
+        return any(agent.alive() for agent in self._agents.values() if agent not in self._processes.values())
 
     def _why_end(self) -> str | None:
         """Why the keeper is no longer needed; None: it is."""
         with self._changed:
             hello, now = self._hello, time.monotonic()
-            # Whoever is here and has not closed belongs to the next job.
-            if all(worker.has_closed for worker in self._workers.values()) and (
-                self.ring.is_over() or (self._all_closed() and self.books.is_alone())
-            ):
-                return "all ranks have closed"
+            if self._has_ended():
+                return None if self._may_be_restarted() else "all ranks have closed"
             if self._workers:
                 self._alone_since = None
                 return None
@@ -254,12 +286,14 @@ class Keeper:
                 return "the agent that started the workers is gone, and the run has no name"
             linger = self._linger if self._in_foreground else hello.linger
             self._alone_since = now if self._alone_since is None else self._alone_since
-            is_over = linger is not None and now - self._alone_since > linger
-            return f"nobody has come for {linger:g} s" if is_over else None
+            if linger is None or now - self._alone_since <= linger:
+                return None
+            self._is_forsaken = f"nobody has come for {linger:g} s"
+            return self._is_forsaken
 
     def _all_closed(self) -> bool:
         generation = self.books.current()
-        return generation is not None and self._closed >= set(generation.ranks)
+        return generation is not None and self._closed.keys() >= set(generation.ranks)
 
     @property
     def all_closed(self) -> bool:
@@ -343,6 +377,8 @@ class Keeper:
         with self._changed:
             if self._over.is_set():
                 raise KeeperLost("the keeper ends just now")
+            if not hello.generation and self._closed.get(hello.rank) == process:
+                self._end_for(worker)
             before, here = self._agents.get(hello.rank), self._processes.get(hello.rank)
             if before not in (None, agent) and before.alive() and here is not None and here.alive():
                 raise _belongs(hello.rank, before)
@@ -366,6 +402,14 @@ class Keeper:
             self._changed.notify_all()
             return frames.Welcome(self.token, self.books.generation, self._server.address, os.getpid())
 
+    def _end_for(self, worker: _Worker) -> None:
+        """A process that has closed begins another training: this keeper ends, once all ranks have closed."""
+        while not self._has_ended() and not worker.link.gone():
+            self._changed.wait(0.1)
+        if self._has_ended():
+            self._over.set()
+        raise KeeperLost("the keeper ends just now")
+
     def _meet_peers(self, worker: _Worker, peers: frames.Peers) -> Frame:
         rank, ranks = self._rank_of(worker), tuple(peers.ranks[peers.index])
         with self._changed:
@@ -373,7 +417,8 @@ class Keeper:
             if peers.generation > self.books.generation:
                 self._take_over(worker)
                 self._allotment.begin_generation(ranks)
-                self._closed = self._closed_before(peers.generation)
+                self._closed = dict.fromkeys(files.closed_before(self.directory, peers.generation))
+                self._ended_since = None
             self.books.begin_generation(Generation(peers.generation, peers.world_size, ranks, len(peers.keepers)))
             assert worker.agent is not None
             self._agents[rank], worker.has_joined = worker.agent, True
@@ -406,13 +451,6 @@ class Keeper:
             before = next(iter(self._agents.values()))
             logger.info("agent %d takes this run over from agent %d, which has ended", worker.agent.pid, before.pid)
         self._agents.clear()
-
-    def _closed_before(self, generation: int) -> set[int]:
-        """The ranks that had closed when a keeper of this generation was killed here. They do not come again."""
-        with suppress(OSError, ValueError, TypeError):
-            of, ranks = json.loads((self.directory / CLOSED_NAME).read_text())
-            return set(ranks) if of == generation else set()
-        return set()
 
     def _expose(self, worker: _Worker, question: frames.Expose) -> Frame:
         with self._changed:
@@ -474,7 +512,8 @@ class Keeper:
             if contents is None or contents.label != label:
                 raise TransfuseError(f"slot {committed.number} of rank {rank} does not hold step {committed.step}")
             self.books.commit(rank, committed.number, label, kept.file.brief())
-            self._note_held(self.books.confirmed is not None)
+            self._commit, self._ended_at = (self._processes[rank], time.time(), label.generation), None
+            self._note_held()
             self.freeing.add(self.books.free_ranks())
             self._changed.notify_all()
         self.ring.wake()
@@ -495,7 +534,35 @@ class Keeper:
 
     def _inventory(self, worker: _Worker, _: frames.Inventory) -> Frame:
         with self._changed:
-            return frames.Holdings(self.books.holdings(), self._has_held or self.ring.has_held)
+            states = self.books.holdings()
+            past = "" if self._past is None or states else self._past.tell(self._run())
+            return frames.Holdings(states, self._has_held, past, self._notes(worker))
+
+    def _run(self) -> Run | None:
+        """The run, as its directory says."""
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(self._note, type=Run)
+        return None
+
+    def _notes(self, worker: _Worker) -> str:
+        """What a worker should know that goes on from what is here. Called under the lock."""
+        stop = f"transfuse keep --stop {os.getpid()}"
+        if self._ended_at is not None:
+            return (
+                f"this run has ended at step {self._ended_at}: all ranks have closed it. It was started again, and "
+                f"goes on from its end: no step is trained again. For another training choose another name, or {stop}"
+            )
+        hello, commit = worker.hello, self._commit
+        if hello is None or hello.is_named or hello.stays or commit is None or commit[2] == self.books.generation:
+            return ""
+        process, at, _ = commit
+        if process == self._processes[hello.rank]:
+            return ""
+        return (
+            f"process {process.pid} has committed it at {files.local_time(at)}. This run has no name, and process "
+            f"{hello.agent_pid} has started the same command before. If this is another job, name it (run=, or "
+            f"TRANSFUSE_RUN); to begin anew, end the keeper: {stop}"
+        )
 
     def _open(self, worker: _Worker, question: frames.Open) -> tuple[Frame, list[int]]:
         label = Label(question.generation, question.step)
@@ -563,9 +630,10 @@ class Keeper:
     def _close(self, worker: _Worker, _: frames.Close) -> Frame:
         with self._changed:
             worker.has_closed = True
-            self._closed.add(self._rank_of(worker))
-            with suppress(OSError):
-                self._write(CLOSED_NAME, json.dumps([self.books.generation, sorted(self._closed)]))
+            rank = self._rank_of(worker)
+            self._closed[rank] = self._processes[rank]
+            files.note_closed(self.directory, self.books.generation, self._closed)
+            self._changed.notify_all()
         self.ring.wake()
         return frames.Done()
 
@@ -615,6 +683,7 @@ class Keeper:
                 "generation": books.generation,
                 "attached": sorted(self._workers),
                 "closed": sorted(self._closed),
+                "ended_step": self._ended_at,
                 "agents": sorted({agent.pid for agent in self._agents.values() if agent.alive()}),
                 "confirmed_step": None if books.confirmed is None else books.confirmed.step,
                 "complete": None if newest is None else {"generation": newest.generation, "step": newest.step},
@@ -651,23 +720,6 @@ _ANSWERS: Mapping[type, Callable[..., Any]] = {
     frames.Close: Keeper._close,
     frames.Status: Keeper._status,
 }
-
-
-def remove_files(directory: pathlib.Path, *, with_note: bool = True) -> None:
-    """Remove what a keeper has left. The caller holds the lock of the directory.
-
-    ``with_note``: also that the run has kept steps, and the directory.
-    """
-    names = [SOCKET_NAME, TOKEN_NAME, "address", "port", CLOSED_NAME, LOG_NAME]
-    if with_note:
-        # The lock last: whoever waits for it sees that it is gone, and begins again.
-        names += [HELD_NAME, *(path.name for path in directory.glob(f"{RUN_FILE}*")), LOCK_NAME]
-    for name in names:
-        with suppress(OSError):
-            (directory / name).unlink()
-    if with_note:
-        with suppress(OSError):
-            directory.rmdir()
 
 
 def _belongs(rank: int, agent: Process) -> TransfuseError:

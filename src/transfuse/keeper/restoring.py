@@ -74,6 +74,9 @@ class Members(NamedTuple):
     #: This host's address, for the others.
     address: str
 
+    def host_of(self, rank: int) -> int:
+        return next(host for host, ranks in enumerate(self.ranks) if rank in ranks)
+
     @property
     def speaks(self) -> bool:
         """Whether this rank speaks for its host."""
@@ -108,6 +111,9 @@ class Holding(msgspec.Struct, array_like=True):
     states: list[Held]
     has_held: bool
     failure: str
+    #: As in ``frames.Holdings``.
+    past: str = ""
+    notes: str = ""
 
 
 @dataclass(eq=False)
@@ -147,19 +153,24 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
         candidates = []
     for candidate in candidates:
         try:
-            return _attempt(members, link, asking, wish, candidate)
+            restored = _attempt(members, link, asking, wish, candidate)
+            mine = holdings[exchange.rank]
+            if mine.notes:
+                logger.warning("rank %d has restored step %d: %s", exchange.rank, restored.step, mine.notes)
+            return restored
         except Forbidden as error:
             reasons.append(f"step {candidate.label.step}: {error}")
             logger.warning("step %d cannot be restored: %s", candidate.label.step, error)
     if not has_held or wish.missing_ok:
         return None
+    reasons += [f"host {members.host_of(rank)}: {one.past}" for rank, one in enumerate(holdings) if one.past]
     lines = _lines(reasons or ["no keeper holds a step any more"])
     answered = len(members.ranks) - sum(bool(one.failure) for one in holdings)
     hosts = "" if answered == len(members.ranks) else "start the missing hosts again, "
     raise StateError(
         f"this run has kept steps, and none of them can be restored now ({answered} of {len(members.ranks)} hosts "
-        f"answered, within {wish.seconds:g} s):{lines}\nWhat you can do: {hosts}load a checkpoint, or begin anew with "
-        "restore(missing_ok=True). Nothing was touched"
+        f"answered, within {wish.seconds:g} s):{lines}\nWhat you can do: {hosts}load a checkpoint, begin anew with "
+        "restore(missing_ok=True), or give a new training another name (run=). Nothing was touched"
     )
 
 
@@ -216,7 +227,7 @@ def tell(members: Members, link: Link | None, asking: threading.RLock, seconds: 
             with asking:
                 # The other ranks wait for this one as long as the timeout: it has to know before.
                 answer = link.ask(frames.Inventory(), frames.Holdings, seconds / 2)
-            holding = Holding(answer.states, answer.has_held, "")
+            holding = Holding(answer.states, answer.has_held, "", answer.past, answer.notes)
         except TransfuseError as error:
             holding.failure = f"host {members.host}: {as_utf8(str(error))}"
     return msgspec.msgpack.encode(holding)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from transfuse.errors import TransfuseError
-from transfuse.keeper import frames
+from transfuse.keeper import files, frames
 from transfuse.keeper.books import ranks_and_have
 from transfuse.keeper.decisions import Decisions
 from transfuse.keeper.door import Door, Peer
@@ -34,7 +34,6 @@ __all__ = ["Ring", "Term"]
 
 logger = logging.getLogger("transfuse.keeper")
 
-PORT_NAME = "port"
 #: How often the leader asks the others, if nothing wakes it.
 ROUND_SECONDS = 0.2
 #: The leader ends so long after everybody has closed, also if somebody could not be told.
@@ -84,13 +83,13 @@ class Ring:
             if self._is_closed:
                 raise TransfuseError("this keeper is ending")
             self._door = Door(host, token, self._port_before(), lambda: _Visit(self))
-            self._keeper._write(PORT_NAME, str(self._door.port))
+            files.write(self._keeper.directory, files.PORT_NAME, str(self._door.port))
             return self._door.address
 
     def _port_before(self) -> int:
         """The port of this directory's last keeper: where the others look for it."""
         with suppress(OSError, ValueError):
-            port = int((self._keeper.directory / PORT_NAME).read_text())
+            port = int((self._keeper.directory / files.PORT_NAME).read_text())
             return port if 0 < port < 1 << 16 else 0
         return 0
 
@@ -355,7 +354,7 @@ class Term:
             ring.set_over()
 
     def _watch_leader(self) -> None:
-        is_silent = time.monotonic() - self._heard_at > SILENCE_SECONDS
+        is_silent = not self._ring.is_over() and time.monotonic() - self._heard_at > SILENCE_SECONDS
         if is_silent and not self._is_lonely:
             logger.warning("the keeper of host 0, which leads, is silent: no step is confirmed until it is back")
         self._is_lonely = is_silent

@@ -18,8 +18,14 @@ a group of its own, such as mpirun
 by hand, from a terminal            the worker itself: nobody would start it again
 ==================================  ================================================================================
 
-Two runs without a name that have one agent are one run. Whoever starts two jobs at once from one script, or the ranks
-of one job from several terminals, must give names.
+An agent other than torchrun may start several jobs: a shell loop over learning rates, a server of notebooks. So a run
+without a name is known by its command, too: the command line, the working directory and the environment with which it
+was started; of what ``multiprocessing`` starts, those of the starter. A restart of the same command by the same agent
+goes on. Commands may differ between the ranks of a job (``--local_rank=1``): all ranks of one agent take that of the
+first (`agreed`). Of torchrun's jobs only the id counts, which is a new one for each launch from Python.
+
+Two runs without a name that have one agent and one command are one run. Whoever starts two such jobs at once, or the
+ranks of one job from several terminals, must give names.
 
 ``TORCHELASTIC_RUN_ID`` alone names nothing: it is "none" for every job without a name on several hosts, and a new one
 for every job on one host.
@@ -28,13 +34,15 @@ for every job on one host.
 from __future__ import annotations
 
 import hashlib
+import math
 import multiprocessing
 import os
 import pathlib
 import re
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -47,7 +55,9 @@ __all__ = [
     "RUN_FILE",
     "Process",
     "Run",
+    "agreed",
     "base_directory",
+    "boot_id",
     "find_run",
     "list_runs",
     "make_directory",
@@ -144,6 +154,11 @@ def _was_started_by_torchrun(pid: int) -> bool:
     return os.fsencode(f"TORCHELASTIC_RUN_ID={os.environ['TORCHELASTIC_RUN_ID']}") in environ
 
 
+def boot_id() -> str:
+    """A name for the time from one boot of this host to the next."""
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 # -------------------------------------------------------------------------------------------------- runs
 
 
@@ -154,22 +169,37 @@ class Run:
     name: str
     is_named: bool
     agent: Process | None
+    #: A digest of what else tells a run without a name from others of its agent.
+    command: str = ""
+    #: Whether torchrun has started it: then a new worker is a restart, and never another job.
+    is_torchruns: bool = False
 
     @property
     def directory(self) -> pathlib.Path:
         """Where this run's keeper is found. `make_directory` makes it."""
         kind = b"named" if self.is_named else b"unnamed"
-        digest = hashlib.sha256(kind + b"\0" + self.name.encode()).hexdigest()[:_DIGEST_LENGTH]
+        text = "\0".join([self.name, self.command] if self.command else [self.name])
+        digest = hashlib.sha256(kind + b"\0" + text.encode()).hexdigest()[:_DIGEST_LENGTH]
         if self.is_named:
             prefix = re.sub(r"[^A-Za-z0-9_]+", "-", self.name).strip("-")[:_PREFIX_LENGTH]
         else:
             prefix = f"pid{self.agent.pid}"[:_PREFIX_LENGTH] if self.agent else ""
         return base_directory() / f"{prefix or 'run'}-{digest}"
 
+    def stays(self, linger: float) -> float:
+        """How many seconds the newest step is kept when all ranks have closed, as long as the agent lives.
+
+        Only torchrun starts the same training again by itself. A process that calls its Python API lives longer.
+        """
+        if not self.is_torchruns:
+            return 0.0
+        return math.inf if multiprocessing.parent_process() is None else linger
+
 
 def find_run(run: str | None = None) -> Run:
     """The run that this worker belongs to. ``run`` is its name; None: find out."""
     agent = _find_agent()
+    is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ
     source = "run="
     if run is None and "TRANSFUSE_RUN" in os.environ:
         run, source = os.environ["TRANSFUSE_RUN"], "TRANSFUSE_RUN"
@@ -177,11 +207,45 @@ def find_run(run: str | None = None) -> Run:
         run, source = _explicit_rendezvous_id(agent), "torchrun's --rdzv-id"
     if run is not None:
         _check_name(run, source)
-        return Run(run, True, agent)
+        return Run(run, True, agent, is_torchruns=is_torchruns)
     # Pids mean something only within their namespace, and containers of one host have the same boot id.
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = boot_id()
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    return Run(f"boot {boot}, pid namespace {namespace}, pid {agent.pid}, start {agent.started}", False, agent)
+    name = f"boot {boot}, pid namespace {namespace}, pid {agent.pid}, start {agent.started}"
+    return Run(name, False, agent, _command(), is_torchruns)
+
+
+def agreed(run: Run, of_all: Sequence[Run]) -> Run:
+    """The run of a rank, given those that all ranks of its job have found: all ranks of one agent have one."""
+    if run.is_named:
+        return run
+    return replace(run, command=next(one.command for one in of_all if one.name == run.name))
+
+
+#: Variables that are new with each start, though the job is the same.
+_NEW_EACH_TIME = (b"_", b"SHLVL", b"OLDPWD", b"MASTER_PORT", b"INVOCATION_ID", b"SLURM_RESTART_COUNT")
+#: The working directory when this was imported: a program may go elsewhere later, each time to another directory.
+_directory_at_start = ""
+with suppress(OSError):
+    _directory_at_start = os.getcwd()
+
+
+def _command() -> str:
+    """A digest of what tells this job from others that its agent starts."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    if job is not None:
+        return hashlib.sha256(b"torchrun\0" + os.fsencode(job)).hexdigest()
+    starter = multiprocessing.parent_process()
+    pid = os.getpid() if starter is None else starter.pid
+    parts = [os.fsencode(_directory_at_start)]
+    # The environment with which the process was started: what its program sets later may depend on its rank.
+    for name in ("cmdline", "environ"):
+        with suppress(OSError):
+            words = pathlib.Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")
+            if name == "environ":
+                words = sorted(one for one in words if one.partition(b"=")[0] not in _NEW_EACH_TIME)
+            parts += [name.encode(), *words]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def _explicit_rendezvous_id(agent: Process) -> str | None:
