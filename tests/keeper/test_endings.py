@@ -130,21 +130,25 @@ def test_a_run_of_another_agent_is_forgotten_when_it_is_closed(home: Home, agent
 
 TORCHRUN = """
 import os, sys, torch, torch.distributed as dist, transfuse
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # At once: ranks share the output.
+
 dist.init_process_group("gloo", init_method="transfuse://")
 weights = torch.zeros(3)
 keep = transfuse.keep(lambda: {"w": weights})
 step = keep.restore()
-print("restored", dist.get_rank(), step, weights[0].item(), flush=True)
+say("restored", dist.get_rank(), step, weights[0].item())
 for step in range((step or 0) + 1, 4):
     weights.fill_(step)
     keep.commit(step)
-    print("trained", step, flush=True)
+    say("trained", step)
 keep.close()
 dist.barrier()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit("the final evaluation fails")
 keep = transfuse.keep(lambda: {"w": weights})
-print("next fold", keep.restore(), flush=True)
+say("next fold", keep.restore())
 keep.close()
 """
 
