@@ -192,7 +192,7 @@ class Lock:
 
     def counts(self) -> bool:
         """Whether its file still has its name."""
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             return self.fd >= 0 and os.path.samestat(os.fstat(self.fd), (self.directory / LOCK_NAME).stat())
         return False
 
@@ -203,10 +203,11 @@ class Lock:
 
     def close(self) -> None:
         """Give the lock back, unless a keeper that was started meanwhile has it."""
-        if self.fd in _held:
-            _held.discard(self.fd)
-            os.close(self.fd)
-        self.fd = -1
+        with _forking:
+            fd, self.fd = self.fd, -1
+            if fd in _held:
+                _held.discard(fd)
+                os.close(fd)
 
     def __enter__(self) -> Lock:
         return self
