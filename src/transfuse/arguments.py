@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 __all__ = [
     "INSTALL_NIXL",
     "check_callable",
+    "check_choices",
     "check_flags",
     "check_group",
     "check_mesh",
@@ -160,10 +161,15 @@ def check_no_module(state_dict: object, instead: str) -> None:
         raise TypeError(f"{type(state_dict).__name__} is a module, not a state: {instead}, not the module")
 
 
-def check_flags(verify: object, **flags: object) -> None:
-    """Refuse flags that are neither True nor False. ``verify`` may also be None."""
-    if verify is not None and not isinstance(verify, bool):
-        raise _wrong("verify", "True, False or None", verify)
+def check_choices(**choices: object) -> None:
+    """Refuse choices that are neither True nor False nor None."""
+    for name, value in choices.items():
+        if value is not None and not isinstance(value, bool):
+            raise _wrong(name, "True, False or None", value)
+
+
+def check_flags(**flags: object) -> None:
+    """Refuse flags that are neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise _wrong(name, "True or False", value)
@@ -171,8 +177,7 @@ def check_flags(verify: object, **flags: object) -> None:
 
 def check_nixl(nixl: object) -> None:
     """Refuse ``nixl`` unless it is True, False or None, and True where NIXL is not installed."""
-    if nixl is not None and not isinstance(nixl, bool):
-        raise _wrong("nixl", "True, False or None", nixl)
+    check_choices(nixl=nixl)
     if nixl and importlib.util.find_spec("nixl") is None:
         raise ImportError(
             f"nixl=True (or TRANSFUSE_NIXL=1) asks for the NIXL route, but NIXL is not installed: {INSTALL_NIXL}"

@@ -103,11 +103,14 @@ class UnsupportedLeaf(StateError):
 class TargetMismatch(StateError):
     """What the source offers does not fit the target. Nothing has been written."""
 
-    def __init__(self, mismatches: Sequence[str], *, intro: str = "source and target do not fit") -> None:
+    def __init__(
+        self, mismatches: Sequence[str], *, intro: str = "source and target do not fit", advice: str = ""
+    ) -> None:
         self.mismatches = tuple(mismatches)
         lines = "".join(f"\n  {line}" for line in self.mismatches[:100])
         more = f"\n  … and {len(self.mismatches) - 100} more" if len(self.mismatches) > 100 else ""
-        super().__init__(f"{intro} ({len(self.mismatches)} found, nothing was written):{lines}{more}")
+        remedy = f"\n{advice}" if advice else ""
+        super().__init__(f"{intro} ({len(self.mismatches)} found, nothing was written):{lines}{more}{remedy}")
 
 
 class StepMismatch(StateError):

@@ -24,7 +24,7 @@ from transfuse.errors import PeerLost, StateError, TornState, TransfuseError, as
 from transfuse.memory import half_healed
 from transfuse.options import OptionKeywords, check_names
 from transfuse.plan.cohorts import Cohort
-from transfuse.plan.left_over import check_nothing_is_left_over
+from transfuse.plan.left_over import check_all_finds_its_place
 from transfuse.plan.match import Prepared
 from transfuse.report import Report
 from transfuse.state.leaves.own_mesh import own_mesh
@@ -286,11 +286,10 @@ class _Healing:
     def _permit(self, cohorts: Sequence[Cohort], target: Prepared) -> None:
         """Everything is planned, and no target has been touched. Go on only if all who are behind have come so far."""
         failure: Exception | None = None
-        if self._load is None:
-            try:
-                check_nothing_is_left_over(cohorts, target)
-            except Exception as error:
-                failure = error
+        try:
+            check_all_finds_its_place(cohorts, target, self._options, has_load=self._load is not None)
+        except Exception as error:
+            failure = error
         agreed = self._vote(failure)
         if failure is not None:
             raise failure

@@ -48,8 +48,9 @@ class Options:
     map_path: MapPath | None = None
     #: Receivers: write to no target before everything has arrived and been verified.
     atomic: bool = False
-    #: Receivers: refuse leaves that only the source or only the target has.
-    strict: bool = False
+    #: Receivers: refuse leaves of the target that no source has (None), leaves that only one side has (True), or
+    #: neither (False).
+    strict: bool | None = None
     #: Receivers: the DeviceMesh for DTensors that arrive fresh, or a function that makes one.
     mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None
     #: Receivers: accept Python objects that ``torch.load(weights_only=True)`` accepts.
@@ -72,7 +73,8 @@ class Options:
         ``nixl`` also if the environment asks for it.
         """
         flags = {item.name: getattr(self, item.name) for item in fields(self) if item.type == "bool"}
-        arguments.check_flags(self.verify, **flags)
+        arguments.check_flags(**flags)
+        arguments.check_choices(verify=self.verify, strict=self.strict)
         nixl = True if self.nixl is None and asks_for_nixl() else self.nixl
         arguments.check_nixl(nixl)
         arguments.check_mesh(self.mesh)
@@ -140,7 +142,7 @@ class _Receivers(TypedDict, total=False):
     cast: bool
     map_path: MapPath | None
     atomic: bool
-    strict: bool
+    strict: bool | None
     mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None
     weights_only_objects: bool
     max_receive_bytes: int | None

@@ -78,7 +78,8 @@ class PGTransport:
         map_path: translates the source's key paths into the target's: a mapping, rules (:class:`Rename`,
             :class:`Concat`, :class:`Split`, with :class:`Slice`), or a callable. Needs ``state_dict``.
         atomic: write to no target before everything has arrived and been verified. Needs memory for a second copy.
-        strict: raise an error for leaves that only the source or only the target has.
+        strict: None: a leaf of the target that no source has is an error, and a leaf that only the source has arrives
+            fresh. True: both are errors. False: neither is; a leaf that only the target has keeps its value.
         mesh: the DeviceMesh for DTensors that arrive fresh, or a callable that makes one from a
             :class:`MeshDescription`. Receiving never creates process groups by itself.
         weights_only_objects: accept Python objects that ``torch.load(weights_only=True)`` accepts.
@@ -107,7 +108,7 @@ class PGTransport:
         cast: bool = False,
         map_path: MapPath | None = None,
         atomic: bool = False,
-        strict: bool = False,
+        strict: bool | None = None,
         mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None,
         weights_only_objects: bool = False,
         relay: bool = True,
@@ -294,8 +295,11 @@ class PGTransport:
         """Receive the state that ``src_rank`` sends: one rank, or several with replicas, shards or stages of one state.
 
         With a ``state_dict`` callback the result holds the receiver's own tensors with the source's values. Leaves that
-        only the source has arrive fresh. With several sources each brings a share. If one is lost, the others send its
-        share; if no other source holds it, this raises :class:`ReceiveFailed`.
+        only the source has arrive fresh. Leaves that only the receiver has are an error, unless ``strict=False``. A
+        list of the result is as long as the source's.
+
+        With several sources each brings a share. If one is lost, the others send its share; if no other source holds
+        it, this raises :class:`ReceiveFailed`.
 
         With ``step``, a source that sends another step, or does not say which, is refused with :class:`StepMismatch`.
         None accepts any step.

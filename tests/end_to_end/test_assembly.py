@@ -520,7 +520,7 @@ def test_fused_weights(how: dict[str, Any]) -> None:
         }
 
     targets = {rank: blank(rank) for rank in (2, 3, 4)}
-    for rank, outcome in move(sources, targets, map_path=rules, cast=True, **how).items():
+    for rank, outcome in move(sources, targets, map_path=rules, cast=True, strict=False, **how).items():
         model = outcome.get().state["model"]
         assert torch.equal(plain(model["blocks.0.qkv"]), plain(shard(qkv.bfloat16(), [2, 3, 4], rank, Shard(0))))
         assert torch.equal(plain(model["blocks.0.gate"]), plain(shard(gate.bfloat16(), [2, 3, 4], rank, Shard(0))))

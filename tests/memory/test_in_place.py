@@ -78,7 +78,7 @@ def test_missing_leaves_arrive_fresh_and_extra_leaves_stay(two: Pair) -> None:
     }
     extra = torch.full((2,), 9.0)
     target: Any = OrderedDict(list=[torch.zeros(1)], a=torch.zeros(2), extra=extra, n=0, deep={"x": extra})
-    arrived = two.move(state, target)
+    arrived = two.move(state, target, strict=False)
     assert arrived["a"] is target["a"]
     assert torch.equal(target["a"], torch.ones(2))
     assert torch.equal(arrived["new"], state["new"])
@@ -91,8 +91,25 @@ def test_missing_leaves_arrive_fresh_and_extra_leaves_stay(two: Pair) -> None:
     assert len(arrived["list"]) == 2
     assert arrived["list"][0] is target["list"][0]
     assert type(arrived) is dict
-    longer = {"a": torch.zeros(2), "list": [torch.zeros(1), torch.zeros(1), torch.zeros(1)], "new": torch.zeros(2)}
-    assert len(two.move(state, longer)["list"]) == 3
+    longer: dict[str, Any] = {
+        "a": torch.zeros(2),
+        "list": [torch.zeros(1), torch.zeros(1), torch.zeros(1)],
+        "new": torch.zeros(2),
+    }
+    assert len(two.move(state, longer, strict=False)["list"]) == 2, "the result is the source's, not a mix of both"
+    assert [tensor.item() for tensor in longer["list"]] == [1, 1, 0]
+
+
+def test_extra_leaves_are_an_error_unless_the_caller_says_otherwise(two: Pair) -> None:
+    state: dict[str, Any] = {"a": torch.ones(2), "new": torch.ones(2), "losses": [1.0]}
+    target: dict[str, Any] = {"a": torch.zeros(2), "deep": {"x": torch.zeros(2), "n": 1}, "losses": [1.0, 2.0]}
+    _, received = two.errors(state, target)
+    assert isinstance(received, transfuse.TargetMismatch)
+    assert received.mismatches == ("['deep']['x']: only in the target", "['deep']['n']: only in the target")
+    assert "strict=False" in str(received)
+    assert not target["a"].any()
+    del target["deep"]
+    assert two.move(state, target)["losses"] == [1.0]
 
 
 def test_strict_makes_either_an_error(two: Pair) -> None:
@@ -140,7 +157,8 @@ def test_nan_is_matched_by_nan(two: Pair, key: Callable[[], Any]) -> None:
     fresh = two.move(state)["x"]
     assert [leaf.tolist() for leaf in fresh.values()] == [leaf.tolist() for leaf in state["x"].values()]
     # One that only the target has stays.
-    kept = two.move({"x": {key(): first}}, {"x": {key(): torch.zeros(3), key(): torch.full((1,), 7.0)}})["x"]
+    longer = {"x": {key(): torch.zeros(3), key(): torch.full((1,), 7.0)}}
+    kept = two.move({"x": {key(): first}}, longer, strict=False)["x"]
     assert [leaf.tolist() for leaf in kept.values()] == [first.tolist(), [7.0]]
     _, received = two.errors({"x": {key(): first}}, {"x": {key(): torch.zeros(3), key(): torch.ones(1)}}, strict=True)
     assert "only in the target" in str(received)
@@ -244,7 +262,7 @@ def test_versions_of_written_targets_are_bumped(two: Pair) -> None:
     target = {"w": nn.Parameter(torch.zeros(3)), "spread": torch.zeros(6)[::2], "other": torch.zeros(2)}
     before = {name: t._version for name, t in target.items()}
     x: Any = (target["w"] * target["w"]).sum()
-    two.move({"w": torch.ones(3), "spread": torch.ones(3)}, target)
+    two.move({"w": torch.ones(3), "spread": torch.ones(3)}, target, strict=False)
     assert target["w"]._version > before["w"]
     assert target["spread"]._version > before["spread"]
     assert target["other"]._version == before["other"]

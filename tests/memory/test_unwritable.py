@@ -269,7 +269,7 @@ def receive_only_what_is_offered(rank: int) -> None:
         transport().send_checkpoint([1], {"w": torch.ones(3)})
         return
     target = {"w": torch.zeros(3), "table": read_only_file(nbytes), "empty": unmapped(nbytes)[:0]}
-    arrived = transport(target).recv_checkpoint(0)
+    arrived = transport(target, strict=False).recv_checkpoint(0)
     assert torch.equal(arrived["w"], torch.ones(3))
     assert arrived["table"] is target["table"]
 

@@ -339,7 +339,7 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("delta", None, TypeError, r"delta takes True or False, got None"),
     ("cast", torch.bfloat16, TypeError, r"cast takes True or False, got a dtype"),
     ("atomic", "yes", TypeError, r"atomic takes True or False, got str 'yes'"),
-    ("strict", 0, TypeError, r"strict takes True or False, got int 0"),
+    ("strict", 0, TypeError, r"strict takes True, False or None, got int 0"),
     ("weights_only_objects", np.True_, TypeError, r"weights_only_objects takes True or False, got bool"),
     ("relay", [], TypeError, r"relay takes True or False, got a list"),
     ("lanes", 2.5, TypeError, r"lanes takes an int, a number of connections, or None, got float 2.5"),

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from transfuse.errors import StateError, TransfuseError, as_utf8
+from transfuse.errors import StateError, TargetMismatch, TransfuseError, as_utf8
 from transfuse.keeper import frames
 from transfuse.keeper.bundles import KEY_BYTES, PLAIN
 from transfuse.keeper.copying import DIGEST_BYTES, digests_at
@@ -34,7 +34,7 @@ from transfuse.keeper.slots import Label, SlotView, column
 from transfuse.options import FetchKeywords
 from transfuse.plan.cohorts import Cohort
 from transfuse.plan.holdings import Holdings, Whole
-from transfuse.plan.left_over import check_nothing_is_left_over
+from transfuse.plan.left_over import LOST, check_all_finds_its_place
 from transfuse.plan.match import Prepared
 from transfuse.remote.client import fetch_if
 from transfuse.remote.in_process import InProcess
@@ -164,6 +164,13 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
     if not has_held or wish.missing_ok:
         return None
     reasons += [f"host {members.host_of(rank)}: {one.past}" for rank, one in enumerate(holdings) if one.past]
+    if reasons and all("TargetMismatch: " in reason or LOST in reason for reason in reasons):
+        raise TargetMismatch(
+            reasons,
+            intro="this run has kept steps, and none of them fits what state_dict() returns now",
+            advice="What you can do: start the job with the model and the optimizer that were kept, do what is said "
+            "above, or begin anew under another run= or with restore(missing_ok=True)",
+        )
     lines = _lines(reasons or ["no keeper holds a step any more"])
     answered = len(members.ranks) - sum(bool(one.failure) for one in holdings)
     hosts = "" if answered == len(members.ranks) else "start the missing hosts again, "
@@ -519,13 +526,12 @@ class Attempt:
     def _permit(self, cohorts: Sequence[Cohort], target: Prepared) -> None:
         """Everything is planned, and no target has been touched. Go on only if all ranks have come so far."""
         failure = ""
-        if self._wish.load is None:
-            try:
-                check_nothing_is_left_over(cohorts, target)
-            except StateError as error:
-                failure = str(error)
-            except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
+        try:
+            check_all_finds_its_place(cohorts, target, self._wish.options, has_load=self._wish.load is not None)
+        except StateError as error:
+            failure = str(error)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
         self._vote(failure)
 
     def _vote(self, failure: str) -> None:

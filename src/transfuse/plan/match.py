@@ -7,6 +7,7 @@ element would get two different source elements.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,9 +30,11 @@ from transfuse.state.tensors import Bools, Ints
 
 __all__ = [
     "FREED",
+    "KEEP_OWN",
     "UNWRITABLE",
     "Match",
     "Prepared",
+    "advice",
     "compare",
     "match",
     "nothing_matches",
@@ -42,6 +45,12 @@ __all__ = [
 
 #: The problem with a target that has elements but no memory for them.
 FREED = dense.FREED.format("the target's") + "; give it memory again first"
+
+#: What to do about leaves that no source has.
+KEEP_OWN = (
+    "No source has what is only in the target: has the model grown, or is another optimizer used? "
+    "Pass strict=False to keep the target's own values for these leaves"
+)
 
 #: The flags by which a tensor's memory holds the other sign of its values.
 SIGNS = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
@@ -113,7 +122,7 @@ def match(
     *,
     build_context: BuildContext,
     registry: Registry,
-    strict: bool,
+    strict: bool | None,
     limits: Limits,
 ) -> Match:
     """Match every leaf, or raise one error with all mismatches. Without a target everything arrives fresh."""
@@ -125,7 +134,7 @@ def match(
 
 
 def compare(
-    manifest: Manifest, prepared: Prepared, *, build_context: BuildContext, registry: Registry, strict: bool
+    manifest: Manifest, prepared: Prepared, *, build_context: BuildContext, registry: Registry, strict: bool | None
 ) -> Match | TargetMismatch | UnsupportedLeaf:
     """Match a state with a target in which it lands as it is; or return one error with all mismatches."""
     if prepared.target is None:
@@ -143,10 +152,9 @@ def compare(
         nothing = nothing_matches(manifest, prepared, registry)
         if nothing is not None:
             return nothing
-    if strict:
-        problems += unpaired(manifest, merged, prepared)
-    if problems:
-        return TargetMismatch(problems)
+    lone = unpaired(manifest, merged, prepared, strict)
+    if problems or lone:
+        return TargetMismatch(problems + lone, advice=advice(lone, strict))
     targets = _Targets(manifest)
     targets.add(fitted.quick, prepared.tensors, fitted.target_rows)
     if fitted.others:
@@ -311,14 +319,38 @@ def nothing_matches(manifest: Manifest, prepared: Prepared, registry: Registry) 
     )
 
 
-def unpaired(manifest: Manifest, merged: trees.Merged, prepared: Prepared) -> list[str]:
-    """A line for each leaf that only one side has. With ``strict`` these are errors."""
-    missing = [i for i, j in enumerate(merged.partner) if j < 0]
-    problems = [f"{manifest.paths[i]}: missing in the target" for i in missing[:100]]
-    if len(missing) > 100:
-        problems.append(f"{len(missing) - 100} more missing in the target")
+def unpaired(
+    manifest: Manifest,
+    merged: trees.Merged,
+    prepared: Prepared,
+    strict: bool | None,
+    others: Collection[int] = (),
+    only_there: Sequence[str] = (),
+) -> list[str]:
+    """A line for each leaf that only one side has and that ``strict`` does not allow.
+
+    ``others`` are leaves of the target that further sources bring, ``only_there`` the paths of leaves that only further
+    sources have. A list of values is replaced by the source's, whatever its length: with ``strict=None`` its values
+    need no counterpart.
+    """
+    if strict is False:
+        return []
+    problems = []
+    if strict:
+        paths = [manifest.paths[i] for i, j in enumerate(merged.partner) if j < 0]
+        missing = list(dict.fromkeys([*paths, *only_there]))
+        problems = [f"{path}: missing in the target" for path in missing[:100]]
+        if len(missing) > 100:
+            problems.append(f"{len(missing) - 100} more missing in the target")
+    alone = list(merged.only_in_target) if len(merged.origin) > len(merged.partner) else []
+    alone += [leaf for leaf in merged.beyond if strict or isinstance(prepared.leaves[leaf], torch.Tensor)]
     target_paths = trees.paths(prepared.root)
-    return problems + [f"{target_paths[leaf]}: only in the target" for leaf in merged.only_in_target]
+    return problems + [f"{target_paths[leaf]}: only in the target" for leaf in alone if leaf not in others]
+
+
+def advice(lone: Sequence[str], strict: bool | None) -> str:
+    """What to do about leaves that only one side has."""
+    return KEEP_OWN if lone and strict is None else ""
 
 
 def _has_tensors(manifest: Manifest, registry: Registry) -> bool:

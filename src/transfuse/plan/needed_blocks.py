@@ -22,7 +22,7 @@ from transfuse.plan.collisions import Written, find_collision
 from transfuse.plan.destinations import Destination, Global, NeededBlock
 from transfuse.plan.holdings import Spread
 from transfuse.plan.local_blocks import LocalBlock, LocalBlocks, LocalTensors, blocks_at, global_shape
-from transfuse.plan.match import FREED, UNWRITABLE, Prepared, nothing_matches, unpaired
+from transfuse.plan.match import FREED, UNWRITABLE, Prepared, advice, nothing_matches, unpaired
 from transfuse.rules import MapPath
 from transfuse.state import live_tensors, trees
 from transfuse.state.leaves import dense, values
@@ -122,7 +122,7 @@ class NeededBlocks:
         self.result = trees.Merged.all_of_source(manifest.root, len(manifest))
         self._make_fresh(range(len(manifest)))
 
-    def merged(self, strict: bool) -> None:
+    def merged(self, strict: bool | None) -> None:
         """Match leaves with targets by their place in the tree. Leaves that only the source has arrive fresh."""
         found = trees.merge(self.manifest.root, self.prepared.root)
         self.problems += found.conflicts
@@ -133,7 +133,8 @@ class NeededBlocks:
             else:
                 self.partner[leaf] = partner
                 self._pair(0, leaf, partner)
-        paired = set(found.partner)
+        paired = {*found.partner, *found.beyond}
+        others: set[int] = set()
         only_there: list[str] = []
         for number, cohort in enumerate(self.cohorts[1:], 1):
             # Leaves that the first cohort lacks.
@@ -143,25 +144,14 @@ class NeededBlocks:
                     only_there.append(cohort.names[leaf])
                 elif partner not in paired:
                     paired.add(partner)
+                    others.add(partner)
                     self._pair(number, leaf, partner)
         self.result = found
-        if strict:
-            self.problems += self._unpaired(found, paired, only_there)
-        self._raise()
+        self._raise(unpaired(self.manifest, found, self.prepared, strict, others, only_there), strict)
         blobs = [leaf for leaf in self.partner if leaf in self.fresh]
         self._make_fresh([*alone, *blobs])
 
-    def _unpaired(self, found: trees.Merged, paired: set[int], only_there: list[str]) -> list[str]:
-        """One line for each leaf that only the sources have, all cohorts together, or only the target."""
-        lines = unpaired(self.manifest, found, self.prepared)
-        if len(self.cohorts) == 1:
-            return lines
-        paths = trees.paths(self.prepared.root)
-        completed = {f"{paths[partner]}: only in the target" for partner in paired if partner >= 0}
-        lines += [f"{path}: missing in the target" for path in only_there]
-        return [line for line in dict.fromkeys(lines) if line not in completed]
-
-    def linked(self, map_path: MapPath | None, strict: bool, links: Sequence[Link] | None = None) -> None:
+    def linked(self, map_path: MapPath | None, strict: bool | None, links: Sequence[Link] | None = None) -> None:
         """Match leaves with targets by rules. The result is the target's tree; unmatched leaves are not received."""
         targets, sources = self.prepared, Catalogue(self.cohorts)
         if links is not None:
@@ -173,24 +163,27 @@ class NeededBlocks:
         if not linked.problems:
             for one in linked.links:
                 self._pair(*sources.leaves[one.source], one.target, one)
+        lone: list[str] = []
         if strict:
-            names, paths = sources.names, trees.paths(targets.root)
             unused = [source for source in linked.unused if source not in linked.left_out]
-            self.problems += [f"{names[source]}: missing in the target" for source in unused[:100]]
-            self.problems += [f"{paths[target]}: only in the target" for target in linked.untouched[:100]]
-        self._raise(may_be_none=links is not None)
+            lone += [f"{sources.names[source]}: missing in the target" for source in unused[:100]]
+        if strict is not False:
+            paths = trees.paths(targets.root)
+            lone += [f"{paths[target]}: only in the target" for target in linked.untouched[:100]]
+        self._raise(lone, strict, may_be_none=links is not None)
         self._make_fresh(list(self.fresh))
         self.result = trees.Merged.all_of_target(targets.root, len(targets.leaves))
 
-    def _raise(self, *, may_be_none: bool = False) -> None:
+    def _raise(self, lone: Sequence[str], strict: bool | None, *, may_be_none: bool = False) -> None:
+        """Raise one error with all that does not fit, and with the lines about leaves that only one side has."""
         self._check_writable()
-        if self.problems:
-            raise TargetMismatch(self.problems)
         nothing = None
-        if not self._matched and not may_be_none:
+        if not self._matched and not self.problems and not may_be_none:
             nothing = nothing_matches(self.manifest, self.prepared, self.registry)
         if nothing is not None:
             raise nothing
+        if self.problems or lone:
+            raise TargetMismatch([*self.problems, *lone], advice=advice(lone, strict))
 
     def _check_writable(self) -> None:
         """Refuse targets in read-only or unmapped memory: a write there would end the process."""

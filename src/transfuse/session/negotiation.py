@@ -390,7 +390,7 @@ class Negotiator:
     def _check_lacking(self, choice: agreement.Choice) -> None:
         """Raise if the chosen sources lack a leaf of the target that a source which is not used has, or may have.
 
-        A leaf that no source has keeps its value, unless ``strict`` refuses it.
+        A leaf that no source has is refused by the plan, unless ``strict=False`` lets it keep its value.
         """
         cohorts, request = choice.cohorts, self.request
         with self._roster.changed:

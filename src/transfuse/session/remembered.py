@@ -48,7 +48,7 @@ class PlanKey(NamedTuple):
     cohorts: tuple[tuple[bytes, tuple[Coordinate, ...], tuple[tuple[int, tuple[Coordinate, ...]], ...]], ...]
     parcel_bytes: int
     atomic: bool
-    strict: bool
+    strict: bool | None
     cast: bool
     rules: str
 

@@ -28,7 +28,20 @@ from transfuse.errors import UnsupportedLeaf
 from transfuse.state import class_names
 from transfuse.state.leaves import values
 
-__all__ = ["MAPPINGS", "Kind", "Merged", "Node", "decode", "dotted", "encode", "flatten", "merge", "paths", "unflatten"]
+__all__ = [
+    "MAPPINGS",
+    "Kind",
+    "Merged",
+    "Node",
+    "decode",
+    "dotted",
+    "encode",
+    "flatten",
+    "mappings",
+    "merge",
+    "paths",
+    "unflatten",
+]
 
 
 class Kind(enum.IntEnum):
@@ -328,6 +341,23 @@ def dotted(root: Node | None) -> list[str]:
     return list(walk(root, []))
 
 
+def mappings(root: Node | None) -> Iterator[tuple[Node, list[int]]]:
+    """Every mapping of a tree, with the numbers of the leaves that it holds itself, not in containers below it."""
+
+    def walk(node: Node, first: int) -> Iterator[tuple[Node, list[int]]]:
+        own: list[int] = []
+        for child in node.children:
+            if child is None:
+                own.append(first)
+            else:
+                yield from walk(child, first)
+            first += _leaves(child)
+        if node.kind in MAPPINGS:
+            yield node, own
+
+    return iter(()) if root is None else walk(root, 0)
+
+
 # ---------------------------------------------------------------------------------------------------------- the wire
 
 
@@ -487,7 +517,8 @@ def _decode_extra(kind: Kind, extra: Any, children: int) -> Any:
 class Merged:
     """A source's tree and a target's, matched by key path."""
 
-    #: The tree to return: the source's containers, and added to them the children that only the target has.
+    #: The tree to return: the source's containers, and added to mappings the children that only the target has. A
+    #: sequence is the source's: children of the target are never added to it.
     root: Node | None
     #: For each leaf of ``root``: ``i`` for the source's leaf i, ``~j`` for the target's leaf j, which the source lacks.
     origin: list[int]
@@ -495,6 +526,8 @@ class Merged:
     partner: list[int]
     #: One line for each path at which one tree has a leaf and the other a container, or containers of different kinds.
     conflicts: list[str]
+    #: Leaves of the target behind the end of a shorter sequence of the source. They are not in ``root``.
+    beyond: list[int] = field(default_factory=list)
 
     @classmethod
     def all_of_source(cls, root: Node | None, count: int) -> Merged:
@@ -521,6 +554,7 @@ def merge(source: Node | None, target: Node | None) -> Merged:
     origin: list[int] = []
     partner: list[int] = []
     conflicts: list[str] = []
+    beyond: list[int] = []
     trail: list[tuple[Node, int]] = []
     next_target = 0
 
@@ -571,20 +605,19 @@ def merge(source: Node | None, target: Node | None) -> Merged:
                 trail.append((s, number))
                 children.append(walk(child, t.children[i]))
                 trail.pop()
-        extra_keys = [t.keys[i] for i in position.values()] if mapping else []
-        for i in position.values():
-            next_target = at[i]
-            children.append(adopt(t.children[i]))
+        all_keys = s.keys
+        if mapping:
+            all_keys = [*s.keys, *(t.keys[i] for i in position.values())]
+            for i in position.values():
+                next_target = at[i]
+                children.append(adopt(t.children[i]))
+        else:
+            beyond.extend(range(at[min(len(s.children), len(t.children))], at[-1]))
         next_target = at[-1]
-        maxlen = s.extra if s.kind is Kind.DEQUE else None
-        if maxlen is not None and len(children) > maxlen:
-            maxlen = len(children)
-        all_keys = [*s.keys, *extra_keys] if mapping else s.keys
-        extra = maxlen if s.kind is Kind.DEQUE else s.extra
-        return Node(s.kind, children, all_keys, extra, len(origin) - before)
+        return Node(s.kind, children, all_keys, s.extra, len(origin) - before)
 
     root = walk(source, target)
-    return Merged(root, origin, partner, conflicts)
+    return Merged(root, origin, partner, conflicts, beyond)
 
 
 def _with_own_context(node: Node | None) -> Node | None:
