@@ -28,6 +28,7 @@ from transfuse.plan.left_over import check_all_finds_its_place
 from transfuse.plan.match import Prepared
 from transfuse.report import Report
 from transfuse.state.leaves.own_mesh import own_mesh
+from transfuse.state.returned_copies import ReturnedCopies
 from transfuse.transport import PGTransport
 from transfuse.wire.group import Group, ProcessGroupLike
 from transfuse.wire.roll_call import Agreed, RollCall
@@ -65,7 +66,9 @@ def heal(
             between the first rank's call and the last one's, and for ``state_dict`` and ``load``.
         device: where the backend wants its tensors, as for :class:`PGTransport`.
         state_dict: a function that returns the state: what is sent, or what is received into. It is called only if
-            somebody is behind.
+            somebody is behind, and then twice on every rank: tensors that lie elsewhere the second time are copies.
+            Copies need ``load``. After it this is called once more on ranks that were behind, and copies that do not
+            hold what arrived are an error that names them.
         step: the step that this rank's state is at. None: this rank has nothing.
         load: called with the whole state on ranks that were behind, after everything has landed. Without it, leaves
             that arrive fresh (moments of a new optimizer) and values that differ are an error that names them.
@@ -145,6 +148,7 @@ class _Healing:
         self._behind: list[int] = []
         self._newest = 0
         self._target: object = None
+        self._copies = ReturnedCopies(None, None)
         self._voted = False
         #: Whether this rank has everything that it was behind in, and whether ``load`` has taken it.
         self._landed = self._loaded = False
@@ -239,6 +243,7 @@ class _Healing:
             if self._landed and self._load is not None:
                 self._last_asked = "load()"
                 self._load(self._target)
+                self._copies.check_taken(self._state_dict)
             self._loaded = self._landed
         except BaseException as error:
             return error
@@ -247,7 +252,7 @@ class _Healing:
     def _send(self) -> None:
         with self._make_transport(None) as transport:
             try:
-                transport.send(self._behind, self._ask, step=self._newest)
+                transport.send(self._behind, self._ask_to_send, step=self._newest)
             finally:
                 self._tell_report(transport)
 
@@ -258,6 +263,7 @@ class _Healing:
             mesh = None
             try:
                 self._target = self._ask()
+                self._copies = ReturnedCopies(self._target, self._ask())
                 mesh = own_mesh(self._target)
             except BaseException as error:
                 transport = self._make_transport(_raises(error))  # It tells the sources.
@@ -283,10 +289,17 @@ class _Healing:
         with self._calls.quiet():
             return self._state_dict()
 
+    def _ask_to_send(self) -> object:
+        """There may be collectives in ``state_dict``, so sources call it as often as those who are behind."""
+        self._ask()
+        return self._ask()
+
     def _permit(self, cohorts: Sequence[Cohort], target: Prepared) -> None:
         """Everything is planned, and no target has been touched. Go on only if all who are behind have come so far."""
         failure: Exception | None = None
         try:
+            if self._load is None:
+                self._copies.refuse()
             check_all_finds_its_place(cohorts, target, self._options, has_load=self._load is not None)
         except Exception as error:
             failure = error

@@ -87,7 +87,7 @@ def test_whoever_is_behind_receives_in_place_and_all_return_one_step(steps: list
     sources = [rank for rank, step in enumerate(steps) if step == newest]
     for rank, worker in enumerate(workers):
         assert bool((worker.weight == newest).all())
-        assert worker.asked == 1
+        assert worker.asked == 2, "there may be collectives in it"
         (report,) = worker.reports
         if rank in sources:
             assert report.direction == "send"

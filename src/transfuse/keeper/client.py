@@ -73,7 +73,9 @@ def keep(
 
     Args:
         state_dict: a callable that returns the state. It is called at each commit, and by :meth:`Keep.restore` only if
-            there is something to restore. The bytes land in the tensors that it returns. Leave it out if every commit
+            there is something to restore: twice, since tensors that lie elsewhere the second time are copies. The bytes
+            land in the tensors that it returns. Copies need ``load``; after it this is called once more, and copies
+            that do not hold what was restored are an error that names them. Leave it out if every commit
             is given its state, as by :class:`transfuse.dcp.KeeperWriter`.
         load: called by :meth:`Keep.restore` with the whole state. Without it, leaves that the callback's state does not
             have (moments of a new optimizer), and values that differ from the callback's, are an error that names them.

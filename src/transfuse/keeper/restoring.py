@@ -41,6 +41,7 @@ from transfuse.remote.in_process import InProcess
 from transfuse.state.leaves.layout import Block
 from transfuse.state.leaves.own_mesh import own_mesh
 from transfuse.state.manifest import Described
+from transfuse.state.returned_copies import ReturnedCopies
 
 __all__ = [
     "LOOPBACK",
@@ -163,7 +164,6 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
             logger.warning("step %d cannot be restored: %s", candidate.label.step, error)
     if not has_held or wish.missing_ok:
         return None
-    reasons += [f"host {members.host_of(rank)}: {one.past}" for rank, one in enumerate(holdings) if one.past]
     if reasons and all("TargetMismatch: " in reason or LOST in reason for reason in reasons):
         raise TargetMismatch(
             reasons,
@@ -171,6 +171,7 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
             advice="What you can do: start the job with the model and the optimizer that were kept, do what is said "
             "above, or begin anew under another run= or with restore(missing_ok=True)",
         )
+    reasons += [f"host {members.host_of(rank)}: {one.past}" for rank, one in enumerate(holdings) if one.past]
     lines = _lines(reasons or ["no keeper holds a step any more"])
     answered = len(members.ranks) - sum(bool(one.failure) for one in holdings)
     hosts = "" if answered == len(members.ranks) else "start the missing hosts again, "
@@ -272,6 +273,7 @@ class Attempt:
         self.same = candidate.world_size == self._exchange.size and not candidate.missing
         self._voted = False
         self._state: Any = None
+        self._copies = ReturnedCopies(None, None)
 
     def look(self) -> KeptStep:
         """Only what belonged to the ranks."""
@@ -500,6 +502,7 @@ class Attempt:
             if not addresses:
                 raise TransfuseError("no keeper that holds this rank's state can be reached")
             target = self._wish.state_dict()
+            self._copies = ReturnedCopies(target, self._wish.state_dict())
             if options.get("mesh") is None:
                 options["mesh"] = own_mesh(target)
             self._state = fetch_if(
@@ -527,6 +530,8 @@ class Attempt:
         """Everything is planned, and no target has been touched. Go on only if all ranks have come so far."""
         failure = ""
         try:
+            if self._wish.load is None:
+                self._copies.refuse()
             check_all_finds_its_place(cohorts, target, self._wish.options, has_load=self._wish.load is not None)
         except StateError as error:
             failure = str(error)
@@ -543,6 +548,7 @@ class Attempt:
         try:
             if self._wish.load is not None:
                 self._wish.load(self._state)
+                self._copies.check_taken(self._wish.state_dict)
             rank = self._exchange.rank
             if self._wish.load_own is not None and self._candidate.world_size == self._exchange.size and rank in own:
                 self._wish.load_own(own[rank])
