@@ -30,8 +30,9 @@ MOST_LETTERS = 200
 #: With more peers than this, the title gives their number instead of their ranks.
 MOST_PEERS = 8
 
-#: Guards the numbers of a report: the conversations with several peers update one report.
-_counting = threading.Lock()
+#: Guards the numbers of a report: the conversations with several peers update one report. Reentrant, because a phase
+#: that an interrupt has cut off is left when its memory is freed, which may be while the numbers are counted.
+_counting = threading.RLock()
 
 
 class _Clock:
@@ -45,19 +46,23 @@ class _Clock:
         #: Seconds in which some thread moved bytes.
         self.moving = 0.0
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase) -> int:
+        """Enter a phase. Returns this thread's number, for ``leave``."""
+        thread = threading.get_ident()
         with _counting:
             self._count()
             self._phases.setdefault(phase.label, 0.0)
-            self._inside.setdefault(threading.get_ident(), []).append(phase)
+            self._inside.setdefault(thread, []).append(phase)
+        return thread
 
-    def leave(self) -> None:
+    def leave(self, thread: int) -> None:
+        """Leave the thread's present phase. If an interrupt has cut the phase off, another thread may do that."""
         with _counting:
             self._count()
-            inside = self._inside[threading.get_ident()]
+            inside = self._inside[thread]
             inside.pop()
             if not inside:
-                del self._inside[threading.get_ident()]
+                del self._inside[thread]
 
     def _count(self) -> None:
         now = time.perf_counter()
@@ -166,12 +171,12 @@ class Report:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Add the time of this block to a phase, and show it as a range in a profiler's trace."""
-        self._clock.enter(phase)
+        thread = self._clock.enter(phase)
         try:
             with record_function(trace_name(self.direction, phase)):
                 yield
         finally:
-            self._clock.leave()
+            self._clock.leave(thread)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in types that JSON has. ``json.dumps`` turns the keys that are ranks into strings."""

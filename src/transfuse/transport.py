@@ -7,7 +7,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -216,21 +216,31 @@ class PGTransport:
         step: SupportsIndex | None = None,
     ) -> None:
         """As :meth:`send_checkpoint`, but with a function that returns the state. If it raises, receivers are told."""
-        self._follow_group()
-        ranks = self._check_ranks("dst_ranks", dst_ranks)
-        step = check_step(step)
-        self._report = report = Report("send", ranks, step)
-        if not ranks:
-            return
-        rate = self._options.max_bytes_per_second
-        least = len(ranks) * slowest_rate(self._limits, self._seconds)
+        caller, began = None, False
+        try:
+            caller = self._new_caller()
+            self._follow_group()
+            ranks = self._check_ranks("dst_ranks", dst_ranks)
+            step = check_step(step)
+            self._report = report = Report("send", ranks, step)
+            if not ranks:
+                return
+            self._check_rate(len(ranks))
+            began = True
+            with self._call(report, caller) as context, Leases(self._options) as leases:
+                self._send(state_dict, context, leases)
+        except BaseException as error:
+            if _is_untold(error, caller, began):
+                self._tell(error, "dst_ranks", dst_ranks, is_source=True)
+            raise
+
+    def _check_rate(self, receivers: int) -> None:
+        rate, least = self._options.max_bytes_per_second, receivers * slowest_rate(self._limits, self._seconds)
         if rate is not None and rate < least:
             raise ValueError(
-                f"max_bytes_per_second={rate:g} is too slow for {len(ranks)} receivers with a timeout of "
+                f"max_bytes_per_second={rate:g} is too slow for {receivers} receivers with a timeout of "
                 f"{self._seconds:g} s: expected at least {least:.0f}"
             )
-        with self._call(report) as context, Leases(self._options) as leases:
-            self._send(state_dict, context, leases)
 
     def _send(self, state_dict: Callable[[], object], context: Context, leases: Leases) -> None:
         ranks, report, progress, caller = context.ranks, context.report, context.progress, context.caller
@@ -326,29 +336,37 @@ class PGTransport:
         ``absent`` names sources that cannot be reached, and why. If only they may hold a leaf, the receive fails
         instead of leaving that leaf as it was. ``permit`` is asked before a target is written, and may raise.
         """
-        self._follow_group()
-        ranks = self._check_ranks("src_rank", src_rank)
-        if not ranks:
-            raise ValueError("src_rank is empty: a receive needs at least one source")
-        step = check_step(step)
-        check_resume(resume)
-        if resume is not None:
-            self._torn = resume.torn or self._torn
-        self._report = report = Report("receive", ranks, step)
-        # If everything arrives fresh, there is no target that ``atomic`` would protect.
-        in_place = self._state_dict is not None or late is not None
-        request = Request(
-            step=step,
-            late=late,
-            resume=resume,
-            absent=absent or {},
-            permit=permit,
-            options=replace(self._options, atomic=self._options.atomic and in_place),
-        )
-        with self._call(report) as context:
-            if self._state_dict is not None and late is None:
-                request = self._ask_for_target(request, context)
-            return self._receive(request, context)
+        caller, began = None, False
+        try:
+            caller = self._new_caller()
+            self._follow_group()
+            ranks = self._check_ranks("src_rank", src_rank)
+            if not ranks:
+                raise ValueError("src_rank is empty: a receive needs at least one source")
+            step = check_step(step)
+            check_resume(resume)
+            if resume is not None:
+                self._torn = resume.torn or self._torn
+            self._report = report = Report("receive", ranks, step)
+            # If everything arrives fresh, there is no target that ``atomic`` would protect.
+            in_place = self._state_dict is not None or late is not None
+            request = Request(
+                step=step,
+                late=late,
+                resume=resume,
+                absent=absent or {},
+                permit=permit,
+                options=replace(self._options, atomic=self._options.atomic and in_place),
+            )
+            began = True
+            with self._call(report, caller) as context:
+                if self._state_dict is not None and late is None:
+                    request = self._ask_for_target(request, context)
+                return self._receive(request, context)
+        except BaseException as error:
+            if _is_untold(error, caller, began):
+                self._tell(error, "src_rank", src_rank, is_source=False)
+            raise
 
     def _ask_for_target(self, request: Request, context: Context) -> Request:
         """Call the user's callback. If it raises, the receive first tells the sources, then raises that error."""
@@ -389,9 +407,12 @@ class PGTransport:
             if not receive.result:
                 context.show()
                 raise receive.failure or (failed[ranks[0]] if len(ranks) == 1 else ReceiveFailed(failed))
+            context.show()
         except BaseException as error:
             if receive.result:
                 self._torn = ()  # The caller stopped after everything had arrived.
+                if request.target is not None or request.late is not None:
+                    error.add_note("everything had arrived before this error: the targets hold the new state, whole")
             else:
                 receive.account_for(error)
                 self._torn = report.torn or self._torn
@@ -399,12 +420,45 @@ class PGTransport:
         finally:
             receive.close()
         self._torn = ()
-        context.show()
         if not failed:
             receive.remember()
         return receive.result[0]
 
     # ----------------------------------------------------------------------------------------------------- helpers
+
+    def _new_caller(self) -> threads.Caller:
+        return threads.Caller(watching=self._options.progress is not False)
+
+    def _tell(
+        self, error: BaseException, name: str, peers: SupportsIndex | Sequence[SupportsIndex], *, is_source: bool
+    ) -> None:
+        """Tell the peers why a call has ended before its conversations began: they would wait for their whole timeout.
+
+        Best effort: whatever happens meanwhile, a second interrupt too, the call ends with its first error.
+        """
+        with suppress(BaseException):
+            ranks = self._check_ranks(name, peers)
+            caller = threads.Caller(watching=False)
+            if not isinstance(error, Exception):
+                caller.stop(error)
+            channels = {
+                rank: Channel(self._group, rank, self._seconds, self._limits, is_source=is_source) for rank in ranks
+            }
+
+            def talk(rank: int) -> None:
+                channel = channels[rank]
+                with self._group.turn(channel, (self._group.rank() or 0) if is_source else rank), channel:
+                    if is_source:
+                        source.refuse(channel, secrets.randbits(63), self._group.new_tag(rank), error)
+                    else:
+                        receive_from_one.refuse(channel, error)
+
+            threads.run(
+                {rank: partial(talk, rank) for rank in ranks},
+                caller,
+                lambda: None,
+                park=lambda rank: channels[rank].park(),
+            )
 
     def _follow_group(self) -> None:
         """If the group has been reconfigured since the last call, go on with its new ranks and connections."""
@@ -485,7 +539,7 @@ class PGTransport:
         return [*devices, self._group.device]
 
     @contextmanager
-    def _call(self, report: Report) -> Iterator[Context]:
+    def _call(self, report: Report, caller: threads.Caller) -> Iterator[Context]:
         """Run a call: give it a range in the trace and its progress; at the end set its time and log its report."""
         started, wanted = time.perf_counter(), self._options.progress
         progress = {rank: Progress() for rank in report.peers}
@@ -499,7 +553,7 @@ class PGTransport:
                     limits=self._limits,
                     device=self._group.device,
                     timeout=self._seconds,
-                    caller=threads.Caller(watching=wanted is not False),
+                    caller=caller,
                     report=report,
                     progress=progress,
                     show=show,
@@ -527,6 +581,11 @@ class PGTransport:
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"{name}: expected each rank once, but ranks appear twice in {list(ranks)}")
         return ranks
+
+
+def _is_untold(error: BaseException, caller: threads.Caller | None, began: bool) -> bool:
+    """Whether an error came when no conversation could tell it. Wrong arguments end a call that has not begun."""
+    return (caller is None or not caller.talking) and (began or not isinstance(error, Exception))
 
 
 @contextmanager

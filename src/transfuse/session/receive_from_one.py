@@ -28,7 +28,7 @@ from transfuse.wire.group import OFFER_TAG, valid_link_tag
 from transfuse.wire.lanes import enter, new_secret
 from transfuse.wire.messages import Message, Offer
 
-__all__ = ["describe", "receive"]
+__all__ = ["describe", "receive", "refuse"]
 
 
 def receive(channel: Channel, shared: Receive) -> None:
@@ -56,6 +56,13 @@ def receive(channel: Channel, shared: Receive) -> None:
         raise
 
 
+def refuse(channel: Channel, cause: BaseException) -> None:
+    """Wait for the source's offer, and tell it that there is no receive and why."""
+    channel.phase = Phase.WAIT_FOR_OFFER.doing
+    channel.expect(Message.OFFER, tag=OFFER_TAG)
+    channel.refuse(cause)
+
+
 def _hear(channel: Channel, shared: Receive) -> Offer:
     """Wait for the source's offer, and for the decision that this source is used."""
     with shared.roster.phase(channel, Phase.WAIT_FOR_OFFER):
@@ -68,6 +75,7 @@ def _hear(channel: Channel, shared: Receive) -> Offer:
                 channel.broken = True
             raise
     shared.roster.may_abandon(channel, None)
+    shared.roster.check_caller()
     with shared.roster.phase(channel, Phase.PLAN):
         if shared.request.failure is not None:
             shared.roster.fail(shared.request.failure)

@@ -5,12 +5,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from transfuse.phases import Phase
 from transfuse.session.context import Context
 from transfuse.wire.channel import Channel
 
 __all__ = ["Roster"]
+
+
+class _Condition(threading.Condition):
+    """A condition that an interrupt cannot leave locked.
+
+    ``threading.Condition`` is entered by Python code, which an interrupt can end between locking and returning. Here
+    ``with`` finds the lock's own methods, and calls these without looking for signals in between.
+    """
+
+    _lock: Any
+
+    @property
+    def __enter__(self) -> Any:
+        return self._lock.__enter__
+
+    @property
+    def __exit__(self) -> Any:
+        return self._lock.__exit__
 
 
 class Roster:
@@ -32,7 +51,7 @@ class Roster:
         self.caller = context.caller
         self.report = context.report
         self.progress = context.progress
-        self.changed = threading.Condition()
+        self.changed = _Condition()
         #: The channels of the sources whose conversation has begun.
         self.channels: dict[int, Channel] = {}
         #: The sources that are here, were chosen, and are still needed.

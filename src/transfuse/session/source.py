@@ -119,6 +119,9 @@ def serve(
     report: Report,
 ) -> None:
     """Run the conversation with one receiver: offer, answer its requests, send parcels, and wait for its verdict."""
+    if caller.cause is not None:
+        refuse(channel, transfer, tag, caller.cause)
+        raise caller.cause
     serving = _Serving(channel, transfer, tag, offered, caller=caller, progress=progress, report=report)
     well = False
     try:

@@ -28,12 +28,11 @@ from transfuse.wire.channel import Channel
 __all__ = ["Caller", "SideConversation", "run"]
 
 
-class _Event(NamedTuple):
-    """A conversation is over. ``ended`` says whether its thread has ended too."""
+class _End(NamedTuple):
+    """A conversation is over, with this error or well. ``thread`` is about to end; None: it stays in its wait."""
 
-    rank: int
     error: BaseException | None
-    ended: bool
+    thread: threading.Thread | None
 
 
 class _Mark(NamedTuple):
@@ -58,7 +57,11 @@ class Caller:
         self.cause: BaseException | None = None
         self._lock = threading.Lock()
         self._lent: set[int] = set()
-        self.events: queue.SimpleQueue[_Event | _Mark | None] = queue.SimpleQueue()
+        #: Whether a thread has been started for each conversation: from then on each peer is told if the caller stops.
+        self.talking = False
+        #: How conversations have ended. The queue only wakes the caller: an interrupt may lose what is taken from it.
+        self.ends: dict[int, _End] = {}
+        self.events: queue.SimpleQueue[_Mark | None] = queue.SimpleQueue()
 
     def lend(self, rank: int) -> None:
         """Record that the backend gets this conversation's tensors: the caller may not return before they are back."""
@@ -73,8 +76,13 @@ class Caller:
 
     def leave(self, rank: int, why: BaseException) -> None:
         """Go on without this conversation. Its thread stays in its wait until the peer answers or is gone."""
+        self.end(rank, _End(why, None))
+
+    def end(self, rank: int, end: _End) -> None:
+        """Record how a conversation has ended, and wake the caller."""
         self.returned(rank)
-        self.events.put(_Event(rank, why, ended=False))
+        self.ends.setdefault(rank, end)
+        self.events.put(None)
 
     def stop(self, cause: BaseException) -> None:
         with self._lock:
@@ -157,8 +165,12 @@ def run(
     conversations are still running, this calls ``park`` for each of them.
     """
     streams = streams or Streams()
+    left = dict(talks)
 
-    def work(rank: int, talk: Callable[[], None]) -> None:
+    def work(rank: int) -> None:
+        talk = left.pop(rank, None)
+        if talk is None:
+            return  # Another thread runs this conversation.
         try:
             # The order matters: inference_mode(False) turns gradients on, no_grad() turns them off again.
             with streams.conversation(), torch.inference_mode(False), torch.no_grad():
@@ -166,68 +178,83 @@ def run(
         except BaseException as error:
             # The error refers to this frame, so it is not stored in it: the cycle would keep tensors in memory that
             # the backend has returned.
-            caller.returned(rank)
-            caller.events.put(_Event(rank, error, ended=True))
+            caller.end(rank, _End(error, threading.current_thread()))
         else:
-            caller.returned(rank)
-            caller.events.put(_Event(rank, None, ended=True))
+            caller.end(rank, _End(None, threading.current_thread()))
 
-    threads = {
-        rank: threading.Thread(target=work, args=(rank, talk), name=f"transfuse-peer-{rank}", daemon=True)
-        for rank, talk in talks.items()
-    }
-    for thread in threads.values():
-        thread.start()
+    def start() -> None:
+        """Start a thread for each conversation that has none. After an interrupt one may get a second, which ends."""
+        for rank in list(left):
+            thread = threading.Thread(target=work, args=(rank,), name=f"transfuse-peer-{rank}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # An interrupt of Thread.start() may come out of its lock as this.
+                if error.__context__ is not None and not isinstance(error.__context__, Exception):
+                    raise error.__context__ from None
+                # No further thread can be started.
+                if left.pop(rank, None) is not None:
+                    caller.end(rank, _End(error, None))
+        caller.talking = True
+
     ranges = _Ranges()
     try:
-        return _wait_for(threads, caller, ranges, show, watch, park)
+        return _wait_for(set(talks), start, caller, ranges, show, watch, park)
     finally:
         ranges.close()
         streams.join()
 
 
 def _wait_for(
-    threads: Mapping[int, threading.Thread],
+    waiting: set[int],
+    start: Callable[[], None],
     caller: Caller,
     ranges: _Ranges,
     show: Callable[[], object],
     watch: Callable[[], None],
     park: Callable[[int], None],
 ) -> dict[int, BaseException]:
-    waiting, failed = set(threads), {}
-    give_up = float("inf") if caller.cause is None else time.monotonic() + Patience.GOODBYE_SECONDS
-    while waiting:
+    """Start the conversations, and wait for them. An interrupt at any moment only makes the caller stop, once."""
+    failed: dict[int, BaseException] = {}
+    give_up = float("inf")
+    while True:
         try:
-            event = _next(caller.events)
-            if isinstance(event, _Mark):
-                ranges.mark(event)
-            elif event is not None and event.rank in waiting:
-                if event.ended:
-                    # A thread that outlives the call might be the last to hold the group when the interpreter exits.
-                    threads[event.rank].join()
-                waiting.discard(event.rank)
-                if event.error is not None:
-                    failed[event.rank] = event.error
-            watch()
-            if caller.cause is None:
-                show()
-        except BaseException as interrupt:
-            if caller.cause is not None:
-                if caller.may_leave():
-                    raise  # The second request to stop takes effect at once.
-                continue  # The backend may still write to the caller's memory, at most until the timeout.
-            caller.stop(interrupt)
-            give_up = time.monotonic() + Patience.GOODBYE_SECONDS
-        if time.monotonic() > give_up and caller.may_leave():
-            for rank in waiting:
-                park(rank)
+            while waiting:
+                if not caller.talking:
+                    start()
+                if caller.cause is not None:
+                    give_up = min(give_up, time.monotonic() + Patience.GOODBYE_SECONDS)
+                event = _next(caller.events)
+                if event is not None:
+                    ranges.mark(event)
+                for rank in waiting & caller.ends.keys():
+                    error, thread = caller.ends[rank]
+                    if thread is not None:
+                        # One that outlives the call might be the last to hold the group when the interpreter exits.
+                        thread.join()
+                    if error is not None:
+                        failed[rank] = error
+                    waiting.discard(rank)
+                watch()
+                if caller.cause is None:
+                    show()
+                if time.monotonic() > give_up and caller.may_leave():
+                    for rank in list(waiting):
+                        park(rank)
+                        waiting.discard(rank)
             break
+        except BaseException as interrupt:
+            if caller.cause is None:
+                caller.stop(interrupt)
+            elif caller.may_leave():
+                raise  # The second request to stop takes effect at once.
+            # Otherwise the backend may still write to the caller's memory, at most until the timeout.
     if caller.cause is not None:
         raise caller.cause
     return failed
 
 
-def _next(events: queue.SimpleQueue[_Event | _Mark | None]) -> _Event | _Mark | None:
+def _next(events: queue.SimpleQueue[_Mark | None]) -> _Mark | None:
     try:
         return events.get(timeout=Patience.SLICE_SECONDS)
     except queue.Empty:

@@ -158,8 +158,8 @@ class Channel(Operations):
 
         The thread that waits for the peer stays in its wait until the peer goes on or is gone.
         """
+        self.broken = True  # First: the waiting thread must not go on with an offer that arrives just now.
         self.park()
-        self.broken = True
         self.group.switchboard.leave_behind(self)
         self.group.switchboard.watch.remove(self)
         self._release_queue()
@@ -167,7 +167,8 @@ class Channel(Operations):
     def park(self) -> None:
         """Leave the waiting thread behind, from another thread, so that the caller can go on.
 
-        If that thread waits for the peer's next offer, the next conversation with the peer gets the offer.
+        If that thread waits for the peer's next offer, the next conversation with the peer gets the offer. If there is
+        none by then, the thread goes on, to tell the peer why the caller has left.
         """
         switchboard = self.group.switchboard
         switchboard.pin()
@@ -371,7 +372,7 @@ class Channel(Operations):
             self._first_word = None
         else:
             self._take_over(word)
-        if not switchboard.release(word, self):
+        if not switchboard.release(word, self) and (self.broken or not switchboard.take_back(word)):
             self.broken = self._refused = True  # This conversation was abandoned: it must not send anything.
             raise PeerLost(self.peer, f"rank {self.peer} was abandoned before its offer arrived")
         if word.error is not None:

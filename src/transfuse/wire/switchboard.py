@@ -336,10 +336,21 @@ class Switchboard:
             if word.owner is owner:
                 word.owner = None
                 return True
-            if word.error is not None and word in self._parked:
-                self._parked.remove(word)
-                self._keep()
+            if word.error is not None:
+                self._unpark(word)
             return False
+
+    def take_back(self, word: FirstWord) -> bool:
+        """Whether nobody has taken over a receive that was left behind. From then on nobody can."""
+        with self._lock:
+            return self._unpark(word)
+
+    def _unpark(self, word: FirstWord) -> bool:
+        found = word in self._parked
+        if found:
+            self._parked.remove(word)
+            self._keep()
+        return found
 
     def _keep(self) -> None:
         """Keep this switchboard alive while something left behind needs it, even if no transport uses the group."""
