@@ -5,6 +5,7 @@ python -m benchmarks.callbacks
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -30,6 +31,7 @@ def cost(tree: dict[str, Any]) -> tuple[float, int]:
 
 
 def main() -> None:
+    argparse.ArgumentParser("python -m benchmarks.callbacks", description=__doc__).parse_args()
     torch.set_num_threads(1)  # As torchrun has it.
     for lines in LINES:
         history = [

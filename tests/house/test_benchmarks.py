@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import sys
 import time
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from benchmarks import keeper, planning, resharding
+from benchmarks import callbacks, keeper, planning, resharding
 from benchmarks.compare import command, plot, run, table
 from benchmarks.compare.cases import cases
 from benchmarks.compare.checks import differences, digests
@@ -193,6 +194,14 @@ def test_help() -> None:
     assert all(option in text for option in ("--quick", "--only", "--json", "--plot", "--runs", "--timeout"))
     for arguments in (["--runs", "0"], ["--scale", "-1"]):
         assert CliRunner().invoke(app, [*arguments]).exit_code == 2
+
+
+def test_help_of_callbacks_runs_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["callbacks", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        callbacks.main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: python -m benchmarks.callbacks")
 
 
 def test_a_file_that_cannot_be_written_is_said_beforehand(tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 from typing import Any
@@ -70,3 +71,16 @@ def test_a_missing_library_says_which_extra_to_install(
     monkeypatch.delitem(sys.modules, f"transfuse.integrations.{extra}", raising=False)
     with pytest.raises(ImportError, match=rf"pip install 'transfuse\[{extra}\]'"):
         __import__(f"transfuse.integrations.{extra}")
+
+
+@pytest.mark.filterwarnings("ignore")  # Those of the frameworks' imports.
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_a_callback_takes_options_by_name(framework: str) -> None:
+    pytest.importorskip(framework)
+    callback = importlib.import_module(f"transfuse.integrations.{framework}").KeepCallback
+    with pytest.raises(
+        TypeError, match=r"KeepCallback\(\) takes options by name, such as KeepCallback\(every=10\), got 10"
+    ):
+        callback(10)
+    with pytest.raises(TypeError, match=r"KeepCallback\(\) chooses load itself"):
+        callback(load=print)

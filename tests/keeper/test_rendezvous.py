@@ -340,6 +340,12 @@ try:
 except transfuse.TransfuseError as error:
     assert 'dist.init_process_group("gloo", init_method="transfuse://")' in str(error), error
     print("refused")
+try:
+    transfuse.rendezvous_by_default()
+except transfuse.TransfuseError as error:
+    assert "this comes too late: the process group has been formed already" in str(error), error
+    assert "make the KeepCallback" in str(error), error
+    print("late")
 dist.destroy_process_group()
 
 # Without a group, keep() forms one.
@@ -362,7 +368,7 @@ def test_groups_that_a_restarted_job_could_not_form_again(home: Home, tmp_path: 
     program = tmp_path / "groups.py"
     program.write_text(GROUPS)
     ended = run_program(program, 2, arguments=[str(tmp_path / "store")])
-    assert [(rank.code, rank.out.split()) for rank in ended] == [(0, ["refused", "formed"])] * 2, ended
+    assert [(rank.code, rank.out.split()) for rank in ended] == [(0, ["refused", "late", "formed"])] * 2, ended
 
 
 def test_a_framework_that_names_no_method_gets_ours(under_torchrun: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_a_second_job_of_one_name_is_refused_though_its_hosts_are_swapped(
 
         def refused() -> None:
             for other, one in zip(others, peers, strict=True):
-                with pytest.raises(TransfuseError, match=f"belongs to the running agent {first.pid}"):
+                with pytest.raises(TransfuseError, match=rf"of the run \S+ belongs to the running agent {first.pid}"):
                     other.expose(token)
                 with pytest.raises(TransfuseError, match=f"belongs to the running agent {first.pid}"):
                     other.join(one)

@@ -329,7 +329,18 @@ def test_shapes_may_be_sizes_of_torch() -> None:
     ("rule", "sources", "targets", "parts"),
     [
         (Rename("a", "b"), {"x": (2,)}, {"b": (2,)}, ["matches no leaf of the source"]),
-        (Rename("a.*", "b.*"), {"a.1.2": (2,)}, {"b.1.2": (2,)}, ["matches no leaf of the source"]),
+        (
+            Rename("a.*", "b.*"),
+            {"a.1.2": (2,)},
+            {"b.1.2": (2,)},
+            ["matches no leaf of the source", "write a.*.** for all leaves of the container a.*"],
+        ),
+        (
+            Rename("a", "b"),
+            {"a.x": (2,)},
+            {"b.x": (2,)},
+            ["write a.** for all leaves of the container a"],
+        ),
         (Concat(["a", "b"], "c"), {"x": (2,)}, {"c": (2,)}, ["matches no leaf of the source"]),
         (Split("a", ["b", "c"]), {"x": (2,)}, {"b": (2,), "c": (2,)}, ["matches no leaf of the source"]),
         (Rename("a.*", "b.*"), {"a.1": (2,)}, {"c": (2,)}, ["leaf 'a.1'", "no leaf 'b.1'"]),

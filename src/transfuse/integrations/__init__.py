@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import metadata
 
-__all__ = ["check_series", "missing"]
+__all__ = ["check_options", "check_series", "missing"]
 
 
 def missing(extra: str, error: ImportError) -> ImportError:
@@ -23,3 +24,12 @@ def check_series(extra: str, series: str) -> None:
             f"transfuse.integrations.{extra} is written for {extra} {series}, and {extra} {found} is installed: "
             f"pip install 'transfuse[{extra}]' installs one that fits"
         )
+
+
+def check_options(given: tuple[object, ...], options: Mapping[str, object]) -> None:
+    """Refuse arguments of a KeepCallback that have no name, and options of ``keep()`` that the callback chooses."""
+    if given:
+        raise TypeError(f"KeepCallback() takes options by name, such as KeepCallback(every=10), got {given[0]!r}")
+    for name in ("state_dict", "load", "own", "load_own"):
+        if name in options:
+            raise TypeError(f"KeepCallback() chooses {name} itself")

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import transfuse
-from transfuse.integrations import missing, persistent_workers
+from transfuse.integrations import check_options, missing, persistent_workers
 from transfuse.integrations.rank_state import (
     Packer,
     generators,
@@ -45,10 +45,8 @@ class KeepCallback(Callback):  # type: ignore[misc]
         **options: those of :func:`transfuse.keep`, such as ``every``, ``run``, ``replicas``, ``timeout``.
     """
 
-    def __init__(self, **options: Any) -> None:
-        for name in ("state_dict", "load", "own", "load_own"):
-            if name in options:
-                raise TypeError(f"KeepCallback() chooses {name} itself")
+    def __init__(self, *given: object, **options: Any) -> None:
+        check_options(given, options)
         # This comes before Lightning makes the process group, and Lightning does not ask how.
         transfuse.rendezvous_by_default()
         self._options = options

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import transfuse
-from transfuse.integrations import missing, persistent_workers
+from transfuse.integrations import check_options, missing, persistent_workers
 from transfuse.integrations.rank_state import (
     Packer,
     generators,
@@ -60,10 +60,8 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
         **options: those of :func:`transfuse.keep`, such as ``every``, ``run``, ``replicas``, ``timeout``.
     """
 
-    def __init__(self, **options: Any) -> None:
-        for name in ("state_dict", "load", "own", "load_own"):
-            if name in options:
-                raise TypeError(f"KeepCallback() chooses {name} itself")
+    def __init__(self, *given: object, **options: Any) -> None:
+        check_options(given, options)
         transfuse.rendezvous_by_default()
         self._options = options
         self._packer = Packer()

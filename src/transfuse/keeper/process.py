@@ -381,7 +381,7 @@ class Keeper:
                 self._end_for(worker)
             before, here = self._agents.get(hello.rank), self._processes.get(hello.rank)
             if before not in (None, agent) and before.alive() and here is not None and here.alive():
-                raise _belongs(hello.rank, before)
+                raise _belongs(hello.rank, self.directory.name, before)
             until = time.monotonic() + CHANGE_SECONDS
             while (
                 (other := self._workers.get(hello.rank)) is not None
@@ -436,7 +436,7 @@ class Keeper:
             newcomers = {one.agent for one in self._workers.values() if not one.has_joined}
             for rank, agent in self._agents.items():
                 if agent not in newcomers and agent.alive():
-                    raise _belongs(rank, agent)
+                    raise _belongs(rank, self.directory.name, agent)
             others = [rank for rank, one in self._workers.items() if one.has_joined]
             if not others:
                 return
@@ -722,10 +722,10 @@ _ANSWERS: Mapping[type, Callable[..., Any]] = {
 }
 
 
-def _belongs(rank: int, agent: Process) -> TransfuseError:
+def _belongs(rank: int, run: str, agent: Process) -> TransfuseError:
     return TransfuseError(
-        f"rank {rank} of this run belongs to the running agent {agent.pid}: give this job a name of its own (run=), or "
-        "end the other one first"
+        f"rank {rank} of the run {run} belongs to the running agent {agent.pid}: give this job a name of its own "
+        "(run=), or end the other one first"
     )
 
 

@@ -99,8 +99,16 @@ def rendezvous_by_default() -> None:
     """Let ``init_process_group`` without ``init_method=`` and ``store=`` use ``transfuse://`` from now on.
 
     For jobs whose group is made by a framework that does not ask its user for an ``init_method``. ``env://`` counts as
-    none. Only calls in a process that torchrun may restart are changed. Calls after the first one do nothing.
+    none. Only calls in a process that torchrun may restart are changed. Calls after the first one do nothing. If the
+    group has been formed already, so that a restarted job could not form it again, this raises.
     """
+    if is_needed():
+        raise TransfuseError(
+            "this comes too late: the process group has been formed already, and if torchrun restarted this job, it "
+            "could not form the group again. Import and make the KeepCallback (or call "
+            "transfuse.rendezvous_by_default()) before the framework forms the group: in Transformers before "
+            "TrainingArguments(), in Lightning before Trainer.fit()"
+        )
     original: Any = dist.init_process_group
     if getattr(original, "is_of_transfuse", False):
         return

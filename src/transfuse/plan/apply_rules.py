@@ -126,6 +126,13 @@ class _Linking:
             if name in self.targets.index and name not in matched and name not in self._writers:
                 self._rename("no rule, the name is kept", name, name, name)
 
+    def _advice(self, rule: AnyRule) -> str:
+        """What to do about a rule that matches nothing."""
+        for pattern in _patterns(rule):
+            if self.sources.match(f"{pattern}.**"):
+                return f"write {pattern}.** for all leaves of the container {pattern}, and .** in the target too"
+        return "correct the path, or remove the rule"
+
     def follow(self, function: Callable[[str], str | None]) -> None:
         rule = f"map_path function {getattr(function, '__qualname__', type(function).__name__)}"
         for name, leaf in self.sources.index.items():
@@ -157,7 +164,7 @@ class _Linking:
             # One key for each application of the rule. Several sources of a concat may give the same key.
             keys = dict.fromkeys(captures for each in matches for captures in each)
             if not keys:
-                self.problems.append(f"{rule!r}: matches no leaf of the source; correct the path, or remove the rule")
+                self.problems.append(f"{rule!r}: matches no leaf of the source; {self._advice(rule)}")
             elif isinstance(rule, Concat):
                 for captures in keys:
                     self._concat(rule, captures)
