@@ -252,6 +252,8 @@ class Books:
         if book.layout is None or book.must_renew:
             return None, True
         book.reached, book.is_starved = label, False
+        # A rank writes one step at a time: what it began before and did not end, because it was interrupted, is free.
+        self.detach(rank)
         if self.floor is not None and label < self.floor:
             return None, False
         slots = [
@@ -298,7 +300,7 @@ class Books:
             kept.label, kept.is_written, kept.brief = None, False, None
 
     def detach(self, rank: int) -> None:
-        """The rank's worker has ended. What it was writing does not count."""
+        """The rank's worker has ended, or begins anew. What it was writing does not count."""
         for number in list(self._book(rank).slots):
             self.drop(rank, number)
 

@@ -29,8 +29,10 @@ from transfuse.keeper.bundles import IsShared, bundle
 from transfuse.keeper.commits import ANSWER_SECONDS, BRIEF_BYTES, NO_SLOT, CommitReport, Copy, Layout, Taken, Who, timed
 from transfuse.keeper.exchange import Exchange
 from transfuse.keeper.frames import KeeperLost, Link
+from transfuse.keeper.one_call import OneCall
 from transfuse.keeper.slots import Label, SlotView, column
 from transfuse.keeper.unkept import Unkept
+from transfuse.keeper.unrestorable import Unrestorable
 from transfuse.limits import Limits
 from transfuse.options import FetchKeywords, check_names
 from transfuse.session.remembered import Remembered
@@ -95,7 +97,7 @@ def keep(
         reserve: how many bytes this rank will commit. The keeper allocates its memory now, and refuses now what does
             not fit. None: at the first commit, when the size is known.
         max_bytes_per_second: the most that a keeper sends to other hosts.
-        linger: how long the keeper of a named run stays when its job has ended without :meth:`Keep.close`.
+        linger: how long a keeper that holds steps stays when its job has ended without :meth:`Keep.close`.
         digests: hash what is committed. Restoring compares digests if ``verify=True``. Leaves that are not ``shared``
             are hashed in any case.
         timeout: how long a call may go without progress.
@@ -191,11 +193,16 @@ class Keep:
         self._remembered, self._remembered_own = Remembered(), Remembered()
         self._link: Link | None = None
         self._asking = threading.RLock()
+        self._call = OneCall()
         self._layout: Layout | None = None
         self._copying: threading.Thread | None = None
         self._reviving: threading.Thread | None = None
         self._warned = self._warned_of_room = False
         self._unkept = Unkept(self.rank)
+        #: None: with ``load=``, without ``restore()``, or after one, there is nothing to say.
+        self._unrestorable = (
+            Unrestorable(self.rank) if settings.load is None and settings.state_dict is not None else None
+        )
         #: Whether the keeper has given this rank no slots yet, and was not lost either.
         self._is_new = True
         #: What the keeper has last said about replicas.
@@ -331,7 +338,8 @@ class Keep:
 
         Every rank calls this. Nothing is touched: neither the state nor what ``own`` belongs to.
         """
-        return restoring.look(self.members, self._link, self._asking, self._seconds)
+        with self._call.of("look"):
+            return restoring.look(self.members, self._link, self._asking, self._seconds)
 
     def restore(self, *, missing_ok: bool = False) -> int | None:
         """Restore the newest step that the keepers hold whole, in place, on all ranks. Every rank calls this.
@@ -341,6 +349,10 @@ class Keep:
         one. If none can be restored, all ranks raise the same error, and nothing was touched; with ``missing_ok`` they
         return None instead.
         """
+        with self._call.of("restore"):
+            return self._restore(missing_ok)
+
+    def _restore(self, missing_ok: bool) -> int | None:
         if self._settings.state_dict is None:
             raise TransfuseError("restore() needs the callable that returns the state: keep(state_dict)")
         began = time.monotonic()
@@ -358,11 +370,12 @@ class Keep:
                 seconds=self._seconds,
                 missing_ok=missing_ok,
                 options=self._settings.options,
+                again=runs.how_to_come_again(self._settings.run, self._settings.linger),
             ),
         )
         if restored is None:
             return None
-        self.own = restored.own
+        self.own, self._unrestorable = restored.own, None
         self._begin_anew()
         hosts = len(self.members.ranks)
         keepers = "the keeper of this host" if hosts == 1 else f"the keepers of {hosts} hosts"
@@ -396,8 +409,13 @@ class Keep:
         With ``wait=False`` the copy goes on while the next forward and backward pass run; then change the state only
         within :meth:`mutating`, which waits for the copy. What was seen to change outside of it is copied at once.
         Steps must rise, except after :meth:`restore`. Returns None for steps that ``every=`` leaves out. ``state`` is
-        committed in place of what ``state_dict`` returns.
+        committed in place of what ``state_dict`` returns. Do not call this in a signal handler: while a commit is under
+        way that is refused, and between two commits it keeps a state in the middle of a step.
         """
+        with self._call.of("commit"):
+            return self._commit_step(step, wait=wait, state=state)
+
+    def _commit_step(self, step: int, *, wait: bool, state: object) -> CommitReport | None:
         number = arguments.whole("step", step)
         if self._closed:
             raise TransfuseError("commit() after close()")
@@ -431,6 +449,7 @@ class Keep:
             report.outcome, report.why = "skipped", f"step {self._newest} has been committed already"
             return
         label = Label(self._peers.generation, step)
+        state_is_ours = state is None
         with timed(report, "state_dict"):
             if state is None and self._settings.state_dict is not None:
                 state = self._settings.state_dict()
@@ -441,6 +460,8 @@ class Keep:
                 None if own is None else self._remembered_own.describe(own, self._limits),
             )
             structure = taken.structure
+        if self._unrestorable is not None and state_is_ours and self.members.speaks:
+            self._unrestorable.look(taken.described.manifest)
         try:
             with timed(report, "keeper"):
                 layout, slot = self._begin(taken, structure, label)
@@ -564,13 +585,14 @@ class Keep:
     @contextmanager
     def mutating(self) -> Iterator[None]:
         """Change the state within this block. It waits until the copy that ``commit(wait=False)`` began has ended."""
-        if self._report is not None:
-            self._end_copy(self._report, "the copy")
-        taken, layout = self._taken, self._layout
-        if taken is not None and layout is not None and layout.structure == taken.structure:
-            # What has changed since the commit has changed outside of such a block.
-            changed = np.array(taken.versions()) != np.array(self._versions)
-            layout.volatile |= set(taken.described.manifest.tensors.storage[changed].tolist())
+        with self._call.of("mutating"):
+            if self._report is not None:
+                self._end_copy(self._report, "the copy")
+            taken, layout = self._taken, self._layout
+            if taken is not None and layout is not None and layout.structure == taken.structure:
+                # What has changed since the commit has changed outside of such a block.
+                changed = np.array(taken.versions()) != np.array(self._versions)
+                layout.volatile |= set(taken.described.manifest.tensors.storage[changed].tolist())
         try:
             yield
         finally:
@@ -663,6 +685,10 @@ class Keep:
 
     def close(self) -> None:
         """This rank has done its work. When all ranks of all hosts have closed, the keepers forget, and end."""
+        with self._call.of("close"):
+            self._close()
+
+    def _close(self) -> None:
         if self._closed:
             return
         self._join()

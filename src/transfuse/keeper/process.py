@@ -282,8 +282,8 @@ class Keeper:
             if any(agent.alive() for agent in self._agents.values()):
                 self._alone_since = None
                 return None
-            if not self._in_foreground and not hello.is_named:
-                return "the agent that started the workers is gone, and the run has no name"
+            if not self._in_foreground and not hello.is_named and not (self._has_held or self.ring.has_held):
+                return "the agent that started the workers is gone, and nothing is kept"
             linger = self._linger if self._in_foreground else hello.linger
             self._alone_since = now if self._alone_since is None else self._alone_since
             if linger is None or now - self._alone_since <= linger:

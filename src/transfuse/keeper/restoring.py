@@ -62,6 +62,8 @@ __all__ = [
 logger = logging.getLogger("transfuse")
 
 LOOPBACK = "127.0.0.1"
+#: The most characters of a reason, and the most reasons, in an error.
+MOST, MOST_REASONS = 2000, 5
 
 
 class Members(NamedTuple):
@@ -94,6 +96,8 @@ class Wish:
     seconds: float
     missing_ok: bool
     options: FetchKeywords
+    #: How a corrected program comes to the same keepers.
+    again: str = ""
 
 
 class KeptStep(NamedTuple):
@@ -134,6 +138,15 @@ class Candidate:
 class Forbidden(TransfuseError):
     """Some rank cannot restore this step. No rank has been touched."""
 
+    @property
+    def why(self) -> str:
+        """The reasons alone: nothing was received that could be of use."""
+        return str(self.args[0])
+
+
+class Unfit(Forbidden):
+    """The step is whole, and does not fit what a rank's ``state_dict`` returns now."""
+
 
 def restore(members: Members, link: Link | None, asking: threading.RLock, wish: Wish) -> KeptStep | None:
     """Restore the newest step that can be restored on all ranks; None if there never was one."""
@@ -152,16 +165,22 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
     if not has_held:
         # Only steps that some ranks have never committed. Nothing is called that could touch the state.
         candidates = []
+    steps: dict[str, list[int]] = {}
+    is_unfit = False
     for candidate in candidates:
         try:
             restored = _attempt(members, link, asking, wish, candidate)
             mine = holdings[exchange.rank]
             if mine.notes:
                 logger.warning("rank %d has restored step %d: %s", exchange.rank, restored.step, mine.notes)
+            if steps:
+                lines = _lines([f"{_numbered('step', numbers)}: {why}" for why, numbers in steps.items()])
+                logger.warning("step %d is restored: newer ones cannot be restored:%s", restored.step, lines)
             return restored
         except Forbidden as error:
-            reasons.append(f"step {candidate.label.step}: {error}")
-            logger.warning("step %d cannot be restored: %s", candidate.label.step, error)
+            is_unfit = is_unfit or isinstance(error, Unfit)
+            steps.setdefault(error.why, []).append(candidate.label.step)
+    reasons += [f"{_numbered('step', numbers)}: {why}" for why, numbers in steps.items()]
     if not has_held or wish.missing_ok:
         return None
     if reasons and all("TargetMismatch: " in reason or LOST in reason for reason in reasons):
@@ -175,10 +194,12 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
     lines = _lines(reasons or ["no keeper holds a step any more"])
     answered = len(members.ranks) - sum(bool(one.failure) for one in holdings)
     hosts = "" if answered == len(members.ranks) else "start the missing hosts again, "
+    cure = f"{hosts}load a checkpoint, begin anew with restore(missing_ok=True), or give a new training another name (run=)"
+    if is_unfit:
+        cure = f"{hosts}correct the program as said above, and start it again: the kept steps are whole{wish.again}"
     raise StateError(
         f"this run has kept steps, and none of them can be restored now ({answered} of {len(members.ranks)} hosts "
-        f"answered, within {wish.seconds:g} s):{lines}\nWhat you can do: {hosts}load a checkpoint, begin anew with "
-        "restore(missing_ok=True), or give a new training another name (run=). Nothing was touched"
+        f"answered, within {wish.seconds:g} s):{lines}\nNothing was touched. What you can do: {cure}"
     )
 
 
@@ -202,7 +223,23 @@ def not_known(reasons: Sequence[str], seconds: float) -> str:
 
 
 def _lines(reasons: Sequence[str]) -> str:
-    return "".join(f"\n  {reason}" for reason in reasons)
+    shown = [reason if len(reason) <= MOST else f"{reason[:MOST]} …" for reason in reasons[:MOST_REASONS]]
+    if len(reasons) > MOST_REASONS:
+        shown.append(f"… and {len(reasons) - MOST_REASONS} more")
+    return "".join(f"\n  {reason}" for reason in shown)
+
+
+def _numbered(what: str, numbers: Sequence[int]) -> str:
+    """For example "rank 0", "steps 3, 2, 1"."""
+    return f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _of_ranks(failures: Mapping[int, str]) -> str:
+    """What has gone wrong on which ranks, each reason once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, why in failures.items():
+        ranks.setdefault(why, []).append(rank)
+    return "; ".join(f"{_numbered('rank', some)}: {why}" for why, some in ranks.items())
 
 
 def _attempt(
@@ -214,7 +251,7 @@ def _attempt(
             return attempt.run()
         except Forbidden as error:
             # As many ranks as before, but other shards. All ranks have heard the same reasons.
-            if not attempt.same or not any(kind in str(error) for kind in ("NotCovered: ", "TargetMismatch: ")):
+            if not attempt.same or not any(kind in error.why for kind in ("NotCovered: ", "TargetMismatch: ")):
                 raise
             alone = error
     with ExitStack() as stack:
@@ -223,7 +260,8 @@ def _attempt(
         try:
             return attempt.run()
         except Forbidden as error:
-            raise Forbidden(f"{alone}\n  If other shards are wanted, from all ranks together: {error}") from error
+            kind = Unfit if isinstance(alone, Unfit) else Forbidden
+            raise kind(f"{alone.why}\n  If other shards are wanted, from all ranks together: {error.why}") from error
 
 
 def tell(members: Members, link: Link | None, asking: threading.RLock, seconds: float) -> bytes:
@@ -390,7 +428,7 @@ class Attempt:
         decoded = [msgspec.msgpack.decode(row, type=tuple[str, bytes]) for row in rows]
         failures = {rank: why for rank, (why, _) in enumerate(decoded) if why}
         if failures:
-            raise Forbidden("; ".join(f"rank {rank}: {why}" for rank, why in failures.items()))
+            raise Forbidden(_of_ranks(failures))
         return [row for _, row in decoded]
 
     def _compare(self, restored: Mapping[int, Restored]) -> None:
@@ -541,7 +579,10 @@ class Attempt:
 
     def _vote(self, failure: str) -> None:
         self._voted = True
-        self._agree_to("voting on the step", failure)
+        try:
+            self._agree_to("voting on the step", failure)
+        except Forbidden as error:
+            raise Unfit(error.why) from None
 
     def _load(self, own: Mapping[int, Any]) -> BaseException | None:
         """Hand over what does not land in place."""

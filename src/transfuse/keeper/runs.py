@@ -59,6 +59,7 @@ __all__ = [
     "base_directory",
     "boot_id",
     "find_run",
+    "how_to_come_again",
     "list_runs",
     "make_directory",
     "remake_directory",
@@ -173,10 +174,14 @@ class Run:
     command: str = ""
     #: Whether torchrun has started it: then a new worker is a restart, and never another job.
     is_torchruns: bool = False
+    #: The name of its directory, if somebody gave that in place of a name.
+    folder: str = ""
 
     @property
     def directory(self) -> pathlib.Path:
         """Where this run's keeper is found. `make_directory` makes it."""
+        if self.folder:
+            return base_directory() / self.folder
         kind = b"named" if self.is_named else b"unnamed"
         text = "\0".join([self.name, self.command] if self.command else [self.name])
         digest = hashlib.sha256(kind + b"\0" + text.encode()).hexdigest()[:_DIGEST_LENGTH]
@@ -207,7 +212,7 @@ def find_run(run: str | None = None) -> Run:
         run, source = _explicit_rendezvous_id(agent), "torchrun's --rdzv-id"
     if run is not None:
         _check_name(run, source)
-        return Run(run, True, agent, is_torchruns=is_torchruns)
+        return _unnamed_run(run, agent, is_torchruns) or Run(run, True, agent, is_torchruns=is_torchruns)
     # Pids mean something only within their namespace, and containers of one host have the same boot id.
     boot = boot_id()
     namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -246,6 +251,20 @@ def _command() -> str:
                 words = sorted(one for one in words if one.partition(b"=")[0] not in _NEW_EACH_TIME)
             parts += [name.encode(), *words]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def _unnamed_run(folder: str, agent: Process, is_torchruns: bool) -> Run | None:
+    """A run without a name whose directory somebody has named, to go on with it under another agent."""
+    for found in list_runs():
+        if not found.is_named and found.directory.name == folder:
+            return Run(found.name, False, agent, found.command, is_torchruns, folder)
+    return None
+
+
+def how_to_come_again(run: Run, seconds: float) -> str:
+    """How a later job comes to this run: the end of a sentence that says what is kept."""
+    kept = f", and stay for {seconds:g} s after the job has ended"
+    return kept if run.is_named else f"{kept}. A new torchrun goes on from them with TRANSFUSE_RUN={run.directory.name}"
 
 
 def _explicit_rendezvous_id(agent: Process) -> str | None:
