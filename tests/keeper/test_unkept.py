@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 import transfuse
 from keeping import SECONDS, Home, Job, home, same, threaded, until  # noqa: F401
+from transfuse.errors import TransfuseError
 from transfuse.keeper import allotment, commits, unkept
+from transfuse.keeper.frames import KeeperLost
 from transfuse.testing.ranks import ProcessPool
 
 
@@ -170,6 +172,40 @@ def test_no_room_is_told_again_and_again(home: Home, monkeypatch: pytest.MonkeyP
             return sum("no step has become complete" in one and "memory are free" in one for one in heard) >= 2
 
         until(is_told)
+
+
+@pytest.mark.usefixtures("threaded")
+@pytest.mark.parametrize("first", [True, False])
+def test_a_keeper_that_is_killed_while_it_allocates(
+    home: Home,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    first: bool,
+) -> None:
+    """At the first commit that is an error of all ranks, which speaks of memory; later it costs no training."""
+    keeper = home.start()
+    states: list[dict[str, Any]] = [{"w": torch.zeros(4)} for _ in range(2)]
+
+    def is_killed(sizes: list[int]) -> list[Any]:
+        for worker in list(keeper._workers.values()):
+            worker.link.close()  # As the end of its process does.
+        raise KeeperLost("the kernel ends it")
+
+    with Job(2) as job:
+        job.start(same(*states))
+        if not first:
+            assert job.commit(1) == ["committed"] * 2
+        monkeypatch.setattr(allotment, "make_slots", is_killed)
+        for rank, state in enumerate(states):
+            state["more"] = torch.full((1 << 20,), float(rank))
+        if not first:
+            assert job.commit(2) == ["skipped"] * 2
+            return
+        for rank, error in enumerate(job.errors(lambda keep: keep.commit(2))):
+            assert isinstance(error, TransfuseError)
+            text = str(error)
+            assert f"rank {rank}: the keeper of this host was lost while it allocated memory" in text
+            assert "max_bytes=" in text
+            assert "control group" in text
 
 
 @pytest.mark.usefixtures("threaded", "hurried")

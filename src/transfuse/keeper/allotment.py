@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
 import threading
 import time
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 
 from transfuse.errors import TransfuseError
@@ -17,6 +15,7 @@ from transfuse.keeper.copying import DIGEST_BYTES
 from transfuse.keeper.frames import Frame
 from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.slots import Label, SlotFile, column, make_slots, round_up
+from transfuse.memory.available import free_memory
 from transfuse.report import human_bytes
 
 __all__ = ["Allotment", "Tenant"]
@@ -179,7 +178,11 @@ class Allotment:
                 "raise max_bytes=, or lower slots="
             )
         if need + copies + self._allocating > free:
-            raise TransfuseError(f"{sums}, and only {human_bytes(free)} of memory are free")
+            raise TransfuseError(
+                f"{sums}, and only {human_bytes(max(free, 0))} of memory are free, on this host or within the limits "
+                "of its control groups: raise the limit, lower slots=, or end keepers that are no longer needed "
+                "(transfuse keep --status, --stop)"
+            )
 
     def room(self, most: int | None) -> int:
         """How many bytes more the keeper may take, if it may take ``most`` in all. Called under the lock."""
@@ -211,22 +214,3 @@ class Allotment:
 
 def _split(data: bytes, size: int) -> list[bytes]:
     return [data[at : at + size] for at in range(0, len(data), size)]
-
-
-def free_memory() -> int:
-    """How many bytes this process and others of its control group may still take."""
-    free = [1 << 62]
-    with suppress(OSError, ValueError, StopIteration):
-        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-        free.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) << 10)
-    with suppress(OSError, ValueError):
-        here = pathlib.Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
-        group = pathlib.Path("/sys/fs/cgroup") / here
-        while True:
-            with suppress(OSError, ValueError):
-                most, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-                free.append(int(most) - int(used))
-            if group == pathlib.Path("/sys/fs/cgroup"):
-                break
-            group = group.parent
-    return min(free)

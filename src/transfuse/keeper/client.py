@@ -203,8 +203,10 @@ class Keep:
         self._unrestorable = (
             Unrestorable(self.rank) if settings.load is None and settings.state_dict is not None else None
         )
-        #: Whether the keeper has given this rank no slots yet, and was not lost either.
+        #: Whether this rank has committed nothing yet, and the keeper was not lost either.
         self._is_new = True
+        #: Whether it has been asked to allocate slots.
+        self._needs_memory = False
         #: What the keeper has last said about replicas.
         self._noted = ""
         #: Whether :meth:`close` was called, and whether it has ended, or :meth:`detach` was called.
@@ -432,10 +434,20 @@ class Keep:
         try:
             self._commit(report, number, state, wait=wait)
         except KeeperLost as error:
+            if self._is_new and self._needs_memory and not isinstance(error.__cause__, TimeoutError):
+                self._link = None
+                raise self._out_of_memory(error) from error
             self._lose(report, error)
         if self._copying is None:
             self._tell(report)
         return report
+
+    def _out_of_memory(self, error: KeeperLost) -> TransfuseError:
+        return TransfuseError(
+            f"rank {self.rank}: the keeper of this host was lost while it allocated memory for its first slots: "
+            f"{error}. Most likely the kernel has ended it because memory ran out (dmesg tells). Set max_bytes= to "
+            "what the keeper may take, lower slots=, or raise the memory limit of the control group. Nothing is kept"
+        )
 
     def _commit(self, report: CommitReport, step: int, state: object, *, wait: bool) -> None:
         with self._asking:
@@ -548,6 +560,7 @@ class Keep:
             len(taken.text(bundles)) + BRIEF_BYTES * len(bundles),
             min(commits.PARTNER_SECONDS, self._seconds / 2),
         )
+        self._needs_memory = self._link is not None and not self._link.gone()
         try:
             laid, descriptors = self._ask_for_files(question, frames.Laid | frames.Slot)
         except KeeperLost:
@@ -559,7 +572,7 @@ class Keep:
         if isinstance(laid, frames.Slot):
             raise _LeftOut(laid.why)
         self._unkept.name(label.step, laid.absent, question.patience)
-        self._is_new = self._warned_of_room = False
+        self._warned_of_room = False
         try:
             views = {laid.first + i: SlotView(fd, writable=True, populate=True) for i, fd in enumerate(descriptors)}
         finally:
@@ -619,6 +632,8 @@ class Keep:
     def _tell(self, report: CommitReport) -> None:
         logger.info("%s", report.line(), extra={"transfuse_report": report})
         self._unkept.note(report)
+        if report.outcome in ("committed", "pending"):
+            self._is_new = False
         if self._settings.on_report is not None:
             self._settings.on_report(report)
 
