@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 import transfuse
 from commands import Running
 from keeping import SECONDS, Home, Job, home, threaded, until  # noqa: F401
+from transfuse.cli import keep as keep_command
 from transfuse.cli.app import app
 from transfuse.testing.ranks import Fleet
 
@@ -79,6 +80,7 @@ def test_a_keeper_in_the_foreground_from_its_start_to_its_end(home: Home, tmp_pa
         token = pathlib.Path(status["token_file"])
         table = run("keep", "--status").output
         assert all(word in table for word in ("side car", "alive", str(status["pid"]), address, str(token)))
+        assert "side car holds step 7 (ranks 0-1)" in table
         assert token.read_text() not in table + json.dumps(status)
 
         # Its address, and its name, are those of a server.
@@ -197,3 +199,22 @@ def test_what_is_refused(arguments: list[str], code: int, text: str) -> None:
     done = run(*arguments)
     assert done.exit_code == code, done.output
     assert text in " ".join(done.output.split())
+
+
+def test_what_a_keeper_holds_in_a_line() -> None:
+    def held(rank: int, step: int, **more: Any) -> dict[str, Any]:
+        return {"rank": rank, "generation": 1, "step": step, "whole": True, "replica": False, "host": 0, **more}
+
+    states = [
+        held(0, 3),
+        held(0, 4),
+        held(1, 3),
+        held(1, 4, whole=False),
+        held(2, 3, replica=True, host=1),
+        held(3, 3, replica=True, host=1),
+        held(9, 3, replica=True, host=None),
+    ]
+    assert keep_command._holdings(states) == (
+        "step 4 (rank 0), step 4 (rank 1, not whole), step 3 (ranks 0-1), step 3 of a host that is gone (rank 9), "
+        "step 3 of host 1 (ranks 2-3)"
+    )

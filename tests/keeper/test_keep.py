@@ -437,7 +437,7 @@ def test_another_model_is_named_also_if_some_leaves_differed_between_ranks() -> 
         job.start(same(*({"w": torch.zeros(6), "mean": torch.zeros(2)} for _ in range(2))))
         errors = job.errors(lambda keep: keep.restore())
     (text,) = {str(error) for error in errors}
-    assert re.search(r"rank 0: TargetMismatch: .*\['w'\]: shape: source \(4,\), target \(6,\)", text, re.S), text
+    assert re.search(r"ranks 0, 1: TargetMismatch: .*\['w'\]: shape: source \(4,\), target \(6,\)", text, re.S), text
     assert "1 leaves differed between the 2 ranks that committed them: ['mean']" in text
     assert "start the missing hosts" not in text
 

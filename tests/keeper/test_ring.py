@@ -85,6 +85,63 @@ def test_a_replaced_host_learns_what_is_confirmed_and_takes_part(job: Job) -> No
     assert np.array_equal(workers[1].read(0, 4), contents(0, 4))
 
 
+def holds(worker: Worker, rank: int, step: int, generation: int) -> bool:
+    return not worker.lacks(rank, step, generation)
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_replaced_host_gets_what_was_restored_at_once(job: Job, hosts: int) -> None:
+    """Its own ranks' slots, and its neighbour's: so that the next host may be lost before a step is confirmed."""
+    for _ in range(hosts + 1):
+        job.add_host()
+    job.meet(list(range(hosts)))
+    job.commit(3)
+    job.until_confirmed(3)
+    before = job.generation
+    job.hosts[1].stop()
+    workers = job.meet([0, hosts, *range(2, hosts)])
+    for worker in workers:
+        worker.link.ask(frames.Restored(before, 3), frames.Done, SECONDS)
+    for rank in (0, 1):
+        until(partial(holds, workers[1], rank, 3, before), f"rank {rank}'s slots are there")
+        assert np.array_equal(workers[1].read(rank, 3, before), contents(rank, 3))
+
+    def tells() -> bool:
+        states = workers[1].status()["states"]
+        return [(one["rank"], one["step"], one["replica"], one["host"], one["whole"]) for one in states] == [
+            (0, 3, True, 0, True),
+            (1, 3, False, 1, True),
+        ]
+
+    until(tells, "the status tells what it holds")
+    # Nothing more is pulled, and slots do not run out.
+    held = workers[1].status()["bytes"]
+    for step in range(4, 9):
+        job.commit(step)
+        job.until_confirmed(step)
+    assert workers[1].status()["bytes"] > held
+    assert workers[1].lacks(1, 3, before)
+
+
+def test_a_host_may_be_lost_after_the_other_was_replaced(job: Job) -> None:
+    for _ in range(4):
+        job.add_host()
+    job.meet([0, 1])
+    job.commit(3)
+    job.until_confirmed(3)
+    before = job.generation
+    job.hosts[1].stop()
+    workers = job.meet([0, 2])
+    for worker in workers:
+        worker.link.ask(frames.Restored(before, 3), frames.Done, SECONDS)
+    for rank in (0, 1):
+        until(partial(holds, workers[1], rank, 3, before), f"rank {rank}'s slots are there")
+    job.hosts[0].stop()
+    workers = job.meet([3, 2])
+    for rank in (0, 1):
+        assert np.array_equal(workers[1].read(rank, 3, before), contents(rank, 3))
+
+
 def test_all_keepers_end_when_all_ranks_of_all_hosts_have_closed(job: Job) -> None:
     for _ in range(3):
         job.add_host()

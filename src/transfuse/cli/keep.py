@@ -169,6 +169,8 @@ def _show(keepers: list[Found], as_json: bool) -> None:
         return
     show(COLUMNS, [_cells(one) for one in keepers])
     for one in keepers:
+        if one.state == ALIVE and one.status["states"]:
+            say(f"{_cells(one)[0]} holds {_holdings(one.status['states'])}")
         if one.state == DEAD:
             past = read_past(one.directory)
             told = "its keeper is dead; its log may say why" if past is None else past.tell(None)
@@ -193,6 +195,21 @@ def _cells(found: Found) -> tuple[str, ...]:
         status["address"],
         str(found.token_file),
     )
+
+
+def _holdings(states: list[dict[str, Any]]) -> str:
+    """What a keeper holds, newest first: ``step 4 (rank 0), step 4 of host 1 (rank 1), step 3 (rank 0, not whole)``."""
+    ranks: dict[tuple[int, int, bool, int, bool], list[int]] = {}
+    for one in states:
+        host = -1 if one["host"] is None else one["host"]
+        key = (-one["generation"], -one["step"], one["replica"], host, not one["whole"])
+        ranks.setdefault(key, []).append(one["rank"])
+    told = []
+    for (_, step, is_replica, host, is_torn), some in sorted(ranks.items()):
+        whose = "" if not is_replica else f" of host {host}" if host >= 0 else " of a host that is gone"
+        plural = "s" if len(some) > 1 else ""
+        told.append(f"step {-step}{whose} (rank{plural} {_ranges(some)}{', not whole' if is_torn else ''})")
+    return ", ".join(told)
 
 
 def _ranges(ranks: list[int]) -> str:

@@ -111,6 +111,8 @@ class Books:
         self.agreed: Label | None = None
         #: A step that keepers were replicating when an earlier generation ended: others may know that it is confirmed.
         self.in_doubt: Label | None = None
+        #: The step that the ranks have restored, until a newer one is confirmed.
+        self.restored: Label | None = None
         #: Steps of this generation below this one do not count, unless they are confirmed or being replicated: the
         #: hosts had no free slot for different steps, so they have agreed to begin again from a common one.
         self.floor: Label | None = None
@@ -312,6 +314,8 @@ class Books:
             self.agreed = None
         if self.in_doubt is not None and self.in_doubt <= label:
             self.in_doubt = None
+        if label.generation == self.generation:
+            self.restored = None
         self._complete = {one for one in self._complete if one > label}
 
     def agree(self, label: Label | None, floor: Label | None = None) -> None:
@@ -413,6 +417,22 @@ class Books:
     @property
     def nbytes(self) -> int:
         return sum(kept.nbytes for kept in self.all())
+
+    def held_of(self, label: Label | None) -> list[int]:
+        """The ranks whose slots of a step are here."""
+        return sorted({kept.rank for kept in self.all() if kept.label == label and kept.brief is not None})
+
+    def adopt(self, rank: int, label: Label) -> None:
+        """A rank of this host has come with its state in a replica: from now on that is one of its own slots."""
+        copies, book = self.replicas.get(rank, []), self._book(rank)
+        for kept in [one for one in copies if one.label == label and one.brief is not None]:
+            copies.remove(kept)
+            # It is of no layout that the rank knows: it is not written to before the next one uses it again.
+            kept.layout, kept.is_replica = -1, False
+            book.slots[book.next_number] = kept
+            book.next_number += 1
+        if not copies:
+            self.replicas.pop(rank, None)
 
     def find(self, rank: int, label: Label) -> Kept | None:
         """The slot, or the replica, that holds a rank's step."""

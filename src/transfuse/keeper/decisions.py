@@ -6,6 +6,8 @@
   and takes the newest.
 - *floor*: the hosts' slots are full of different steps, of which none will ever be complete everywhere. All begin again
   with a step that nobody has reached yet. If somebody was faster, the next floor is twice as far ahead.
+- *refill*: a host was replaced, and what the ranks have restored is on fewer hosts than it should be. Who lacks it
+  pulls it, as long as no newer step is agreed on.
 - *over*: all ranks of all hosts have closed.
 """
 
@@ -15,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from transfuse.keeper.questions import Round, State
+from transfuse.keeper.questions import Refill, Round, State
 from transfuse.keeper.slots import Label
 
 __all__ = ["Decisions"]
@@ -27,15 +29,20 @@ LONGEST_MARGIN = 1 << 20
 class Decisions:
     """The leader's decisions in one generation."""
 
-    def __init__(self, generation: int, hosts: int, *, replicates: bool) -> None:
+    def __init__(
+        self, generation: int, hosts: int, *, replicates: bool, ranks: Sequence[Sequence[int]] = (), copies: int = 2
+    ) -> None:
+        """``ranks``: of each host. ``copies``: on how many hosts a rank's slots are to be."""
         self._hosts, self._replicates = hosts, replicates
+        self._home = {rank: host for host, some in enumerate(ranks) for rank in some}
+        self._copies = copies
         #: What everybody is told.
         self.decided = Round(generation, None, False, None, None, False, False, [], [])
         self._closed: dict[int, bool] = {}
         self._margin = 1
 
     def hear(self, states: Mapping[int, State], others: Sequence[State]) -> bool:
-        """Decide, after a round. Returns whether something new was decided, ``over`` and ``behind`` aside.
+        """Decide, after a round. Returns whether something new was decided, about steps of this generation.
 
         ``states``: by host, of all that have answered and are at this generation. ``others``: of those that are not.
         """
@@ -50,7 +57,9 @@ class Decisions:
             bare = sorted(host for host, state in states.items() if state.bare)
             decided = self._decide(replace(decided, settled=True, bare=bare), list(states.values()))
         is_over = all(self._closed.get(host, False) for host in range(self._hosts))
-        self.decided = replace(decided, over=is_over, behind=self._behind(confirmed, states))
+        restored, refill = self._refill(decided, states)
+        behind = self._behind(confirmed, states)
+        self.decided = replace(decided, over=is_over, behind=behind, restored=restored, refill=refill)
         return decided != before
 
     def _behind(self, confirmed: Label | None, states: Mapping[int, State]) -> list[int]:
@@ -58,6 +67,22 @@ class Decisions:
         labels = {label for state in states.values() for label in state.complete}
         oldest = min((label for label in labels if confirmed is None or label > confirmed), default=None)
         return [] if oldest is None else [host for host, state in states.items() if oldest not in state.complete]
+
+    def _refill(self, decided: Round, states: Mapping[int, State]) -> tuple[Label | None, list[Refill]]:
+        """The step that all ranks have restored, and who is to pull what of it: hosts may have been replaced."""
+        steps = {state.restored for state in states.values()}
+        restored = next(iter(steps)) if len(steps) == 1 and len(states) == self._hosts else None
+        is_old = decided.confirmed is None or decided.confirmed.generation < decided.generation
+        if restored is None or not self._replicates or decided.agreed is not None or not is_old:
+            return None, []
+        wanted: dict[tuple[int, int], list[int]] = {}
+        for rank in sorted({rank for state in states.values() for rank in state.held}):
+            holders = [host for host, state in states.items() if rank in state.held]
+            home = self._home.get(rank, rank % self._hosts)
+            others = [host for host in ((home + n) % self._hosts for n in range(self._hosts)) if host not in holders]
+            for host in others[: max(self._copies - len(holders), 0)]:
+                wanted.setdefault((host, holders[0]), []).append(rank)
+        return restored, [Refill(host, source, ranks) for (host, source), ranks in wanted.items()]
 
     def _decide(self, decided: Round, states: Sequence[State]) -> Round:
         confirmed, agreed = decided.confirmed, decided.agreed

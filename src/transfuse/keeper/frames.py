@@ -42,6 +42,7 @@ __all__ = [
     "Peers",
     "Refused",
     "Reserve",
+    "Restored",
     "Serve",
     "Serving",
     "Slot",
@@ -261,6 +262,13 @@ class Serving(_Frame):
     addresses: list[Address]
 
 
+class Restored(_Frame):
+    """Worker: all ranks have restored this step. ``Done``."""
+
+    generation: int
+    step: int
+
+
 class Status(_Frame):
     """Anybody of this user: how are you? Answered by ``Told``."""
 
@@ -283,7 +291,7 @@ class Refused(_Frame):
 
 Attaching = Hello | Expose | Peers | Status | Close | Done
 Committing = Reserve | Lay | Begin | Committed | Drop | LeaveOut
-Reading = Inventory | Open | Serve
+Reading = Inventory | Open | Serve | Restored
 Answers = Welcome | Exposed | Laid | Slot | Holdings | Mapped | Serving | Told | Refused
 Frame = Attaching | Committing | Reading | Answers
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)

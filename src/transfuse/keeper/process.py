@@ -580,6 +580,12 @@ class Keeper:
                 worker.pinned.append(kept)
             return frames.Mapped([rank for rank, _ in found]), [kept.file.fd for _, kept in found if kept is not None]
 
+    def _restored(self, worker: _Worker, restored: frames.Restored) -> Frame:
+        with self._changed:
+            self.books.restored = Label(restored.generation, restored.step)
+        self.ring.wake()
+        return frames.Done()
+
     def _serve(self, worker: _Worker, question: frames.Serve) -> Frame:
         """Serve every rank's state of a step that is whole here, for workers on other hosts."""
         label = Label(question.generation, question.step)
@@ -696,6 +702,7 @@ class Keeper:
                         "bytes": held.nbytes,
                         "whole": held.whole,
                         "replica": held.replica,
+                        "host": self.ring.host_of(held.rank),
                     }
                     for held in sorted(books.holdings(), key=lambda held: (held.rank, held.generation, held.step))
                 ],
@@ -716,6 +723,7 @@ _ANSWERS: Mapping[type, Callable[..., Any]] = {
     frames.Inventory: Keeper._inventory,
     frames.Open: Keeper._open,
     frames.Serve: Keeper._serve,
+    frames.Restored: Keeper._restored,
     frames.Done: Keeper._done,
     frames.Close: Keeper._close,
     frames.Status: Keeper._status,

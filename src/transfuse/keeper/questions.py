@@ -7,11 +7,31 @@ import msgspec
 from transfuse.errors import TransfuseError
 from transfuse.keeper.slots import Label
 
-__all__ = ["Answer", "Lend", "Lent", "LentSlot", "No", "Question", "Round", "State", "decode_answer", "decode_question"]
+__all__ = [
+    "Answer",
+    "Lend",
+    "Lent",
+    "LentSlot",
+    "No",
+    "Question",
+    "Refill",
+    "Round",
+    "State",
+    "decode_answer",
+    "decode_question",
+]
 
 
 class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):
     pass
+
+
+class Refill(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A host that lacks these ranks' slots, and one that has them."""
+
+    host: int
+    source: int
+    ranks: list[int]
 
 
 class Round(_Message):
@@ -30,6 +50,9 @@ class Round(_Message):
     lost: list[int]
     #: The hosts that do not have the oldest step that another host waits with.
     behind: list[int] = []
+    #: The step that was restored, and who pulls which ranks' slots of it from whom, so that there are replicas again.
+    restored: Label | None = None
+    refill: list[Refill] = []
 
 
 class State(_Message):
@@ -47,6 +70,9 @@ class State(_Message):
     #: Whether all ranks of this host have closed.
     closed: bool
     has_held: bool
+    #: The step that was restored, and the ranks whose slots of it are here.
+    restored: Label | None = None
+    held: list[int] = []
 
 
 class Lend(_Message):
@@ -56,6 +82,8 @@ class Lend(_Message):
     step: int
     #: A frame has no room for the slots of many ranks: the puller asks again, with how many it has heard of so far.
     first: int = 0
+    #: The ranks whose slots are wanted; empty: those of the host.
+    ranks: list[int] = []
 
 
 class LentSlot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

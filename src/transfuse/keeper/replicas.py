@@ -37,7 +37,7 @@ from transfuse.keeper import frames
 from transfuse.keeper.books import Books, Kept
 from transfuse.keeper.door import ASK_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, ask
 from transfuse.keeper.freeing import Freeing
-from transfuse.keeper.questions import Lend, Lent, LentSlot
+from transfuse.keeper.questions import Lend, Lent, LentSlot, Refill
 from transfuse.keeper.slots import PAGE, Brief, Label, SlotView, make_slots
 from transfuse.limits import Limits
 from transfuse.options import slowest_rate
@@ -104,7 +104,7 @@ class Stock:
             for kept in slots:
                 kept.pins -= 1
 
-    def prepare(self, lent: Sequence[LentSlot], ranks: Sequence[int]) -> dict[int, Kept]:
+    def prepare(self, lent: Sequence[LentSlot], ranks: Sequence[int], copies: int = COPIES) -> dict[int, Kept]:
         """Choose the replicas to pull into, which hold nothing from now on. Allocates what is missing, or `_NoRoom`."""
         if sorted(slot.rank for slot in lent) != sorted(ranks):
             raise TransfuseError(f"slots of ranks {sorted(slot.rank for slot in lent)} are lent, not of {ranks}")
@@ -113,7 +113,7 @@ class Stock:
                 self.freeing.add(self.books.free_replicas(slot.rank, slot.nbytes))
         self.freeing.settle()
         with self.changed:
-            short = {slot: COPIES - len(self._copies(slot)) for slot in lent}
+            short = {slot: copies - len(self._copies(slot)) for slot in lent}
             need, room = sum(slot.nbytes * max(count, 0) for slot, count in short.items()), self._room()
         if need > room:
             raise _NoRoom(
@@ -183,6 +183,8 @@ class Loan:
         """Whether the step has been given up."""
         with self.loans.stock.changed:
             books, label = self.loans.stock.books, self.label
+            if label == books.restored:
+                return False
             if label.generation != books.generation or (books.confirmed is not None and books.confirmed >= label):
                 return True
             return books.agreed is not None and books.agreed != label
@@ -200,17 +202,18 @@ class Loans:
     #: The ranks of this host, and how many bytes a second it may send.
     ranks: Sequence[int]
     rate: float | None
-    _open: dict[Label, Loan] = field(default_factory=dict)
+    _open: dict[tuple[Label, tuple[int, ...]], Loan] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def lend(self, label: Label, host: str) -> Loan:
-        """Serve a step's slots on this address, until all borrowers have given it back."""
-        kept = self.stock.pin(label, self.ranks)
+    def lend(self, label: Label, host: str, ranks: Sequence[int] = ()) -> Loan:
+        """Serve these ranks' slots of a step, or this host's, until all borrowers have given it back."""
+        kept = self.stock.pin(label, ranks or self.ranks)
+        key = label, tuple(kept)
         try:
             with self._lock:
-                loan = self._open.get(label)
+                loan = self._open.get(key)
                 if loan is None:
-                    loan = self._open[label] = self._serve(label, kept, host)
+                    loan = self._open[key] = self._serve(label, kept, host)
                 loan.borrowers += 1
                 return loan
         finally:
@@ -241,7 +244,7 @@ class Loans:
             loan.borrowers -= 1
             if loan.borrowers:
                 return
-            del self._open[loan.label]
+            del self._open[loan.label, tuple(kept.rank for kept in loan.kept)]
         loan.server.close(cancel=True)
         self.stock.unpin(loan.kept)
 
@@ -250,7 +253,7 @@ def _borrow(control: ControlConnection, source: int, label: Label, ranks: Sequen
     """Ask a host for its slots of a step, in several questions if it has many ranks."""
     slots: list[LentSlot] = []
     while True:
-        lent = ask(control, Lend(label.generation, label.step, len(slots)), 2 * ASK_SECONDS)
+        lent = ask(control, Lend(label.generation, label.step, len(slots), list(ranks)), 2 * ASK_SECONDS)
         if not isinstance(lent, Lent):
             raise TransfuseError(f"host {source} answered with {type(lent).__name__}")
         slots += lent.slots
@@ -279,6 +282,7 @@ class Puller:
         self._stopped, self._on_idle, self._on_replicated = stopped, on_idle, on_replicated
         self._news = threading.Event()
         self._habits: dict[int, _Habit] = {}
+        self._refill: tuple[Label | None, list[Refill]] = None, []
         #: The step whose replicas are here, or could not be for want of memory (``bare``).
         self.replicated: Label | None = None
         self.bare, self.why_bare = False, ""
@@ -293,13 +297,15 @@ class Puller:
         while not self._stopped.is_set():
             label = self.wanted()
             if label is None or label == self.replicated:
+                if label is None and self._pull_restored():
+                    continue
                 self._news.wait(LOOK_SECONDS)
                 self._news.clear()
                 self._on_idle()
                 continue
             try:
                 for source in self._sources:
-                    self._pull(source, label)
+                    self._pull(source, label, self._peers.ranks[source])
                 self.bare = False
             except _Abandoned:
                 continue
@@ -327,9 +333,35 @@ class Puller:
             books = self._stock.books
             return books.agreed if books.generation == self._peers.generation else None
 
-    def _pull(self, source: int, label: Label) -> None:
-        """Pull a host's slots of a step."""
-        stock, ranks = self._stock, self._peers.ranks[source]
+    def refill(self, label: Label | None, orders: Sequence[Refill]) -> None:
+        """What the leader wants pulled of the step that was restored."""
+        self._refill = label, list(orders)
+
+    def _pull_restored(self) -> bool:
+        """Pull what this host lacks of the step that was restored. Returns whether that was possible."""
+        label, orders = self._refill
+        if label is None or not orders:
+            return False
+        self._refill = None, []
+        try:
+            for order in orders:
+                self._pull(order.source, label, order.ranks, copies=1)
+                with self._stock.changed:
+                    for rank in set(order.ranks) & set(self._peers.ranks[self._peers.index]):
+                        self._stock.books.adopt(rank, label)
+        except Exception as error:
+            # The leader says it again, if it is still so.
+            logger.info("what was restored, step %d, could not be replicated: %s", label.step, error)
+            return False
+        return True
+
+    def _is_wanted(self, label: Label) -> bool:
+        wanted = self.wanted()
+        return wanted == label or (wanted is None and label == self._stock.books.restored)
+
+    def _pull(self, source: int, label: Label, ranks: Sequence[int], copies: int = COPIES) -> None:
+        """Pull these ranks' slots of a step from a host."""
+        stock = self._stock
         with stock.changed:
             if all(any(kept.label == label for kept in stock.books.replicas.get(rank, ())) for rank in ranks):
                 return
@@ -337,7 +369,7 @@ class Puller:
         control = connect(self._peers.keepers[source], self._key, ASK_SECONDS, source)
         try:
             lent = _borrow(control, source, label, ranks)
-            chosen = stock.prepare(lent.slots, ranks)
+            chosen = stock.prepare(lent.slots, ranks, copies)
             try:
                 report = self._fetch(source, lent, chosen, label)
             finally:
@@ -364,7 +396,7 @@ class Puller:
         reports: list[Report] = []
 
         def look(_: Mapping[int, Progress]) -> None:
-            if self._stopped.is_set() or self.wanted() != label:
+            if self._stopped.is_set() or not self._is_wanted(label):
                 raise _Abandoned(f"step {label.step} is no longer wanted")
 
         compares = is_old and habit.compares()

@@ -347,6 +347,10 @@ class Attempt:
         if error is None:
             error = self._load(own)
         self._agree(error)
+        if self._members.speaks:
+            # Hosts that were replaced get replicas of it at once.
+            with suppress(TransfuseError):
+                self._ask(frames.Restored(*self._candidate.label), frames.Done)
         return KeptStep(self._candidate.label.step, own, self._candidate.world_size)
 
     def _ask(self, question: Any, expected: Any) -> tuple[Any, list[int]]:

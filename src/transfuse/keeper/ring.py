@@ -137,6 +137,13 @@ class Ring:
         """Whether all ranks of all hosts have closed."""
         return self._over
 
+    def host_of(self, rank: int) -> int | None:
+        """The host that a rank is on now; None if there is no such rank any more."""
+        with self._lock:
+            term = self._term
+        ranks = [] if term is None else term.peers.ranks
+        return next((host for host, some in enumerate(ranks) if rank in some), 0 if term is None else None)
+
     def status(self) -> dict[str, Any]:
         with self._lock:
             term, door = self._term, self._door
@@ -184,6 +191,8 @@ class Ring:
                 term is not None and term.puller.bare,
                 closed,
                 self.has_held,
+                books.restored,
+                books.held_of(books.restored) if books.restored is not None else [],
             )
 
     def confirm(self, label: Label) -> None:
@@ -195,13 +204,17 @@ class Ring:
                 changed.notify_all()
         self.has_held = True
 
-    def lend(self, label: Label) -> Loan:
-        """Serve this host's slots of a step to a keeper that replicates them."""
+    def lend(self, label: Label, ranks: Sequence[int]) -> Loan:
+        """Serve these ranks' slots of a step, or those of this host, to a keeper that replicates them."""
         with self._lock:
             term, door = self._term, self._door
-        if term is None or door is None or label.generation != term.peers.generation:
+        if (
+            term is None
+            or door is None
+            or (label.generation != term.peers.generation and label != self.stock.books.restored)
+        ):
             raise TransfuseError(f"this keeper is not at generation {label.generation}")
-        return term.loans.lend(label, door.host)
+        return term.loans.lend(label, door.host, ranks)
 
 
 class _Visit:
@@ -217,7 +230,7 @@ class _Visit:
     def _lend(self, question: Lend) -> Lent:
         label = Label(question.generation, question.step)
         if self._loan is None:
-            self._loan = self._ring.lend(label)
+            self._loan = self._ring.lend(label, question.ranks)
         elif self._loan.label != label or question.first <= 0:
             raise TransfuseError("this connection has borrowed already")
         return self._loan.describe(question.first)
@@ -256,7 +269,9 @@ class Term:
         hosts, key = len(peers.keepers), key_of(peers.token)
         others = [index for index in range(hosts) if index != peers.index]
         self._others = [Peer(index, peers.keepers[index], key) for index in others if peers.index == 0]
-        self._decisions = Decisions(peers.generation, hosts, replicates=bool(sources))
+        self._decisions = Decisions(
+            peers.generation, hosts, replicates=bool(sources), ranks=peers.ranks, copies=1 + len(sources)
+        )
         self._over_since: float | None = None
         #: The others that have been told that it is over.
         self._told: set[int] = set()
@@ -349,6 +364,7 @@ class Term:
                 # The workers of a still newer generation may have come meanwhile.
                 if books.generation == decided.generation:
                     books.agree(decided.agreed, decided.floor)
+            self.puller.refill(decided.restored, [one for one in decided.refill if one.host == self.peers.index])
             self.puller.wake()
         if decided.over and self.peers.index:
             ring.set_over()
