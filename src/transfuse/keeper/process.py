@@ -288,8 +288,10 @@ class Keeper:
             self._alone_since = now if self._alone_since is None else self._alone_since
             if linger is None or now - self._alone_since <= linger:
                 return None
-            self._is_forsaken = f"nobody has come for {linger:g} s"
-            return self._is_forsaken
+            why = f"nobody has come for {linger:g} s"
+            # Nobody can begin a run without a name by mistake again: nothing has to be remembered of it.
+            self._is_forsaken = why if hello.is_named or self._in_foreground else ""
+            return why
 
     def _all_closed(self) -> bool:
         generation = self.books.current()

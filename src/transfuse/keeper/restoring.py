@@ -194,7 +194,8 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
     lines = _lines(reasons or ["no keeper holds a step any more"])
     answered = len(members.ranks) - sum(bool(one.failure) for one in holdings)
     hosts = "" if answered == len(members.ranks) else "start the missing hosts again, "
-    cure = f"{hosts}load a checkpoint, begin anew with restore(missing_ok=True), or give a new training another name (run=)"
+    anew = "begin anew with restore(missing_ok=True), or give a new training another name (run=)"
+    cure = f"{hosts}load a checkpoint, {anew}"
     if is_unfit:
         cure = f"{hosts}correct the program as said above, and start it again: the kept steps are whole{wish.again}"
     raise StateError(
