@@ -17,7 +17,6 @@ import struct
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -32,7 +31,7 @@ from transfuse.keeper.attach import CANNOT_WRITE, SOCKET_NAME, Lock, cannot_writ
 from transfuse.keeper.books import Books, Generation, Kept, ranks_and_have
 from transfuse.keeper.frames import Address, Frame, KeeperLost, Link
 from transfuse.keeper.freeing import Freeing
-from transfuse.keeper.restored import Restored, describe_slots
+from transfuse.keeper.readers import Readers
 from transfuse.keeper.ring import Ring
 from transfuse.keeper.runs import RUN_FILE, Process, Run, remake_directory
 from transfuse.keeper.slots import Label
@@ -93,6 +92,7 @@ class Keeper:
         self.books = Books()
         self.freeing = Freeing()
         self._changed = threading.Condition()
+        self._readers = Readers(self._changed, self.books)
         self._workers: dict[int, _Worker] = {}
         self._allotment = Allotment(self._changed, self.books, self.freeing, attached=self._workers)
         #: By rank: the agent that started its worker, and the worker itself.
@@ -121,7 +121,7 @@ class Keeper:
             self._note = (directory / RUN_FILE).read_bytes()
         lock.note(os.getpid())
         self._server = serve(
-            AskedState(self._newest, self._newest_step, SERVE_SECONDS), token=self.token, same_host=True
+            AskedState(self._readers.newest, self._readers.newest_step, SERVE_SECONDS), token=self.token, same_host=True
         )
         try:
             self._socket = self._bind()
@@ -359,7 +359,7 @@ class Keeper:
         for server in worker.servers:
             server.close(cancel=True)
         worker.servers = []
-        self._unpin(worker.pinned)
+        self._readers.unpin(worker.pinned)
 
     def _answer(self, worker: _Worker, question: Frame) -> tuple[Frame, list[int]]:
         for kind, answer in _ANSWERS.items():
@@ -592,8 +592,8 @@ class Keeper:
         """Serve every rank's state of a step that is whole here, for workers on other hosts."""
         label = Label(question.generation, question.step)
         addresses = []
-        for rank in self.ranks_of(label):
-            restored = self._pinned(worker.pinned, rank, label)
+        for rank in self._readers.ranks_of(label):
+            restored = self._readers.pin(worker.pinned, rank, label)
             if restored is None:
                 continue
             served = partial(serve, host=question.host, token=question.token, max_readers=16, timeout=SERVE_SECONDS)
@@ -605,31 +605,6 @@ class Keeper:
                 own = worker.servers[-1].address
             addresses.append(Address(rank, server.address, own))
         return frames.Serving(addresses)
-
-    def ranks_of(self, label: Label) -> list[int]:
-        with self._changed:
-            return sorted({kept.rank for kept in self.books.all() if kept.label == label and kept.brief is not None})
-
-    def _pinned(self, pinned: list[Kept], rank: int, label: Label) -> Restored | None:
-        """A rank's state as it lies in the slots; None if it is not whole. The slots are pinned: see ``pinned``."""
-        with self._changed:
-            needed = self.books.needed_for(rank, label)
-            if needed is None:
-                return None
-            views = {}
-            for one in needed:
-                kept = self.books.find(one, label)
-                assert kept is not None
-                kept.pins += 1
-                pinned.append(kept)
-                views[one] = kept.file
-        return describe_slots(rank, views)
-
-    def _unpin(self, pinned: list[Kept]) -> None:
-        with self._changed:
-            for kept in pinned:
-                kept.pins -= 1
-            pinned.clear()
 
     def _done(self, worker: _Worker, _: frames.Done) -> Frame:
         self._release(worker)
@@ -649,31 +624,6 @@ class Keeper:
         if worker.hello is None:
             raise TransfuseError("say Hello first")
         return worker.hello.rank
-
-    # -- for readers on this host: transfuse inspect and fetch
-
-    def _newest_step(self) -> int | None:
-        with self._changed:
-            label = self.books.newest_complete()
-            return None if label is None else label.step
-
-    def _newest(self) -> object:
-        with self._changed:
-            label = self.books.newest_complete()
-            if label is None:
-                raise TransfuseError("this keeper holds no complete step yet")
-            rank = next(iter(self.books.ranks_at(label)))
-        pinned: list[Kept] = []
-        try:
-            restored = self._pinned(pinned, rank, label)
-            if restored is None:
-                raise TransfuseError("this keeper holds no complete step yet")
-        except BaseException:
-            self._unpin(pinned)
-            raise
-        # The slots are in use as long as the reader's thread has the state.
-        weakref.finalize(restored.state, self._unpin, pinned)
-        return restored.state
 
     # -- what it says about itself
 
