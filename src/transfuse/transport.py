@@ -263,7 +263,11 @@ class PGTransport:
         def talk(rank: int) -> None:
             channel = channels[rank]
             transfer, tag = secrets.randbits(63), self._group.new_tag(rank)
-            with _noting(progress[rank]), self._group.turn(channel, self._group.rank() or 0), channel:
+            with (
+                _noting(progress[rank]),
+                self._group.turn(channel, self._group.rank() or 0, several=len(ranks) > 1),
+                channel,
+            ):
                 if offered is None:
                     assert failure is not None
                     source.refuse(channel, transfer, tag, failure)
@@ -391,7 +395,11 @@ class PGTransport:
 
         def talk(rank: int) -> None:
             channel = Channel(self._group, rank, self._seconds, self._limits)
-            with _noting(context.progress[rank]), self._group.turn(channel, rank, line), channel:
+            with (
+                _noting(context.progress[rank]),
+                self._group.turn(channel, rank, line, several=len(ranks) > 1),
+                channel,
+            ):
                 receive_from_one.receive(channel, receive)
 
         try:

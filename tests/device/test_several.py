@@ -9,11 +9,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+import transfuse
 from device.kind import KIND
 from device.mirror import devices_of
 from device.moving import SETTINGS, Setting, assert_same, beside, blank, mine, move, sample, there, transport
 from shards import plain
 from shards import shard as shard_on_cpu
+from transfuse.wire import group as group_module
 
 pytestmark = pytest.mark.usefixtures("accelerator", "nothing_is_left")
 
@@ -132,3 +134,36 @@ def test_pairs_in_a_ring(setting: Setting) -> None:
 
             for rank, got in enumerate(ranks.run(work)):
                 assert_same(sample(10 * round_ + (rank - 1) % n), got)
+
+
+def test_several_sources_and_receivers_are_refused_at_once_if_all_share_one_order() -> None:
+    setting, state = Setting(cpu=False, eager=True), {"w": torch.arange(1000.0)}
+
+    def work(rank: int, pg: Any) -> Any:
+        try:
+            if rank < 2:
+                transport(pg, setting).send_checkpoint([2, 3], there(state, rank))
+            else:
+                transport(pg, setting).recv_checkpoint([0, 1])
+        except (transfuse.SendFailed, transfuse.ReceiveFailed) as error:
+            return {peer: str(cause) for peer, cause in error.causes.items()}
+        return None
+
+    def one_source(rank: int, pg: Any) -> Any:
+        if rank == 0:
+            return transport(pg, setting).send_checkpoint([1, 2, 3], there(state, rank))
+        return transport(pg, setting).recv_checkpoint(0)
+
+    with setting.ranks(4) as ranks:
+        for rank, causes in enumerate(ranks.run(work)):
+            assert causes.keys() == ({2, 3} if rank < 2 else {0, 1})
+            for cause in causes.values():
+                assert cause.startswith("several sources and several receivers at once would wait for each other")
+        # Nothing was left behind: the same group goes on.
+        for got in ranks.run(one_source)[1:]:
+            assert_same(state, got)
+
+
+def test_advice_names_a_device_that_is_there() -> None:
+    assert group_module._present(["cuda", "xpu", KIND, "cpu"]) == KIND
+    assert group_module._present(["cuda", "cpu"]) == "cpu"

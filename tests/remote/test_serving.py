@@ -403,7 +403,7 @@ def test_a_step_that_moves_on_outside_of_mutating_is_told_once(caplog: pytest.Lo
                 pass
             step += 1
     (warning,) = caplog.messages
-    assert warning.startswith("the step went from 0 to 1 outside of mutating(), and readers were told 0 all the while")
+    assert warning.startswith("transfuse: the step went from 0 to 1 outside of mutating(), and readers were told 0")
 
 
 # Options

@@ -38,6 +38,7 @@ class Flat:
         self._bytes = tensor
         self.addresses = np.array([tensor.data_ptr()])
         self.convert = np.zeros(1, dtype=bool)
+        self.writes_targets = True
 
     def run(self, region: int, low: int, high: int) -> torch.Tensor:
         return self._bytes[low:high]

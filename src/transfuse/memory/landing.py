@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import compress
 from operator import is_not
 from typing import Any, NamedTuple, Protocol
@@ -172,6 +173,11 @@ class Landing:
     @property
     def convert(self) -> Bools:
         return self._plan.convert
+
+    @cached_property
+    def writes_targets(self) -> bool:
+        """Whether parcels may land straight in the caller's memory: not with ``atomic``, and not without a target."""
+        return not self._plan.atomic and bool(self._plan.placed.any())
 
     @property
     def held(self) -> Bools:

@@ -95,6 +95,10 @@ class Land(Places, Protocol):
     def convert(self) -> Bools:
         """Which regions are converted as they land: the bytes that lie there are not the bytes that arrived."""
 
+    @property
+    def writes_targets(self) -> bool:
+        """Whether parcels may land straight in the caller's memory."""
+
 
 def place_in_storage(storage: torch.UntypedStorage, window: int, region: Region) -> Place:
     """The place of a region in a storage whose window begins at byte ``window``."""

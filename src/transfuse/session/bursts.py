@@ -452,7 +452,8 @@ class Incoming:
                 size = int(self._cut.nbytes[number])
                 buffer = self._staging.take(size)
                 data = _start_of(buffer, size)
-            posted.append((number, self._channel.post_recv(data, lent=buffer is None), buffer))
+            lent = buffer is None and self._landing.writes_targets
+            posted.append((number, self._channel.post_recv(data, lent=lent), buffer))
         return _Receiving(posted, self._channel.post_recv_sent(len(numbers) if self._shape.digests else 0))
 
     def _converts(self, number: int) -> bool:

@@ -353,6 +353,12 @@ class Receive:
         rest = sum(progress[rank].total_bytes or 0 for rank in ranks[1:])
         progress[ranks[0]].total_bytes = total - rest
 
+    def _may_be_written_late(self) -> bool:
+        """Whether a silent source may still write to memory of ours that a later receive would resume from."""
+        if self.roster.several or self.accepted.landing.writes_targets:
+            return False  # What is in flight is staging; or the communicators were aborted.
+        return any(channel.has_stuck for channel in self.roster.channels.values())
+
     def account_for(self, error: BaseException) -> None:
         """Fill in the error's ``received``, ``missing``, ``torn`` and ``partial``."""
         accepted, report = self.negotiator.accepted, self.roster.report
@@ -371,7 +377,7 @@ class Receive:
             # Parcels that an earlier receive left and that nobody has compared yet can still be resumed from.
             landed = self.ledger.landed | (self.ledger.uncompared & self.negotiator.resumed)
         error.received, error.missing = accepted.landing.account(landed)
-        if landed.any():
+        if landed.any() and not self._may_be_written_late():
             error.partial = Partial(
                 step=accepted.offer.step,
                 likeness=accepted.offer.likeness,

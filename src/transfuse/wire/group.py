@@ -128,10 +128,10 @@ class Group:
         return _call(self.pg, "size")
 
     @contextmanager
-    def turn(self, channel: Speaks, source: int, line: Line | None = None) -> Iterator[None]:
+    def turn(self, channel: Speaks, source: int, line: Line | None = None, *, several: bool = False) -> Iterator[None]:
         """Reserve the group for a transfer with a channel's peer. With tags, transfers do not disturb each other.
 
-        ``line``: the sources of the receive that this transfer belongs to.
+        ``line``: the sources of the receive that this transfer belongs to. ``several``: the call has several peers.
         """
         if (self.tagged and not self.serial) or channel.peer == self.rank():
             yield
@@ -144,9 +144,8 @@ class Group:
                     if line is not None:
                         waiting.callback(line.leave, source)
                         line.wait(source)
-                    held.enter_context(
-                        self.switchboard.turns_with(channel.peer).hold(channel, sends=source == self.rank())
-                    )
+                    turns, crowded = self.switchboard.turns_with(channel.peer), several and self.one_order
+                    held.enter_context(turns.hold(channel, sends=source == self.rank(), crowded=crowded))
                 yield
 
     def queue(self, peer: int) -> AbstractContextManager[None]:
@@ -236,6 +235,13 @@ def _has_tags(backend: str) -> bool:
     return "gloo" in backend or "mpi" in backend
 
 
+def _present(types: Sequence[str]) -> str:
+    """The first of these types of device that this process has."""
+    accelerator = torch.accelerator.current_accelerator()
+    here = ("cpu", None if accelerator is None else accelerator.type)
+    return next((kind for kind in types if kind in here), types[0])
+
+
 def _check(pg: Any, backend: str, device: torch.device) -> None:
     """Refuse a device that the group's backend cannot send from."""
     can = ["cpu"] if backend == "gloo" else dist.Backend.backend_capability.get(backend)
@@ -243,11 +249,12 @@ def _check(pg: Any, backend: str, device: torch.device) -> None:
     if isinstance(pg, dist.ProcessGroup) and types and not _backend_of(pg, device):
         has = ", ".join(f"{kind}: {_backend_of(pg, torch.device(kind))}" for kind in types)
         raise ValueError(
-            f"device={device}: the group has no backend for it (it has {has}); pass device={types[0]!r}, or make the "
-            f"group with init_process_group('cpu:gloo,{device.type}:…')"
+            f"device={device}: the group has no backend for it (it has {has}); pass device={_present(types)!r}, or "
+            f"make the group with init_process_group('cpu:gloo,{device.type}:…')"
         )
     if can is not None and device.type not in can:
         raise ValueError(
             f"device={device}: the group's backend {backend} sends from {', '.join(can)} only; pass "
-            f"device={can[0]!r} (the state's tensors may be on any device), or a group with a backend for {device.type}"
+            f"device={_present(can)!r} (the state's tensors may be on any device), or a group with a backend "
+            f"for {device.type}"
         )

@@ -147,6 +147,8 @@ class Operations:
         self.through_host = False
         #: Whether this receiver can tell its source why it stops, although operations on the accelerator are stuck.
         self.may_still_refuse = False
+        #: Whether operations on the accelerator were left behind, which the peer may still answer.
+        self.has_stuck = False
         self._rests = False
 
     @property
@@ -259,6 +261,7 @@ class Operations:
         stuck = self.unanswered()
         if not stuck:
             return
+        self.has_stuck = True
         self.group.switchboard.pin()
         self.group.leave_stuck(self.peer, stuck)
         if any(posted.lent for posted in stuck):

@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
+import torch.distributed as dist
 import xxhash
 
 from transfuse.errors import PeerError, PeerTimeout, ProtocolError, TransfuseError, as_utf8
@@ -98,9 +99,12 @@ class RollCall:
     def __init__(self, group: Group, seconds: float) -> None:
         rank, size = group.rank(), group.size()
         if rank is None or size is None or not group.tagged or group.serial:
+            accelerator = torch.accelerator.current_accelerator()
+            kind = "cuda" if accelerator is None else accelerator.type
+            both = f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map.get(kind, '…')}"
             raise ValueError(
                 "heal() needs a group that knows its rank and has a backend with tags for main memory (gloo), beside "
-                "the accelerator's if there is one: make it with init_process_group('cpu:gloo,cuda:nccl'), or pass "
+                f"the accelerator's if there is one: make it with init_process_group('{both}'), or pass "
                 "dist.new_group(backend='gloo') with device='cpu'; the state's tensors may be on any device"
             )
         self.rank, self.size = rank, size

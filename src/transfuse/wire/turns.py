@@ -9,6 +9,10 @@ A receive from several sources keeps the turns that it has while it waits for th
 wait for a turn that the other one holds, neither would go on. So a receive asks for its turns one after another, from
 the lowest source on: then some receive always has all that it needs.
 
+In a group that is bound to a device all operations of a rank share one order. There several sources and several
+receivers at once would wait for each other. Each rank says which of its transfers have several peers: a transfer that
+has several at both ends is refused, at both ends.
+
 A transfer that times out may leave operations behind that cannot be taken back, and everything after them would be
 matched with them. So after such a failure the two ranks do not talk over this group any more.
 """
@@ -24,7 +28,7 @@ from typing import Protocol
 
 import torch
 
-from transfuse.errors import PeerLost, PeerTimeout, ProtocolError
+from transfuse.errors import PeerLost, PeerTimeout, ProtocolError, TransfuseError
 from transfuse.wire import messages
 from transfuse.wire.messages import HEADER_BYTES, Message
 
@@ -32,6 +36,11 @@ __all__ = ["Line", "Speaks", "Turns"]
 
 #: Seconds until the lower rank asks again.
 PAUSE = 0.01
+CROWDED = (
+    "several sources and several receivers at once would wait for each other in this group: it is bound to a device "
+    "(device_id=), where all operations of a rank share one order, and has no gloo for messages. Use one source or one "
+    "receiver at a time, or make the group with init_process_group('cpu:gloo,…')"
+)
 
 
 class _Posted(Protocol):
@@ -92,9 +101,11 @@ class Line:
 
 
 class _Waiting:
-    def __init__(self, way: _Way) -> None:
+    def __init__(self, way: _Way, *, crowded: bool) -> None:
         self.way = way
-        self.chosen = False
+        #: Whether this end has several peers at once, in a group with one order.
+        self.crowded = crowded
+        self.chosen = self.refused = False
 
 
 class Turns:
@@ -110,9 +121,12 @@ class Turns:
         self._lost: BaseException | None = None
 
     @contextmanager
-    def hold(self, channel: Speaks, *, sends: bool) -> Iterator[None]:
-        """Wait for the turn of a transfer with the channel's peer. ``sends``: this rank is the source."""
-        me = _Waiting(_Way.LOWER_SENDS if sends == channel.is_lower else _Way.HIGHER_SENDS)
+    def hold(self, channel: Speaks, *, sends: bool, crowded: bool = False) -> Iterator[None]:
+        """Wait for the turn of a transfer with the channel's peer. ``sends``: this rank is the source.
+
+        ``crowded``: this end has several peers at once, in a group in which all operations of a rank share one order.
+        """
+        me = _Waiting(_Way.LOWER_SENDS if sends == channel.is_lower else _Way.HIGHER_SENDS, crowded=crowded)
         with self._changed:
             self._waiting.append(me)
         try:
@@ -120,7 +134,8 @@ class Turns:
         except BaseException:
             channel.leave_stuck()
             with self._changed:
-                self._waiting.remove(me)
+                if me in self._waiting:
+                    self._waiting.remove(me)
                 self._changed.notify_all()
             raise
         try:
@@ -135,7 +150,11 @@ class Turns:
     def _await(self, me: _Waiting, channel: Speaks) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: me.chosen or self._lost or not (self._busy or self._asking))
+                self._changed.wait_for(
+                    lambda: me.chosen or me.refused or self._lost or not (self._busy or self._asking)
+                )
+                if me.refused:
+                    raise TransfuseError(CROWDED)
                 if me.chosen:
                     return
                 if self._lost is not None:
@@ -165,15 +184,16 @@ class Turns:
                 doing = f"{channel.phase} (do both ranks send, or both receive?)"
                 raise PeerTimeout(channel.peer, doing, channel.timeout)
             if channel.is_lower:
-                mine = self._possible()
-                said = channel.post_send(channel.wire(messages.seal(Message.TURN, 0, mine, b"")))
-                way = self._hear(channel)
+                mine, crowded = self._possible()
+                said = channel.post_send(channel.wire(messages.seal(Message.TURN, crowded, mine, b"")))
+                way, crowded_there = self._hear(channel)
                 said.wait()
             else:
-                theirs = self._hear(channel)
-                both = self._possible() & theirs
+                theirs, crowded_there = self._hear(channel)
+                mine, crowded = self._possible()
+                both = mine & theirs
                 way = _Way.LOWER_SENDS & both or both
-                channel.post_send(channel.wire(messages.seal(Message.TURN, 0, way, b""))).wait()
+                channel.post_send(channel.wire(messages.seal(Message.TURN, crowded, way, b""))).wait()
             if way is not _Way.NONE:
                 break
             if channel.is_lower:
@@ -183,14 +203,19 @@ class Turns:
             if first is None:
                 raise ProtocolError(channel.peer, f"rank {channel.peer} chose a transfer that was not possible")
             self._waiting.remove(first)
-            first.chosen = self._busy = True
+            if way & crowded & crowded_there:
+                first.refused = True
+            else:
+                first.chosen = self._busy = True
 
-    def _possible(self) -> _Way:
+    def _possible(self) -> tuple[_Way, _Way]:
+        """Which transfers this end could begin, and of which of these the first has several peers at this end."""
         with self._changed:
-            return _Way(sum({one.way for one in self._waiting}))
+            first = {one.way: one for one in reversed(self._waiting)}
+            return _Way(sum(first)), _Way(sum(way for way, one in first.items() if one.crowded))
 
     @staticmethod
-    def _hear(channel: Speaks) -> _Way:
+    def _hear(channel: Speaks) -> tuple[_Way, _Way]:
         data = bytes(channel.post_recv(channel.empty(HEADER_BYTES)).wait().cpu().numpy())
         try:
             header = messages.open_header(data)
@@ -198,4 +223,4 @@ class Turns:
             raise ProtocolError(channel.peer, f"rank {channel.peer}, while {channel.phase}: {error}") from error
         if header.kind is not Message.TURN or header.note > 3:
             raise ProtocolError(channel.peer, f"rank {channel.peer} sent {header.kind.name} where TURN was due")
-        return _Way(header.note)
+        return _Way(header.note), _Way(header.transfer & 3)
