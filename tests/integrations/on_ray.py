@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -200,8 +201,10 @@ def test_a_buffer_of_another_shape_is_refused(workers: list[Any]) -> None:
     # Also if Ray did not look.
     transport = ray_actors.manager()
     served = ray._private.worker.global_worker.rdt_manager.get_rdt_metadata(made.hex()).tensor_transport_meta
-    with pytest.raises(RayDirectTransportError, match=r"TargetMismatch(.|\n)*999"):
+    with pytest.raises(RayDirectTransportError, match=r"TargetMismatch(.|\n)*\['tensor 0'\].*999") as told:
         transport.recv_multiple_tensors(made.hex(), served, None, [buffer])
+    assert f"object {made.hex()} of Actor" in str(told.value)
+    assert f"at {served.address} has not arrived" in str(told.value)
     assert not buffer.any()
 
 
@@ -278,8 +281,11 @@ def test_a_freed_object_is_refused(workers: list[Any]) -> None:
     gone = made.hex()
     del made
     until(lambda: get(sender.held.remote()) == 0)
-    with pytest.raises(RayDirectTransportError, match=rf"object {gone} of Actor.* refused: StateError: .* no entry"):
+    with pytest.raises(
+        RayDirectTransportError, match=rf"object {gone} of Actor.* refused: StateError: .* no entry"
+    ) as told:
         ray_actors.manager().recv_multiple_tensors(gone, served, None)
+    assert "rank" not in str(told.value)
 
 
 def test_a_stranger_without_the_token_gets_nothing(workers: list[Any]) -> None:
@@ -340,8 +346,9 @@ def test_a_sender_is_killed_while_it_is_read(workers: list[Any], started: list[A
     answer = receiver.take.remote(victim.count_slowly.remote())
     until(lambda: get(receiver.fetching.remote("SLOW")))
     ray.kill(victim)
-    with pytest.raises(RayDirectTransportError, match=r"Actor\(.*named 'victim'.* has not arrived: PeerLost"):
+    with pytest.raises(RayDirectTransportError, match=r"Actor\(.*named 'victim'.* has not arrived: PeerLost") as told:
         get(answer)
+    assert "rank 0" not in str(told.value)
     assert "PeerLost" in str(get(receiver.reports.remote())[-1].error)
     # The receiver lives on, and can receive.
     assert get(receiver.is_count.remote(sender.count.remote(10), 10))
@@ -381,19 +388,49 @@ def test_ray_aborts_a_transfer_and_both_actors_live_on(workers: list[Any]) -> No
     assert get(receiver.is_count.remote(sender.count.remote(10), 10))
 
 
-def test_a_fetch_that_its_own_thread_cancels_ends() -> None:
-    """The garbage collector drops a request in any thread, also in the one that fetches, with the fetch's lock held."""
-    source = [torch.ones(1 << 20)]
-    settings = over_transfuse.Settings(
+def settings_of(timeout: float) -> over_transfuse.Settings:
+    return over_transfuse.Settings(
         name="X",
         devices=("cpu",),
         host=None,
-        timeout=30.0,
+        timeout=timeout,
         max_readers=1,
         same_host=False,
         verify=None,
         max_bytes_per_second=None,
     )
+
+
+def test_an_error_speaks_of_the_object_the_sender_and_the_tensor() -> None:
+    """Ray's users know no ranks, and no leaves of a list."""
+
+    def told(address: str, entry: str, targets: list[torch.Tensor] | None, timeout: float = 30.0) -> str:
+        served = over_transfuse.Served([], "cpu", address=address, token="t", sender="the actor")
+        fetch = over_transfuse._Fetch(settings_of(timeout), entry, served, targets)
+        fetch.run()
+        with pytest.raises(RayDirectTransportError) as error:
+            fetch.wait(DEADLINE)
+        assert f"object {entry} of the actor at {address} has not arrived: " in str(error.value)
+        assert "rank" not in str(error.value)
+        return str(error.value)
+
+    made = over_transfuse._named([torch.ones(2), torch.ones(3)])
+    with transfuse.serve({"one": made}, token="t") as server:
+        text = told(server.address, "one", [torch.zeros(2), torch.zeros(4)])
+        assert "TargetMismatch" in text
+        assert "['tensor 1']: shape" in text
+        assert "no entry" in told(server.address, "two", None)
+    assert "PeerLost" in told(server.address, "one", None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        text = told(f"127.0.0.1:{silent.getsockname()[1]}", "one", None, 0.5)
+    assert "PeerTimeout: the sender made no progress for " in text
+    assert "longer timeout=" in text
+
+
+def test_a_fetch_that_its_own_thread_cancels_ends() -> None:
+    """The garbage collector drops a request in any thread, also in the one that fetches, with the fetch's lock held."""
+    source = over_transfuse._named([torch.ones(1 << 20)])
+    settings = settings_of(30.0)
     with transfuse.serve({"one": source}, token="t") as server:
         served = over_transfuse.Served([], "cpu", address=server.address, token="t")
 
@@ -456,8 +493,11 @@ def test_a_frozen_sender_is_given_up_and_wakes_up_unharmed(workers: list[Any], s
     pid = get(sender.pid.remote())
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(RayDirectTransportError, match=r"(?s)has not arrived: PeerTimeout.*HASTY allows 3 s"):
+        with pytest.raises(
+            RayDirectTransportError, match=r"(?s)PeerTimeout: the sender made .*HASTY allows 3 s"
+        ) as told:
             get(receiver.take.remote(made))
+        assert "rank" not in str(told.value)
     finally:
         os.kill(pid, signal.SIGCONT)
     assert get(receiver.is_count.remote(made, 1000))

@@ -16,6 +16,7 @@ Ray calls such a transport one-sided: the sender's own tasks and threads take no
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 from collections import deque
@@ -177,7 +178,7 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
         self._token = ""
         self._job = ""
         #: By Ray's id of the object: the tensors that this process made and serves.
-        self._objects: dict[str, list[torch.Tensor]] = {}
+        self._objects: dict[str, dict[str, torch.Tensor]] = {}
         self._pool = ThreadPoolExecutor(MOST_FETCHES, thread_name_prefix="transfuse-ray")
         #: The fetches that have not ended, for Ray to abort.
         self._fetches: set[_Fetch] = set()
@@ -210,7 +211,7 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
         device = self._device_of(rdt_object)
         with self._lock:
             server = self._serve()
-            self._objects[obj_id] = list(rdt_object)
+            self._objects[obj_id] = _named(rdt_object)
         return Served(shapes, device, address=server.address, token=self._token, sender=_this_process())
 
     def _device_of(self, tensors: list[torch.Tensor]) -> str:
@@ -353,20 +354,19 @@ class _Fetch:
     def _fetch(self) -> list[torch.Tensor]:
         settings = self._settings
         self._show({})
-        return list(
-            transfuse.fetch(
-                self._served.address,
-                self._targets,
-                entry=self.obj_id,
-                token=self._served.token,
-                timeout=settings.timeout,
-                on_report=_reports.append,
-                same_host=settings.same_host,
-                verify=settings.verify,
-                progress=self._show,
-                strict=self._targets is not None,
-            )
+        found = transfuse.fetch(
+            self._served.address,
+            None if self._targets is None else _named(self._targets),
+            entry=self.obj_id,
+            token=self._served.token,
+            timeout=settings.timeout,
+            on_report=_reports.append,
+            same_host=settings.same_host,
+            verify=settings.verify,
+            progress=self._show,
+            strict=self._targets is not None,
         )
+        return list(found.values())
 
     def _show(self, progress: dict[int, transfuse.Progress]) -> None:
         """Called before the conversation begins and all the time in it: an error ends it at both ends."""
@@ -386,9 +386,15 @@ class _Fetch:
                 # error that Ray keeps would keep what has arrived.
                 told = RayDirectTransportError(
                     f"object {self.obj_id} of {self._served.sender} at {self._served.address} has not arrived: "
-                    f"{type(error).__name__}: {error}\nThis process lives on. {self._remedy(error)}"
+                    f"{type(error).__name__}: {self._cause_of(error)}\nThis process lives on. {self._remedy(error)}"
                 )
                 self._outcome.set_exception(told)
+
+    def _cause_of(self, error: BaseException) -> str:
+        """An error's text in Ray's words. A fetch calls its only server rank 0, and asks whether that rank sends."""
+        if isinstance(error, transfuse.PeerTimeout):
+            return f"the sender made no progress for {error.seconds:.1f} s while {error.phase}"
+        return re.sub(r"\brank 0\b", "the sender", str(error))
 
     def _remedy(self, error: BaseException) -> str:
         if isinstance(error, transfuse.PeerTimeout):
@@ -425,6 +431,11 @@ class Request(FetchRequest):  # type: ignore[misc]
 
     def __del__(self) -> None:
         self.fetch.cancel("nobody waits for it any more")
+
+
+def _named(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of an object as they are served and fetched: the names are for errors."""
+    return {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
 
 
 def _this_process() -> str:
