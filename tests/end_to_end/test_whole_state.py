@@ -22,6 +22,9 @@ def refused(bring: Bring, before: list[Training], now: list[Training], load: boo
     assert isinstance(error, transfuse.TargetMismatch), error
     assert [one.weights() for one in now] == weights
     assert not any(one.loaded for one in now)
+    if "this run has kept steps" in str(error):
+        assert "the kept steps are whole, and stay for 600 s" in str(error).splitlines()[-1]
+    assert "anew" not in str(error)
     return str(error)
 
 

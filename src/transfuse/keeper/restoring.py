@@ -187,8 +187,8 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
         raise TargetMismatch(
             reasons,
             intro="this run has kept steps, and none of them fits what state_dict() returns now",
-            advice="What you can do: start the job with the model and the optimizer that were kept, do what is said "
-            "above, or begin anew under another run= or with restore(missing_ok=True)",
+            advice="What you can do: start the job with the model and the optimizer that were kept, or do what is said "
+            f"above, and start it again: the kept steps are whole{wish.again}",
         )
     reasons += [f"host {members.host_of(rank)}: {one.past}" for rank, one in enumerate(holdings) if one.past]
     lines = _lines(reasons or ["no keeper holds a step any more"])
