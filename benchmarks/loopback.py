@@ -1,9 +1,11 @@
-"""One large tensor between two processes over gloo on loopback: seconds, and what they cost in CPU.
+"""One large tensor between two processes on loopback, over gloo and over sockets: seconds, and what they cost in CPU.
 
 python -m benchmarks.loopback [--mib N] [--runs N] [--json FILE]
 
 PyTorch's own transport and a bare ``dist.send`` beside transfuse with one, two and three connections, with digests and
-without. All take turns. Medians of the runs after a warm-up; CPU is user and system time of both processes.
+without, and plain sockets without digests: Python writes pieces of 1 MiB straight from the one tensor, and reads them
+straight into the other, with a thread for each connection. All take turns. Medians of the runs after a warm-up; CPU is
+user and system time of both processes.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ import os
 import platform
 import resource
 import shlex
+import socket
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,10 +39,57 @@ from transfuse.limits import MIB
 from transfuse.testing.ranks import listening, say
 
 CONNECTIONS = (1, 2, 3)
+#: How much of a tensor one call writes to a plain socket.
+PIECE_BYTES = 1 * MIB
+#: How many seconds a plain socket waits for the other end.
+LIMIT = 120.0
 
 
 def work(rank: int, size: int, runs: int) -> None:
     warnings.simplefilter("ignore")
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(connect(rank)) for _ in CONNECTIONS]
+        measure(rank, size, runs, sockets)
+
+
+def connect(rank: int) -> socket.socket:
+    """A connection between the two ranks."""
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(LIMIT)
+            port[0] = server.getsockname()[1]
+            dist.broadcast(port, 0)
+            made, _ = server.accept()
+    else:
+        dist.broadcast(port, 0)
+        made = socket.create_connection(("127.0.0.1", int(port)), LIMIT)
+    made.settimeout(LIMIT)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+def over(sockets: Sequence[socket.socket], rank: int, tensor: torch.Tensor) -> None:
+    """Move the tensor, an equal part over each socket."""
+    memory = tensor.view(torch.uint8).numpy().data
+    part = -(-len(memory) // len(sockets))
+
+    def move(number: int) -> None:
+        rest = memory[number * part : (number + 1) * part]
+        while rest:
+            if rank == 0:
+                sockets[number].sendall(rest[:PIECE_BYTES])
+                rest = rest[PIECE_BYTES:]
+            elif count := sockets[number].recv_into(rest[:PIECE_BYTES]):
+                rest = rest[count:]
+            else:
+                raise ConnectionError("rank 0 has closed the connection")
+
+    with ThreadPoolExecutor(len(sockets)) as threads:
+        list(threads.map(move, range(len(sockets))))
+
+
+def measure(rank: int, size: int, runs: int, sockets: Sequence[socket.socket]) -> None:
     world, device, timeout = cast(Any, dist.group.WORLD), torch.device("cpu"), datetime.timedelta(seconds=120)
     state = {"tensor": torch.zeros(size // 4)}
 
@@ -55,6 +108,9 @@ def work(rank: int, size: int, runs: int) -> None:
         "PyTorch": mover(PGTransport(world, timeout, device, lambda: state)),
         "dist.send": bare,
     }
+    for count in CONNECTIONS:
+        name = f"plain sockets, {count} connection{'s' * (count > 1)}, no digests"
+        ways[name] = partial(over, sockets[:count], rank, state["tensor"])
     for verify in (False, None):
         for lanes in CONNECTIONS:
             name = f"transfuse, {lanes} connection{'s' * (lanes > 1)}, {'no ' if verify is False else ''}digests"

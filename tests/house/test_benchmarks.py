@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from benchmarks import callbacks, keeper, planning, resharding
+from benchmarks import bf16, callbacks, keeper, loopback, planning, resharding
 from benchmarks.compare import command, plot, run, table
 from benchmarks.compare.cases import cases
 from benchmarks.compare.checks import differences, digests
@@ -250,6 +253,44 @@ def test_resharding_sees_what_arrives_wrong(capsys: pytest.CaptureFixture[str]) 
     assert "DIFFERS" in resharding.table("links", {"rows": resharding.Measured(4, 4, 1.0, {result.name: result})})
     kept = resharding.Kept(1, resharding.CHANGES[0].name, "group", 1.0, 1.0, 4, 0, 0, ["tensor0 differs"])
     assert "DIFFERS" in resharding.delta_table({"one host": {kept.change: [kept]}})
+
+
+def test_bf16_weights_change_in_every_block_and_all_move(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bf16.json"
+    assert bf16.main(["--values", str(1 << 18), "--json", str(path)]) == 0
+    found = json.loads(path.read_text())["found"]
+    assert 0.02 < found["changed_values"] / found["values"] < 0.03
+    assert found["changed_blocks"] == found["blocks"] == 4
+    assert found["moved_bytes"] == found["bytes"] == 1 << 19
+    assert "of 262,144 bf16 values changed, in 4 of 4 blocks" in capsys.readouterr().out
+    # Weights that did not move: nothing is changed, and nothing moves.
+    assert bf16.measure(1 << 16, 0.0, 0.02)["moved_bytes"] == 0
+
+
+@pytest.mark.parametrize("count", loopback.CONNECTIONS)
+def test_plain_sockets_move_a_tensor(count: int) -> None:
+    pairs = [socket.socketpair() for _ in range(count)]
+    ends = [[pair[rank] for pair in pairs] for rank in (0, 1)]
+    states = [torch.arange(1_000_003.0), torch.zeros(1_000_003)]
+    with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
+        for end in (*ends[0], *ends[1]):
+            stack.enter_context(end)
+        list(threads.map(loopback.over, ends, (0, 1), states))
+    assert torch.equal(*states)
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+def test_loopback(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each way moves the tensor, or a rank raises."""
+    path = tmp_path / "loopback.json"
+    assert loopback.main(["--mib", "3.5", "--runs", "1", "--json", str(path)]) == 0
+    assert "plain sockets, 2 connections, no digests" in capsys.readouterr().out
+    ways = json.loads(path.read_text())["ways"]
+    assert len(ways) == 2 + 3 * len(loopback.CONNECTIONS)
+    assert all(len(way["all"]) == 1 for way in ways.values())
 
 
 @pytest.mark.soak
