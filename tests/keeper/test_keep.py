@@ -20,6 +20,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -713,3 +715,40 @@ def test_other_meshes_get_what_they_need(home: Home, pool4: ProcessPool) -> None
     # Replicas are kept once: what all ranks have copied on the first mesh is one tensor, and a little.
     nbytes = 1001 * 515 * 4
     assert nbytes <= sum(some[0][2] for some in results) <= nbytes + 4096
+
+
+def shard_by_hand(rank: int, base: str) -> list[Any]:
+    """A ShardedTensor of torch's older FSDP on two ranks, on two again, and on four: what each start has found."""
+    os.environ["TRANSFUSE_KEEPER_DIR"] = base
+    found: list[Any] = []
+    for ranks in (2, 2, 4):
+        group, rows = dist.new_group(list(range(ranks))), 4 // ranks
+        if rank < ranks:
+            local = torch.full((rows, 2), -1.0)
+            shard = LocalShard.from_tensor_and_offsets(local, [rows * rank, 0], rank)
+            state = {"w": init_from_local_shards([shard], 4, 2, process_group=group)}
+            keep = transfuse.keep(lambda state=state: state, run="shards", group=group, timeout=SECONDS)  # type: ignore[misc]
+            try:
+                found.append((keep.restore(), local.flatten().tolist()))
+                local.fill_(rank + 1.0)
+                keep.commit(1)
+            except StateError as error:
+                found.append((str(error), local.flatten().tolist()))
+            keep.detach()
+        dist.barrier()
+    return found
+
+
+@pytest.mark.processes
+def test_sharded_tensors_come_back_to_as_many_ranks_and_are_not_divided_anew(
+    home: Home,  # noqa: F811
+    pool4: ProcessPool,
+) -> None:
+    results = [outcome.get() for outcome in pool4.run(shard_by_hand, str(home.base), deadline=4 * SECONDS)]
+    for rank in range(2):
+        assert results[rank][:2] == [(None, [-1.0] * 4), (1, [rank + 1.0] * 4)]
+    ((text, values),) = {(found[-1][0], tuple(found[-1][1])) for found in results}
+    assert values == (-1.0, -1.0)
+    assert "1 leaves differed between the 2 ranks that committed them: ['w']" in text
+    assert "start 2 ranks, or commit them with own=" in text
+    assert "the kept steps are whole" in text.splitlines()[-1]

@@ -145,7 +145,7 @@ class Forbidden(TransfuseError):
 
 
 class Unfit(Forbidden):
-    """The step is whole, and does not fit what a rank's ``state_dict`` returns now."""
+    """The step is whole, and does not fit this job: what a rank's ``state_dict`` returns, or the number of ranks."""
 
 
 def restore(members: Members, link: Link | None, asking: threading.RLock, wish: Wish) -> KeptStep | None:
@@ -463,10 +463,13 @@ class Attempt:
                     leaves.setdefault(path, set()).add(digest)
         differing = sorted(path for path, digests in leaves.items() if len(digests) > 1)
         if differing:
-            raise Forbidden(
-                f"{len(differing)} leaves differed between the {self._candidate.world_size} ranks that committed them: "
+            count, now = self._candidate.world_size, self._exchange.size
+            kind = Forbidden if self._candidate.missing else Unfit
+            raise kind(
+                f"{len(differing)} leaves differed between the {count} ranks that committed them: "
                 f"{', '.join(differing[:10])}{', …' if len(differing) > 10 else ''}. Nobody can say whose the "
-                f"{self._exchange.size} ranks of now should get: commit them with own=, and choose from keep.own"
+                f"{now} ranks of now should get: {'' if count == now else f'start {count} ranks, or '}"
+                "commit them with own=, and choose from keep.own"
             )
 
     def _find_lost(self, restored: Mapping[int, Restored]) -> str:
