@@ -207,7 +207,7 @@ def check_text(name: str, value: object, takes: str) -> None:
 def check_token(token: object, name: str = "token") -> None:
     """Refuse what is neither text nor bytes, and what is empty."""
     if not isinstance(token, str | bytes):
-        raise TypeError(f"{name} takes text or bytes, got a {type(token).__name__}")  # Never show what it holds.
+        raise TypeError(f"{name} takes text or bytes, got {type(token).__name__}")  # Never show what it holds.
     if not token:
         raise ValueError(f"{name} is empty: leave it out, or make one with secrets.token_hex(32)")
 

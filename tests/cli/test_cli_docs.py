@@ -19,7 +19,7 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 
 #: What differs from run to run: times, rates, the route where a machine has only one, and sizes of zip files.
 VARYING = (
-    (r"in [\d.]+ s \([\d.]+ \w+/s\)", "in …"),
+    (r"in [\d.]+ s( \([\d.]+ \w+/s while bytes moved\))?", "in …"),
     (r"by (memory|group)", "by …"),
     (r"\(torch\.save, [\d.]+ \w+\)", "(torch.save, …)"),
 )

@@ -164,11 +164,11 @@ def test_behind_a_firewall_the_one_connection_goes_on(how: str) -> None:
         sent, received = run(fleet, transfer, {}, 2, 6.0)
     assert received.wrong == []
     assert sent.connections == received.connections == 1
-    for moved, peer in ((sent, 1), (received, 0)):
+    for moved, rank, peer in ((sent, 0, 1), (received, 1, 0)):
         assert moved.new == set()
         assert len(moved.lines) <= 1
         for line in moved.lines:
-            assert line.startswith(f"rank {peer}: further connections could not be made, going on without them: ")
+            assert line.startswith(f"transfuse: rank {rank}: further connections to rank {peer} could not be made, ")
     assert sent.lines or received.lines
 
 

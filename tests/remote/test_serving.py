@@ -423,7 +423,7 @@ def test_options_that_make_no_sense() -> None:
     ):
         with pytest.raises(ValueError, match=r"max_readers|timeout|token|max_bytes_per_second|every interface"):
             serve({}, **options)
-    with pytest.raises(TypeError, match="token is str or bytes, got int"):
+    with pytest.raises(TypeError, match="token takes text or bytes, got int"):
         serve({}, token=5)
     for address in ("", "host", "host:", ":5", "host:0", "host:99999", "host:x", "::1:5", "[::1]", "host:-1", "host:²"):
         with pytest.raises(ValueError, match=r"an address is host:port"):

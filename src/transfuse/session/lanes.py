@@ -141,7 +141,7 @@ class LaneWorkers:
         # If the transfer was over before the lane was formed, the other end may just have left.
         left = self._over and seconds < Patience(self._main.timeout).lane_connection
         level = logging.WARNING if first and not left else logging.INFO
-        text = "rank %d: further connections could not be made, going on without them: %s"
+        text = "further connections to rank %d could not be made, going on without them: %s"
         logger.log(level, text, self._main.peer, error)
 
     @abstractmethod

@@ -201,6 +201,8 @@ def run(
     try:
         return _wait_for(set(talks), start, caller, ranges, show, watch, park)
     finally:
+        # Errors refer to the frames of the conversations, and these to the caller: a cycle that would keep their state.
+        caller.ends = {}
         ranges.close()
         streams.join()
 
