@@ -35,7 +35,8 @@ class Plan:
     directory: str
     strategy: str = "auto"
     ranks: int = 2
-    #: Each death: the rank, the moment ("backward", "validate", "epoch_end") and the batch at which it dies, or later.
+    #: Each death: the rank, the moment ("backward", "validate", "epoch_end", "fitted") and the batch at which it dies,
+    #: or later.
     deaths: list[tuple[int, str, int]] = dataclasses.field(default_factory=list)
     trainer: dict[str, Any] = dataclasses.field(default_factory=lambda: {"max_epochs": 3})
     keep: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -209,6 +210,7 @@ def main(plan: Plan) -> None:
     note(directory, rank, start=done)
     validation = DataLoader(Samples(8, False), batch_size=4, **(processes if plan.persistent else {}))
     trainer.fit(module, loader, validation, ckpt_path="last" if plan.checkpoints else None)
+    die_at("fitted", trainer.fit_loop.total_batch_idx)
     state = {"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}
     note(
         directory,

@@ -32,7 +32,8 @@ class Plan:
 
     directory: str
     ranks: int = 2
-    #: Each death: the rank, the moment ("backward", "evaluate", "save") and the step at which it dies, or later.
+    #: Each death: the rank, the moment ("backward", "evaluate", "save", "trained") and the step at which it dies, or
+    #: later.
     deaths: list[tuple[int, str, int]] = dataclasses.field(default_factory=list)
     arguments: dict[str, Any] = dataclasses.field(default_factory=lambda: {"num_train_epochs": 3})
     keep: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -118,6 +119,7 @@ def main(plan: Plan) -> None:
     )
     note(directory, rank, start=done)
     result = trainer.train()
+    die_at("trained", trainer.state.global_step)
     state = {"model": model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
     history = [
         {key: value for key, value in one.items() if "runtime" not in key and "per_second" not in key}

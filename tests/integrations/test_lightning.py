@@ -58,6 +58,8 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"ranks": 1, "deaths": [(0, "backward", 4), (0, "backward", 15)], "workers": 1, "persistent": True}, 15),
     ({"ranks": 1, "deaths": [(0, "backward", 10)], "workers": 1, "persistent": True}, 10),
     ({"ranks": 2, "strategy": "fsdp2", "deaths": [(1, "backward", 7)]}, 7),
+    # After fit(), which has closed the run: only the last step, which no other one has followed, is done again.
+    ({"ranks": 1, "deaths": [(0, "fitted", 0)]}, 29),
 ]
 
 

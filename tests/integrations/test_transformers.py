@@ -32,6 +32,8 @@ def test_the_example(home: Home) -> None:  # noqa: F811
 CASES: list[tuple[dict[str, Any], int]] = [
     ({"ranks": 1, "deaths": [(0, "backward", 14), (0, "backward", 20), (0, "backward", 21)]}, 21),
     ({"ranks": 2, "deaths": [(1, "backward", 14)]}, 14),
+    # After train(), which has closed the run: only the last step, which no other one has followed, is done again.
+    ({"ranks": 1, "deaths": [(0, "trained", 0)]}, 59),
     (
         {
             "ranks": 2,

@@ -535,11 +535,13 @@ def test_training_goes_on_while_a_step_is_copied(home: Home, keeper: Keeper, gat
             gate.shut()
             forward(model)
             # What runs outside mutating() does not wait; mutating() does.
-            threading.Timer(0.02, gate.open.set).start()
+            opening = threading.Timer(0.02, gate.open.set)
+            opening.start()
             with keep.mutating():
                 assert keep.report is None or keep.report.outcome in ("committed", "dropped")
                 optimizer.step()
             kept = snapshot(state())
+            opening.join()
             gate.shut()
             report = keep.commit(step, wait=False)
             assert report is not None
