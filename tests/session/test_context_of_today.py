@@ -209,3 +209,34 @@ def test_sources_whose_values_are_nan_agree() -> None:
         received = three.run(work)[2]
     assert math.isnan(received["nan"])
     assert math.isnan(received["long"][-1])
+
+
+def test_sources_whose_sets_were_filled_in_another_order_agree() -> None:
+    one, other = {1, 9}, {9, 1}
+    assert list(one) != list(other)
+    states = [{"w": torch.arange(4.0), "seen": seen, frozenset(seen): 1} for seen in (one, other)]
+
+    def work(rank: int, pg: Any) -> Any:
+        transport = transfuse.PGTransport(pg, TIMEOUT, CPU)
+        return transport.recv_checkpoint([0, 1]) if rank == 2 else transport.send_checkpoint(2, states[rank])
+
+    with Ranks(3) as three:
+        assert_exact(states[0], three.run(work)[2])
+
+
+@pytest.mark.parametrize("strict", [None, True, False])
+def test_containers_without_leaves_that_only_the_target_has(ranks: Ranks, strict: bool | None) -> None:
+    target = {"w": torch.zeros(4), "old": {}, "more": {"w": torch.zeros(2), "older": [(), OrderedDict()]}}
+    state = {"w": torch.arange(4.0), "more": {"w": torch.ones(2)}}
+
+    def work(rank: int, pg: Any) -> Any:
+        if rank == 0:
+            return transfuse.PGTransport(pg, TIMEOUT, CPU).send_checkpoint(1, state)
+        return transfuse.PGTransport(pg, TIMEOUT, CPU, lambda: target, strict=strict).recv_checkpoint(0)
+
+    received = ranks.run(work)[1]
+    if strict is False:  # The target keeps what only it has.
+        assert received["old"] == {}
+        assert received["more"].pop("older") == [(), OrderedDict()]
+        del received["old"]
+    assert_exact(state, received, in_place=True)

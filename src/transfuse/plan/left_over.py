@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from transfuse.errors import StateError, TargetMismatch
 from transfuse.options import FetchKeywords, OptionKeywords
 from transfuse.plan.cohorts import Cohort
@@ -86,13 +88,18 @@ def _left_over(cohorts: Sequence[Cohort], target: Prepared) -> list[str]:
             if number is None and position:
                 continue
             if number is None or cohort.is_blob(leaf):
+                differs = True
+            else:
+                differs = cohort.is_value(leaf) and not _is_the_same(manifest.detail(leaf), target.leaves[number])
+            if differs:
                 left[path] = None
-            elif cohort.is_value(leaf):
-                try:
-                    same = values.encode(target.leaves[number]) == manifest.detail(leaf)
-                except Exception:
-                    same = False
-                if not same:
-                    left[path] = None
     left.update(dict.fromkeys(paths[leaf] for leaf in trees.merge(cohorts[0].manifest.root, target.root).beyond))
     return list(left)
+
+
+def _is_the_same(encoded: object, value: object) -> bool:
+    """Whether a value is the encoded one, by its bytes on the wire: for Python, True equals 1, and no NaN itself."""
+    try:
+        return msgspec.msgpack.encode(values.encode(value)) == msgspec.msgpack.encode(encoded)
+    except Exception:
+        return False

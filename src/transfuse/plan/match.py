@@ -142,7 +142,7 @@ def compare(
         empty = _Targets(manifest)
         result = Match(merged, [], [None] * len(manifest.tensors), address=empty.address, as_lies=empty.as_lies)
         return promise_fresh(manifest, result, build_context, registry) or result
-    merged = trees.merge(manifest.root, prepared.root)
+    merged = trees.merge(manifest.root, prepared.root, keep_empty=strict is False)
     fitted = _fit(manifest, merged, prepared, build_context, registry)
     others = live_tensors.read_any(
         [tensor for row in fitted.others if (tensor := fitted.destinations[row]) is not None]

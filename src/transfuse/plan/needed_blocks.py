@@ -124,7 +124,7 @@ class NeededBlocks:
 
     def merged(self, strict: bool | None) -> None:
         """Match leaves with targets by their place in the tree. Leaves that only the source has arrive fresh."""
-        found = trees.merge(self.manifest.root, self.prepared.root)
+        found = trees.merge(self.manifest.root, self.prepared.root, keep_empty=strict is False)
         self.problems += found.conflicts
         alone = []
         for leaf, partner in enumerate(found.partner):

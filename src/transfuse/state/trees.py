@@ -517,8 +517,8 @@ def _decode_extra(kind: Kind, extra: Any, children: int) -> Any:
 class Merged:
     """A source's tree and a target's, matched by key path."""
 
-    #: The tree to return: the source's containers, and added to mappings the children that only the target has. A
-    #: sequence is the source's: children of the target are never added to it.
+    #: The tree to return: the source's containers, and added to mappings the children that only the target has, if
+    #: there are leaves in them or ``keep_empty`` says so. A sequence is the source's: nothing is ever added to it.
     root: Node | None
     #: For each leaf of ``root``: ``i`` for the source's leaf i, ``~j`` for the target's leaf j, which the source lacks.
     origin: list[int]
@@ -549,8 +549,11 @@ class Merged:
         return [of_source[origin] if origin >= 0 else of_target[~origin] for origin in self.origin]
 
 
-def merge(source: Node | None, target: Node | None) -> Merged:
-    """Match two trees by key path: mappings by key, sequences by position, registered nodes by class and label."""
+def merge(source: Node | None, target: Node | None, *, keep_empty: bool = False) -> Merged:
+    """Match two trees by key path: mappings by key, sequences by position, registered nodes by class and label.
+
+    ``keep_empty``: add also containers without leaves that only the target has.
+    """
     origin: list[int] = []
     partner: list[int] = []
     conflicts: list[str] = []
@@ -607,8 +610,9 @@ def merge(source: Node | None, target: Node | None) -> Merged:
                 trail.pop()
         all_keys = s.keys
         if mapping:
-            all_keys = [*s.keys, *(t.keys[i] for i in position.values())]
-            for i in position.values():
+            own = [i for i in position.values() if keep_empty or _leaves(t.children[i])]
+            all_keys = [*s.keys, *(t.keys[i] for i in own)]
+            for i in own:
                 next_target = at[i]
                 children.append(adopt(t.children[i]))
         else:

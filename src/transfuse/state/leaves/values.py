@@ -26,6 +26,7 @@ import zoneinfo
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -189,6 +190,17 @@ def _constant_codec(tag: int, kind: type[T]) -> _Codec:
 
 
 # Containers.
+
+
+def _in_one_order(members: set[Any] | frozenset[Any]) -> list[Any]:
+    """Members in an order that does not depend on how the set was filled, nor on this process's hashes.
+
+    Whether two ranks hold the same value is decided by its bytes.
+    """
+    kinds = set(map(type, members))
+    if kinds <= {int} or kinds <= {str} or kinds <= {bytes}:
+        return sorted(members)
+    return sorted(members, key=lambda member: msgspec.msgpack.encode(encode(member)))
 
 
 def _unique(kind: Callable[[Iterable[object]], Any], *members: object) -> object:
@@ -460,8 +472,8 @@ _CODECS: tuple[_Codec, ...] = (
     _Codec(4, bytearray, lambda b: (bytes(b),), bytearray, (bytes,)),
     _Codec(5, tuple, lambda t: t, lambda *parts: parts),
     _Codec(6, list, lambda x: x, lambda *parts: list(parts)),
-    _Codec(7, set, lambda s: s, functools.partial(_unique, set)),
-    _Codec(8, frozenset, lambda s: s, functools.partial(_unique, frozenset)),
+    _Codec(7, set, _in_one_order, functools.partial(_unique, set)),
+    _Codec(8, frozenset, _in_one_order, functools.partial(_unique, frozenset)),
     _dict_codec(9, dict),
     _dict_codec(10, collections.OrderedDict),
     _Codec(11, range, lambda r: (r.start, r.stop, r.step), range, (int, int, int)),
