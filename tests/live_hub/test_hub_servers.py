@@ -136,6 +136,8 @@ def test_servers_that_do_not_answer_hold_up_no_client(monkeypatch: pytest.Monkey
         hub.close(cancel=True)
     state = {"layer.0.weight": torch.zeros(1000)}
     with transfuse.serve(state, step=lambda: 1) as server, transfuse.hub(server.address) as hub:
+        # The first copy may take longer than a client waits here.
+        wait_until(lambda: ask(hub.endpoint, "HEAD", WEIGHTS).status == 200)
         held = ask(hub.endpoint, "HEAD", WEIGHTS).headers["X-Repo-Commit"]
         time.sleep(0.3)  # longer than a step is believed
         with server.mutating():

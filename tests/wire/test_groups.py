@@ -130,7 +130,7 @@ def test_torchfts_groups(kind: str) -> None:
     """In the same process, and with the backend in a child process of its own."""
     torchft = pytest.importorskip("torchft.process_group", reason="torchft is not installed")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    groups = [getattr(torchft, kind)(timeout=timedelta(seconds=20)) for _ in range(3)]
+    groups = [getattr(torchft, kind)(timeout=timedelta(seconds=60)) for _ in range(3)]
     address = f"127.0.0.1:{store.port}/{kind}"
     try:
         for result in in_threads(*(lambda r=r: groups[r].configure(address, "replica", r, 3) for r in range(3))):
