@@ -27,6 +27,7 @@ from transfuse.plan.cohorts import Cohort
 from transfuse.plan.left_over import check_all_finds_its_place
 from transfuse.plan.match import Prepared
 from transfuse.report import Report
+from transfuse.session.threads import interrupt_behind
 from transfuse.state.leaves.own_mesh import own_mesh
 from transfuse.state.returned_copies import ReturnedCopies
 from transfuse.transport import PGTransport
@@ -124,6 +125,10 @@ class _NoPlan(TransfuseError):
     """Some rank was lost before this rank knew who is behind."""
 
 
+class _OthersLeft(TransfuseError):
+    """Some rank was interrupted before it took part in the transfer."""
+
+
 _decode = msgspec.msgpack.Decoder(_Word).decode
 
 
@@ -150,6 +155,8 @@ class _Healing:
         self._target: object = None
         self._copies = ReturnedCopies(None, None)
         self._voted = False
+        #: Whether a transport tells the others if this rank is interrupted; and whether this rank has seen one leave.
+        self._talks = self._saw_leave = False
         #: Whether this rank has everything that it was behind in, and whether ``load`` has taken it.
         self._landed = self._loaded = False
         #: Which function of the caller's can have failed, once everything has landed.
@@ -162,24 +169,28 @@ class _Healing:
         self._agreed_early: Agreed | None = None
 
     def run(self, said: int | None) -> int:
-        with self._calls as calls:
-            try:
-                step = self._run(said)
-                # From now on the caller knows what is in the state.
-                for state in self._looked_at:
-                    half_healed.forget(state)
-                return step
-            except BaseException as error:
-                if not isinstance(error, Exception):
-                    # Ctrl-C, perhaps. The others are told, and not waited for.
-                    calls.say_last(self._describe(error))
+        try:
+            self._calls.begin()
+            step = self._run(said)
+            # From now on the caller knows what is in the state.
+            for state in self._looked_at:
+                half_healed.forget(state)
+            return step
+        except BaseException as error:
+            interrupt = interrupt_behind(error)
+            if interrupt is None:
                 raise
+            # Ctrl-C, perhaps. The others are told, and not waited for.
+            self._calls.say_last(self._describe(interrupt), leaves=not self._talks)
+            raise interrupt from None
+        finally:
+            self._calls.end()
 
     def _run(self, said: int | None) -> int:
         calls, began = self._calls, time.monotonic()
         failure: BaseException | None = None
         told = calls.open(*self._truth(said))
-        if len(told) < calls.size:
+        if len(told) < calls.size or calls.left:
             failure = self._unasked or _NoPlan("some ranks have not said how far they are")
         else:
             steps = {rank: step for rank, (kind, step) in told.items() if kind == STEP}
@@ -252,7 +263,8 @@ class _Healing:
     def _send(self) -> None:
         with self._make_transport(None) as transport:
             try:
-                transport.send(self._behind, self._ask_to_send, step=self._newest)
+                self._talks = True
+                transport.send(self._behind, self._ask_to_send, step=self._newest, watch=self._watch)
             finally:
                 self._tell_report(transport)
 
@@ -270,7 +282,8 @@ class _Healing:
             else:
                 transport = self._make_transport(lambda: self._target, mesh)
             with transport:
-                self._target = transport.receive(sources, step=self._newest, permit=self._permit)
+                self._talks = True
+                self._target = transport.receive(sources, step=self._newest, permit=self._permit, watch=self._watch)
             self._landed = True
         except BaseException as error:
             if not self._voted and isinstance(error, Exception):
@@ -282,6 +295,12 @@ class _Healing:
         finally:
             if transport is not None:
                 self._tell_report(transport)
+
+    def _watch(self) -> None:
+        """Do not wait in a transfer for a rank that was interrupted before it took part."""
+        if self._calls.left and not self._saw_leave:
+            self._saw_leave = True
+            raise _OthersLeft(f"ranks {sorted(self._calls.left)} have left")
 
     def _ask(self) -> object:
         if self._unasked is not None:
@@ -342,7 +361,7 @@ class _Healing:
         self._note()
         if isinstance(failure, TransfuseError):
             error.torn = failure.torn
-        if failure is not None and not isinstance(failure, _VotedDown | _NoPlan):
+        if failure is not None and not isinstance(failure, _VotedDown | _NoPlan | _OthersLeft):
             raise error from failure
         raise error
 
@@ -425,7 +444,7 @@ def _raises(error: BaseException) -> Callable[[], object]:
 
 
 #: Errors that a rank has because another one has failed.
-CONSEQUENCES = (_VotedDown, _NoPlan, errors.SendFailed, errors.ReceiveFailed, errors.PeerError)
+CONSEQUENCES = (_VotedDown, _NoPlan, _OthersLeft, errors.SendFailed, errors.ReceiveFailed, errors.PeerError)
 
 
 def _error(agreed: Agreed) -> TransfuseError | None:

@@ -214,8 +214,12 @@ class PGTransport:
         state_dict: Callable[[], object],
         *,
         step: SupportsIndex | None = None,
+        watch: Callable[[], object] = lambda: None,
     ) -> None:
-        """As :meth:`send_checkpoint`, but with a function that returns the state. If it raises, receivers are told."""
+        """As :meth:`send_checkpoint`, but with a function that returns the state. If it raises, receivers are told.
+
+        ``watch`` is called now and then, and may raise to end the transfer.
+        """
         caller, began = None, False
         try:
             caller = self._new_caller()
@@ -228,7 +232,7 @@ class PGTransport:
             self._check_rate(len(ranks))
             began = True
             with self._call(report, caller) as context, Leases(self._options) as leases:
-                self._send(state_dict, context, leases)
+                self._send(state_dict, context, leases, watch)
         except BaseException as error:
             if _is_untold(error, caller, began):
                 self._tell(error, "dst_ranks", dst_ranks, is_source=True)
@@ -242,7 +246,9 @@ class PGTransport:
                 f"{self._seconds:g} s: expected at least {least:.0f}"
             )
 
-    def _send(self, state_dict: Callable[[], object], context: Context, leases: Leases) -> None:
+    def _send(
+        self, state_dict: Callable[[], object], context: Context, leases: Leases, watch: Callable[[], object]
+    ) -> None:
         ranks, report, progress, caller = context.ranks, context.report, context.progress, context.caller
         offered, failure = None, None
         with _calling(context, Phase.DESCRIBE):
@@ -282,6 +288,7 @@ class PGTransport:
                 conversations,
                 caller,
                 context.show,
+                watch,
                 park=lambda rank: channels[rank].park(),
                 streams=Streams(self._involved(() if offered is None else offered.described.devices)),
             )
@@ -333,12 +340,14 @@ class PGTransport:
         late: Late | None = None,
         absent: Mapping[str, BaseException] | None = None,
         permit: Permit | None = None,
+        watch: Callable[[], object] = lambda: None,
     ) -> Any:
-        """As :meth:`recv_checkpoint`, with three more arguments.
+        """As :meth:`recv_checkpoint`, with four more arguments.
 
         ``late`` chooses the targets once the sources have offered: it is called with the catalogue of their leaves.
         ``absent`` names sources that cannot be reached, and why. If only they may hold a leaf, the receive fails
         instead of leaving that leaf as it was. ``permit`` is asked before a target is written, and may raise.
+        ``watch`` is called now and then, and may raise to end the transfer.
         """
         caller, began = None, False
         try:
@@ -366,7 +375,7 @@ class PGTransport:
             with self._call(report, caller) as context:
                 if self._state_dict is not None and late is None:
                     request = self._ask_for_target(request, context)
-                return self._receive(request, context)
+                return self._receive(request, context, watch)
         except BaseException as error:
             if _is_untold(error, caller, began):
                 self._tell(error, "src_rank", src_rank, is_source=False)
@@ -388,7 +397,7 @@ class PGTransport:
                 return replace(request, failure=error)
         return replace(request, target=target)
 
-    def _receive(self, request: Request, context: Context) -> Any:
+    def _receive(self, request: Request, context: Context, watch: Callable[[], object]) -> Any:
         ranks, report = context.ranks, context.report
         receive = Receive(request, context)
         line = Line([rank for rank in ranks if rank != self._group.rank()], Patience(self._seconds).decision())
@@ -402,12 +411,16 @@ class PGTransport:
             ):
                 receive_from_one.receive(channel, receive)
 
+        def look() -> None:
+            receive.watch()
+            watch()
+
         try:
             failed = threads.run(
                 {rank: partial(talk, rank) for rank in ranks},
                 context.caller,
                 context.show,
-                receive.watch,
+                look,
                 receive.roster.park,
                 Streams(self._involved(devices_of(request.target))),
             )

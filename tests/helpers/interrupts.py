@@ -24,7 +24,8 @@ import transfuse
 _ROOMS = os.path.dirname(transfuse.__file__) + os.sep
 _STANDARD = {module.__file__ for module in (contextlib, threading, queue)}
 #: A call is not guarded before its first line: an interrupt there is one before the call.
-_ENTRANCES = {"send_checkpoint", "send", "recv_checkpoint", "receive"}
+TRANSFER = ("transport.py", "send_checkpoint", "send", "recv_checkpoint", "receive")
+HEAL = ("healing.py", "run")
 _LOOKS = {dis.opmap["CALL"], dis.opmap["CALL_FUNCTION_EX"], dis.opmap["JUMP_BACKWARD"]}
 
 
@@ -52,10 +53,11 @@ def _is_finalizer(frame: FrameType) -> bool:
 
 
 class Interrupt:
-    """Counts places, and raises at one of them."""
+    """Counts places within a call, and raises at one of them. The call is named by its file and its functions."""
 
-    def __init__(self, at: int | None = None) -> None:
+    def __init__(self, at: int | None = None, call: tuple[str, ...] = TRANSFER) -> None:
         self._at = at
+        self._file, *self._entrances = call
         self.count = 0
         #: Where the interrupt was raised; empty: it was not.
         self.where = ""
@@ -76,7 +78,7 @@ class Interrupt:
         code = frame.f_code
         if self.where or not _counts(code) or _is_finalizer(frame):
             return None
-        if code.co_name in _ENTRANCES and code.co_filename.endswith("transport.py"):
+        if code.co_name in self._entrances and code.co_filename.endswith(self._file):
             self._inside = True
         elif not self._inside:
             return None

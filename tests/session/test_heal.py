@@ -425,3 +425,19 @@ def test_wrong_arguments_are_refused_before_anybody_is_told_anything() -> None:
             call(pg, 0, CPU, dict, step=1)
         with pytest.raises(ValueError, match=r"heal\(\) needs a group .* with tags for main memory"):
             call(Untagged(pg), TIMEOUT, CPU, dict, step=1)
+
+
+@pytest.mark.parametrize(
+    ("newest", "behind"), [(True, 1), (1, 1.0), (0.0, -0.0), (float("nan"), float("nan")), ({1, 9}, {9, 1})]
+)
+def test_values_are_compared_bit_for_bit_without_load(newest: Any, behind: Any) -> None:
+    states = [{"w": torch.ones(3), "flag": newest}, {"w": torch.zeros(3), "flag": behind}]
+    with Ranks(2) as ranks:
+        outcomes = ranks.outcomes(
+            lambda rank, pg: transfuse.heal(pg, TIMEOUT, CPU, lambda: states[rank], step=7 if rank == 0 else None)
+        )
+    if repr(newest) == repr(behind) or isinstance(newest, set):
+        assert [outcome.get() for outcome in outcomes] == [7, 7]
+    else:
+        assert "['flag']" in str(one_error(outcomes))
+        assert not states[1]["w"].any()

@@ -25,7 +25,7 @@ from transfuse.report import Report
 from transfuse.timeouts import Patience
 from transfuse.wire.channel import Channel
 
-__all__ = ["Caller", "SideConversation", "run"]
+__all__ = ["Caller", "SideConversation", "interrupt_behind", "run"]
 
 
 class _End(NamedTuple):
@@ -151,11 +151,19 @@ class _Ranges:
             self._end()
 
 
+def interrupt_behind(error: BaseException) -> BaseException | None:
+    """The interrupt that an error is, or that came out of a lock of ``threading`` as this error; None if neither."""
+    if not isinstance(error, Exception):
+        return error
+    behind = error.__context__ if isinstance(error, RuntimeError) else None
+    return None if behind is None or isinstance(behind, Exception) else behind
+
+
 def run(
     talks: Mapping[int, Callable[[], None]],
     caller: Caller,
     show: Callable[[], object],
-    watch: Callable[[], None] = lambda: None,
+    watch: Callable[[], object] = lambda: None,
     park: Callable[[int], None] = lambda rank: None,
     streams: Streams | None = None,
 ) -> dict[int, BaseException]:
@@ -189,9 +197,8 @@ def run(
             try:
                 thread.start()
             except RuntimeError as error:
-                # An interrupt of Thread.start() may come out of its lock as this.
-                if error.__context__ is not None and not isinstance(error.__context__, Exception):
-                    raise error.__context__ from None
+                if (interrupt := interrupt_behind(error)) is not None:
+                    raise interrupt from None
                 # No further thread can be started.
                 if left.pop(rank, None) is not None:
                     caller.end(rank, _End(error, None))
@@ -213,7 +220,7 @@ def _wait_for(
     caller: Caller,
     ranges: _Ranges,
     show: Callable[[], object],
-    watch: Callable[[], None],
+    watch: Callable[[], object],
     park: Callable[[int], None],
 ) -> dict[int, BaseException]:
     """Start the conversations, and wait for them. An interrupt at any moment only makes the caller stop, once."""

@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 #: The most routes that an offer or a verdict may name.
 MOST_ROUTES = 16
 #: The most lanes between two ends.

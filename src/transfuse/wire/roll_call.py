@@ -22,8 +22,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, Self
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 import torch
@@ -37,7 +37,7 @@ from transfuse.wire.messages import WIRE_VERSION
 from transfuse.wire.operations import Operations, Posted
 from transfuse.wire.switchboard import Switchboard, Watched
 
-__all__ = ["Agreed", "RollCall"]
+__all__ = ["LEFT", "Agreed", "RollCall"]
 
 MAGIC = b"TFRC"
 #: The first round has a tag of its own: each heal has exactly one such word from each rank to each other.
@@ -56,6 +56,8 @@ MARK = b"\x01"
 
 #: Kinds of words. Each stage has two: the words themselves, and what everybody has heard. So stages are even.
 OPEN, WORKING, FIRST_STAGE, LAST_STAGE = 0, 1, 2, 0xFFFE
+#: The note of a rank that was interrupted before it took part in what the others do after the first round.
+LEFT = 0xFFFF
 
 
 class Agreed(NamedTuple):
@@ -91,10 +93,12 @@ _decode_view = msgspec.msgpack.Decoder(_View).decode
 
 #: By switchboard: threads that were left behind in a wait for a silent rank. They would take a later roll call's words.
 _left_behind: WeakKeyDictionary[Switchboard, list[tuple[int, threading.Thread]]] = WeakKeyDictionary()
+#: Groups on which words of a roll call may be under way that nobody has listened to, because it was interrupted.
+_cut_off: WeakSet[Switchboard] = WeakSet()
 
 
 class RollCall:
-    """One roll call over a group, from :meth:`open` until the ``with`` block ends. All ranks make it together."""
+    """One roll call over a group, from :meth:`begin` to :meth:`end`. All ranks make it together."""
 
     def __init__(self, group: Group, seconds: float) -> None:
         rank, size = group.rank(), group.size()
@@ -119,8 +123,14 @@ class RollCall:
         self._heard_at: dict[int, float] = {}
         self._gone: dict[int, PeerError] = {}
         self._listening: dict[int, threading.Thread] = {}
-        #: Sends under way. The backend owns their memory.
+        #: First words that are awaited, and sends under way. The backend owns their memory.
+        self._posted: dict[int, Posted] = {}
         self._sent: list[object] = []
+        #: Ranks that have got this rank's first word. Ranks that were interrupted before they took part.
+        self._told: set[int] = set()
+        self.left: set[int] = set()
+        #: Whether an interrupt now would leave words that nobody listens to.
+        self._halfway = False
         self._quiet = 0
         self._last_words: Callable[[str], object] | None = None
         self._speaks = False
@@ -130,36 +140,45 @@ class RollCall:
     def peers(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def __enter__(self) -> Self:
+    def begin(self) -> None:
+        """Raise if an earlier roll call has left something on the group that this one would hear."""
         switchboard = self._group.switchboard
-        stale = [peer for peer, thread in _left_behind.get(switchboard, ()) if thread.is_alive()]
+        until = time.monotonic() + Patience.GOODBYE_SECONDS  # Last words may still be on their way.
+        stale = [peer for peer, thread in _left_behind.get(switchboard, ()) if not _ends(thread, until)]
         if stale:
             raise TransfuseError(
                 f"an earlier call of heal() on this group has lost ranks {stale}: make a new group, or reconfigure it"
             )
+        if switchboard in _cut_off:
+            raise TransfuseError(
+                "an earlier call of heal() on this group was interrupted: make a new group, or reconfigure it"
+            )
         _left_behind.pop(switchboard, None)
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Leave the group to others."""
         self._group.switchboard.watch.before_break_off = None
-        left = [(peer, thread) for peer, thread in self._listening.items() if not self._ends(thread)]
+        until = time.monotonic() + (0.0 if self._gone else Patience.SLICE_SECONDS)
+        left = [(peer, thread) for peer, thread in list(self._listening.items()) if not _ends(thread, until)]
         if left:
             self._group.switchboard.pin()
             _left_behind[self._group.switchboard] = left
+        if self._halfway or self.left:
+            self._cut_off()
         if self._sent:
             # gloo needs the memory of what it has not sent yet.
             self._group.switchboard.keep_last(self._sent)
 
-    def _ends(self, thread: threading.Thread) -> bool:
-        """Whether a thread has ended, or does so at once: its peer's last word has just arrived."""
-        thread.join(0.0 if self._gone else Patience.SLICE_SECONDS)
-        return not thread.is_alive()
+    def _cut_off(self) -> None:
+        self._group.switchboard.pin()
+        self._group.switchboard.leave_behind(self)
+        _cut_off.add(self._group.switchboard)
 
     # -------------------------------------------------------------------------------------------------- one round
 
     def open(self, note: int, value: int) -> dict[int, tuple[int, int]]:
         """Tell all ranks two numbers; return what each has told. Whoever is missing in it is lost."""
-        posted: dict[int, Posted] = {}
+        posted, self._halfway = self._posted, True
         started = time.monotonic()
         for peer in self.peers:
             # First all receives, then all sends: whoever hears a rank knows that this rank can hear, too.
@@ -167,6 +186,7 @@ class RollCall:
                 posted[peer] = self._operations(peer).post_recv(_empty(HEAD_BYTES), FIRST_TAG)
         for peer in self.peers:
             self._tell(peer, OPEN, note=note, value=value, tag=FIRST_TAG)
+            self._told.add(peer)
         self._hear_all(posted)
         self._wait(self.peers, OPEN, started)
         told = {self.rank: (note, value)}
@@ -174,6 +194,7 @@ class RollCall:
             word = self._words[peer].get(OPEN)
             if word is not None:
                 told[peer] = word.note, word.value
+        self._halfway = False
         return told
 
     def _hear_all(self, posted: dict[int, Posted]) -> None:
@@ -201,6 +222,7 @@ class RollCall:
 
     def listen(self) -> None:
         """Begin to listen for all words after the first."""
+        self._halfway = True
         for peer in self.peers:
             if peer not in self._gone:
                 thread = threading.Thread(
@@ -208,6 +230,7 @@ class RollCall:
                 )
                 self._listening[peer] = thread
                 thread.start()
+        self._halfway = False
 
     def agree(self, data: bytes, ranks: Sequence[int], *, last: bool = False) -> Agreed:
         """Tell these ranks some bytes; return what all have said, the same on all who live.
@@ -245,12 +268,18 @@ class RollCall:
                 merged.lost.setdefault(rank, why)
         return Agreed(merged.words, merged.lost)
 
-    def say_last(self, data: bytes) -> None:
-        """Tell all ranks some bytes as in the last stage, and wait for nobody."""
+    def say_last(self, data: bytes, *, leaves: bool) -> None:
+        """Tell all ranks some bytes as in the last stage, and wait for nobody.
+
+        ``leaves``: the others shall not wait for this rank in what they do meanwhile.
+        """
         view = msgspec.msgpack.encode(_View({self.rank: data}, {}))
         for peer in self.peers:
-            self._tell(peer, LAST_STAGE, data)
+            if peer not in self._told:
+                self._tell(peer, OPEN, note=LEFT, tag=FIRST_TAG)
+            self._tell(peer, LAST_STAGE, data, note=LEFT if leaves else 0)
             self._tell(peer, LAST_STAGE + 1, view)
+        self._halfway = self._halfway or leaves
 
     def _word(self, peer: int, stage: int) -> _Word | None:
         """What a rank has said in this stage, or in a later one: then it has left this one out."""
@@ -271,12 +300,13 @@ class RollCall:
                         self._tell(peer, WORKING)
 
         thread = threading.Thread(target=pulse, name="transfuse-roll-call-pulse", daemon=True)
-        thread.start()
         try:
+            thread.start()
             yield
         finally:
             stopped.set()
-            thread.join()
+            with suppress(RuntimeError):  # An interrupt came before its start.
+                thread.join()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -367,6 +397,8 @@ class RollCall:
             self._heard_at[peer] = time.monotonic()
             if head.kind == OPEN:
                 self._nonces[peer] = head.nonce
+            if head.note == LEFT:
+                self.left.add(peer)
             if head.kind != WORKING:
                 self._words[peer].setdefault(head.kind, _Word(head.note, head.value, body))
             self._changed.notify_all()
@@ -408,3 +440,10 @@ class RollCall:
 
 def _empty(count: int) -> torch.Tensor:
     return torch.empty(count, dtype=torch.uint8)
+
+
+def _ends(thread: threading.Thread, until: float) -> bool:
+    """Whether a thread has ended, or does so by then: its peer's last word has just arrived."""
+    with suppress(RuntimeError):  # An interrupt came before its start.
+        thread.join(max(0.0, until - time.monotonic()))
+    return not thread.is_alive()
