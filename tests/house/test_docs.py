@@ -319,3 +319,19 @@ def test_the_site_is_built(tmp_path: pathlib.Path) -> None:
     assert not re.search(
         r'<(script|link|img)[^>]+(src|href)="https?://', re.sub(r'<link rel="canonical"[^>]*>', "", html)
     )
+
+
+def test_every_file_of_the_rooms_is_on_the_page_that_lists_them() -> None:
+    """Rooms whose files are one for each framework or command are listed by what they are."""
+    design, keeper = ((ROOT / "docs" / name).read_text() for name in ("design.md", "keeper.md"))
+    rooms = design[design.index("## Rooms") : design.index("## Decisions")]
+    source = ROOT / "src" / "transfuse"
+    listed = [source, *(source / room for room in ("state", "state/leaves", "plan", "memory", "wire", "session"))]
+    files = [file for folder in (*listed, source / "remote", source / "live_hub") for file in folder.glob("*.py")]
+    missing = [str(file) for file in files if file.stem != "__init__" and f"`{file.stem}`" not in rooms]
+    missing += [
+        str(file)
+        for file in (source / "keeper").glob("*.py")
+        if file.stem != "__init__" and f"`{file.name}`" not in keeper
+    ]
+    assert not missing

@@ -87,6 +87,34 @@ def small_bursts(monkeypatch: pytest.MonkeyPatch, group_route: None) -> None:
 # ------------------------------------------------------------------------------------------ the state itself
 
 
+def heals(*states: Callable[[], object]) -> list[Outcome[Any]]:
+    """Rank 0 has step 7, and rank 1 comes back."""
+    with Ranks(2) as ranks:
+        return ranks.outcomes(lambda rank, pg: transfuse.heal(pg, 20, CPU, states[rank], step=7 if rank == 0 else None))
+
+
+def test_a_state_dict_that_returns_copies() -> None:
+    model = torch.ones(2)
+    for outcome in heals(lambda: {"w": model}, lambda: {"w": model.clone()}):
+        told(outcome.error, "StateError")
+
+
+def test_a_module_in_a_state() -> None:
+    sent, received = meet(sends({"model": torch.nn.Linear(2, 2)}), receives())
+    told(sent.error, "UnsupportedLeaf")
+    assert isinstance(received.error, transfuse.PeerRefused)
+
+
+def test_a_grown_and_a_shrunk_target() -> None:
+    sent, received = meet(sends({"w": torch.ones(2)}), receives({"w": torch.zeros(2), "head": torch.zeros(2)}))
+    told(received.error, "TargetMismatch")
+    assert isinstance(sent.error, transfuse.SendFailed)
+    before = {"model": {"0.weight": torch.ones(2), "1.weight": torch.ones(2)}}
+    now = {"model": {"0.weight": torch.zeros(2)}}
+    for outcome in heals(lambda: before, lambda: now):
+        told(outcome.error, "TargetMismatch")
+
+
 def test_unsupported_leaf() -> None:
     sent, received = meet(sends({"model": torch.ones(3), "head": torch.empty(3, device="meta")}), receives())
     told(sent.error, "UnsupportedLeaf")

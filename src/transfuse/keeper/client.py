@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import msgspec
 import numpy as np
-import torch.distributed as dist
 
 from transfuse import arguments
 from transfuse.errors import TransfuseError, as_utf8
@@ -30,6 +26,8 @@ from transfuse.keeper.commits import ANSWER_SECONDS, BRIEF_BYTES, NO_SLOT, Commi
 from transfuse.keeper.exchange import Exchange
 from transfuse.keeper.frames import KeeperLost, Link
 from transfuse.keeper.one_call import OneCall
+from transfuse.keeper.own_address import own_address
+from transfuse.keeper.settings import Settings, at_least, is_shared, own_of
 from transfuse.keeper.slots import Label, SlotView, column
 from transfuse.keeper.unkept import Unkept
 from transfuse.keeper.unrestorable import Unrestorable
@@ -112,16 +110,16 @@ def keep(
     settings = Settings(
         state_dict=state_dict,
         load=load,
-        own=_own_of(own),
+        own=own_of(own),
         load_own=load_own or getattr(own, "load_state_dict", None),
-        is_shared=_is_shared(shared),
+        is_shared=is_shared(shared),
         run=runs.find_run(run),
         group=group,
-        every=_at_least("every", every, 1),
-        slots=None if slots is None else _at_least("slots", slots, 2),
-        replicas=_at_least("replicas", replicas, 0),
-        max_bytes=None if max_bytes is None else _at_least("max_bytes", max_bytes, 1),
-        reserve=None if reserve is None else _at_least("reserve", reserve, 1),
+        every=at_least("every", every, 1),
+        slots=None if slots is None else at_least("slots", slots, 2),
+        replicas=at_least("replicas", replicas, 0),
+        max_bytes=None if max_bytes is None else at_least("max_bytes", max_bytes, 1),
+        reserve=None if reserve is None else at_least("reserve", reserve, 1),
         rate=max_bytes_per_second,
         linger=arguments.duration(linger, "linger").total_seconds(),
         digests=digests,
@@ -129,47 +127,8 @@ def keep(
         on_report=on_report,
         options=options,
     )
-    _check_group(group)
+    rendezvous.check_group(group)
     return Keep(settings)
-
-
-def _check_group(group: Any) -> None:
-    """See to it that there is a group, and that a restarted job can form it again."""
-    if group is None and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") != "1":
-        if not dist.is_torchelastic_launched():
-            raise TransfuseError("keep() needs the job's process group: call init_process_group() first")
-        rendezvous.form_group()
-    if rendezvous.is_needed():
-        raise TransfuseError(
-            "if torchrun restarted this job, it could not form its process group again: torchrun keeps its store, and "
-            "the new workers would find the addresses of dead ones there. Form the group by "
-            f'dist.init_process_group("{dist.get_backend()}", init_method="transfuse://"). If a framework forms it, '
-            "call transfuse.rendezvous_by_default() before that; importing and making a KeepCallback does it too"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The arguments of :func:`keep`, checked."""
-
-    state_dict: Callable[[], object] | None
-    load: Callable[[Any], object] | None
-    own: Callable[[], object] | None
-    load_own: Callable[[Any], object] | None
-    is_shared: IsShared
-    run: runs.Run
-    group: Any
-    every: int
-    slots: int | None
-    replicas: int
-    max_bytes: int | None
-    reserve: int | None
-    rate: float | None
-    linger: float
-    digests: bool
-    timeout: timedelta
-    on_report: Callable[[CommitReport], object] | None
-    options: FetchKeywords
 
 
 class _NoRoom(TransfuseError):
@@ -750,48 +709,3 @@ class Keep:
             self.close()
         else:
             self.detach()
-
-
-def _at_least(name: str, value: object, least: int) -> int:
-    number = arguments.whole(name, value)
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-    return number
-
-
-def _own_of(own: Any) -> Callable[[], object] | None:
-    if own is None or callable(own):
-        return own  # type: ignore[no-any-return]
-    if callable(getattr(own, "state_dict", None)):
-        return own.state_dict  # type: ignore[no-any-return]
-    raise TypeError(f"own= takes a callable, or an object with state_dict(), got {type(own).__name__}")
-
-
-def _is_shared(shared: object) -> IsShared:
-    if isinstance(shared, bool):
-        return lambda path: shared
-    if callable(shared):
-        return lambda path: bool(shared(path))
-    patterns = [shared] if isinstance(shared, str) else shared
-    if isinstance(patterns, Sequence) and all(isinstance(pattern, str) for pattern in patterns):
-        return lambda path: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-    raise TypeError(f"shared= takes a bool, patterns, or a callable that gets a path, got {type(shared).__name__}")
-
-
-def own_address() -> str:
-    """This host's address on the network of the job."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        with suppress(OSError):
-            import fcntl
-            import struct
-
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-                packed = fcntl.ioctl(sock, 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
-                return socket.inet_ntoa(packed[20:24])
-    master = os.environ.get("MASTER_ADDR", "")
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        # No packet is sent: the kernel only chooses the interface that leads there.
-        sock.connect((master or "127.0.0.1", 9))
-        return str(sock.getsockname()[0])
-    return socket.gethostbyname(socket.gethostname())

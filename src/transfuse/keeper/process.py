@@ -13,7 +13,6 @@ import pathlib
 import secrets
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -28,15 +27,16 @@ from transfuse.errors import TransfuseError
 from transfuse.keeper import files, frames
 from transfuse.keeper.allotment import Allotment, Tenant
 from transfuse.keeper.attach import CANNOT_WRITE, SOCKET_NAME, Lock, cannot_write
-from transfuse.keeper.books import Books, Generation, Kept, ranks_and_have
+from transfuse.keeper.books import Books, Generation, ranks_and_have
 from transfuse.keeper.frames import Address, Frame, KeeperLost, Link
 from transfuse.keeper.freeing import Freeing
 from transfuse.keeper.readers import Readers
 from transfuse.keeper.ring import Ring
 from transfuse.keeper.runs import RUN_FILE, Process, Run, remake_directory
 from transfuse.keeper.slots import Label
+from transfuse.keeper.worker import Worker, uid_of
 from transfuse.remote.live_state import AskedState
-from transfuse.remote.server import Server, serve
+from transfuse.remote.server import serve
 
 __all__ = ["SOCKET_NAME", "Keeper", "go_before_training", "main"]
 
@@ -59,24 +59,6 @@ SLOTS = 3
 OOM_SCORE = "500"
 
 
-class _Worker:
-    """A connection, and what the worker behind it uses."""
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.hello: frames.Hello | None = None
-        #: Its process; None if that is of another namespace of pids, and cannot be seen from here.
-        self.process = _peer(link)
-        self.agent: Process | None = None
-        #: Whether it has told its peers, and so belongs to the job that runs now.
-        self.has_joined = False
-        #: Whether no other process can write to slots of this rank.
-        self.is_only_writer = False
-        self.has_closed = False
-        self.pinned: list[Kept] = []
-        self.servers: list[Server] = []
-
-
 class Keeper:
     """Answers workers until nobody needs it any more."""
 
@@ -93,7 +75,7 @@ class Keeper:
         self.freeing = Freeing()
         self._changed = threading.Condition()
         self._readers = Readers(self._changed, self.books)
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, Worker] = {}
         self._allotment = Allotment(self._changed, self.books, self.freeing, attached=self._workers)
         #: By rank: the agent that started its worker, and the worker itself.
         self._agents: dict[int, Process] = {}
@@ -313,7 +295,7 @@ class Keeper:
                     return
                 time.sleep(0.1)
                 continue
-            if _uid_of(sock) not in (os.getuid(), 0):
+            if uid_of(sock) not in (os.getuid(), 0):
                 sock.close()  # The directory keeps others out. This is for a directory that was opened up later.
                 continue
             try:
@@ -324,7 +306,7 @@ class Keeper:
                 logger.warning("a worker could not be answered: %s", error)
 
     def _talk(self, link: Link) -> None:
-        worker = _Worker(link)
+        worker = Worker(link)
         try:
             while True:
                 question, descriptors = link.hear(None)
@@ -345,7 +327,7 @@ class Keeper:
             self._detach(worker)
             link.close()
 
-    def _detach(self, worker: _Worker) -> None:
+    def _detach(self, worker: Worker) -> None:
         self._release(worker)
         with self._changed:
             if worker.hello is not None and self._workers.get(worker.hello.rank) is worker:
@@ -355,20 +337,20 @@ class Keeper:
                 self.books.detach(rank)
                 self._changed.notify_all()
 
-    def _release(self, worker: _Worker) -> None:
+    def _release(self, worker: Worker) -> None:
         for server in worker.servers:
             server.close(cancel=True)
         worker.servers = []
         self._readers.unpin(worker.pinned)
 
-    def _answer(self, worker: _Worker, question: Frame) -> tuple[Frame, list[int]]:
+    def _answer(self, worker: Worker, question: Frame) -> tuple[Frame, list[int]]:
         for kind, answer in _ANSWERS.items():
             if isinstance(question, kind):
                 result = answer(self, worker, question)
                 return result if isinstance(result, tuple) else (result, [])
         raise TransfuseError(f"{type(question).__name__} is no question")
 
-    def _hear_hello(self, worker: _Worker, hello: frames.Hello) -> Frame:
+    def _hear_hello(self, worker: Worker, hello: frames.Hello) -> Frame:
         if hello.version != frames.VERSION:
             raise TransfuseError(
                 f"the keeper of this run speaks version {frames.VERSION}, this worker version {hello.version}: end the "
@@ -404,7 +386,7 @@ class Keeper:
             self._changed.notify_all()
             return frames.Welcome(self.token, self.books.generation, self._server.address, os.getpid())
 
-    def _end_for(self, worker: _Worker) -> None:
+    def _end_for(self, worker: Worker) -> None:
         """A process that has closed begins another training: this keeper ends, once all ranks have closed."""
         while not self._has_ended() and not worker.link.gone():
             self._changed.wait(0.1)
@@ -412,7 +394,7 @@ class Keeper:
             self._over.set()
         raise KeeperLost("the keeper ends just now")
 
-    def _meet_peers(self, worker: _Worker, peers: frames.Peers) -> Frame:
+    def _meet_peers(self, worker: Worker, peers: frames.Peers) -> Frame:
         rank, ranks = self._rank_of(worker), tuple(peers.ranks[peers.index])
         with self._changed:
             self._wait_for_others(worker, lambda: peers.generation > self.books.generation)
@@ -428,7 +410,7 @@ class Keeper:
         self.ring.join(peers)
         return frames.Done()
 
-    def _wait_for_others(self, worker: _Worker, begins_anew: Callable[[], bool]) -> None:
+    def _wait_for_others(self, worker: Worker, begins_anew: Callable[[], bool]) -> None:
         """Before a worker begins something new here: wait for the job before to go. Refuse if it runs, or its agent.
 
         Ranks do not tell two jobs of one name apart: the second one may have other ranks on this host.
@@ -446,7 +428,7 @@ class Keeper:
                 raise TransfuseError(f"rank {others[0]} of this run is attached already, by another process")
             self._changed.wait(0.1)
 
-    def _take_over(self, worker: _Worker) -> None:
+    def _take_over(self, worker: Worker) -> None:
         """A new generation begins. Note it if another agent has started it."""
         assert worker.agent is not None
         if self._agents and not worker.has_joined and worker.agent not in self._agents.values():
@@ -454,21 +436,21 @@ class Keeper:
             logger.info("agent %d takes this run over from agent %d, which has ended", worker.agent.pid, before.pid)
         self._agents.clear()
 
-    def _expose(self, worker: _Worker, question: frames.Expose) -> Frame:
+    def _expose(self, worker: Worker, question: frames.Expose) -> Frame:
         with self._changed:
             self._wait_for_others(worker, lambda: not self.ring.listens(question.host, question.token))
         return frames.Exposed(self.ring.listen(question.host, question.token))
 
     # -- layouts
 
-    def _lay(self, worker: _Worker, lay: frames.Lay) -> tuple[Frame, list[int]]:
+    def _lay(self, worker: Worker, lay: frames.Lay) -> tuple[Frame, list[int]]:
         return self._allotment.lay(self._tenant(worker), lay)
 
-    def _reserve(self, worker: _Worker, reserve: frames.Reserve) -> Frame:
+    def _reserve(self, worker: Worker, reserve: frames.Reserve) -> Frame:
         self._allotment.reserve(self._tenant(worker), reserve.nbytes)
         return frames.Done()
 
-    def _tenant(self, worker: _Worker) -> Tenant:
+    def _tenant(self, worker: Worker) -> Tenant:
         if worker.hello is None:
             raise TransfuseError("say Hello first")
         hello, replicas = worker.hello, self.ring.replicas
@@ -482,7 +464,7 @@ class Keeper:
 
     # -- commits
 
-    def _begin(self, worker: _Worker, begin: frames.Begin) -> Frame:
+    def _begin(self, worker: Worker, begin: frames.Begin) -> Frame:
         rank = self._rank_of(worker)
         with self._changed:
             if begin.generation != self.books.generation:
@@ -506,7 +488,7 @@ class Keeper:
             return f"the ranks of this host refer to contents of step {label.step} that differ"
         return self.ring.why_incomplete(label)
 
-    def _committed(self, worker: _Worker, committed: frames.Committed) -> Frame:
+    def _committed(self, worker: Worker, committed: frames.Committed) -> Frame:
         rank, label = self._rank_of(worker), Label(committed.generation, committed.step)
         with self._changed:
             kept = self.books.slot(rank, committed.number)
@@ -521,12 +503,12 @@ class Keeper:
         self.ring.wake()
         return frames.Done()
 
-    def _drop(self, worker: _Worker, drop: frames.Drop) -> Frame:
+    def _drop(self, worker: Worker, drop: frames.Drop) -> Frame:
         with self._changed:
             self.books.drop(self._rank_of(worker), drop.number)
         return frames.Done()
 
-    def _leave_out(self, worker: _Worker, left: frames.LeaveOut) -> Frame:
+    def _leave_out(self, worker: Worker, left: frames.LeaveOut) -> Frame:
         with self._changed:
             self.books.leave_out(self._rank_of(worker), Label(left.generation, left.step))
             self._changed.notify_all()
@@ -534,7 +516,7 @@ class Keeper:
 
     # -- restoring
 
-    def _inventory(self, worker: _Worker, _: frames.Inventory) -> Frame:
+    def _inventory(self, worker: Worker, _: frames.Inventory) -> Frame:
         with self._changed:
             states = self.books.holdings()
             past = "" if self._past is None or states else self._past.tell(self._run())
@@ -546,7 +528,7 @@ class Keeper:
             return msgspec.json.decode(self._note, type=Run)
         return None
 
-    def _notes(self, worker: _Worker) -> str:
+    def _notes(self, worker: Worker) -> str:
         """What a worker should know that goes on from what is here. Called under the lock."""
         stop = f"transfuse keep --stop {os.getpid()}"
         if self._ended_at is not None:
@@ -566,7 +548,7 @@ class Keeper:
             f"TRANSFUSE_RUN); to begin anew, end the keeper: {stop}"
         )
 
-    def _open(self, worker: _Worker, question: frames.Open) -> tuple[Frame, list[int]]:
+    def _open(self, worker: Worker, question: frames.Open) -> tuple[Frame, list[int]]:
         label = Label(question.generation, question.step)
         with self._changed:
             ranks: set[int] = set()
@@ -582,13 +564,13 @@ class Keeper:
                 worker.pinned.append(kept)
             return frames.Mapped([rank for rank, _ in found]), [kept.file.fd for _, kept in found if kept is not None]
 
-    def _restored(self, worker: _Worker, restored: frames.Restored) -> Frame:
+    def _restored(self, worker: Worker, restored: frames.Restored) -> Frame:
         with self._changed:
             self.books.restored = Label(restored.generation, restored.step)
         self.ring.wake()
         return frames.Done()
 
-    def _serve(self, worker: _Worker, question: frames.Serve) -> Frame:
+    def _serve(self, worker: Worker, question: frames.Serve) -> Frame:
         """Serve every rank's state of a step that is whole here, for workers on other hosts."""
         label = Label(question.generation, question.step)
         addresses = []
@@ -606,11 +588,11 @@ class Keeper:
             addresses.append(Address(rank, server.address, own))
         return frames.Serving(addresses)
 
-    def _done(self, worker: _Worker, _: frames.Done) -> Frame:
+    def _done(self, worker: Worker, _: frames.Done) -> Frame:
         self._release(worker)
         return frames.Done()
 
-    def _close(self, worker: _Worker, _: frames.Close) -> Frame:
+    def _close(self, worker: Worker, _: frames.Close) -> Frame:
         with self._changed:
             worker.has_closed = True
             rank = self._rank_of(worker)
@@ -620,14 +602,14 @@ class Keeper:
         self.ring.wake()
         return frames.Done()
 
-    def _rank_of(self, worker: _Worker) -> int:
+    def _rank_of(self, worker: Worker) -> int:
         if worker.hello is None:
             raise TransfuseError("say Hello first")
         return worker.hello.rank
 
     # -- what it says about itself
 
-    def _status(self, worker: _Worker, _: frames.Status) -> Frame:
+    def _status(self, worker: Worker, _: frames.Status) -> Frame:
         return frames.Told(json.dumps(self.status()).encode())
 
     def status(self) -> dict[str, Any]:
@@ -687,19 +669,6 @@ def _belongs(rank: int, run: str, agent: Process) -> TransfuseError:
         f"rank {rank} of the run {run} belongs to the running agent {agent.pid}: give this job a name of its own "
         "(run=), or end the other one first"
     )
-
-
-def _uid_of(sock: socket.socket) -> int:
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(uid)
-
-
-def _peer(link: Link) -> Process | None:
-    """The process that has made this connection, if it can be seen from here."""
-    with suppress(OSError):
-        pid = link.peer_pid()
-        return Process.of(pid) if pid else None
-    return None
 
 
 def detach() -> None:

@@ -40,6 +40,7 @@ from transfuse.errors import PeerTimeout, TransfuseError
 
 __all__ = [
     "SCHEME",
+    "check_group",
     "form_group",
     "is_needed",
     "join_round",
@@ -82,6 +83,21 @@ def is_needed() -> bool:
         return False
     method = distributed_c10d._default_pg_init_method
     return method is not None and method.startswith(ENVIRONMENT)
+
+
+def check_group(group: Any) -> None:
+    """See to it that there is a group, and that a restarted job can form it again."""
+    if group is None and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") != "1":
+        if not dist.is_torchelastic_launched():
+            raise TransfuseError("keep() needs the job's process group: call init_process_group() first")
+        form_group()
+    if is_needed():
+        raise TransfuseError(
+            "if torchrun restarted this job, it could not form its process group again: torchrun keeps its store, and "
+            "the new workers would find the addresses of dead ones there. Form the group by "
+            f'dist.init_process_group("{dist.get_backend()}", init_method="transfuse://"). If a framework forms it, '
+            "call transfuse.rendezvous_by_default() before that; importing and making a KeepCallback does it too"
+        )
 
 
 def form_group() -> None:
