@@ -209,10 +209,14 @@ class _Healing:
             failure = self._take_part()
         self._end(failure)
         if self._landed:
-            sources = ", ".join(str(rank) for rank in range(calls.size) if rank not in self._behind)
-            seconds = time.monotonic() - began
+            sources = [str(rank) for rank in range(calls.size) if rank not in self._behind]
             logger.warning(
-                "rank %d was healed: step %d from ranks %s in %.2f s", calls.rank, self._newest, sources, seconds
+                "rank %d was healed: step %d from rank%s %s in %.2f s",
+                calls.rank,
+                self._newest,
+                "s" * (len(sources) > 1),
+                ", ".join(sources),
+                time.monotonic() - began,
             )
         return self._newest
 

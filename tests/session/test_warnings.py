@@ -53,7 +53,7 @@ def test_each_recovery_is_one_line_without_any_configuration(tmp_path: pathlib.P
         said = [line for line in one.err.splitlines() if line.startswith("transfuse:")]
         restored = rf"transfuse: rank {rank} restored step 29 from the keeper of this host in \d+\.\d\d s"
         assert sum(re.fullmatch(restored, line) is not None for line in said) == 1
-        healed = rf"transfuse: rank {rank} was healed: step 10 from ranks 0 in \d+\.\d\d s"
+        healed = rf"transfuse: rank {rank} was healed: step 10 from rank 0 in \d+\.\d\d s"
         assert sum(re.fullmatch(healed, line) is not None for line in said) == (rank > 0)
         without = rf"transfuse: rank {rank}: receive from 0, 1, step 3: .*; without 1"
         assert sum(re.fullmatch(without, line) is not None for line in said) == (rank == 2)
