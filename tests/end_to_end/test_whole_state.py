@@ -23,7 +23,9 @@ def refused(bring: Bring, before: list[Training], now: list[Training], load: boo
     assert [one.weights() for one in now] == weights
     assert not any(one.loaded for one in now)
     if "this run has kept steps" in str(error):
-        assert "the kept steps are whole, and stay for 600 s" in str(error).splitlines()[-1]
+        lines = str(error).splitlines()
+        assert "the kept steps are whole, and stay for 600 s" in lines[-1]
+        assert len(set(lines)) == len(lines), error
     assert "anew" not in str(error)
     return str(error)
 

@@ -261,6 +261,8 @@ def _attempt(
         try:
             return attempt.run()
         except Forbidden as error:
+            if error.why == alone.why:
+                raise alone from error
             kind = Unfit if isinstance(alone, Unfit) else Forbidden
             raise kind(f"{alone.why}\n  If other shards are wanted, from all ranks together: {error.why}") from error
 
