@@ -263,7 +263,7 @@ def test_in_the_foreground_a_keeper_stays_unless_told_how_long(home: Home, linge
 
 @pytest.mark.processes
 @pytest.mark.parametrize("in_foreground", [False, True])
-def test_a_place_is_free_when_its_worker_is_dead_whoever_holds_its_socket(home: Home, in_foreground: bool) -> None:  # noqa: F811
+def test_a_place_is_free_when_its_worker_is_dead_and_a_child_holds_it(home: Home, in_foreground: bool) -> None:  # noqa: F811
     """A data loader's process, which a killed worker has left behind, has inherited the connection."""
     lock = Lock.take(home.directory("left"))
     assert lock is not None

@@ -331,7 +331,7 @@ transfuse.rendezvous_by_default()
 assert not needed(None)
 assert not needed("env://")
 
-# Whoever has torch's own function at hand forms a group that keep() refuses. Only once: another one would not form.
+# torch's own function, imported before, forms a group that keep() refuses. Only once: another one would not form.
 init_process_group("gloo")
 assert rendezvous.is_needed()
 try:

@@ -95,7 +95,7 @@ def test_only_rank_0_commits(home: Home, pool4: ProcessPool) -> None:  # noqa: F
     assert "ranks [1, 2, 3]" in named[0]
     again = [line for line in heard if "no step has become complete" in line]
     assert len(again) >= 2
-    assert "ranks [1, 2, 3] have not committed step 1" in again[-1]
+    assert "ranks [1, 2, 3] have not committed step 1. A job that is restarted now has none of these steps" in again[-1]
     assert not any("keeper" in line for line in heard)
 
 
@@ -115,7 +115,13 @@ def test_the_rank_that_stops_to_commit_is_named(
             def commit() -> bool:
                 step = job.keeps[0]._reached or 0
                 job.keeps[0].commit(step + 1)
-                return sum("rank 1 has not committed step 2. step 1 is the newest" in one for one in heard) >= times
+                return (
+                    sum(
+                        "rank 1 has not committed step 2. A job that is restarted now goes on from step 1" in one
+                        for one in heard
+                    )
+                    >= times
+                )
 
             return commit
 

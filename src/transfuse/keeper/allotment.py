@@ -46,7 +46,7 @@ class Allotment:
         #: By rank: what it wants to commit at which step, and what was decided for it.
         self._wanted: dict[int, tuple[Label, Wanted]] = {}
         self._laid: dict[int, Layout] = {}
-        #: Ranks that others have waited for in vain, and that have not asked for anything yet.
+        #: Ranks that others have waited for, and that have not asked for anything yet.
         self._missed: set[int] = set()
         #: Slots that were reserved before their layout is known; bytes that are being allocated.
         self._spare: dict[int, list[SlotFile]] = {}
@@ -195,7 +195,7 @@ class Allotment:
 
     @property
     def absent(self) -> list[int]:
-        """The ranks that others have waited for in vain, and that have not come since."""
+        """The ranks that others have waited for, and that have not come since."""
         return sorted(self._missed)
 
     def forget(self, rank: int) -> None:

@@ -37,13 +37,13 @@ def attach(run: Run, seconds: float) -> Link:
 
 
 def find(run: Run, until: float) -> Link | Lock:
-    """A connection to the keeper of a run. If there is none, the lock of its directory: whoever has it may be one."""
+    """A connection to the keeper of a run. If there is none, the lock of its directory, to start one."""
     path = str(run.directory / SOCKET_NAME)
     with suppress(KeeperLost):
         return Link.to(path, _left(until))
     while True:
         lock = _try_lock(run)
-        # Whoever has the lock may listen by now.
+        # The process that has the lock may listen by now.
         with suppress(KeeperLost):
             link = Link.to(path, _left(until))
             if lock is not None:
@@ -91,7 +91,7 @@ def _start(lock: Lock) -> subprocess.Popen[bytes]:
     except OSError as error:
         raise TransfuseError(cannot_write(directory, error)) from error
     with log:
-        # A session of its own, and no descriptor of ours but the lock: whoever reads our output must not wait for it.
+        # A session of its own, and no descriptor of ours but the lock: readers of our output must not wait for it.
         process = subprocess.Popen(
             [sys.executable, "-m", "transfuse.keeper.process", str(directory), str(lock.fd)],
             stdin=subprocess.DEVNULL,
@@ -140,7 +140,7 @@ def cannot_write(directory: pathlib.Path, why: object) -> str:
 
 # ---------------------------------------------------------------------------------------------------- the lock
 #
-# Whoever makes a keeper's files, or removes them, holds the lock of the run's directory. A keeper holds it as long as
+# To make a keeper's files, or remove them, a process holds the lock of the run's directory. A keeper holds it while
 # it lives: it inherits the descriptor from the process that starts it, so there is no moment between the two. A keeper
 # that ends removes the lock's file and the directory, too. So a lock counts only if its file still has its name:
 # somebody who waited for the lock of an ended keeper begins again, with a directory of its own.
@@ -197,7 +197,7 @@ class Lock:
         return False
 
     def note(self, pid: int) -> None:
-        """Note in the file who has the lock, for those who wait in vain."""
+        """Note in the file who has the lock, for the errors of those who wait."""
         with suppress(OSError):
             os.pwrite(self.fd, b"%-10d" % pid, 0)
 

@@ -177,7 +177,7 @@ class _Work:
         yield tasks
 
     def _hash_blocks(self, number: int, address: int, low: int, size: int) -> Iterator[Callable[[], None]]:
-        """Hash a part of a large bundle, of which so many bytes lie at this address."""
+        """Hash a part of a large bundle, of which this many bytes lie at this address."""
         for at in range(0, size, BLOCK_BYTES):
             block, length = (low + at) // BLOCK_BYTES, min(BLOCK_BYTES, size - at)
             yield _hashing(self._blocks[number], block, address + at, length, (), self._scratch)

@@ -1,6 +1,6 @@
 """The files of a keeper: for workers that look for it, and for a keeper of the same run that comes after it.
 
-Whoever writes or removes them holds the lock of the run's directory (:mod:`transfuse.keeper.attach`).
+A process that writes or removes them holds the lock of the run's directory (:mod:`transfuse.keeper.attach`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def remove_files(directory: pathlib.Path, *, with_note: bool = True) -> None:
     """
     names = [SOCKET_NAME, TOKEN_NAME, ADDRESS_NAME, PORT_NAME, CLOSED_NAME, LOG_NAME]
     if with_note:
-        # The lock last: whoever waits for it sees that it is gone, and begins again.
+        # The lock last: a process that waits for it sees that it is gone, and begins again.
         names += [HELD_NAME, *(path.name for path in directory.glob(f"{RUN_FILE}*")), LOCK_NAME]
     for name in names:
         with suppress(OSError):

@@ -174,7 +174,7 @@ class Laid(_Frame):
     slots: int
     #: The number of the first of these slots.
     first: int
-    #: The ranks of this host that were waited for in vain, and that have not committed anything yet.
+    #: The ranks of this host that others have waited for, and that have not committed anything yet.
     absent: list[int]
 
 

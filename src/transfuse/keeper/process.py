@@ -237,7 +237,7 @@ class Keeper:
         return is_there and not self._has_ended() and self._why_end() is None
 
     def _has_ended(self) -> bool:
-        """Whether all ranks of all hosts have closed. Whoever is here and has not belongs to the next job."""
+        """Whether all ranks of all hosts have closed. A worker that has not belongs to the next job."""
         return all(worker.has_closed for worker in self._workers.values()) and (
             self.ring.is_over() or (self._all_closed() and self.books.is_alone())
         )

@@ -24,8 +24,8 @@ was started; of what ``multiprocessing`` starts, those of the starter. A restart
 goes on. Commands may differ between the ranks of a job (``--local_rank=1``): all ranks of one agent take that of the
 first (`agreed`). Of torchrun's jobs only the id counts, which is a new one for each launch from Python.
 
-Two runs without a name that have one agent and one command are one run. Whoever starts two such jobs at once, or the
-ranks of one job from several terminals, must give names.
+Two runs without a name that have one agent and one command are one run. Two such jobs at once, and the ranks of one job
+that are started from several terminals, need names.
 
 ``TORCHELASTIC_RUN_ID`` alone names nothing: it is "none" for every job without a name on several hosts, and a new one
 for every job on one host.

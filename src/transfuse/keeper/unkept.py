@@ -16,7 +16,8 @@ logger = logging.getLogger("transfuse")
 
 #: When a warning comes if no step has become complete since the job began to commit.
 FIRST_SECONDS = 5.0
-#: When it comes later, and again: after so many seconds, or after so many commits if these took a while.
+#: When it comes later, and again: after the first number of seconds, or after that many commits if these took longer
+#: than the last.
 AGAIN_SECONDS = 30.0
 AGAIN_COMMITS, WHILE_SECONDS = 20, 10.0
 
@@ -46,7 +47,7 @@ class Unkept:
         self._complete, self._since, self._commits, self._has_warned = complete, None, 0, False
 
     def name(self, step: int, absent: Sequence[int], seconds: float) -> None:
-        """Ranks of this host were waited for in vain, at the first commit."""
+        """Ranks of this host did not come to the first commit, although the others waited for them."""
         if absent and not self._has_named:
             self._has_named = True
             logger.warning(
@@ -73,14 +74,13 @@ class Unkept:
         ):
             return
         self._since, self._commits, self._has_warned = now, 0, True
-        newest = "no step is complete" if self._complete is None else f"step {self._complete.step} is the newest"
+        lost = "has none of these steps" if self._complete is None else f"goes on from step {self._complete.step}"
         logger.warning(
-            "rank %d: no step has become complete for %.0f s: step %d was %s: %s. %s: a job that is restarted now goes "
-            "on from there",
+            "rank %d: no step has become complete for %.0f s: step %d was %s: %s. A job that is restarted now %s",
             self._rank,
             now - self._dry_since,
             report.step,
             report.outcome,
             report.why or self._waits_for or "it waits for the other ranks",
-            newest,
+            lost,
         )

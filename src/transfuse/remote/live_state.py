@@ -117,7 +117,7 @@ class LiveState:
             if step != self.seen.step:
                 self._has_warned = True
                 logger.warning(
-                    "the step went from %s to %s outside of mutating(), and readers were told %s all the while. Change "
+                    "the step went from %s to %s outside of mutating(), and readers were told %s until now. Change "
                     "it together with the weights: with server.mutating(): optimizer.step(); step += 1",
                     self.seen.step,
                     step,
