@@ -30,6 +30,7 @@ import transfuse
 from keeping import SECONDS, Home, Job, home, threaded, until  # noqa: F401
 from transfuse.dcp import KeeperReader, KeeperWriter
 from transfuse.errors import StateError, UnsupportedLeaf
+from transfuse.keeper import commits
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
 
@@ -140,6 +141,36 @@ def test_what_was_saved_is_loaded_as_from_a_directory(hosts: int, ranks: int, tm
 
 
 # -------------------------------------------------------------------------------------------------------- the guide
+
+
+class Late(KeeperWriter):
+    """Rank 1 begins to write when rank 0 waits for nobody any more."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        if rank == 1:
+            store.wait(["written"])
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            if rank == 0:
+                store.set("written", "1")
+
+
+def save_late(rank: int) -> tuple[str, int | None]:
+    commits.PARTNER_SECONDS = 0.2
+    keep = transfuse.keep(run="late", timeout=SECONDS)
+    saved = {"mine": distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])}
+    dcp_save(saved, storage_writer=Late(keep, 7))
+    assert keep.report is not None
+    told = keep.report.outcome, KeeperReader(keep).newest_step()
+    keep.close()
+    return told
+
+
+def test_a_rank_that_is_late_does_not_end_a_save() -> None:
+    """The keeper has rank 0's part, and the step counts when rank 1's has come."""
+    assert on_ranks(2, save_late) == [("pending", 7), ("committed", 7)]
 
 
 def guide(rank: int, fatal_step: int) -> Any:

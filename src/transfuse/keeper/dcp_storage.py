@@ -67,6 +67,8 @@ from transfuse.state.manifest import Described, Leaf, Manifest, Wire, describe
 __all__ = ["KeeperReader", "KeeperWriter"]
 
 FORMAT = "transfuse.dcp 1"
+#: The outcomes of a commit whose state the keeper has. "pending": other ranks come later, and DCP waits for them.
+TAKEN = ("committed", "pending")
 
 CheckpointId = str | os.PathLike[str] | int
 
@@ -129,7 +131,7 @@ class KeeperWriter(StorageWriter):
         step, last = self._step, self._keep.report
         if step is None:
             raise ValueError("which step? Pass checkpoint_id='step-100' to dcp.save, or a step to KeeperWriter")
-        if last is not None and step <= last.step and last.outcome == "committed":
+        if last is not None and step <= last.step and last.outcome in TAKEN:
             raise ValueError(f"step {step} was to be saved after step {last.step}: steps must rise")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -146,7 +148,7 @@ class KeeperWriter(StorageWriter):
         """Copy what the plan gives to this rank into the memory of this host's keeper."""
         assert self._step is not None
         report = self._keep.commit(self._step, state=_part_of(plan, planner))
-        if report is not None and report.outcome != "committed" and self._strict:
+        if report is not None and report.outcome not in TAKEN and self._strict:
             raise TransfuseError(f"step {self._step} was not saved: {report.why}")
         return _done([WriteResult(item.index, _bytes_in(item), self._keep.rank) for item in plan.items])
 
