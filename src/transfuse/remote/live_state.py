@@ -61,15 +61,18 @@ class LiveState:
     def changing(self) -> Iterator[None]:
         """Change the state within this block. It waits until no reader is active, and readers wait until it ends."""
         with self.rwlock.changing():
+            before = self.seen
             if not self._depth:
                 self._check_step_stayed()
+                # What readers find if an interrupt keeps this thread from looking again.
+                self.seen = TransfuseError("the last change of the state was interrupted: wait for the next mutating()")
             self._depth += 1
             try:
                 yield
             finally:
                 try:
                     if self._depth == 1:
-                        self._look()
+                        self._look(were_refused=isinstance(before, Exception))
                 finally:
                     self._depth -= 1
 
@@ -95,13 +98,13 @@ class LiveState:
     def _ask_step(self) -> int | None:
         return check_step(self._step(), "what step() gives") if callable(self._step) else self._step
 
-    def _look(self) -> None:
+    def _look(self, *, were_refused: bool) -> None:
         """Note what readers will find from now on. If a callable raises, they are told; training goes on."""
         self.changes += 1
         try:
             self.seen = Seen(*self._ask(), self.changes)
         except Exception as error:
-            if not isinstance(self.seen, Exception):
+            if not were_refused:
                 said = as_utf8(f"{type(error).__name__}: {error}")
                 logger.warning("readers are refused until the next mutating(): the state cannot be had: %s", said)
             self.seen = error.with_traceback(None)
