@@ -57,7 +57,7 @@ def header(
     body: bytes = b"",
     length: int | None = None,
     magic: bytes = b"TFUS",
-    version: int = 7,
+    version: int = 8,
     damage: int = 0,
 ) -> bytes:
     digest = xxhash.xxh3_64_intdigest(body) ^ damage

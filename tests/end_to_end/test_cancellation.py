@@ -90,11 +90,14 @@ def test_the_first_word_after_an_interrupt_belongs_to_the_next_call() -> None:
             if waited.count("waiting for the offer") == 3:
                 raise KeyboardInterrupt
 
+        def let_send(progress: dict[int, transfuse.Progress]) -> None:
+            if progress[0].phase == "waiting for the offer":
+                go.set()
+
         waited: list[str] = []
         with pytest.raises(KeyboardInterrupt):
             transfuse.PGTransport(pg, TIMEOUT, CPU, progress=stop).recv_checkpoint(0)
-        go.set()
-        return transfuse.PGTransport(pg, TIMEOUT, CPU).recv_checkpoint(0)
+        return transfuse.PGTransport(pg, TIMEOUT, CPU, progress=let_send).recv_checkpoint(0)
 
     with Ranks(2, 40) as ranks:
         sent, received = ranks.outcomes(work)

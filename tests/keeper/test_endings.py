@@ -83,7 +83,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [None, "named"])
+@pytest.mark.parametrize("name", [None, pytest.param("named", marks=pytest.mark.soak)])
 def test_a_run_that_torchrun_starts_again_after_its_end_goes_on_from_there(
     home: Home,  # noqa: F811
     agent: subprocess.Popen[bytes],

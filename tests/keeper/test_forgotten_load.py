@@ -120,6 +120,7 @@ def run_job(*arguments: str, **environment: str) -> str:
     return ran.stdout.decode().strip()
 
 
+@pytest.mark.soak
 @pytest.mark.processes
 def test_a_run_without_a_name_stays_when_its_job_has_failed_and_another_agent_goes_on(home: Home) -> None:  # noqa: F811
     assert run_job("5") == "None"

@@ -102,7 +102,7 @@ def nothing_left(home: Home) -> None:  # noqa: F811
     until(lambda: all(path.name.startswith(ours) for path in home.base.iterdir()) and len(keepers_in(home.base)) <= 1)
 
 
-@pytest.mark.long
+@pytest.mark.soak  # tests/house/test_readme.py kills a job under torchrun in the ordinary run.
 def test_a_killed_job_goes_on_from_memory(home: Home, tmp_path: pathlib.Path) -> None:  # noqa: F811
     plain = Plan(str(tmp_path / "plain"))
     killed = Plan(str(tmp_path / "killed"), deaths=[(1, "step", 4)])
