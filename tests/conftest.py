@@ -61,7 +61,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def pool4() -> Iterator[ProcessPool]:
     """Four worker processes, made on first use and kept for the whole run."""
-    with ProcessPool(4, method="forkserver") as pool:
+    with ProcessPool(4, method="forkserver", timeout=90.0) as pool:  # Keepers import torch before they answer.
         yield pool
 
 

@@ -45,6 +45,7 @@ class Plan:
     overlap: bool = False
     #: Stop after so many steps, without close().
     until: int | None = None
+    linger: float = 600.0
 
 
 class Worker:
@@ -111,6 +112,7 @@ class Worker:
             own=lambda: {"rng": torch.get_rng_state()},
             load_own=lambda own: torch.set_rng_state(own["rng"].clone()),
             timeout=SECONDS,
+            linger=plan.linger,
             verify=True,
         )
         self.restoring = True

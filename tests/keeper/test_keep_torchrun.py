@@ -168,14 +168,15 @@ def test_a_second_torchrun_of_a_named_run_has_another_number_of_ranks(
 
 
 @pytest.mark.soak
-def test_ctrl_c_of_a_job_without_a_name_leaves_nothing(home: Home, tmp_path: pathlib.Path) -> None:  # noqa: F811
-    plan = Plan(str(tmp_path / "plan"), steps=10**6)
+def test_ctrl_c_of_a_job_without_a_name_leaves_its_steps_for_a_while(home: Home, tmp_path: pathlib.Path) -> None:  # noqa: F811
+    plan = Plan(str(tmp_path / "plan"), steps=10**6, linger=5.0)
     with run(plan, 2, ALONE) as job:
         job.until(lambda: pathlib.Path(plan.directory, "rank0").exists() and notes(plan, 1)[0][-1].get("step", 0) > 5)
         assert keepers_in(home.base)
         os.kill(job.process.pid, signal.SIGINT)
         job.end()
         job.until(lambda: not job.alive())
+        assert keepers_in(home.base)
     nothing_left(home)
 
 
