@@ -79,10 +79,9 @@ def places_in(victim: int) -> int:
 @pytest.mark.usefixtures("either_route")
 @pytest.mark.parametrize("victim", [SOURCE, BEHIND], ids=["source", "behind"])
 def test_interrupted_at_some_places(victim: int) -> None:
-    all_places = places_in(victim)
-    assert all_places > 400
-    few = [1, 30, 83, 140, *range(234, all_places // 2, all_places // 10)]
-    assert interrupt_at(victim, iter(few)) >= 6
+    """Before the transfer, in the first round. Later places move from run to run: those are in soak."""
+    assert places_in(victim) > 400
+    assert interrupt_at(victim, iter([1, 30, 83, 140])) == 4
     assert "transfuse-roll-call-pulse" not in {thread.name for thread in threading.enumerate()}
 
 
