@@ -15,6 +15,7 @@ before it breaks off a transfer (:meth:`RollCall.before_break_off`): the last wo
 
 from __future__ import annotations
 
+import queue
 import secrets
 import struct
 import threading
@@ -113,7 +114,9 @@ class RollCall:
             )
         self.rank, self.size = rank, size
         self._group, self._seconds = group, seconds
-        self._changed = threading.Condition()
+        self._changed = threading.RLock()
+        #: Wakes whoever waits. Not a condition: an interrupt in its Python code can leave its lock released twice.
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._nonce = secrets.randbits(63)
         self._stage = FIRST_STAGE
@@ -401,7 +404,7 @@ class RollCall:
                 self.left.add(peer)
             if head.kind != WORKING:
                 self._words[peer].setdefault(head.kind, _Word(head.note, head.value, body))
-            self._changed.notify_all()
+            self._news.put(None)
 
     @contextmanager
     def _noting(self, peer: int) -> Iterator[None]:
@@ -413,13 +416,13 @@ class RollCall:
             gone = error if isinstance(error, PeerError) else ProtocolError(peer, f"rank {peer}: {error}")
             with self._changed:
                 self._gone.setdefault(peer, gone)
-                self._changed.notify_all()
+                self._news.put(None)
 
     def _wait(self, peers: Sequence[int], kind: int, started: float) -> None:
         """Wait until these ranks have said this word, are gone, or have been silent for the timeout."""
-        with self._changed:
-            while True:
-                now, soonest = time.monotonic(), float("inf")
+        while True:
+            now, soonest = time.monotonic(), float("inf")
+            with self._changed:
                 for peer in peers:
                     if peer in self._gone or self._has_said(peer, kind):
                         continue
@@ -428,9 +431,10 @@ class RollCall:
                         self._gone[peer] = PeerTimeout(peer, "healing", self._seconds)
                     else:
                         soonest = min(soonest, until)
-                if soonest == float("inf"):
-                    return
-                self._changed.wait(min(soonest - now, Patience.SLICE_SECONDS))
+            if soonest == float("inf"):
+                return
+            with suppress(queue.Empty):
+                self._news.get(timeout=min(soonest - now, Patience.SLICE_SECONDS))
 
     def _has_said(self, peer: int, kind: int) -> bool:
         if kind == OPEN:
