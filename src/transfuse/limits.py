@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-__all__ = ["KIB", "MIB", "Limits", "allows_same_host", "asks_for_nixl"]
+__all__ = ["KIB", "MIB", "Limits", "allows_same_host", "asks_for_nixl", "port_range"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -84,6 +84,16 @@ class Limits:
                 except ValueError:
                     raise ValueError(f"TRANSFUSE_{item.name.upper()} must be a whole number, got {text!r}") from None
         return cls(**values)
+
+
+def port_range(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """The first and the last port on which a process may listen for streams (``TRANSFUSE_PORT``). 0: any free port."""
+    text = environ.get("TRANSFUSE_PORT", "0")
+    first, dash, last = text.partition("-")
+    ports = [int(port) if port.isdecimal() else -1 for port in (first, last if dash else first)]
+    if not 0 <= ports[0] <= ports[1] < 1 << 16 or (dash and not ports[0]):
+        raise ValueError(f"TRANSFUSE_PORT must be a port, or the first and the last one (29600-29699), got {text!r}")
+    return ports[0], ports[1]
 
 
 def asks_for_nixl(environ: Mapping[str, str] = os.environ) -> bool:

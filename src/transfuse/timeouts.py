@@ -24,8 +24,7 @@ class Patience:
     parcels on an accelerator, for completion     T without progress     every parcel that completes begins it anew
     a queue, for a peer that owes a message        T/2                    then other conversations may use the queue
     a lane, for the other end                     T/2                    the other connections bring its parcels
-    gloo, for a lane's connection                 1 s                    gloo waits five times as long, and nobody
-                                                                         waits for it; see ``lane_connection``
+    a connection of our own                       1 s, T/4 at most       the group carries the bytes instead
     a read over the network, for up to 4 MiB      T/4                    the group brings the rest
     a chain, for receivers that want the same     1 ns a byte saved,     a chain saves about as much; a late receiver is
                                                   0.25 to 1 s, T/2 most  served by the source
@@ -46,10 +45,7 @@ class Patience:
     LEAST_PULSE_SECONDS = 0.05
     CHAIN_SECONDS_PER_BYTE = 1e-9
     MIN_CHAIN_SECONDS, MAX_CHAIN_SECONDS = 0.25, 1.0
-    #: The timeout that gloo gets for the connection of a new lane. gloo gives up after five times as long, and ends the
-    #: process if the connection fails at that very moment. The kernel reports failures when it has sent a packet: at
-    #: once and after 1, 3 and 7 seconds. So gloo gives up in between, whatever the caller's timeout is.
-    lane_connection = 1.0
+    CONNECTION_SECONDS = 1.0
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -81,6 +77,11 @@ class Patience:
     def lane(self) -> float:
         """How long a lane waits for its other end."""
         return self.timeout / 2
+
+    @property
+    def connection(self) -> float:
+        """How long two ends try to connect, in one direction."""
+        return min(self.CONNECTION_SECONDS, self.timeout / 4)
 
     @property
     def remote_read(self) -> float:

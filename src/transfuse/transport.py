@@ -42,7 +42,7 @@ from transfuse.timeouts import Patience
 from transfuse.wire import messages, nixl_agent
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group, ProcessGroupLike
-from transfuse.wire.lanes import Pool
+from transfuse.wire.pool import Pool
 from transfuse.wire.route_table import Leases
 from transfuse.wire.turns import Line
 

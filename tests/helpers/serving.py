@@ -19,7 +19,7 @@ import torch
 from benchmarks.hosts import settle
 
 import transfuse
-from transfuse.remote.handshake import (
+from transfuse.wire.handshake import (
     HELLO_BYTES,
     MAGIC,
     MAX_FRAME_BYTES,

@@ -15,8 +15,8 @@ from transfuse.errors import TransfuseError
 from transfuse.keeper import door
 from transfuse.keeper.questions import Lend, Lent, No, Round, State, decode_answer
 from transfuse.keeper.slots import Label
-from transfuse.remote.handshake import Ask, Told, connect, key_of
-from transfuse.remote.listener import MAX_STRANGERS
+from transfuse.wire.handshake import Ask, Told, connect, key_of
+from transfuse.wire.listener import MAX_STRANGERS
 
 
 def test_the_door_stays_over_generations_and_a_later_keeper_opens_the_same(job: Job) -> None:

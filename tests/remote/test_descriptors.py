@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transfuse
 from descriptor_limits import leaving
 from moves import CPU
-from transfuse.remote.handshake import connect, key_of, split_address
+from transfuse.wire.handshake import connect, key_of, split_address
 from transfuse.remote.pair_group import READER, PairGroup
 from transfuse.testing.ranks import Fleet, ProcessPool
 from transfuse.wire import file_descriptors

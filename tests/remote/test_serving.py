@@ -22,7 +22,7 @@ import transfuse
 from hub_asking import ask
 from serving import DEADLINE, LONG, TOKEN, Halt, big_state, plain_state, servers, some_state, zeros_like
 from shards import mesh_of, shard
-from transfuse.remote.handshake import split_address
+from transfuse.wire.handshake import split_address
 from transfuse.testing.exact import differences
 
 # What arrives

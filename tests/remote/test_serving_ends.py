@@ -35,7 +35,7 @@ from serving import (
     plain_state,
     wait_until,
 )
-from transfuse.remote.handshake import Ready, connect, key_of, split_address
+from transfuse.wire.handshake import Ready, connect, key_of, split_address
 from transfuse.remote.pair_group import READER, PairGroup
 from transfuse.session.source import OfferedState
 from transfuse.testing.exact import differences

@@ -26,7 +26,7 @@ from serving import (
     wait_until,
 )
 from transfuse.limits import Limits
-from transfuse.remote.handshake import Ready, connect, key_of
+from transfuse.wire.handshake import Ready, connect, key_of
 from transfuse.remote.pair_group import READER, PairGroup, PairGroups
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet

@@ -42,7 +42,7 @@ from serving import (
     wait_until,
 )
 from transfuse.remote import listener
-from transfuse.remote.handshake import (
+from transfuse.wire.handshake import (
     HELLO_BYTES,
     MAGIC,
     MAX_FRAME_BYTES,

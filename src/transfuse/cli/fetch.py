@@ -31,11 +31,11 @@ from transfuse.cli.tables import count_leaves
 from transfuse.errors import PeerError
 from transfuse.limits import Limits
 from transfuse.plan.regions import lay_out
-from transfuse.remote.handshake import split_address
 from transfuse.report import Report, human_bytes
 from transfuse.state import trees
 from transfuse.state.leaves.dtensors import is_dtensor
 from transfuse.state.manifest import Manifest, describe
+from transfuse.wire.handshake import split_address
 
 __all__ = ["fetch"]
 

@@ -28,7 +28,7 @@ from transfuse.cli.options import (
 from transfuse.errors import TransfuseError
 from transfuse.live_hub.hub import DEFAULT_NAME, MAX_SHARD_BYTES, Hub, Settings, check_shard_bytes
 from transfuse.live_hub.sources import Reached, ServerSource
-from transfuse.remote.handshake import is_loopback, split_address
+from transfuse.wire.handshake import is_loopback, split_address
 
 __all__ = ["hub"]
 

@@ -17,8 +17,8 @@ from transfuse.cli.contents import Contents, Folded, Row, fold, printable
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import AsJson, Seconds, TokenFile, check_settings, duration_of
 from transfuse.cli.tables import Column, count_leaves, say, show
-from transfuse.remote.handshake import split_address
 from transfuse.report import human_bytes
+from transfuse.wire.handshake import split_address
 
 __all__ = ["inspect"]
 

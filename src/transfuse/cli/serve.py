@@ -27,9 +27,9 @@ from transfuse.cli.options import (
 )
 from transfuse.cli.tables import count_leaves
 from transfuse.limits import Limits
-from transfuse.remote.handshake import is_loopback
 from transfuse.report import Report, human_bytes
 from transfuse.state.manifest import describe
+from transfuse.wire.handshake import is_loopback
 
 __all__ = ["serve"]
 

@@ -1,6 +1,6 @@
 """How the keepers of different hosts talk: one listens at its door, another connects and asks.
 
-Both ends prove the job's token first (:mod:`transfuse.remote.handshake`). A connection that does not gets nothing.
+Both ends prove the job's token first (:mod:`transfuse.wire.handshake`). A connection that does not gets nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import msgspec
 
 from transfuse.errors import PeerTimeout, TransfuseError, as_utf8
 from transfuse.keeper.questions import Answer, No, Question, Round, State, decode_answer, decode_question
-from transfuse.remote.handshake import Ask, ControlConnection, Told, connect, key_of
-from transfuse.remote.listener import Listener
+from transfuse.wire.handshake import Ask, ControlConnection, Told, connect, key_of
+from transfuse.wire.listener import Listener
 
 __all__ = ["ASK_SECONDS", "FIRST_PAUSE", "LONGEST_PAUSE", "Door", "Peer", "Visit", "ask"]
 

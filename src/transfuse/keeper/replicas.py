@@ -43,9 +43,9 @@ from transfuse.limits import Limits
 from transfuse.options import slowest_rate
 from transfuse.progress import Progress
 from transfuse.remote.client import fetch
-from transfuse.remote.handshake import ControlConnection, connect, key_of
 from transfuse.remote.server import Server, serve
 from transfuse.report import Report, human_bytes
+from transfuse.wire.handshake import ControlConnection, connect, key_of
 
 __all__ = ["Loan", "Loans", "Puller", "Stock"]
 

@@ -25,7 +25,7 @@ from transfuse.keeper.door import Door, Peer
 from transfuse.keeper.questions import Answer, Lend, Lent, Question, Round, State
 from transfuse.keeper.replicas import Loan, Loans, Puller, Stock
 from transfuse.keeper.slots import Label
-from transfuse.remote.handshake import key_of
+from transfuse.wire.handshake import key_of
 
 if TYPE_CHECKING:
     from transfuse.keeper.process import Keeper

@@ -20,7 +20,7 @@ from typing import Any
 
 from transfuse.live_hub.commits import Visitor
 from transfuse.live_hub.repository import Answer, Question
-from transfuse.remote.handshake import is_loopback
+from transfuse.wire.handshake import is_loopback
 
 __all__ = ["END_SECONDS", "HttpServer"]
 

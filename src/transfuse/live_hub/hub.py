@@ -18,8 +18,8 @@ from transfuse.live_hub.commits import PATIENCE, Commits
 from transfuse.live_hub.http_server import END_SECONDS, HttpServer
 from transfuse.live_hub.repository import Repository
 from transfuse.live_hub.sources import LiveSource, ServerSource, Source
-from transfuse.remote.handshake import join_address, split_address
 from transfuse.remote.live_state import LiveState
+from transfuse.wire.handshake import join_address, split_address
 
 __all__ = ["DEFAULT_NAME", "MAX_SHARD_BYTES", "Hub", "Settings", "check_shard_bytes", "hub"]
 

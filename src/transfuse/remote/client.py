@@ -20,9 +20,8 @@ from transfuse.errors import PeerTimeout, ProtocolError, ReceiveFailed, Transfus
 from transfuse.limits import Limits
 from transfuse.options import FetchKeywords, check_names
 from transfuse.plan.catalogue import Late
-from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, connect, key_of, split_address
+from transfuse.remote.ends import READER, ReaderEnd, ServedStream, Servers, ToServer
 from transfuse.remote.in_process import InProcess
-from transfuse.remote.pair_group import READER, PairGroup, PairGroups, ReaderEnd
 from transfuse.report import Report
 from transfuse.session import receive_from_one, threads
 from transfuse.session.context import Permit
@@ -32,9 +31,10 @@ from transfuse.session.remembered import Remembered
 from transfuse.state.manifest import Manifest
 from transfuse.timeouts import Patience
 from transfuse.transport import PGTransport, check_resume
-from transfuse.wire import file_descriptors, messages
+from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG, Group
+from transfuse.wire.handshake import WAIT_SECONDS, Come, ControlConnection, Ready, connect, key_of, split_address
 from transfuse.wire.messages import Message
 
 __all__ = ["Peeked", "fetch", "fetch_if", "peek"]
@@ -122,7 +122,7 @@ def fetch_if(
     entry = _check_entry(entry)
     with _Visit(addresses, key_of(token), timeout.total_seconds(), entry) as visit:
         transport = PGTransport(
-            PairGroups(visit.groups, len(addresses)),
+            Servers(visit.groups, len(addresses)),
             timeout,
             CPU,
             None if state_dict is None else lambda: tree,
@@ -159,7 +159,7 @@ def peek(
     found: list[messages.Offer] = []
     with _Visit(_check([address]), key_of(token), seconds) as visit:
         visit.begin()
-        group = Group(PairGroups(visit.groups, 1), CPU)
+        group = Group(Servers(visit.groups, 1), CPU)
 
         def talk() -> None:
             with Channel(group, 0, seconds, limits) as channel:
@@ -209,7 +209,7 @@ def _check_entry(entry: str | None) -> str | None:
 
 
 class _Visit:
-    """All that precedes the conversation: connect to every server at once, and form a pair group with each."""
+    """All that precedes the conversation: connect to every server at once, and wait until each holds its state still."""
 
     def __init__(
         self, addresses: Sequence[str | InProcess], key: bytes, seconds: float, entry: str | None = None
@@ -222,14 +222,12 @@ class _Visit:
         # The most `Wait` frames to accept: in all, as long as signs of life in a conversation are believed.
         self._waits = self._patience.signs_of_life(Limits.from_environment().max_working_records, WAIT_SECONDS)
         self._controls: dict[int, ControlConnection] = {}
-        self._met: dict[int, ReaderEnd] = {}
+        self._ready: dict[int, ReaderEnd] = {}
         self._causes: dict[int, BaseException] = {}
-        #: By address number: descriptors reserved for gloo, until this process begins to connect to that server.
-        self._kept: dict[int, file_descriptors.Kept] = {}
         #: Numbers of the servers that this reader has given up.
         self._left: set[int] = set()
         self._lock = threading.Lock()
-        #: By address number: the pair group with each server that is ready.
+        #: By address number: the stream to each server that is ready.
         self.groups: dict[int, ReaderEnd] = {}
 
     def __enter__(self) -> _Visit:
@@ -238,36 +236,20 @@ class _Visit:
     def __exit__(self, *_: object) -> None:
         for number in range(len(self._addresses)):
             self._leave(number)
-        for kept in list(self._kept.values()):
-            kept.give_back()
 
     def begin(self) -> list[int]:
-        """Connect to every server and form a pair group with each. Return the numbers of those that hold still now."""
-        # Reserve for all servers before the first connects: a lack of descriptors here is not the last server's fault.
-        outside = [number for number, one in enumerate(self._addresses) if not isinstance(one, InProcess)]
-        count = len(outside)
-        purpose = "fetching from a server" if count == 1 else f"fetching from {count} servers at once"
-        kept = file_descriptors.keep(file_descriptors.CONTROL + file_descriptors.GROUP, purpose, count)
-        self._kept.update(zip(outside, kept, strict=True))
+        """Connect to every server. Return the numbers of those that hold still now."""
         # A connected server waits for this reader's word, so the others may use only part of that server's patience.
         met = self._all(self._meet, range(len(self._addresses)), "the others were there", self._patience.other_servers)
 
-        def get_ready(number: int) -> ReaderEnd:
-            group = met[number]
-            if not isinstance(group, PairGroup):
-                return group
-            group.control.send(Ready(self._entry), self._seconds)
-            group.control.expect(Ready, self._seconds, "waiting for the server's state to hold still", self._waits)
-            return group
-
         # A server that is ready holds up its own training, so the others get little time.
-        ready = self._all(get_ready, sorted(met), "the others were ready", self._patience.other_states)
+        ready = self._all(self._get_ready, sorted(met), "the others were ready", self._patience.other_states)
         if not ready:
             causes = self._causes
             raise causes[0] if len(self._addresses) == 1 else ReceiveFailed(causes)
         for address, cause in self.absent.items():
             logger.warning("going on without %s: %s", address, str(cause))
-        self.groups.update(ready)
+        self.groups.update((number, self._ready[number]) for number in ready)
         return sorted(ready)
 
     @property
@@ -282,66 +264,77 @@ class _Visit:
             for address, cause in self.absent.items():
                 error.add_note(f"{address} was not there: {cause}")
 
-    def _meet(self, number: int) -> ReaderEnd:
+    def _meet(self, number: int) -> None:
+        """Connect to a server, and wait until it has room for this reader."""
         server = self._addresses[number]
         if isinstance(server, InProcess):
-            self._met[number] = server.begin()
-            return self._met[number]
-        with self._kept.pop(number):
-            control = connect(server, self._key, self._seconds, number)
-            with self._lock:
-                self._controls[number] = control
-                left = number in self._left
-            if left:
-                control.close()
-            group = PairGroup(control, READER, self._seconds, self._waits)
+            return
+        control = connect(server, self._key, self._seconds, number)
         with self._lock:
-            self._met[number] = group
+            self._controls[number] = control
             left = number in self._left
         if left:
-            group.close()
-        return group
+            control.close()
+        control.send(Come(), self._seconds)
+        control.expect(Come, self._seconds, "waiting for the server to have room", self._waits)
+
+    def _get_ready(self, number: int) -> None:
+        """Wait until a server holds its state still. From then on its connection is the conversation's stream."""
+        server = self._addresses[number]
+        end: ReaderEnd
+        if isinstance(server, InProcess):
+            end = server.begin()
+        else:
+            control = self._controls[number]
+            control.send(Ready(self._entry), self._seconds)
+            control.expect(Ready, self._seconds, "waiting for the server's state to hold still", self._waits)
+            end = ServedStream(control, READER, self._seconds, ToServer(server, self._key))
+        with self._lock:
+            self._ready[number] = end
+            left = number in self._left
+        if left:
+            end.close()
 
     def _leave(self, number: int) -> None:
         with self._lock:
             self._left.add(number)
-            control, group = self._controls.get(number), self._met.get(number)
+            control, end = self._controls.get(number), self._ready.get(number)
         if control is not None:
             control.close()
-        if group is not None:
-            group.close()
+        if end is not None:
+            end.close()
 
-    def _all(
-        self, task: Callable[[int], ReaderEnd], numbers: Sequence[int], phase: str, patience: float
-    ) -> dict[int, ReaderEnd]:
-        """Run ``task`` for all ``numbers`` at once; return the groups of those that succeeded.
+    def _all(self, task: Callable[[int], None], numbers: Sequence[int], phase: str, patience: float) -> list[int]:
+        """Run ``task`` for all ``numbers`` at once; return the numbers of those that succeeded.
 
         Once one has succeeded, the others get ``patience`` seconds more.
         """
         if len(numbers) == 1 and isinstance(self._addresses[numbers[0]], InProcess):
-            return {numbers[0]: task(numbers[0])}  # Nothing to wait for.
-        results: queue.SimpleQueue[tuple[int, ReaderEnd | None, BaseException | None]] = queue.SimpleQueue()
+            task(numbers[0])  # Nothing to wait for.
+            return list(numbers)
+        results: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
 
         def work(number: int) -> None:
             try:
-                results.put((number, task(number), None))
+                task(number)
+                results.put((number, None))
             except BaseException as error:
-                results.put((number, None, error))
+                results.put((number, error))
 
         for number in numbers:
             threading.Thread(target=work, args=(number,), name=f"transfuse-visit-{number}", daemon=True).start()
-        done: dict[int, ReaderEnd] = {}
+        done: list[int] = []
         waiting = set(numbers)
         until = float("inf")
         while waiting and time.monotonic() < until:
             # Wait in slices, so that Ctrl-C takes effect.
             with suppress(queue.Empty):
-                number, group, error = results.get(timeout=Patience.SLICE_SECONDS)
+                number, error = results.get(timeout=Patience.SLICE_SECONDS)
                 waiting.discard(number)
-                if group is not None:
-                    done[number] = group
+                if error is None:
+                    done.append(number)
                     until = min(until, time.monotonic() + patience)
-                elif error is not None:
+                else:
                     self._causes[number] = error
         for number in waiting:
             self._leave(number)

@@ -1,7 +1,6 @@
 """A server in the reader's own process: the usual conversation, in two threads, without a connection.
 
-A worker restores a kept state from slots that are mapped into its own process. To form a pair group and to free it
-again would take longer than the copy of a hundred MiB.
+A worker restores a kept state from slots that are mapped into its own process.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ import logging
 import threading
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from transfuse.errors import TransfuseError, as_utf8
-from transfuse.remote.pair_group import READER, SERVER
+from transfuse.remote.ends import READER, SERVER
 from transfuse.state.manifest import Described
 from transfuse.transport import PGTransport
 from transfuse.wire.group import WorkLike
@@ -30,7 +29,6 @@ class _End:
     """One end of the pair, with the methods that a transport calls on a group."""
 
     outlives_waits = True
-    has_one_peer = True
 
     def __init__(self, loopback: Loopback, rank: int) -> None:
         self._loopback, self._rank = loopback, rank
@@ -42,16 +40,19 @@ class _End:
         return 2
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "gloo"
+        return "stream"
 
-    def lane_device(self, rank: int = 0) -> Any:
-        raise RuntimeError("there are no lanes within a process")
+    def meeting(self, rank: int) -> None:
+        """There are no further connections within a process."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
         return self._loopback.send(tensors[0], tag, by_source=self._rank == SERVER)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
         return self._loopback.recv(tensors[0], tag, by_source=self._rank == SERVER)
+
+    def cut(self, rank: int = 0) -> None:
+        self._loopback.close()
 
     def close(self) -> None:
         """Break the connection: the other end's waits end, too."""

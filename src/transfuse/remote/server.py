@@ -22,16 +22,15 @@ from transfuse import arguments
 from transfuse.errors import PeerLost, PeerTimeout, SendFailed, StateError, TransfuseError, as_utf8
 from transfuse.options import ServeKeywords, check_names
 from transfuse.progress import Progress
-from transfuse.remote.handshake import WAIT_SECONDS, ControlConnection, Ready, Refused, Wait, key_of
-from transfuse.remote.listener import Listener
+from transfuse.remote.ends import READER, AtServer, ServedStream, Servers, server_end
 from transfuse.remote.live_state import LiveState
-from transfuse.remote.pair_group import READER, SERVER, PairGroup, PairGroups
 from transfuse.remote.rwlock import RWLock
 from transfuse.report import Report
 from transfuse.session.remembered import Remembered
 from transfuse.timeouts import Patience
 from transfuse.transport import PGTransport
-from transfuse.wire import file_descriptors
+from transfuse.wire.handshake import WAIT_SECONDS, Come, ControlConnection, Join, Ready, Refused, Wait, key_of
+from transfuse.wire.listener import Listener
 
 __all__ = ["Server", "serve"]
 
@@ -122,7 +121,7 @@ class Server:
         self._seconds = timeout.total_seconds()
         self._live = state_dict if isinstance(state_dict, LiveState) else LiveState(state_dict, step, self._seconds)
         self._transport = partial(PGTransport, timeout=timeout, device=torch.device("cpu"), relay=False, **options)
-        self._transport(PairGroups({}, 0))  # Refuse wrong options here, before the first reader comes.
+        self._transport(Servers({}, 0))  # Refuse wrong options here, before the first reader comes.
         self._on_report = on_report
         #: What the transports of all readers remember of the state.
         self._remembered = Remembered()
@@ -130,12 +129,10 @@ class Server:
         #: Once the server closes: the cause for waiting readers. If it also cancels: the cause for active readers.
         self._closing: str | None = None
         self._cut: str | None = None
-        self._groups: weakref.WeakSet[PairGroup] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[ServedStream] = weakref.WeakSet()
+        #: Further connections of readers.
+        self._meeting = AtServer()
         self._complained_at = float("-inf")
-        # Raise now what would keep the server from serving even one reader.
-        file_descriptors.check(
-            file_descriptors.LISTENER + file_descriptors.CONTROL + file_descriptors.GROUP, "serving a state"
-        )
         if not 0 <= arguments.whole("port", port) <= MAX_PORT:
             raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
         self._listener = Listener(
@@ -197,15 +194,15 @@ class Server:
         return os.getpid() != self._process
 
     def _end(self) -> None:
-        """Stop before the interpreter ends. A thread that returns from gloo after that would abort the process."""
+        """Stop before the interpreter ends."""
         if self._is_fork():
             return
         until = time.monotonic() + END_SECONDS
         for thread in self._stop(cancel=True):
             thread.join(max(0.0, until - time.monotonic()))
         # A reader that does not listen may have left a thread in a wait.
-        for group in list(self._groups):
-            group.break_off(until)
+        for stream in list(self._streams):
+            stream.cut()
 
     def __enter__(self) -> Self:
         return self
@@ -236,14 +233,20 @@ class Server:
             logger.error("reader %s: the server failed\n%s", control.name, as_utf8(traceback.format_exc()))
 
     def _tell(self, control: ControlConnection, error: Exception) -> None:
+        if control.is_released:
+            return  # The conversation has told the reader.
         with suppress(TransfuseError):
             control.send(Refused(type(error).__name__, as_utf8(str(error)[:2000])), self._seconds)
 
     def _receive(self, control: ControlConnection) -> None:
-        """Serve a reader that has proved the token: wait for a free slot, form the group, take the lock, send."""
+        """Serve a reader that has proved the token: wait for a free slot, take the lock, send."""
+        first: Come | Join = control.expect((Come, Join), self._seconds, "waiting for the first word", most_waits=0)
+        if isinstance(first, Join):
+            self._meeting.expected.bring(first.number, control)
+            return
         meanwhile = _Meanwhile(control, self._seconds, lambda: self._closing)
-        with self._place(meanwhile), closing(self._form(control)) as group:
-            self._groups.add(group)
+        with self._place(meanwhile):
+            control.send(Come(), self._seconds)
             entry = control.expect(Ready, self._seconds, "waiting for the reader to begin", most_waits=0).entry
             meanwhile()  # The server may have closed since.
             with self._live.reading(meanwhile) as seen:
@@ -252,12 +255,9 @@ class Server:
                     control.name += f" (entry {entry[:200]!r})"
                     state = _entry_of(state, entry)
                 control.send(Ready(), self._seconds)
-                self._send(group, state, seen.step)
-
-    def _form(self, control: ControlConnection) -> PairGroup:
-        (kept,) = file_descriptors.keep(file_descriptors.GROUP, "serving a reader")
-        with kept:
-            return PairGroup(control, SERVER, self._seconds, most_waits=0)
+                with closing(server_end(control, self._seconds, self._meeting)) as stream:
+                    self._streams.add(stream)
+                    self._send(stream, state, seen.step)
 
     @contextmanager
     def _place(self, meanwhile: _Meanwhile) -> Iterator[None]:
@@ -268,9 +268,9 @@ class Server:
         finally:
             self._places.release()
 
-    def _send(self, group: PairGroup, state: object, step: int | None) -> None:
+    def _send(self, stream: ServedStream, state: object, step: int | None) -> None:
         guard = _Guard(self._live.rwlock, self._seconds, lambda: self._cut)
-        transport = self._transport(group, progress=guard)
+        transport = self._transport(stream, progress=guard)
         transport.remembered = self._remembered
         try:
             with transport:

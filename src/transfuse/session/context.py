@@ -17,7 +17,7 @@ from transfuse.report import Report
 from transfuse.session.partial import Partial
 from transfuse.session.remembered import Remembered
 from transfuse.session.threads import Caller
-from transfuse.wire.lanes import Pool
+from transfuse.wire.pool import Pool
 
 __all__ = ["Context", "Permit", "Request"]
 

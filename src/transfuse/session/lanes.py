@@ -21,8 +21,10 @@ from transfuse.memory import streams
 from transfuse.timeouts import Patience
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import CPU, Group
-from transfuse.wire.lanes import Entrance, Lane, NotWanted, Pool
-from transfuse.wire.messages import Address, Lanes
+from transfuse.wire.lanes import Entrance, NotWanted
+from transfuse.wire.messages import Place
+from transfuse.wire.pool import Pool
+from transfuse.wire.stream import Stream
 
 __all__ = ["LaneWorkers"]
 
@@ -34,6 +36,8 @@ class LaneWorkers:
 
     def __init__(self, pool: Pool, main: Channel, entrances: Sequence[Entrance]) -> None:
         self._pool = pool
+        #: Where the other end listens, if this end has to be told.
+        self._place: Place | None = None
         self._main = main
         self._entrances = list(entrances)
         #: The streams of the conversation, if it involves an accelerator.
@@ -41,7 +45,7 @@ class LaneWorkers:
         self._patience = Patience(main.timeout).lane
         self._changed = threading.Condition()
         #: Lanes that use the caller's tensors now, with their channels; and whether they must not begin to any more.
-        self._busy: dict[Lane, Channel] = {}
+        self._busy: dict[Stream, Channel] = {}
         self._over = False
         #: Lanes whose conversation has begun and has not ended.
         self._talking: set[int] = set()
@@ -50,17 +54,6 @@ class LaneWorkers:
         for entrance in self._entrances:
             name = f"transfuse-lane-{self._main.peer}"
             threading.Thread(target=self._work, args=(entrance,), name=name, daemon=True).start()
-
-    def addresses(self) -> list[Address]:
-        """Where this end of each new lane listens."""
-        said = [entrance.address() for entrance in self._entrances if entrance.is_new]
-        return [address for address in said if address is not None]
-
-    def connect(self, theirs: Lanes, key: bytes) -> None:
-        """Go on with the other end's answer. Lanes that it does not name are not used."""
-        addresses = {address.number: address for address in theirs.new}
-        for entrance in self._entrances:
-            entrance.connect(addresses.get(entrance.number), key, known=entrance.number in theirs.known)
 
     @property
     @abstractmethod
@@ -76,16 +69,16 @@ class LaneWorkers:
             while self._busy and time.monotonic() < until:
                 if not well:
                     for lane in self._busy:
-                        lane.break_off(0.0)
+                        lane.cut()
                 self._changed.wait(Patience.SLICE_SECONDS)
             if well:
                 # Both ends say goodbye at about the same time. Then the next transfer finds these lanes.
                 self._changed.wait_for(lambda: not self._talking, Patience.SLICE_SECONDS)
         for entrance in self._entrances:
-            entrance.connect(None, b"")  # If it still waits for the other end, it need not.
+            entrance.give_up()
 
     @contextmanager
-    def _using(self, lane: Lane, channel: Channel) -> Iterator[None]:
+    def _using(self, lane: Stream, channel: Channel) -> Iterator[None]:
         """Use the caller's tensors in this block. Raises if the transfer is over."""
         with self._changed:
             if self._over:
@@ -94,7 +87,7 @@ class LaneWorkers:
         try:
             yield
         except BaseException:
-            lane.break_off(0.0)  # From now on gloo neither reads nor writes the caller's tensors.
+            lane.cut()
             raise
         finally:
             with self._changed:
@@ -106,7 +99,7 @@ class LaneWorkers:
         peer, main = self._main.peer, self._main
         started = time.monotonic()
         try:
-            lane = entrance.lane()
+            lane = entrance.form(self._place)
         except NotWanted:
             return
         except TransfuseError as error:
@@ -125,7 +118,7 @@ class LaneWorkers:
             logger.info("rank %d: a further connection was given up: %s", peer, error)
         finally:
             if not well:
-                lane.break_off(0.0)
+                lane.cut()
             self._ended(lane)
             if well:
                 self._pool.keep(peer, lane, is_source=main.is_source)
@@ -139,14 +132,14 @@ class LaneWorkers:
         """Say that there are no lanes, once for each peer of the transport."""
         first = self._pool.give_up(self._main.peer)
         # If the transfer was over before the lane was formed, the other end may just have left.
-        left = self._over and seconds < Patience(self._main.timeout).lane_connection
+        left = self._over and seconds < Patience(self._main.timeout).connection
         level = logging.WARNING if first and not left else logging.INFO
         text = "further connections to rank %d could not be made, going on without them: %s"
         logger.log(level, text, self._main.peer, error)
 
     @abstractmethod
-    def _talk(self, lane: Lane, channel: Channel) -> None:
+    def _talk(self, lane: Stream, channel: Channel) -> None:
         """Run the conversation of one lane until its verdict."""
 
-    def _ended(self, lane: Lane) -> None:
+    def _ended(self, lane: Stream) -> None:
         """Called when a lane has ended, well or not."""

@@ -25,7 +25,8 @@ from transfuse.timeouts import Patience
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG, valid_link_tag
-from transfuse.wire.lanes import enter, new_secret
+from transfuse.wire.introduction import answer
+from transfuse.wire.lanes import enter
 from transfuse.wire.messages import Message, Offer
 
 __all__ = ["describe", "receive", "refuse"]
@@ -35,8 +36,10 @@ def receive(channel: Channel, shared: Receive) -> None:
     """Run the conversation with one source: get its offer, do its tasks, and tell it how the receive has ended."""
     shared.roster.join(channel)
     shared.negotiator.prepare(channel)
+    well = False
     try:
         _Conversation(channel, shared, _hear(channel, shared)).run()
+        well = True
     except BaseException as error:
         left = shared.roster.why_abandoned(channel.peer)
         if left is not None:
@@ -54,6 +57,8 @@ def receive(channel: Channel, shared: Receive) -> None:
                     channel.refuse(error)
                 shared.lost(channel.peer, error)
         raise
+    finally:
+        channel.leave_stream(shared.lanes if well else None)
 
 
 def refuse(channel: Channel, cause: BaseException) -> None:
@@ -67,7 +72,10 @@ def _hear(channel: Channel, shared: Receive) -> Offer:
     """Wait for the source's offer, and for the decision that this source is used."""
     with shared.roster.phase(channel, Phase.WAIT_FOR_OFFER):
         try:
-            _, body = channel.expect(Message.OFFER, tag=OFFER_TAG)
+            header, body = channel.expect(Message.OFFER, Message.MEET, tag=OFFER_TAG)
+            if header.kind is Message.MEET:
+                answer(channel, shared.lanes, body)
+                _, body = channel.expect(Message.OFFER)
         except ProtocolError as error:
             if channel.tag != OFFER_TAG:
                 channel.refuse(error)  # The header was valid and gave a tag, so the refusal can be sent.
@@ -125,7 +133,6 @@ class _Conversation:
         self._relay: Relay | None = None
         self._arrivals = Arrivals(channel, shared, offer)
         self._lanes: ReceiverLanes | None = None
-        self._secret = b""
 
     def run(self) -> None:
         channel, shared = self._channel, self._receive
@@ -186,7 +193,7 @@ class _Conversation:
         report, shared, channel = self._report, self._receive, self._channel
         report.verified = shape.digests and (report.verified or not report.read_bytes)
         if agreed.downstream is not None or agreed.upstream is not None:
-            self._relay = Relay(channel, self._accepted, self._ledger, shape, self._caller)
+            self._relay = Relay(channel, self._accepted, self._ledger, shape, self._caller, shared.lanes)
             if agreed.downstream is not None:
                 self._relay.pass_on(agreed.downstream, numbers)
         with shared.roster.phase(channel, Phase.RECEIVE):
@@ -220,22 +227,21 @@ class _Conversation:
             sizes, same_host = Sizes(channel.limits, channel.timeout), self._offer.host == this_host()
             asked = sizes.connections(nbytes, self._accepted.parcel_bytes, same_host=same_host)
         more = min(asked, self._offer.connections, messages.MOST_LANES + 1) - 1
-        if more < 1 or pool is None or not pool.can(channel.peer):
+        if more < 1 or pool is None or channel.stream is None or not pool.can_form(channel.peer):
             return None
-        entrances = enter(pool, channel.peer, more, Patience(channel.timeout))
+        dials = not channel.stream.source_dials
+        entrances = enter(pool, channel.peer, more, Patience(channel.timeout), dials=dials)
         if not entrances:
             return None
         self._arrivals.connections = 1 + len(entrances)
         self._lanes = ReceiverLanes(pool, channel, entrances, self._arrivals)
         for holder in self._lanes.holders.values():
             self._ledger.add_lane(holder, channel.peer)
-        self._lanes.start()
-        self._secret = new_secret()
         return messages.Lanes(
             known=[entrance.number for entrance in entrances if not entrance.is_new],
-            new=self._lanes.addresses(),
-            secret=self._secret,
+            new=[entrance.number for entrance in entrances if entrance.is_new],
             first=self._first_request(numbers),
+            place=None if dials else pool.place(channel.peer),
         )
 
     def _meet_lanes(self, agreed: messages.Agreed) -> None:
@@ -246,9 +252,9 @@ class _Conversation:
         if lanes is None:
             return
         if theirs is not None:
-            lanes.connect(theirs, self._secret + theirs.secret)
+            lanes.connect(theirs)
         else:
-            lanes.end(well=True)
+            lanes.connect(messages.Lanes([], []))
             self._lanes, self._arrivals.connections = None, 1
 
     def _first_request(self, numbers: Sequence[int]) -> int:

@@ -11,8 +11,10 @@ from transfuse.session.bursts import Incoming
 from transfuse.session.lanes import LaneWorkers
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
-from transfuse.wire.lanes import Entrance, Lane, Pool
+from transfuse.wire.lanes import Entrance
 from transfuse.wire.messages import Message
+from transfuse.wire.pool import Pool
+from transfuse.wire.stream import Stream
 
 __all__ = ["ReceiverLanes"]
 
@@ -26,13 +28,18 @@ class ReceiverLanes(LaneWorkers):
         self.holders = {entrance.number: holder_of(main.peer, at) for at, entrance in enumerate(entrances)}
         self._incoming: dict[int, Incoming] = {}
 
-    def connect(self, theirs: messages.Lanes, key: bytes) -> None:
-        """See :meth:`LaneWorkers.connect`. Raises if the source names lanes that it was not asked for."""
+    def connect(self, theirs: messages.Lanes) -> None:
+        """Use the lanes that the source agrees to. Raises if it names lanes that it was not asked for."""
         wanted = {entrance.number: entrance.is_new for entrance in self._entrances}
-        named = [(number, False) for number in theirs.known] + [(address.number, True) for address in theirs.new]
-        if len({number for number, _ in named}) < len(named) or not set(named) <= wanted.items():
+        named = dict([*((number, False) for number in theirs.known), *((number, True) for number in theirs.new)])
+        if len(named) < len(theirs.numbers) or not named.items() <= wanted.items():
             raise ProtocolError(self._main.peer, f"rank {self._main.peer} agreed to lanes that were not wanted")
-        super().connect(theirs, key)
+        for entrance in self._entrances:
+            if entrance.number not in named:
+                entrance.close()
+        self._entrances = [entrance for entrance in self._entrances if entrance.number in named]
+        self._place = theirs.place
+        self.start()
 
     @property
     def used(self) -> int:
@@ -51,7 +58,7 @@ class ReceiverLanes(LaneWorkers):
             incoming.leave()
             self._arrivals.give_back(holder)
 
-    def _talk(self, lane: Lane, channel: Channel) -> None:
+    def _talk(self, lane: Stream, channel: Channel) -> None:
         holder, arrivals = self.holders[lane.number], self._arrivals
         with self._changed:
             incoming = self._incoming[holder] = arrivals.incoming(channel, holder)
@@ -68,7 +75,7 @@ class ReceiverLanes(LaneWorkers):
         channel.send(Message.VERDICT, messages.encode(messages.Verdict()))
         channel.settle()
 
-    def _ended(self, lane: Lane) -> None:
+    def _ended(self, lane: Stream) -> None:
         self._arrivals.give_back(self.holders[lane.number])
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 
 import torch
 import xxhash
@@ -34,7 +34,9 @@ from transfuse.session.threads import Caller, SideConversation
 from transfuse.timeouts import Patience
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import new_link_tag
-from transfuse.wire.messages import Agreed, Link
+from transfuse.wire.introduction import answer, introduce
+from transfuse.wire.messages import Agreed, Link, Message
+from transfuse.wire.pool import Pool
 from transfuse.wire.rate_limit import RateLimit
 
 __all__ = ["Chains", "Relay", "this_host"]
@@ -163,8 +165,11 @@ class _Arrived:
 class Relay:
     """Receives parcels from the neighbour before this receiver, and passes them on to the neighbour after it."""
 
-    def __init__(self, source: Channel, accepted: Accepted, ledger: Ledger, shape: Shape, caller: Caller) -> None:
+    def __init__(
+        self, source: Channel, accepted: Accepted, ledger: Ledger, shape: Shape, caller: Caller, pool: Pool | None
+    ) -> None:
         self._source = source
+        self._pool = pool
         self._accepted = accepted
         self._ledger = ledger
         self._shape = shape
@@ -177,14 +182,15 @@ class Relay:
         self._staging = shape.staging(source.device)
         self._arrived = _Arrived(shape.ahead)
 
-    def _line_to(self, link: Link, phase: str) -> Channel:
-        channel = Channel(self._source.group, link.rank, self._source.timeout, self._source.limits)
+    def _channel_to(self, link: Link, phase: str, *, is_source: bool) -> Channel:
+        limits, timeout = self._source.limits, self._source.timeout
+        channel = Channel(self._source.home, link.rank, timeout, limits, is_source=is_source)
         channel.tag, channel.transfer, channel.phase = link.tag, link.transfer, phase
         return channel
 
     def pass_on(self, downstream: Link, numbers: Sequence[int]) -> None:
         """Begin to pass these parcels on, each as soon as it has arrived."""
-        ledger, channel = self._ledger, self._line_to(downstream, "passing parcels on")
+        ledger, channel = self._ledger, self._channel_to(downstream, "passing parcels on", is_source=True)
         ledger.keep_digests()
 
         def ready(some: Sequence[int]) -> BaseException | None:
@@ -210,6 +216,7 @@ class Relay:
 
         def send() -> None:
             try:
+                introduce(channel, self._pool, None, always=True)
                 outgoing.send(numbers)
             finally:
                 self._arrived.close()
@@ -220,7 +227,7 @@ class Relay:
 
         self._after = downstream.rank
         self._arrived.under_way = lambda: outgoing.under_way
-        self._passing = SideConversation(channel, send, leave)
+        self._passing = SideConversation(channel, send, leave, self._pool)
 
     def take(
         self,
@@ -235,7 +242,7 @@ class Relay:
         Ends when the neighbour is done, has failed, or has been silent for ``patience`` seconds. Parcels that it has
         not brought by then are wanted from the source again.
         """
-        channel = self._line_to(upstream, RELAYING)
+        channel = self._channel_to(upstream, RELAYING, is_source=False)
         incoming = Incoming(
             channel,
             self._accepted.cut,
@@ -249,8 +256,13 @@ class Relay:
             kept=self._arrived.keep,
         )
         self._ledger.hand_over(self._source.peer, upstream.rank, numbers)
+
+        def receive() -> None:
+            answer(channel, self._pool, channel.expect(Message.MEET)[1])
+            incoming.take(numbers)
+
         try:
-            error = SideConversation(channel, partial(incoming.take, numbers), incoming.leave).wait(progress, patience)
+            error = SideConversation(channel, receive, incoming.leave, self._pool).wait(progress, patience)
         finally:
             # Release the parcels only now: the neighbour's thread has ended, or will not write to the landing any more.
             self._ledger.give_back(upstream.rank)

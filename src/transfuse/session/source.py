@@ -37,8 +37,10 @@ from transfuse.timeouts import Patience
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import OFFER_TAG
-from transfuse.wire.lanes import Pool, accept, new_secret
+from transfuse.wire.introduction import introduce
+from transfuse.wire.lanes import accept
 from transfuse.wire.messages import Message
+from transfuse.wire.pool import Pool
 from transfuse.wire.rate_limit import RateLimit
 
 __all__ = ["OfferedState", "refuse", "serve"]
@@ -129,6 +131,7 @@ def serve(
         well = True
     finally:
         serving.close(well=well)
+        channel.leave_stream(offered.lanes if well else None)
         if offered.chains is not None:
             offered.chains.leave(channel.peer)
 
@@ -176,7 +179,6 @@ class _Serving:
         self._numbers: Sequence[int] = ()
         #: Further connections to the receiver, and what is counted by the threads of all of them.
         self._lanes: SourceLanes | None = None
-        self._secret = b""
         self._lock = threading.Lock()
         progress.total_bytes = offered.total_bytes
         channel.most_bytes = offered.total_bytes
@@ -201,7 +203,8 @@ class _Serving:
     def serve(self) -> None:
         channel = self._channel
         with self._phase(Phase.OFFER):
-            channel.send(Message.OFFER, self._offered.body, note=channel.tag, tag=OFFER_TAG)
+            met = introduce(channel, self._offered.lanes, OFFER_TAG)
+            channel.send(Message.OFFER, self._offered.body, note=channel.tag, tag=None if met else OFFER_TAG)
         while True:
             try:
                 with self._phase(Phase.WAIT_FOR_WANT if self._cut is None else Phase.WAIT_FOR_VERDICT):
@@ -305,18 +308,19 @@ class _Serving:
 
         self._outgoing = outgoing(channel)
         self._new_outgoing = outgoing
-        if self._lanes is not None and want.lanes is not None:
-            self._lanes.connect(want.lanes, want.lanes.secret + self._secret)
+        if self._lanes is not None:
+            self._lanes.start()
         self._report.verified = want.digests
         self._numbers = () if agreed.upstream is not None else numbers
 
     def _agree_to_lanes(self, wanted: messages.Lanes) -> messages.Agreed | None:
         """Begin to form the lanes that the receiver wants. None: there are none."""
         channel, pool = self._channel, self._offered.lanes
-        if pool is None or not pool.can(channel.peer):
+        if pool is None or channel.stream is None or not pool.can_form(channel.peer):
             return None
         check_wanted(channel.peer, wanted, self._offered.offer.connections - 1)
-        entrances = accept(pool, channel.peer, wanted, Patience(channel.timeout))
+        dials = channel.stream.source_dials
+        entrances = accept(pool, channel.peer, wanted, Patience(channel.timeout), dials=dials)
         if not entrances:
             return None
         self._lanes = SourceLanes(
@@ -324,14 +328,15 @@ class _Serving:
             channel,
             entrances,
             self._caller,
+            place=wanted.place,
             outgoing=lambda lane: self._new_outgoing(lane),
             read=self._read_again,
             count=self._count_moved,
         )
-        self._lanes.start()
-        self._secret = new_secret()
         known = [entrance.number for entrance in entrances if not entrance.is_new]
-        return messages.Agreed(lanes=messages.Lanes(known, self._lanes.addresses(), self._secret))
+        new = [entrance.number for entrance in entrances if entrance.is_new]
+        place = None if dials or not new else pool.place(channel.peer)
+        return messages.Agreed(lanes=messages.Lanes(known, new, place=place))
 
     def _read_again(self, channel: Channel, body: bytearray) -> Sequence[int]:
         """Read which further parcels the receiver asks for, over this channel."""

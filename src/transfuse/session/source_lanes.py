@@ -10,8 +10,10 @@ from transfuse.session.lanes import LaneWorkers
 from transfuse.session.threads import Caller
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
-from transfuse.wire.lanes import Entrance, Lane, Pool
+from transfuse.wire.lanes import Entrance
 from transfuse.wire.messages import Message
+from transfuse.wire.pool import Pool
+from transfuse.wire.stream import Stream
 
 __all__ = ["SourceLanes", "check_wanted"]
 
@@ -39,11 +41,13 @@ class SourceLanes(LaneWorkers):
         entrances: Sequence[Entrance],
         caller: Caller,
         *,
+        place: messages.Place | None,
         outgoing: Callable[[Channel], Outgoing],
         read: Callable[[Channel, bytearray], Sequence[int]],
         count: Callable[[Outgoing], object],
     ) -> None:
         super().__init__(pool, main, entrances)
+        self._place = place
         self._caller = caller
         self._outgoing = outgoing
         self._read = read
@@ -54,7 +58,7 @@ class SourceLanes(LaneWorkers):
     def used(self) -> int:
         return len(self._used)
 
-    def _talk(self, lane: Lane, channel: Channel) -> None:
+    def _talk(self, lane: Stream, channel: Channel) -> None:
         outgoing: Outgoing | None = None
         borrower = -lane.number
         try:

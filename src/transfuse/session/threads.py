@@ -24,6 +24,7 @@ from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.timeouts import Patience
 from transfuse.wire.channel import Channel
+from transfuse.wire.pool import Pool
 
 __all__ = ["Caller", "SideConversation", "interrupt_behind", "run"]
 
@@ -273,8 +274,11 @@ def _next(events: queue.SimpleQueue[_Mark | None]) -> _Mark | None:
 class SideConversation:
     """A conversation with a neighbour in a chain, in a thread of its own. Its owner waits for it, or abandons it."""
 
-    def __init__(self, channel: Channel, talk: Callable[[], object], leave: Callable[[], object]) -> None:
+    def __init__(
+        self, channel: Channel, talk: Callable[[], object], leave: Callable[[], object], pool: Pool | None
+    ) -> None:
         self._channel = channel
+        self._pool = pool
         self._leave = leave
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._streams = inherit()
@@ -289,6 +293,7 @@ class SideConversation:
                 talk()
         except BaseException as caught:
             error = caught
+        self._channel.leave_stream(self._pool if error is None else None)
         self._ended.put(error)
 
     def wait(self, progress: Progress, patience: float) -> BaseException | None:

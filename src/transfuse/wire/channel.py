@@ -28,9 +28,11 @@ from transfuse.limits import Limits
 from transfuse.memory import streams
 from transfuse.timeouts import Patience
 from transfuse.wire import messages
-from transfuse.wire.group import OFFER_TAG, Group, valid_tag
+from transfuse.wire.group import CPU, OFFER_TAG, Group, valid_tag
 from transfuse.wire.messages import HEADER_BYTES, Header, Intent, Message
 from transfuse.wire.operations import Operations, Posted
+from transfuse.wire.pool import Pool
+from transfuse.wire.stream import Stream
 from transfuse.wire.switchboard import FirstWord
 
 __all__ = ["Channel"]
@@ -54,6 +56,8 @@ Body = TypeVar(
     messages.Agreed,
     messages.More,
     messages.Digests,
+    messages.Meet,
+    messages.Met,
 )
 
 
@@ -81,6 +85,31 @@ class Channel(Operations):
         self._pulse_at = 0.0
         self._streams = streams.inherit()
         self._queue: ExitStack | None = None
+        #: The group over which the two ends met.
+        self.home = group
+        #: The stream to which this conversation has moved.
+        self._moved_to: Stream | None = None
+
+    @property
+    def stream(self) -> Stream | None:
+        """The stream over which this conversation is held; None if it is held over a process group."""
+        find: Callable[[int], Stream | None] = getattr(self.group.pg, "stream_to", lambda _: None)
+        return find(self.peer)
+
+    def move_to(self, stream: Stream) -> None:
+        """Go on over this stream. It belongs to this conversation from now on."""
+        self.home.switchboard.watch.remove(self)
+        stream.set_patience(self.timeout)
+        self.group, self._moved_to = Group(stream, CPU), stream
+        self.group.switchboard.watch.add(self)
+
+    def leave_stream(self, pool: Pool | None) -> None:
+        """Keep the stream to which this conversation has moved for the next one; without a pool, close it."""
+        stream, self._moved_to = self._moved_to, None
+        if stream is not None and pool is not None and not self.broken:
+            pool.keep(self.peer, stream, is_source=self.is_source)
+        elif stream is not None:
+            stream.close()
 
     @contextmanager
     def queue(self) -> Iterator[None]:
@@ -171,6 +200,10 @@ class Channel(Operations):
         none by then, the thread goes on, to tell the peer why the caller has left.
         """
         switchboard = self.group.switchboard
+        cut: Callable[[int], object] | None = getattr(self.group.pg, "cut", None)
+        if cut is not None:
+            cut(self.peer)  # The thread returns at once.
+            return
         switchboard.pin()
         if self._first_word is not None:
             switchboard.park(self._first_word)

@@ -103,7 +103,7 @@ class Group:
         #: caller's own tensors: their addresses are known, and other processes may be reading there.
         self.moves_tensors = self.serial
         #: Whether a wait that expires breaks the connections to all ranks, not only to one peer.
-        self.shares_fate = "gloo" in messages and not self.serial and not getattr(pg, "has_one_peer", False)
+        self.shares_fate = "gloo" in messages and not self.serial
         #: Whether operations on tensors of ``device`` are asked for completion instead of being waited for.
         self.polls = self.device.type != "cpu" and not _has_tags(parcels) and not self.serial
         #: Whether parcels have a backend of their own, on which the two ranks agree about every request's turn.
@@ -126,6 +126,10 @@ class Group:
 
     def size(self) -> int | None:
         return _call(self.pg, "size")
+
+    def host(self) -> str | None:
+        """The address of this host that the group uses; None if it cannot be found out."""
+        return self.switchboard.host()
 
     @contextmanager
     def turn(self, channel: Speaks, source: int, line: Line | None = None, *, several: bool = False) -> Iterator[None]:
@@ -232,7 +236,8 @@ def _backend_of(pg: Any, device: torch.device) -> str:
 
 
 def _has_tags(backend: str) -> bool:
-    return "gloo" in backend or "mpi" in backend
+    """Whether two transfers between two ranks do not disturb each other. A stream carries one transfer at a time."""
+    return "gloo" in backend or "mpi" in backend or backend == "stream"
 
 
 def _present(types: Sequence[str]) -> str:

@@ -22,9 +22,8 @@ __all__ = [
     "HEADER_BYTES",
     "MAGIC",
     "MOST_LANES",
-    "SECRET_BYTES",
+    "TOKEN_BYTES",
     "WIRE_VERSION",
-    "Address",
     "Agreed",
     "Answer",
     "Digests",
@@ -32,9 +31,12 @@ __all__ = [
     "Intent",
     "Lanes",
     "Link",
+    "Meet",
     "Message",
+    "Met",
     "More",
     "Offer",
+    "Place",
     "Refusal",
     "Verdict",
     "Want",
@@ -58,8 +60,8 @@ WIRE_VERSION = 8
 MOST_ROUTES = 16
 #: The most lanes between two ends.
 MOST_LANES = 15
-#: The length of each end's half of the key by which both prove themselves on new lanes.
-SECRET_BYTES = 32
+#: The length of the token that a process asks for at its port.
+TOKEN_BYTES = 32
 #: A random number by which both ends know a lane.
 LaneNumber = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 RouteName = Annotated[str, msgspec.Meta(max_length=64)]
@@ -92,6 +94,8 @@ class Message(enum.IntEnum):
     DESCRIBE = 13
     GO = 14
     TURN = 15
+    MEET = 16
+    MET = 17
 
 
 _KINDS = {message.value: message for message in Message}
@@ -168,12 +172,30 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
         return self.manifest
 
 
-class Address(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Where one end of a new lane listens: the lane's number, and what gloo puts into its store."""
+class Place(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Where an end listens for streams: its address (host:port), and the token that whoever connects has to prove."""
 
-    number: LaneNumber
-    key: Annotated[str, msgspec.Meta(max_length=64)]
-    value: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    address: Annotated[str, msgspec.Meta(max_length=128)]
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
+class Meet(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Source to receiver, over the group, before the offer: let us talk over a stream."""
+
+    #: Numbers of streams that both ends may have from an earlier transfer.
+    known: Annotated[list[LaneNumber], msgspec.Meta(max_length=MOST_LANES + 1)]
+    #: The number for a new one, or 0; and where the receiver connects for it.
+    new: int
+    place: Place | None
+
+
+class Met(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Receiver to source, over the group: the stream over which the conversation goes on."""
+
+    #: 0: there is none.
+    number: int
+    #: If the receiver could not connect: where the source may try to.
+    place: Place | None = None
 
 
 class Lanes(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -181,15 +203,15 @@ class Lanes(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 
     #: Numbers of lanes that both ends may have from an earlier transfer.
     known: Annotated[list[LaneNumber], msgspec.Meta(max_length=MOST_LANES)]
-    new: Annotated[list[Address], msgspec.Meta(max_length=MOST_LANES)]
-    #: This end's half of the key by which both ends prove themselves on new lanes.
-    secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
-    #: Receiver: if lanes are agreed to, the group's own connection brings only so many parcels of the first request.
+    new: Annotated[list[LaneNumber], msgspec.Meta(max_length=MOST_LANES)]
+    #: Receiver: if lanes are agreed to, the conversation's own connection brings this many parcels of the first request.
     first: Annotated[int, msgspec.Meta(ge=0)] = 0
+    #: From the end that does not dial: where the other one connects for the new ones, if it has to be told.
+    place: Place | None = None
 
     @property
     def numbers(self) -> list[int]:
-        return [*self.known, *(address.number for address in self.new)]
+        return [*self.known, *self.new]
 
 
 class Want(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -273,16 +295,17 @@ class _Preface(msgspec.Struct, array_like=True, frozen=True):
     timeout: float
 
 
-Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed, More, Digests)
+Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed, More, Digests, Meet, Met)
 
 # msgspec inspects a type when it is first used, and two threads that do so at the same time end the process. So the
 # decoders are made once, at import, and not when several conversations receive their first message.
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    cls: msgspec.msgpack.Decoder(cls) for cls in (Offer, Want, Refusal, Verdict, Agreed, More, Digests, _Preface)
+    cls: msgspec.msgpack.Decoder(cls)
+    for cls in (Offer, Want, Refusal, Verdict, Agreed, More, Digests, Meet, Met, _Preface)
 }
 
 
-def encode(body: Offer | Want | Refusal | Verdict | Agreed | More | Digests) -> bytes:
+def encode(body: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(body)
 
 

@@ -23,6 +23,7 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 
+from transfuse.wire.interface import host_of
 from transfuse.wire.loopback import Loopback
 from transfuse.wire.turns import Turns
 
@@ -235,6 +236,7 @@ class Switchboard:
         self.watch = _Watch()
         self._turns: dict[int, Turns] = {}
         self._loopback: ReferenceType[Loopback] | None = None
+        self._host: tuple[str | None] | None = None
         #: Ranks with which an operation on the accelerator has been posted: both have made their communicator.
         self.connected: set[int] = set()
 
@@ -246,6 +248,12 @@ class Switchboard:
                 loop = Loopback()
                 self._loopback = ref(loop)
             return loop
+
+    def host(self) -> str | None:
+        """See :meth:`transfuse.wire.group.Group.host`."""
+        with self._lock:
+            self._host = self._host or (host_of(self.pg),)
+            return self._host[0]
 
     def turns_with(self, peer: int) -> Turns:
         """The turns between this rank and a peer, on a group without tags."""

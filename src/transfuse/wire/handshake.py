@@ -7,9 +7,11 @@
       | <- proof: HMAC of both hellos ----------- |  wrong: the reader closes and has revealed nothing
       | <- frames, each with an HMAC -----------> |  under a key of this connection's own
 
-The reader proves first: a stranger that only connects gets nothing that was made with the secret. Frames serve to
-form a pair group (:mod:`transfuse.remote.pair_group`); no state and no description of one passes here. Nothing is
+The reader proves first: a stranger that only connects gets nothing that was made with the secret. After the frames the
+connection can become a stream (:meth:`ControlConnection.release`), over which two ends hold a conversation. Nothing is
 encrypted.
+
+Here *server* is the end that listens, and *reader* the end that connects.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 
@@ -36,9 +38,10 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "WAIT_SECONDS",
     "Ask",
-    "Call",
+    "Come",
     "ControlConnection",
     "Frame",
+    "Join",
     "Ready",
     "Refused",
     "Told",
@@ -51,7 +54,7 @@ __all__ = [
 ]
 
 MAGIC = b"TFUSDOOR"
-VERSION = 1
+VERSION = 2
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + 1 + NONCE_BYTES
 #: Frames carry only addresses and causes of failures, so they are short.
@@ -75,11 +78,14 @@ class Wait(msgspec.Struct, tag="wait", frozen=True, forbid_unknown_fields=True):
     """Server to reader: wait, I am alive."""
 
 
-class Call(msgspec.Struct, tag="call", frozen=True, forbid_unknown_fields=True):
-    """Either way: a value that this end sets in the store of the pair group, such as its gloo address."""
+class Come(msgspec.Struct, tag="come", frozen=True, forbid_unknown_fields=True):
+    """Reader to server: may I come in? Server to reader: there is room, come in."""
 
-    key: str
-    value: bytes
+
+class Join(msgspec.Struct, tag="join", frozen=True, forbid_unknown_fields=True):
+    """The end that connects: this is the connection of that number, which you expect. It is a stream from now on."""
+
+    number: int
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -108,9 +114,10 @@ class Told(msgspec.Struct, tag="told", frozen=True, forbid_unknown_fields=True):
     body: bytes
 
 
-Frame = Wait | Call | Ready | Refused | Ask | Told
+Frame = Wait | Come | Join | Ready | Refused | Ask | Told
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
-_F = TypeVar("_F", Wait, Call, Ready, Ask, Told)
+_F = TypeVar("_F", Come, Join, Ready, Ask, Told)
+_G = TypeVar("_G", Come, Join, Ready, Ask, Told)
 _T = TypeVar("_T")
 
 
@@ -123,7 +130,8 @@ class ControlConnection:
         self.rank = rank
         self._sending = self._receiving = b""
         self._sent = self._received = 0
-        self._session = b""
+        #: Whether the socket was given away.
+        self.is_released = False
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
@@ -131,20 +139,24 @@ class ControlConnection:
         """This machine's address on the interface that leads to the other end."""
         return str(self._socket.getsockname()[0])
 
+    def release(self) -> socket.socket:
+        """Give the socket away: no frames follow. From now on it belongs to the caller, and closing this does nothing."""
+        self.is_released = True
+        return self._socket
+
     def hang_up(self) -> None:
         """Called from another thread: stop receiving, which ends a wait for the other end. Sending still works."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RD)
+        if not self.is_released:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
+        if self.is_released:
+            return
         # Shut down first: this wakes a thread that waits for the other end.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    def proof(self, purpose: str) -> bytes:
-        """A digest that only the two ends of this connection can compute."""
-        return hmac.digest(self._session, b"proof " + purpose.encode(), hashlib.sha256)
 
     def gone(self) -> bool:
         """Whether the other end has closed. Call it only while no frame is due from that end."""
@@ -169,7 +181,13 @@ class ControlConnection:
         self._sent += 1
         self._send_bytes(head + body + mark, time.monotonic() + seconds, "sending a frame")
 
-    def expect(self, kind: type[_F], seconds: float, phase: str, most_waits: int) -> _F:
+    @overload
+    def expect(self, kind: type[_F], seconds: float, phase: str, most_waits: int) -> _F: ...
+
+    @overload
+    def expect(self, kind: tuple[type[_F], type[_G]], seconds: float, phase: str, most_waits: int) -> _F | _G: ...
+
+    def expect(self, kind: Any, seconds: float, phase: str, most_waits: int) -> Any:
         """Return the next frame, which must be a ``kind``; raise a refusal. A ``Wait`` frame buys ``seconds`` more."""
         started = time.monotonic()
         for _ in range(most_waits + 1):
@@ -279,9 +297,9 @@ class ControlConnection:
             )
 
     def _open(self, key: bytes, said: bytes, sending: bytes, receiving: bytes) -> None:
-        self._session = hmac.digest(key, b"session " + said, hashlib.sha256)
-        self._sending = hmac.digest(self._session, sending, hashlib.sha256)
-        self._receiving = hmac.digest(self._session, receiving, hashlib.sha256)
+        session = hmac.digest(key, b"session " + said, hashlib.sha256)
+        self._sending = hmac.digest(session, sending, hashlib.sha256)
+        self._receiving = hmac.digest(session, receiving, hashlib.sha256)
 
 
 def _proof(key: bytes, who: bytes, said: bytes) -> bytes:

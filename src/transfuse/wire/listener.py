@@ -9,16 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from transfuse.errors import TransfuseError
-from transfuse.remote.handshake import ControlConnection, join_address
-from transfuse.wire import file_descriptors
+from transfuse.wire.handshake import ControlConnection, join_address
 
 __all__ = ["MAX_STRANGERS", "Listener"]
 
 #: The most connections that have not proved the token yet. When there are more, the oldest is closed: proving takes
 #: milliseconds, so idle connections keep nobody out.
 MAX_STRANGERS = 64
-#: The listening thread waits so long for a connection, then checks again whether it may accept one.
-LISTEN_SECONDS, ROOM_SECONDS = 1.0, 0.05
 
 
 class Listener:
@@ -50,8 +47,6 @@ class Listener:
         # A socket of our own: torch's store would listen on all interfaces, whatever host it is given.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server(where, family=family, backlog=MAX_STRANGERS)
-        # A thread that waits in accept without a timeout holds a descriptor that no call shows.
-        self._socket.settimeout(LISTEN_SECONDS)
         self.port = int(self._socket.getsockname()[1])
         self.address = join_address(host, self.port)
         self._thread = threading.Thread(target=self._listen, name=f"transfuse-{name}", daemon=True)
@@ -74,16 +69,17 @@ class Listener:
             control.hang_up()
         return threads
 
+    def leave_to_parent(self) -> None:
+        """In the child of a fork: close the copies of the parent's descriptors, and say nothing to anybody."""
+        self.is_closed = True
+        self._socket.close()
+        for control in self.connections.values():
+            control.release().close()
+
     def _listen(self) -> None:
         while not self.is_closed:
-            if not file_descriptors.spare():
-                # Otherwise strangers would take the descriptors that gloo needs. Strangers can wait.
-                time.sleep(ROOM_SECONDS)
-                continue
             try:
                 sock, where = self._socket.accept()
-            except TimeoutError:
-                continue
             except OSError as error:
                 if self.is_closed:
                     return

@@ -1,0 +1,146 @@
+"""Introductions: two ends that meet over a process group move their conversation to a stream, or agree that they cannot.
+
+    source                                                      receiver
+      | -- meet: streams that are there, a number, a place -------> |
+      |                                                              |  takes one that is there, or connects to the place
+      | <- met: the number of the stream; or none, and a place ----- |
+      |  only if the receiver could not connect:                     |
+      |  the source connects to the receiver's place                 |
+      | -- go: whether that succeeded -----------------------------> |
+
+All of this travels over the group. Everything that follows travels over the stream, or over the group if there is none.
+So both ends always know which: neither decides by a timeout of its own. If the two could not connect, the transport
+does not try again for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from contextlib import suppress
+
+from transfuse.errors import PeerLost, ProtocolError, TransfuseError
+from transfuse.timeouts import Patience
+from transfuse.wire import messages
+from transfuse.wire.channel import Channel
+from transfuse.wire.meeting import Meeting, new_number
+from transfuse.wire.messages import Meet, Message, Met
+from transfuse.wire.pool import Pool
+from transfuse.wire.stream import Stream
+
+__all__ = ["answer", "introduce"]
+
+logger = logging.getLogger("transfuse")
+
+
+def introduce(channel: Channel, pool: Pool | None, tag: int | None, *, always: bool = False) -> bool:
+    """At the source: propose a stream. Whether the receiver has been told anything, as it is ``always`` if it expects it.
+
+    ``tag``: on which the receiver hears the first word of this conversation.
+    """
+    peer, patience = channel.peer, Patience(channel.timeout)
+    meeting = pool.meeting(peer) if pool is not None and pool.can_move(peer) else None
+    if pool is None or meeting is None:
+        return always and _propose_nothing(channel, tag)
+    known, new = pool.take(peer, is_source=True), new_number() if pool.may_form(peer) else 0
+    stream: Stream | None = None
+    try:
+        if not known and not new:
+            return always and _propose_nothing(channel, tag)
+        if new:
+            meeting.expected.add(new)
+        meet = Meet(sorted(known), new, meeting.place() if new else None)
+        channel.send(Message.MEET, messages.encode(meet), note=channel.tag, tag=tag)
+        met = channel.decode(channel.expect(Message.MET)[1], Met)
+        if met.number in known:
+            stream = known.pop(met.number)
+        elif new and met.number == new:
+            stream = _there(_made_of(meeting.expected.wait(new, channel.timeout), channel, new), peer)
+        elif met.number:
+            raise ProtocolError(peer, f"rank {peer} chose a stream that was not proposed")
+        elif new and met.place is not None:
+            with suppress(TransfuseError, OSError):
+                sock = meeting.dial(met.place, new, patience.connection)
+                stream = _made_of(sock, channel, new, dialled_by_source=True)
+            channel.send(Message.GO, note=stream is not None)
+        if stream is None and new:
+            _say(pool, peer)
+    finally:
+        if new:
+            meeting.expected.forget(new)
+        for one in known.values():
+            pool.keep(peer, one, is_source=True)
+    if stream is not None:
+        channel.move_to(stream)
+    return True
+
+
+def _propose_nothing(channel: Channel, tag: int | None) -> bool:
+    channel.send(Message.MEET, messages.encode(Meet([], 0, None)), note=channel.tag, tag=tag)
+    channel.expect(Message.MET)
+    return True
+
+
+def answer(channel: Channel, pool: Pool | None, body: bytearray) -> None:
+    """At the receiver: answer a source that proposes a stream."""
+    meet = channel.decode(body, Meet)
+    peer, patience = channel.peer, Patience(channel.timeout)
+    meeting = pool.meeting(peer) if pool is not None and pool.can_move(peer) else None
+    if pool is None or meeting is None:
+        channel.send(Message.MET, messages.encode(Met(0)))
+        return
+    there = pool.take(peer, is_source=False)
+    both = there.keys() & set(meet.known)
+    stream = there.pop(min(both)) if both else None
+    for one in there.values():
+        pool.keep(peer, one, is_source=False)
+    if stream is None and meet.new and pool.may_form(peer):
+        with suppress(TransfuseError, OSError):
+            stream = _made_of(meeting.dial(meet.place, meet.new, patience.connection), channel, meet.new)
+        if stream is None:
+            stream = _let_source_dial(channel, pool, meeting, meet.new)
+        else:
+            channel.send(Message.MET, messages.encode(Met(stream.number)))
+    else:
+        channel.send(Message.MET, messages.encode(Met(0 if stream is None else stream.number)))
+    if stream is not None:
+        channel.move_to(stream)
+
+
+def _let_source_dial(channel: Channel, pool: Pool, meeting: Meeting, number: int) -> Stream | None:
+    """This receiver could not connect. Tell the source where it can."""
+    peer = channel.peer
+    meeting.expected.add(number)
+    try:
+        channel.send(Message.MET, messages.encode(Met(0, meeting.place())))
+        header, _ = channel.expect(Message.GO)
+        if not header.note:
+            _say(pool, peer)
+            return None
+        return _there(
+            _made_of(meeting.expected.wait(number, channel.timeout), channel, number, dialled_by_source=True), peer
+        )
+    finally:
+        meeting.expected.forget(number)
+
+
+def _there(stream: Stream | None, peer: int) -> Stream:
+    if stream is None:
+        raise PeerLost(peer, f"rank {peer} says that it has connected, but its connection is not here")
+    return stream
+
+
+def _made_of(
+    sock: socket.socket | None, channel: Channel, number: int, *, dialled_by_source: bool = False
+) -> Stream | None:
+    if sock is None:
+        return None
+    group = channel.group
+    stream = Stream(sock, seconds=channel.timeout, rank=group.rank(), size=group.size())
+    stream.number, stream.source_dials = number, dialled_by_source
+    return stream
+
+
+def _say(pool: Pool, peer: int) -> None:
+    level = logging.WARNING if pool.give_up(peer) else logging.INFO
+    logger.log(level, "rank %d: no connection could be made in either direction; its bytes go over the group", peer)

@@ -1,0 +1,267 @@
+"""Streams: TCP connections of our own. To a channel, a stream looks like a process group whose only other rank is the peer.
+
+Bytes go straight between the kernel and the tensors: each call sends from, or receives into, several runs of memory.
+Nothing is framed here. Both ends know every length, because messages announce theirs and parcels have been planned.
+
+What a socket does and does not do, and what follows from it:
+
+- ``close()`` neither wakes nor stops a call that another thread is in. ``shutdown()`` does, but a new call after it still
+  delivers what the kernel had received before. So :meth:`Stream.cut` sets a flag that every call looks at first, then
+  shuts the connection down. The memory of a receive is free when its call has returned.
+- The kernel's own timeouts count a whole call. So calls last a slice of a second at most, and a clock here counts since
+  the last byte.
+- A host that is gone sends no word of it. So the kernel asks idle peers whether they are there (keepalive), and gives up
+  on bytes that nobody acknowledges. A peer that lives and does not read acknowledges, and has the whole timeout.
+- A forked child holds copies of all descriptors, which would hide the parent's death from the peers. So the child closes
+  them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import numpy as np
+import torch
+
+from transfuse.state.manifest import Ints
+
+__all__ = ["Stream"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in (_libc.sendmsg, _libc.recvmsg):
+    _call.restype, _call.argtypes = ctypes.c_ssize_t, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+
+#: The most runs of memory, and the most bytes, that the kernel takes in one call.
+MOST_RUNS, MOST_BYTES = 1024, 1 << 30
+#: A call into the kernel returns after this many seconds at the latest, and after a quarter of the timeout.
+SLICE_SECONDS = 0.1
+#: How many questions to an idle peer may go unanswered before its host counts as gone.
+QUESTIONS = 3
+
+
+class _Head(ctypes.Structure):
+    """``struct msghdr``: what ``sendmsg`` and ``recvmsg`` take."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("namelen", ctypes.c_uint32),
+        ("runs", ctypes.c_void_p),
+        ("count", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("controllen", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+class _Sent:
+    """A send: the kernel has the bytes."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        return True
+
+
+_SENT = _Sent()
+
+
+class _Receive:
+    """A receive. The bytes are read when somebody waits for this or a later receive."""
+
+    def __init__(self, stream: Stream, tensor: torch.Tensor) -> None:
+        self._stream = stream
+        #: Kept until the bytes are here.
+        self.tensor: torch.Tensor | None = tensor
+
+    def wait(self, timeout: timedelta) -> bool:
+        self._stream.read(self, timeout.total_seconds())
+        return True
+
+
+class Stream:
+    """One connection to one peer. One thread at a time receives on it; any thread may send, or cut it."""
+
+    #: See :meth:`transfuse.wire.switchboard.Switchboard.pin`.
+    outlives_waits = True
+
+    def __init__(
+        self, sock: socket.socket, *, seconds: float, rank: int | None = None, size: int | None = None
+    ) -> None:
+        """``seconds``: how long the peer may take none of the bytes that are sent. ``rank``, ``size``: of the group."""
+        self._socket = sock
+        self._rank, self._size = rank, size
+        #: A number by which both ends know this connection.
+        self.number = 0
+        #: Whether the source of the conversation has dialled, because the receiver could not.
+        self.source_dials = False
+        self._posted: deque[_Receive] = deque()
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._is_cut = False
+        #: Why the connection is of no more use.
+        self._failure: OSError | None = None
+        sock.setblocking(True)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.set_patience(seconds)
+        _all.add(self)
+
+    def set_patience(self, seconds: float) -> None:
+        """The peer may take none of the bytes that are sent for this long, and its host may be gone for this long."""
+        self._seconds = seconds
+        part = min(SLICE_SECONDS, seconds / 4)
+        microseconds = max(int(1e6 * part), 1000)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._set(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(microseconds, 1_000_000)))
+        question = max(int(seconds / (QUESTIONS + 1)), 1)
+        self._set(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._set(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, question)
+        self._set(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, question)
+        self._set(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, QUESTIONS)
+        self._set(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(1000 * seconds), 1 << 30))
+
+    def _set(self, level: int, option: int, value: int | bytes) -> None:
+        with suppress(OSError):  # The connection may be gone. The next call says so.
+            self._socket.setsockopt(level, option, value)
+
+    # -------------------------------------------------------------------------------- the methods of a process group
+
+    def rank(self) -> int | None:
+        return self._rank
+
+    def size(self) -> int | None:
+        return self._size
+
+    def stream_to(self, rank: int) -> Stream:
+        return self
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "stream"
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> _Sent:
+        self.write(tensors)
+        return _SENT
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> _Receive:
+        receive = _Receive(self, tensors[0])
+        self._posted.append(receive)
+        return receive
+
+    # ------------------------------------------------------------------------------------------------------- bytes
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send these tensors, one after another. Returns when the kernel has them."""
+        with self._writing:
+            self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, _runs(tensors), self._seconds)
+
+    def read(self, until: _Receive, seconds: float) -> None:
+        """Receive everything that was posted, up to this receive. ``seconds``: how long no byte may come."""
+        with self._reading:
+            if until.tensor is None:
+                return
+            due: list[_Receive] = []
+            while not due or due[-1] is not until:
+                due.append(self._posted.popleft())
+            tensors = [one.tensor for one in due if one.tensor is not None]
+            self._move(_libc.recvmsg, socket.MSG_WAITALL, _runs(tensors), seconds)
+            for one in due:
+                one.tensor = None
+
+    def _move(self, call: ctypes._NamedFuncPointer, flags: int, runs: Ints, seconds: float) -> None:
+        """Move all of these runs of memory: rows of address and length."""
+        head, at, moved_at = _Head(), 0, time.monotonic()
+        while at < len(runs):
+            if self._is_cut or self._failure is not None:
+                raise self._failure or ConnectionAbortedError("the connection was cut at this end")
+            head.runs, head.count = runs.ctypes.data + 16 * at, min(len(runs) - at, MOST_RUNS)
+            moved = call(self._socket.fileno(), ctypes.addressof(head), flags)
+            if moved > 0:
+                moved_at = time.monotonic()
+                at = _advance(runs, at, moved)
+            elif moved == 0:
+                self._fail(ConnectionResetError("the peer has closed the connection"))
+            else:
+                self._look_at(ctypes.get_errno(), time.monotonic() - moved_at > seconds)
+
+    def _look_at(self, number: int, is_late: bool) -> None:
+        """Go on after a call that has moved nothing, or fail."""
+        if number not in (errno.EAGAIN, errno.EINTR):
+            # An address that cannot be written or read is the caller's fault: the connection itself is good, but
+            # nobody knows any more where in it the next message begins.
+            self._fail(OSError(number, os.strerror(number)))
+        elif is_late:
+            self._fail(TimeoutError("timed out"))
+
+    def _fail(self, error: OSError) -> None:
+        self._failure = error
+        raise error
+
+    # -------------------------------------------------------------------------------------------------------- ends
+
+    def is_alive(self) -> bool:
+        """Whether the peer has neither closed the connection nor sent anything. For connections that are not in use."""
+        if self._is_cut or self._failure is not None:
+            return False
+        look = select.poll()
+        look.register(self._socket, select.POLLIN)
+        return not look.poll(0)
+
+    def cut(self, rank: int = 0) -> None:
+        """End all calls, now and from now on, in any thread. When they have returned, their memory is free."""
+        self._is_cut = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Cut the connection, wait until no thread uses it, and free its descriptor."""
+        self.cut()
+        with self._reading, self._writing:
+            self._socket.close()
+            self._posted.clear()
+
+    def _leave_to_parent(self) -> None:
+        """In the child of a fork: the connection is the parent's."""
+        self._is_cut = True
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._socket.close()
+
+
+def _runs(tensors: Sequence[torch.Tensor]) -> Ints:
+    rows = []
+    for tensor in tensors:
+        address, left = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        while left > 0:
+            rows.append((address, min(left, MOST_BYTES)))
+            address, left = address + MOST_BYTES, left - MOST_BYTES
+    return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+
+def _advance(runs: Ints, at: int, moved: int) -> int:
+    """Count these bytes as moved, from run ``at`` on. Return the first run that is not yet done."""
+    while moved:
+        left = int(runs[at, 1])
+        if moved < left:
+            runs[at] += (moved, -moved)
+            return at
+        moved -= left
+        at += 1
+    return at
+
+
+_all: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for stream in list(_all):
+        stream._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
