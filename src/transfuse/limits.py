@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-__all__ = ["KIB", "MIB", "Limits", "allows_same_host", "asks_for_nixl", "port_range"]
+__all__ = ["KIB", "MIB", "Limits", "allows_same_host", "allows_streams", "asks_for_nixl", "port_range"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -98,15 +98,21 @@ def port_range(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
 
 def asks_for_nixl(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment asks for the NIXL route (``TRANSFUSE_NIXL`` is 1)."""
-    text = environ.get("TRANSFUSE_NIXL", "0")
-    if text not in ("0", "1"):
-        raise ValueError(f"TRANSFUSE_NIXL must be 0 or 1, got {text!r}")
-    return text == "1"
+    return _flag("TRANSFUSE_NIXL", "0", environ)
 
 
 def allows_same_host(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment allows the memory route (``TRANSFUSE_SAME_HOST`` is not 0)."""
-    text = environ.get("TRANSFUSE_SAME_HOST", "1")
+    return _flag("TRANSFUSE_SAME_HOST", "1", environ)
+
+
+def allows_streams(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment allows connections of our own (``TRANSFUSE_STREAMS`` is not 0)."""
+    return _flag("TRANSFUSE_STREAMS", "1", environ)
+
+
+def _flag(name: str, default: str, environ: Mapping[str, str]) -> bool:
+    text = environ.get(name, default)
     if text not in ("0", "1"):
-        raise ValueError(f"TRANSFUSE_SAME_HOST must be 0 or 1, got {text!r}")
+        raise ValueError(f"{name} must be 0 or 1, got {text!r}")
     return text == "1"

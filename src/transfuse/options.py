@@ -17,7 +17,7 @@ from typing import TypedDict
 from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import arguments, rules
-from transfuse.limits import Limits, allows_same_host, asks_for_nixl
+from transfuse.limits import Limits, allows_same_host, allows_streams, asks_for_nixl
 from transfuse.progress import Show
 from transfuse.rules import MapPath
 from transfuse.state.leaves.codec import MeshDescription
@@ -57,6 +57,8 @@ class Options:
     weights_only_objects: bool = False
     #: Both ends: receivers that want the same parcels may pass them on to each other.
     relay: bool = True
+    #: Both ends: conversations that begin over the group go on over connections of our own.
+    streams: bool = True
     #: Both ends: how many connections a source and a receiver use. None: as many as are worth their while.
     lanes: int | None = None
     #: Sources: the most bytes per second that a source sends, to all its receivers together. None: no limit.
@@ -69,8 +71,8 @@ class Options:
     def check(self, timeout: timedelta, limits: Limits, *, in_place: bool) -> Options:
         """Refuse options that cannot work with this timeout and these limits, or without a target if not ``in_place``.
 
-        Returns the options that apply: numbers as plain int and float, ``same_host`` only if the environment allows it,
-        ``nixl`` also if the environment asks for it.
+        Returns the options that apply: numbers as plain int and float, ``same_host`` and ``streams`` only if the
+        environment allows them, ``nixl`` also if the environment asks for it.
         """
         flags = {item.name: getattr(self, item.name) for item in fields(self) if item.type == "bool"}
         arguments.check_flags(**flags)
@@ -93,6 +95,7 @@ class Options:
         held = replace(
             self,
             same_host=self.same_host and allows_same_host(),
+            streams=self.streams and allows_streams(),
             nixl=nixl,
             max_bytes_per_second=self._rate(timeout, limits),
             max_receive_bytes=most,
@@ -161,6 +164,7 @@ class OptionKeywords(_BothEnds, _Sources, _Receivers, total=False):
     """All options, as keywords."""
 
     relay: bool
+    streams: bool
 
 
 def check_names(call: Callable[..., object], given: Iterable[str], keywords: type) -> None:

@@ -85,6 +85,8 @@ class PGTransport:
         weights_only_objects: accept Python objects that ``torch.load(weights_only=True)`` accepts.
         relay: receivers that want the same parcels may pass them on to each other, so that the source sends each byte
             once.
+        streams: conversations that begin over the group go on over TCP connections of our own, if the group's backend
+            is gloo and the two ends can connect. False: all bytes go over the group.
         lanes: how many connections a source and a receiver use, at most as many as the other end allows. None: several
             if they move much and the group's backend is gloo, by the number of cores and whether they share a host.
         max_bytes_per_second: the most that a source sends, to all its receivers together.
@@ -112,6 +114,7 @@ class PGTransport:
         mesh: DeviceMesh | Callable[[MeshDescription], DeviceMesh] | None = None,
         weights_only_objects: bool = False,
         relay: bool = True,
+        streams: bool = True,
         lanes: int | None = None,
         max_bytes_per_second: float | None = None,
         max_receive_bytes: int | None = None,
@@ -133,6 +136,7 @@ class PGTransport:
             mesh=mesh,
             weights_only_objects=weights_only_objects,
             relay=relay,
+            streams=streams,
             lanes=lanes,
             max_bytes_per_second=max_bytes_per_second,
             max_receive_bytes=max_receive_bytes,
@@ -145,7 +149,7 @@ class PGTransport:
         self._seconds = timeout.total_seconds()
         self._group = Group(pg, arguments.device_of(device))
         self._state_dict = state_dict
-        self._lanes = Pool(self._group)
+        self._lanes = Pool(self._group, allowed=self._options.streams)
         weakref.finalize(self, self._lanes.close)
         self._remembered = Remembered()
         self._report: Report | None = None

@@ -15,7 +15,7 @@ from transfuse.limits import MIB
 from transfuse.session.bursts import Outgoing
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Outcome, Ranks
-from transfuse.wire.lanes import Lane
+from transfuse.wire.stream import Stream
 
 __all__ = ["NBYTES", "TIMEOUT", "Made", "before_each_burst", "hold_back_the_group", "move", "reports", "state"]
 
@@ -71,13 +71,15 @@ def reports(outcomes: list[Outcome[Any]]) -> list[Any]:
     return [outcome.get() for outcome in outcomes]
 
 
-def before_each_burst(monkeypatch: pytest.MonkeyPatch, end: Any, hook: Callable[[Any, Lane | None], object]) -> None:
+def before_each_burst(monkeypatch: pytest.MonkeyPatch, end: Any, hook: Callable[[Any, Stream | None], object]) -> None:
     """Call ``hook`` before each burst that an ``Incoming`` or ``Outgoing`` posts, with its lane, if it is on one."""
     original = end._post
 
     def post(self: Any, numbers: Any) -> Any:
-        pg = self._channel.group.pg
-        hook(self, pg if isinstance(pg, Lane) else None)
+        channel = self._channel
+        # The conversation of a lane does not belong to the group: it has begun on its stream.
+        is_lane = isinstance(channel.home.pg, Stream)
+        hook(self, channel.stream if is_lane else None)
         return original(self, numbers)
 
     monkeypatch.setattr(end, "_post", post)
@@ -87,7 +89,7 @@ def hold_back_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """The group's own connections bring nothing before a lane does. So lanes are used on busy machines too."""
     moved: dict[Any, threading.Event] = collections.defaultdict(threading.Event)
 
-    def hold(outgoing: Any, lane: Lane | None) -> None:
+    def hold(outgoing: Any, lane: Stream | None) -> None:
         event = moved[outgoing._channel.peer]
         event.wait(TIMEOUT / 2) if lane is None else event.set()
 

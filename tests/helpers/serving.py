@@ -19,21 +19,21 @@ import torch
 from benchmarks.hosts import settle
 
 import transfuse
+from transfuse.remote.ends import READER, ServedStream, ToServer
+from transfuse.testing.exact import differences
+from transfuse.testing.ranks import Fleet, announce
 from transfuse.wire.handshake import (
     HELLO_BYTES,
     MAGIC,
     MAX_FRAME_BYTES,
     VERSION,
-    Call,
+    Come,
     ControlConnection,
     Ready,
     connect,
     key_of,
     split_address,
 )
-from transfuse.remote.pair_group import READER, PairGroup
-from transfuse.testing.exact import differences
-from transfuse.testing.ranks import Fleet, announce
 
 TOKEN = "correct horse battery staple"
 
@@ -140,19 +140,32 @@ def go_as_far_as(rank: int, address: str, fault: int) -> None:
     control = connect(address, key_of(TOKEN), 20.0, 0)
     if moment == "proved":
         stay()
-    if moment == "forming":
-        control.expect(Call, 20.0, "forming a group", 0)
+    control.send(Come(), 20.0)
+    if moment == "coming":
         stay()
-    group = PairGroup(control, READER, 20.0, 0)
-    if moment == "formed":
+    control.expect(Come, 20.0, "waiting for room", 400)
+    if moment == "there":
         stay()
+    assert moment == "ready"
+    stay(get_ready(control, address))
+
+
+MOMENTS = ["connected", "greeted", "proved", "coming", "there", "ready", "memory", "group"]
+
+
+def come_in(address: str, token: str | None = None) -> ControlConnection:
+    """Be a reader for which the server has room."""
+    control = connect(address, key_of(token), 20.0, 0)
+    control.send(Come(), 20.0)
+    control.expect(Come, 20.0, "waiting for room", 400)
+    return control
+
+
+def get_ready(control: ControlConnection, address: str) -> ServedStream:
+    """Be a reader for which the server holds its state still. From now on the connection is a stream."""
     control.send(Ready(), 20.0)
     control.expect(Ready, 20.0, "waiting", 400)
-    assert moment == "ready"
-    stay(group)
-
-
-MOMENTS = ["connected", "greeted", "proved", "forming", "formed", "ready", "memory", "group"]
+    return ServedStream(control, READER, 20.0, ToServer(address, key_of(None)))
 
 
 def own_tasks() -> int:

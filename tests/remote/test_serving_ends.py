@@ -28,18 +28,19 @@ from serving import (
     Halt,
     all_it_says,
     big_state,
+    come_in,
     fetch_until_interrupted,
+    get_ready,
     nothing_is_left,
     own_files,
     own_tasks,
     plain_state,
     wait_until,
 )
-from transfuse.wire.handshake import Ready, connect, key_of, split_address
-from transfuse.remote.pair_group import READER, PairGroup
 from transfuse.session.source import OfferedState
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
+from transfuse.wire.handshake import Ready, split_address
 
 # How it ends
 
@@ -72,8 +73,7 @@ def test_cancel_cuts_off_who_reads(executor: ThreadPoolExecutor) -> None:
     halt, formed = Halt(), threading.Event()
 
     def form(address: str) -> None:
-        door = connect(address, key_of(None), 20.0, 0)
-        with contextlib.closing(door), contextlib.closing(PairGroup(door, READER, 20.0, 0)):
+        with contextlib.closing(come_in(address)) as door:
             formed.set()
             door.expect(Ready, 20.0, "waiting", 400)
 
@@ -157,10 +157,7 @@ def test_nothing_is_left_of_who_was_cut_off() -> None:
     gc.collect()
     tasks, files = own_tasks(), own_files()
     server = transfuse.serve(plain_state(), timeout=LONG)
-    door = connect(server.address, key_of(None), 20.0, 0)
-    with contextlib.closing(door), contextlib.closing(PairGroup(door, READER, 20.0, 0)):
-        door.send(Ready(), 20.0)
-        door.expect(Ready, 20.0, "waiting", 400)
+    with contextlib.closing(get_ready(come_in(server.address), server.address)):
         server.close(cancel=True)
         assert own_tasks() > tasks
     nothing_is_left(tasks, files)

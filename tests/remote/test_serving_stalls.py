@@ -18,6 +18,8 @@ from serving import (
     SHORT,
     TOKEN,
     big_state,
+    come_in,
+    get_ready,
     go_as_far_as,
     nothing_is_left,
     own_files,
@@ -26,8 +28,7 @@ from serving import (
     wait_until,
 )
 from transfuse.limits import Limits
-from transfuse.wire.handshake import Ready, connect, key_of
-from transfuse.remote.pair_group import READER, PairGroup, PairGroups
+from transfuse.remote.ends import Servers
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
 from transfuse.wire.channel import Channel
@@ -62,15 +63,11 @@ def test_who_stalls_or_dies_holds_up_training_no_longer_than_the_timeout(
 def test_signs_of_life_alone_buy_no_time() -> None:
     """A reader that says again and again that it works, and takes nothing."""
     with transfuse.serve(some_state(), timeout=SHORT) as server, contextlib.ExitStack() as stack:
-        door = connect(server.address, key_of(None), 20.0, 0)
-        stack.callback(door.close)
-        group = PairGroup(door, READER, 20.0, 0)
-        door.send(Ready(), 20.0)
-        door.expect(Ready, 20.0, "waiting", 400)
+        stream = stack.enter_context(contextlib.closing(get_ready(come_in(server.address), server.address)))
         stop = threading.Event()
 
         def pretend() -> None:
-            with Channel(Group(PairGroups({0: group}, 1), CPU), 0, 5.0, Limits()) as channel:
+            with Channel(Group(Servers({0: stream}, 1), CPU), 0, 5.0, Limits()) as channel:
                 channel.expect(Message.OFFER, tag=OFFER_TAG)
                 with contextlib.suppress(transfuse.PeerError):
                     while not stop.wait(0.2):

@@ -41,7 +41,9 @@ from serving import (
     some_state,
     wait_until,
 )
-from transfuse.remote import listener
+from transfuse.testing.exact import differences
+from transfuse.testing.ranks import Fleet
+from transfuse.wire import listener
 from transfuse.wire.handshake import (
     HELLO_BYTES,
     MAGIC,
@@ -52,8 +54,6 @@ from transfuse.wire.handshake import (
     key_of,
     split_address,
 )
-from transfuse.testing.exact import differences
-from transfuse.testing.ranks import Fleet
 
 
 def test_a_stranger_hears_a_hello_and_no_more() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import socket
 import threading
 import time
 from typing import Any
@@ -14,15 +15,13 @@ import torch
 
 import transfuse
 from laned import NBYTES, TIMEOUT, before_each_burst, move, reports, state
-from transfuse.session import lanes as session_lanes
 from transfuse.session.bursts import Incoming, Outgoing
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
 from transfuse.timeouts import Patience
-from transfuse.wire import lanes
-from transfuse.wire.channel import Channel
-from transfuse.wire.lanes import Entrance, Lane, Pool
-from transfuse.wire.messages import Address
+from transfuse.wire.messages import Place
+from transfuse.wire.pool import Pool
+from transfuse.wire.stream import Stream
 
 
 @pytest.fixture(autouse=True)
@@ -62,15 +61,15 @@ def test_lanes_are_kept_and_closed() -> None:
     def look(rank: int, transport: transfuse.PGTransport) -> None:
         pool: Pool = transport._lanes
         with lock:
-            numbers.append({number for some in pool._lanes.values() for number in some})
+            numbers.append({number for some in pool._idle.values() for number in some})
 
     outcomes, made = move(lanes=3, times=3, between=look)
     assert reports(outcomes)[-1].connections == 3
-    assert all(len(some) == 2 for some in numbers)
-    assert len(set.union(*numbers)) == 2
+    assert all(len(some) == 3 for some in numbers)
+    assert len(set.union(*numbers)) == 3
     for transport in made:
         with transport:
-            assert len(transport._lanes) == 2
+            assert len(transport._lanes) == 3
         assert len(transport._lanes) == 0
 
 
@@ -78,7 +77,7 @@ def test_lanes_are_kept_and_closed() -> None:
 def test_either_end_may_forbid_them(receiver: int, source: int) -> None:
     outcomes, made = move(lanes=receiver, source_options={"lanes": source})
     assert [report.connections for report in reports(outcomes)] == [1, 1]
-    assert not any(len(transport._lanes) for transport in made)
+    assert [len(transport._lanes) for transport in made] == [1, 1]
 
 
 @pytest.mark.parametrize("wrong", [0, 17, -1])
@@ -98,9 +97,9 @@ class _Group:
 def test_a_lane_that_breaks_costs_nothing(end: Any, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One lane's connection is closed under way. The others bring what it owed."""
     lock, seen = threading.Lock(), [0]
-    broken: list[Lane] = []
+    broken: list[Stream] = []
 
-    def break_one(_: Any, lane: Lane | None) -> None:
+    def break_one(_: Any, lane: Stream | None) -> None:
         if lane is None:
             return
         with lock:
@@ -109,7 +108,7 @@ def test_a_lane_that_breaks_costs_nothing(end: Any, after: int, monkeypatch: pyt
             if breaks:
                 broken.append(lane)
         if breaks:
-            lane.break_off(0.0)
+            lane.cut()
 
     before_each_burst(monkeypatch, end, break_one)
     outcomes, _ = move(lanes=3)
@@ -119,11 +118,11 @@ def test_a_lane_that_breaks_costs_nothing(end: Any, after: int, monkeypatch: pyt
 
 def test_a_lane_that_falls_silent_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the source's lanes never answers. Its parcels come over the others, before the timeout."""
-    silent: list[Lane] = []
+    silent: list[Stream] = []
     lock = threading.Lock()
     go_on = threading.Event()
 
-    def silence_one(_: Any, lane: Lane | None) -> None:
+    def silence_one(_: Any, lane: Stream | None) -> None:
         with lock:
             if lane is None or silent:
                 return
@@ -144,7 +143,7 @@ def test_a_source_that_falls_silent_on_all_its_connections(monkeypatch: pytest.M
     """One of two sources freezes midway. The other one brings the rest, and nothing lands after the receive."""
     go_on, silent = threading.Event(), threading.Event()
 
-    def silence(outgoing: Outgoing, _: Lane | None) -> None:
+    def silence(outgoing: Outgoing, _: Stream | None) -> None:
         if outgoing._channel.group.rank() == 1 and outgoing._channel.peer == 2 and outgoing.parcels > 2:
             silent.set()
             go_on.wait(100)
@@ -174,75 +173,39 @@ def test_a_source_that_falls_silent_on_all_its_connections(monkeypatch: pytest.M
     assert not seen[0].any()
 
 
-def test_who_cannot_prove_itself_gets_nothing(
+def test_places_that_lead_nowhere_cost_a_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Somebody connects to the ports, but does not know the secret."""
-    original = lanes._proof
-
-    def proof(key: bytes, number: int, *, by_source: bool) -> bytes:
-        return original(key if by_source else key + b"?", number, by_source=by_source)
-
-    talked: list[Channel] = []
-    monkeypatch.setattr(lanes, "_proof", _for_receivers(original, proof))
-    monkeypatch.setattr(session_lanes.LaneWorkers, "_talk", lambda self, lane, channel: talked.append(channel))
-    with caplog.at_level(logging.WARNING):
-        outcomes, _ = move(lanes=3)
-    assert reports(outcomes)[-1].connections == 1
-    assert not talked
-    assert "going on without them: no proof over the new connection" in caplog.text
-
-
-def _for_receivers(original: Any, wrong: Any) -> Any:
-    """The source computes the right proofs, the receiver wrong ones."""
-
-    def proof(key: bytes, number: int, *, by_source: bool) -> bytes:
-        is_source_thread = threading.current_thread().name == "transfuse-lane-1"
-        result: bytes = (original if is_source_thread else wrong)(key, number, by_source=by_source)
-        return result
-
-    return proof
-
-
-def test_addresses_that_lead_nowhere_cost_a_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    original = Entrance.connect
-
-    def connect(self: Entrance, address: Address | None, key: bytes, *, known: bool = False) -> None:
-        nowhere = None if address is None else Address(address.number, address.key, b"\xff" * 170)
-        original(self, nowhere, key, known=known)
-
-    monkeypatch.setattr(Entrance, "connect", connect)
-    with caplog.at_level(logging.WARNING):
-        outcomes, made = move(lanes=3)
+    """The source says that it listens where nobody does, or where somebody else does."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        address = f"127.0.0.1:{stranger.getsockname()[1]}"
+        monkeypatch.setattr(Pool, "place", lambda self, peer: Place(address, bytes(32)))
+        with caplog.at_level(logging.WARNING):
+            outcomes, made = move(lanes=3)
     assert [report.connections for report in reports(outcomes)] == [1, 1]
-    assert not any(len(transport._lanes) for transport in made)
     assert "could not be made, going on without them" in caplog.text
 
 
-def gloo_threads() -> set[int]:
-    """The threads of this process, of Python and of gloo."""
-    return set(map(int, os.listdir("/proc/self/task")))
+def sockets() -> int:
+    return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") for fd in os.listdir("/proc/self/fd"))
 
 
 def test_garbage_closes_them() -> None:
-    before = gloo_threads()
     outcomes, made = move(lanes=4)
     reports(outcomes)
-    assert [len(transport._lanes) for transport in made] == [3, 3]
-    held = len(gloo_threads() - before)
+    assert [len(transport._lanes) for transport in made] == [4, 4]
+    held = sockets()
     made.clear()
     del outcomes
     gc.collect()
     until = time.monotonic() + 20
-    while len(gloo_threads() - before) > max(0, held - 6) and time.monotonic() < until:
+    while sockets() > held - 8 and time.monotonic() < until:
         time.sleep(0.05)
-    assert len(gloo_threads() - before) <= held - 6
+    assert sockets() <= held - 8
 
 
 def test_a_forked_child_drops_them() -> None:
-    """The child has none of gloo's threads: it must neither use nor close its parent's lanes."""
+    """The child must not use its parent's streams."""
     gc.collect()  # Groups that earlier tests left as garbage do not survive their end in a child either.
     outcomes, made = move(lanes=3)
     reports(outcomes)
@@ -260,4 +223,4 @@ def test_a_forked_child_drops_them() -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert [len(transport._lanes) for transport in made] == [2, 2]
+    assert [len(transport._lanes) for transport in made] == [3, 3]

@@ -16,9 +16,11 @@ Here *server* is the end that listens, and *reader* the end that connects.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import ipaddress
+import resource
 import secrets
 import select
 import socket
@@ -32,7 +34,7 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from transfuse import arguments
-from transfuse.errors import PeerLost, PeerRefused, PeerTimeout, ProtocolError
+from transfuse.errors import LimitExceeded, PeerLost, PeerRefused, PeerTimeout, ProtocolError
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -46,6 +48,7 @@ __all__ = [
     "Refused",
     "Told",
     "Wait",
+    "check_descriptors",
     "connect",
     "is_loopback",
     "join_address",
@@ -343,6 +346,16 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def check_descriptors(error: OSError, purpose: str) -> None:
+    """Raise :class:`LimitExceeded` if this process, or its host, has no file descriptors left."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise LimitExceeded(
+            f"{purpose} takes a file descriptor, and none is free: raise the limit of the process (ulimit -n, now "
+            f"{most}), or close files that it does not need"
+        ) from error
+
+
 def connect(address: str, key: bytes, seconds: float, rank: int) -> ControlConnection:
     """Connect to a server as a reader, and prove the token."""
     started = time.monotonic()
@@ -352,6 +365,7 @@ def connect(address: str, key: bytes, seconds: float, rank: int) -> ControlConne
     except TimeoutError:
         raise PeerTimeout(rank, f"connecting to {address}", time.monotonic() - started) from None
     except OSError as error:
+        check_descriptors(error, f"connecting to {address}")
         raise PeerLost(rank, f"{address} cannot be reached: {error}; is a server there, on this interface?") from error
     control = ControlConnection(sock, address, rank)
     try:

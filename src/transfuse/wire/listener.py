@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from transfuse.errors import TransfuseError
-from transfuse.wire.handshake import ControlConnection, join_address
+from transfuse.wire.handshake import ControlConnection, check_descriptors, join_address
 
 __all__ = ["MAX_STRANGERS", "Listener"]
 
@@ -46,7 +46,11 @@ class Listener:
         host = where[0]
         # A socket of our own: torch's store would listen on all interfaces, whatever host it is given.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server(where, family=family, backlog=MAX_STRANGERS)
+        try:
+            self._socket = socket.create_server(where, family=family, backlog=MAX_STRANGERS)
+        except OSError as error:
+            check_descriptors(error, f"listening on {host}")
+            raise
         self.port = int(self._socket.getsockname()[1])
         self.address = join_address(host, self.port)
         self._thread = threading.Thread(target=self._listen, name=f"transfuse-{name}", daemon=True)
