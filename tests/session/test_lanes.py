@@ -181,7 +181,7 @@ def test_places_that_lead_nowhere_cost_a_line(
         address = f"127.0.0.1:{stranger.getsockname()[1]}"
         monkeypatch.setattr(Pool, "place", lambda self, peer: Place(address, bytes(32)))
         with caplog.at_level(logging.WARNING):
-            outcomes, made = move(lanes=3)
+            outcomes, _ = move(lanes=3)
     assert [report.connections for report in reports(outcomes)] == [1, 1]
     assert "could not be made, going on without them" in caplog.text
 

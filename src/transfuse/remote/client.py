@@ -209,7 +209,7 @@ def _check_entry(entry: str | None) -> str | None:
 
 
 class _Visit:
-    """All that precedes the conversation: connect to every server at once, and wait until each holds its state still."""
+    """What precedes the conversation: connect to every server at once, and wait until each holds its state still."""
 
     def __init__(
         self, addresses: Sequence[str | InProcess], key: bytes, seconds: float, entry: str | None = None

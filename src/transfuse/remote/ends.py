@@ -1,7 +1,7 @@
 """The two ends of a served conversation: the server is rank 0 of a group of two, the reader is rank 1.
 
-The connection over which they met is the conversation's stream. Further ones (lanes) come through the server's own port:
-the reader connects there again, with the same token.
+The connection over which they met is the conversation's stream. Further ones (lanes) come through the server's own
+port: the reader connects there again, with the same token.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class ControlConnection:
         return str(self._socket.getsockname()[0])
 
     def release(self) -> socket.socket:
-        """Give the socket away: no frames follow. From now on it belongs to the caller, and closing this does nothing."""
+        """Give the socket away: no frames follow. It belongs to the caller now, and closing this does nothing."""
         self.is_released = True
         return self._socket
 

@@ -1,12 +1,12 @@
-"""Introductions: two ends that meet over a process group move their conversation to a stream, or agree that they cannot.
+"""Introductions: two ends that meet over a process group move their conversation to a stream, or agree not to.
 
-    source                                                      receiver
-      | -- meet: streams that are there, a number, a place -------> |
-      |                                                              |  takes one that is there, or connects to the place
-      | <- met: the number of the stream; or none, and a place ----- |
-      |  only if the receiver could not connect:                     |
-      |  the source connects to the receiver's place                 |
-      | -- go: whether that succeeded -----------------------------> |
+    source                                                    receiver
+      | -- meet: streams that are there, a number, a place ----> |
+      |                                                          |  takes one of them, or connects to the place
+      | <- met: the number of the stream; or none, and a place - |
+      |  only if the receiver could not connect:                 |
+      |  the source connects to the receiver's place             |
+      | -- go: whether that succeeded -------------------------> |
 
 All of this travels over the group. Everything that follows travels over the stream, or over the group if there is none.
 So both ends always know which: neither decides by a timeout of its own. If the two could not connect, the transport
@@ -34,7 +34,7 @@ logger = logging.getLogger("transfuse")
 
 
 def introduce(channel: Channel, pool: Pool | None, tag: int | None, *, always: bool = False) -> bool:
-    """At the source: propose a stream. Whether the receiver has been told anything, as it is ``always`` if it expects it.
+    """At the source: propose a stream. Whether the receiver has been told anything; ``always``: it expects that.
 
     ``tag``: on which the receiver hears the first word of this conversation.
     """

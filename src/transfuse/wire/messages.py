@@ -204,7 +204,7 @@ class Lanes(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     #: Numbers of lanes that both ends may have from an earlier transfer.
     known: Annotated[list[LaneNumber], msgspec.Meta(max_length=MOST_LANES)]
     new: Annotated[list[LaneNumber], msgspec.Meta(max_length=MOST_LANES)]
-    #: Receiver: if lanes are agreed to, the conversation's own connection brings this many parcels of the first request.
+    #: Receiver: if lanes are agreed to, the conversation's own stream brings this many parcels of the first request.
     first: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: From the end that does not dial: where the other one connects for the new ones, if it has to be told.
     place: Place | None = None

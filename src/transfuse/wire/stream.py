@@ -1,19 +1,19 @@
-"""Streams: TCP connections of our own. To a channel, a stream looks like a process group whose only other rank is the peer.
+"""Streams: TCP connections of our own. To a channel, a stream is a process group whose only other rank is the peer.
 
 Bytes go straight between the kernel and the tensors: each call sends from, or receives into, several runs of memory.
 Nothing is framed here. Both ends know every length, because messages announce theirs and parcels have been planned.
 
 What a socket does and does not do, and what follows from it:
 
-- ``close()`` neither wakes nor stops a call that another thread is in. ``shutdown()`` does, but a new call after it still
-  delivers what the kernel had received before. So :meth:`Stream.cut` sets a flag that every call looks at first, then
-  shuts the connection down. The memory of a receive is free when its call has returned.
+- ``close()`` neither wakes nor stops a call that another thread is in. ``shutdown()`` does, but a new call after it
+  still delivers what the kernel had received before. So :meth:`Stream.cut` sets a flag that every call looks at first,
+  then shuts the connection down. The memory of a receive is free when its call has returned.
 - The kernel's own timeouts count a whole call. So calls last a slice of a second at most, and a clock here counts since
   the last byte.
-- A host that is gone sends no word of it. So the kernel asks idle peers whether they are there (keepalive), and gives up
-  on bytes that nobody acknowledges. A peer that lives and does not read acknowledges, and has the whole timeout.
-- A forked child holds copies of all descriptors, which would hide the parent's death from the peers. So the child closes
-  them.
+- A host that is gone sends no word of it. So the kernel asks idle peers whether they are there (keepalive), and gives
+  up on bytes that nobody acknowledges. A peer that lives and does not read acknowledges, and has the whole timeout.
+- A forked child holds copies of all descriptors, which would hide the parent's death from the peers. So the child
+  closes them.
 """
 
 from __future__ import annotations
