@@ -25,15 +25,16 @@ from transfuse.testing.ranks import Fleet, announce
 from transfuse.wire.handshake import (
     HELLO_BYTES,
     MAGIC,
-    MAX_FRAME_BYTES,
     VERSION,
     Come,
     ControlConnection,
+    Join,
     Ready,
     connect,
     key_of,
     split_address,
 )
+from transfuse.wire.messages import HEADER_BYTES
 
 TOKEN = "correct horse battery staple"
 
@@ -238,11 +239,6 @@ def listened_to(address: str) -> Iterator[tuple[str, list[bytes]]]:
         taking.join(DEADLINE)
 
 
-def hear_to_the_end(control: ControlConnection) -> None:
-    while True:
-        control.expect(Call, 20.0, "waiting", 0)
-
-
 # A reader that knows the token and means no good
 
 
@@ -252,47 +248,57 @@ def serve_here(rank: int) -> None:
     time.sleep(10 * DEADLINE)
 
 
-def give_a_false_address(address: str, tamper: Callable[[bytearray], bytearray]) -> None:
+def join_as(address: str, number: int) -> None:
+    """Connect as a stream that nobody expects. The server hangs up."""
+    control = connect(address, key_of(TOKEN), 20.0, 0)
+    try:
+        control.send(Join(number), 20.0)
+        assert all_it_says(control.release()) == b""
+    finally:
+        control.release().close()
+
+
+def speak_rubbish(address: str, words: bytes) -> None:
+    """Be let in as a reader, and then say this in the place of an answer to the offer. The server hangs up."""
     control = connect(address, key_of(TOKEN), 20.0, 0)
     try:
         with contextlib.suppress(transfuse.PeerError):  # On a busy machine the server may have given up before.
-            theirs = control.expect(Call, 20.0, "forming a group", 400)
-            control.send(Call(theirs.key.replace("0/0", "0/1"), bytes(tamper(bytearray(theirs.value)))), 20.0)
-            while True:
-                control.expect(Ready, 20.0, "waiting", 400)
+            control.send(Come(), 20.0)
+            control.expect(Come, 20.0, "waiting for room", 400)
+            control.send(Ready(), 20.0)
+            control.expect(Ready, 20.0, "waiting", 400)
+            all_it_says(control.release(), words)
     finally:
-        control.close()
+        control.release().close()
 
 
-def flipped(at: int, bits: int) -> Callable[[bytearray], bytearray]:
-    def tamper(data: bytearray) -> bytearray:
-        data[at % len(data)] ^= bits
-        return data
-
-    return tamper
+#: Numbers of connections, all of them false.
+FALSE_NUMBERS = [0, 1, -1, 1 << 61, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1]
 
 
-FALSE_ADDRESSES: list[Callable[[bytearray], bytearray]] = [
-    lambda data: bytearray(),
-    lambda data: data[:-1],
-    lambda data: data + bytes(8),
-    lambda data: bytearray(len(data)),
-    lambda data: bytearray(b"\xff" * len(data)),
-    lambda data: bytearray(secrets.token_bytes(len(data))),
-    lambda data: data[:8] + bytearray(secrets.token_bytes(len(data) - 8)),
-    lambda data: data[:18] + bytearray(b"\xff" * (len(data) - 18)),
-    lambda data: bytearray((1 << 62).to_bytes(8, "little")) + data[8:],
-    lambda data: bytearray(MAX_FRAME_BYTES - 100),
-    lambda data: data,
+RUBBISH = [
+    b"",
+    b"\0",
+    bytes(HEADER_BYTES),
+    bytes(HEADER_BYTES + 1),
+    b"\xff" * HEADER_BYTES,
+    b"\xff" * (1 << 20),
+    secrets.token_bytes(HEADER_BYTES - 1),
+    secrets.token_bytes(HEADER_BYTES),
+    secrets.token_bytes(1 << 20),
+    MAGIC + bytes([VERSION]) + bytes(32),
 ]
 
 
-def false_addresses(tampers: Sequence[Callable[[bytearray], bytearray]]) -> None:
+def false_words(numbers: Sequence[int], rubbish: Sequence[bytes]) -> None:
+    """Nothing that a reader who knows the token says ends the server."""
     with Fleet(1) as fleet, ThreadPoolExecutor(32) as threads:
         fleet.start(serve_here)
         fleet._until(lambda: bool(fleet.workers[0].reached), DEADLINE)
         (address,) = fleet.workers[0].reached
-        for future in [threads.submit(give_a_false_address, address, tamper) for tamper in tampers]:
+        doings = [threads.submit(join_as, address, number) for number in numbers]
+        doings += [threads.submit(speak_rubbish, address, words) for words in rubbish]
+        for future in doings:
             future.result(DEADLINE)
         assert not differences(some_state(), transfuse.fetch(address, token=TOKEN))
         fleet._until(lambda: True, 0)
