@@ -41,6 +41,7 @@ class Sizes:
     parcel of a delta   ``block_bytes`` at most               kept or fetched as one
     request             one source: everything; several:      the last requests end together
                         ``bursts_ahead`` bursts
+    round on a stream   4 MiB, a burst at most                what one call writes is hashed while it is in the cache
     burst in a chain    one parcel, 4 MiB or 12 under way,    what has arrived goes on at once; one answer for half
                         3 at least                            of those under way
     connections         between hosts 4, from 8 MiB on; on    one connection uses one core, and clouds limit its rate;
@@ -65,6 +66,8 @@ class Sizes:
     READ_BYTES = 512 * MIB
     #: The same, if the bytes cross the network.
     REMOTE_READ_BYTES = 32 * MIB
+    #: Bytes that one call writes to a stream, and one record follows.
+    ROUND_BYTES = 4 * MIB
     #: Most bytes and most parcels under way between two neighbours in a chain.
     CHAIN_BYTES, CHAIN_PARCELS = 4 * MIB, 12
     #: The least bytes for which lanes are worth their while, on one host and between hosts.

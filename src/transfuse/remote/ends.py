@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -70,10 +70,6 @@ class ReaderEnd(Protocol):
 
     def meeting(self, rank: int) -> Meeting | None: ...
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike: ...
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike: ...
-
     def cut(self, rank: int = 0) -> None: ...
 
     def close(self) -> None: ...
@@ -104,10 +100,16 @@ class Servers:
         return self._ends[rank].meeting(rank)
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
-        return self._ends[rank].send(tensors, SERVER, tag)
+        work: WorkLike = self._in_process(rank).send(tensors, SERVER, tag)
+        return work
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
-        return self._ends[rank].recv(tensors, SERVER, tag)
+        work: WorkLike = self._in_process(rank).recv(tensors, SERVER, tag)
+        return work
+
+    def _in_process(self, rank: int) -> Any:
+        """An end that has no stream: a server in this process."""
+        return self._ends[rank]
 
     def stream_to(self, rank: int) -> Stream | None:
         end = self._ends[rank]

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from transfuse.errors import CorruptData
-from transfuse.session.bursts import Incoming, Shape
+from transfuse.session.incoming import Incoming
+from transfuse.session.movers import incoming_on
 from transfuse.session.pulling import leaves_of, some_of
 from transfuse.session.receive_from_all import Receive
+from transfuse.session.shape import Shape
 from transfuse.sizes import Sizes
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
@@ -71,7 +73,7 @@ class Arrivals:
         return self._receive.lane_task(self._channel.peer, lane, self.request_bytes, stopped)
 
     def more(self, holder: int) -> tuple[int, Sequence[int]]:
-        """Further parcels to ask for. See :meth:`transfuse.session.bursts.Incoming.take`."""
+        """Further parcels to ask for. See :meth:`transfuse.session.incoming.Incoming.take`."""
         lane = None if holder == self._channel.peer else holder
         run = self._receive.more(self._channel.peer, self.burst_bytes, lane)
         return run.start, self._share.ours(run)
@@ -81,7 +83,8 @@ class Arrivals:
     def incoming(self, channel: Channel, holder: int) -> Incoming:
         """What receives parcels on this channel."""
         assert self.shape is not None
-        return Incoming(
+        # If a silent peer is abandoned, a backend still writes to the memory that it was given. A stream does not.
+        return incoming_on(channel)(
             channel,
             self._accepted.cut,
             self._accepted.landing,
@@ -89,7 +92,7 @@ class Arrivals:
             self._receive.roster.caller,
             self._progress,
             landed=partial(self.landed, holder),
-            always_staged=self._receive.roster.several or channel.group.moves_tensors,
+            always_staged=channel.stream is None and (self._receive.roster.several or channel.group.moves_tensors),
         )
 
     def landed(self, holder: int, numbers: Sequence[int], digests: Sequence[int], wrong: Sequence[int]) -> None:

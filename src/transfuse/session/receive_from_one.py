@@ -13,13 +13,14 @@ from transfuse.memory import packing, streams, vm
 from transfuse.memory.digest import WIDE_BYTES
 from transfuse.phases import RELAYING, Phase
 from transfuse.session.arrivals import Arrivals
-from transfuse.session.bursts import Incoming, Shape, nothing_more
+from transfuse.session.incoming import Incoming, nothing_more
 from transfuse.session.ledger import Ledger
 from transfuse.session.planning import compares_digests, read_offer
 from transfuse.session.pulling import Pulling
 from transfuse.session.receive_from_all import Compare, Confirm, Fetch, Receive
 from transfuse.session.receiver_lanes import ReceiverLanes
 from transfuse.session.relay import Relay, this_host
+from transfuse.session.shape import Shape
 from transfuse.sizes import Sizes
 from transfuse.timeouts import Patience
 from transfuse.wire import messages

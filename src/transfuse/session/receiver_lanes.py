@@ -7,7 +7,7 @@ from functools import partial
 
 from transfuse.errors import ProtocolError
 from transfuse.session.arrivals import Arrivals
-from transfuse.session.bursts import Incoming
+from transfuse.session.incoming import Incoming
 from transfuse.session.lanes import LaneWorkers
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel

@@ -3,8 +3,9 @@
 The source orders the receivers in a chain (:class:`Chains`), those on one host next to each other. It sends to the
 first, and each receiver sends to the next (:class:`Relay`). In a receiver's ledger the neighbour before it is one more
 source, which brings parcels on behalf of the source: parcels that the neighbour does not bring are wanted from the
-source again. All that is in flight between two receivers lies in staging, never in their tensors, so a silent neighbour
-can be abandoned. A parcel is passed on out of the staging buffer in which it arrived (:class:`_Arrived`).
+source again. Over a process group, all that is in flight between two receivers lies in staging, never in their tensors,
+so that a silent neighbour can be abandoned. A parcel is passed on out of its target, or out of the staging buffer in
+which it arrived (:class:`_Arrived`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Generic, TypeVar
 
 import torch
 import xxhash
 
-from transfuse.errors import PeerError
+from transfuse.errors import PeerError, PeerLost
 from transfuse.phases import RELAYING
 from transfuse.progress import Progress
-from transfuse.session.bursts import Incoming, Outgoing, ParcelSupply, Shape
+from transfuse.session.incoming import Incoming
 from transfuse.session.ledger import Ledger
+from transfuse.session.movers import incoming_on, outgoing_on
+from transfuse.session.outgoing import Outgoing, ParcelSupply
 from transfuse.session.planning import Accepted
+from transfuse.session.shape import Shape
 from transfuse.session.threads import Caller, SideConversation
 from transfuse.timeouts import Patience
 from transfuse.wire.channel import Channel
@@ -162,6 +167,36 @@ class _Arrived:
         self._buffers.clear()
 
 
+Mover = TypeVar("Mover", Outgoing, Incoming)
+
+
+class _Link(Generic[Mover]):
+    """One end of the conversation of two neighbours: how it moves parcels is known when they have met."""
+
+    def __init__(self, channel: Channel, make: Callable[[], Mover]) -> None:
+        self._channel = channel
+        self._make: Callable[[], Mover] = make
+        self._lock = threading.Lock()
+        self._left = False
+        self.mover: Mover | None = None
+
+    def begin(self) -> Mover:
+        with self._lock:
+            if self._left:
+                raise PeerLost(self._channel.peer, f"rank {self._channel.peer} was silent for too long")
+            self.mover = self._make()
+            return self.mover
+
+    def leave(self) -> None:
+        """Abandon the neighbour, from another thread. After this call, nothing is read or written on its behalf."""
+        with self._lock:
+            self._left = True
+        if self.mover is None:
+            self._channel.abandon()
+        else:
+            self.mover.leave()
+
+
 class Relay:
     """Receives parcels from the neighbour before this receiver, and passes them on to the neighbour after it."""
 
@@ -201,32 +236,38 @@ class Relay:
             with channel.resting():
                 return ledger.wait_for(some)
 
-        outgoing = Outgoing(
-            channel,
-            self._accepted.cut,
-            ParcelSupply(
+        def outgoing() -> Outgoing:
+            supply = ParcelSupply(
                 self._accepted.landing, lambda number, _: ledger.digest(number), ready, arrived=self._arrived.take
-            ),
-            self._shape,
-            Caller(watching=False),
-            self._passed_on,
-            always_staged=True,
-            staging=self._staging,
-        )
+            )
+            caller = Caller(watching=False)
+            mover = outgoing_on(channel)(
+                channel,
+                self._accepted.cut,
+                supply,
+                self._shape,
+                caller,
+                self._passed_on,
+                always_staged=channel.stream is None,
+                staging=self._staging,
+            )
+            self._arrived.under_way = lambda: mover.under_way
+            return mover
+
+        link = _Link(channel, outgoing)
 
         def send() -> None:
             try:
                 introduce(channel, self._pool, None, always=True)
-                outgoing.send(numbers)
+                link.begin().send(numbers)
             finally:
                 self._arrived.close()
 
         def leave() -> None:
-            outgoing.leave()
+            link.leave()
             self._arrived.close()
 
         self._after = downstream.rank
-        self._arrived.under_way = lambda: outgoing.under_way
         self._passing = SideConversation(channel, send, leave, self._pool)
 
     def take(
@@ -243,26 +284,29 @@ class Relay:
         not brought by then are wanted from the source again.
         """
         channel = self._channel_to(upstream, RELAYING, is_source=False)
-        incoming = Incoming(
+        link = _Link(
             channel,
-            self._accepted.cut,
-            self._accepted.landing,
-            self._shape,
-            self._caller,
-            progress,
-            landed=landed,
-            always_staged=True,
-            staging=self._staging,
-            kept=self._arrived.keep,
+            lambda: incoming_on(channel)(
+                channel,
+                self._accepted.cut,
+                self._accepted.landing,
+                self._shape,
+                self._caller,
+                progress,
+                landed=landed,
+                always_staged=channel.stream is None,
+                staging=self._staging,
+                kept=self._arrived.keep,
+            ),
         )
         self._ledger.hand_over(self._source.peer, upstream.rank, numbers)
 
         def receive() -> None:
             answer(channel, self._pool, channel.expect(Message.MEET)[1])
-            incoming.take(numbers)
+            link.begin().take(numbers)
 
         try:
-            error = SideConversation(channel, receive, incoming.leave, self._pool).wait(progress, patience)
+            error = SideConversation(channel, receive, link.leave, self._pool).wait(progress, patience)
         finally:
             # Release the parcels only now: the neighbour's thread has ended, or will not write to the landing any more.
             self._ledger.give_back(upstream.rank)
@@ -270,7 +314,7 @@ class Relay:
             logger.info("rank %d no longer passes parcels on (%s); the source sends the rest", upstream.rank, error)
         elif error is not None:
             raise error
-        return incoming.wrong
+        return [] if link.mover is None else link.mover.wrong
 
     def finish(self, cause: BaseException | None = None) -> None:
         """Wait until the next neighbour has everything or is gone; with a cause, until it has been told the cause."""

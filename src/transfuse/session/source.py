@@ -25,9 +25,11 @@ from transfuse.plan.regions import Regions, lay_out
 from transfuse.plan.wanted_blocks import regions_in
 from transfuse.progress import Progress
 from transfuse.report import Report, routes_of
-from transfuse.session.bursts import Outgoing, ParcelSupply, Shape
+from transfuse.session.movers import outgoing_on
+from transfuse.session.outgoing import Outgoing, ParcelSupply
 from transfuse.session.relay import Chains, this_host
 from transfuse.session.remembered import Remembered
+from transfuse.session.shape import Shape
 from transfuse.session.source_lanes import SourceLanes, check_wanted
 from transfuse.session.threads import Caller
 from transfuse.state.leaves import dense
@@ -304,7 +306,9 @@ class _Serving:
 
         def outgoing(channel: Channel) -> Outgoing:
             moves = channel.group.moves_tensors
-            return Outgoing(channel, cut, supply, shape, self._caller, self._progress, always_staged=moves)
+            return outgoing_on(channel)(
+                channel, cut, supply, shape, self._caller, self._progress, always_staged=moves
+            )
 
         self._outgoing = outgoing(channel)
         self._new_outgoing = outgoing

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from transfuse.errors import ProtocolError
-from transfuse.session.bursts import Outgoing
 from transfuse.session.lanes import LaneWorkers
+from transfuse.session.outgoing import Outgoing
 from transfuse.session.threads import Caller
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel

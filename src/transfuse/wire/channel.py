@@ -35,13 +35,13 @@ from transfuse.wire.pool import Pool
 from transfuse.wire.stream import Stream
 from transfuse.wire.switchboard import FirstWord
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "bytes_in"]
 
 #: The byte that follows each chunk of a message.
 MARK = b"\x01"
 
 
-def _bytes_in(tensor: torch.Tensor) -> bytes:
+def bytes_in(tensor: torch.Tensor) -> bytes:
     """The bytes of a message."""
     host = tensor.cpu()
     return ctypes.string_at(host.data_ptr(), host.numel())
@@ -87,29 +87,29 @@ class Channel(Operations):
         self._queue: ExitStack | None = None
         #: The group over which the two ends met.
         self.home = group
-        #: The stream to which this conversation has moved.
-        self._moved_to: Stream | None = None
-
-    @property
-    def stream(self) -> Stream | None:
-        """The stream over which this conversation is held; None if it is held over a process group."""
-        find: Callable[[int], Stream | None] = getattr(self.group.pg, "stream_to", lambda _: None)
-        return find(self.peer)
+        find: Callable[[int], Stream | None] = getattr(group.pg, "stream_to", lambda _: None)
+        #: The stream over which this conversation is held; None if it is held over a process group.
+        self.stream = find(peer)
+        self._has_moved = False
 
     def move_to(self, stream: Stream) -> None:
         """Go on over this stream. It belongs to this conversation from now on."""
         self.home.switchboard.watch.remove(self)
         stream.set_patience(self.timeout)
-        self.group, self._moved_to = Group(stream, CPU), stream
+        self.group, self.stream, self._has_moved = Group(stream, CPU), stream, True
         self.group.switchboard.watch.add(self)
 
     def leave_stream(self, pool: Pool | None) -> None:
         """Keep the stream to which this conversation has moved for the next one; without a pool, close it."""
-        stream, self._moved_to = self._moved_to, None
-        if stream is not None and pool is not None and not self.broken:
-            pool.keep(self.peer, stream, is_source=self.is_source)
-        elif stream is not None:
-            stream.close()
+        moved, self._has_moved = self._has_moved, False
+        if self.stream is None or not moved:
+            return
+        if pool is not None and not self.broken:
+            pool.keep(self.peer, self.stream, is_source=self.is_source)
+            return
+        if not self.broken:
+            self.stream.say_goodbye(Patience.GOODBYE_SECONDS)
+        self.stream.close()
 
     @contextmanager
     def queue(self) -> Iterator[None]:
@@ -183,13 +183,17 @@ class Channel(Operations):
             switchboard.watch.remove(self)
 
     def abandon(self) -> None:
-        """Abandon a silent peer, from another thread. Only allowed if all memory in flight on this channel is staging.
+        """Abandon a silent peer, from another thread. On a stream, nothing is read or written any more after this call.
 
-        The thread that waits for the peer stays in its wait until the peer goes on or is gone.
+        On a process group the thread that waits for the peer stays in its wait until the peer goes on or is gone. So
+        all memory in flight must be staging.
         """
         self.broken = True  # First: the waiting thread must not go on with an offer that arrives just now.
         self.park()
-        self.group.switchboard.leave_behind(self)
+        if self.stream is None:
+            self.group.switchboard.leave_behind(self)
+        else:
+            self.stream.stop()
         self.group.switchboard.watch.remove(self)
         self._release_queue()
 
@@ -218,6 +222,10 @@ class Channel(Operations):
 
     def send(self, kind: Message, body: bytes | torch.Tensor = b"", *, note: int = 0, tag: int | None = None) -> None:
         """Send a message. The peer's answer will prove that it has arrived. ``tag`` is for the header of an offer."""
+        if self.stream is not None:
+            text = body if isinstance(body, bytes) else bytes_in(body)
+            self.write(messages.seal(kind, self.transfer, note, text), text)
+            return
         data = self.wire(body) if isinstance(body, bytes) else body
         head = messages.seal(kind, self.transfer, note, data.cpu().numpy().data)
         self._unanswered.append(self.post_send(self.wire(head), tag))
@@ -263,7 +271,8 @@ class Channel(Operations):
             if early is not None:
                 data, early = bytes(early.wait().cpu().numpy()), None
             else:
-                data = self._recv_bytes(HEADER_BYTES) if tag is None else self._hear_first_word(tag)
+                moved = tag is None or self.stream is not None
+                data = self._recv_bytes(HEADER_BYTES) if moved else self._hear_first_word(tag or OFFER_TAG)
             header = self._open(data)
             if header.kind is not Message.WORKING:
                 break
@@ -295,7 +304,11 @@ class Channel(Operations):
         body = bytearray()
         while len(body) < header.length:
             # Receive chunk by chunk: an announced length alone must not allocate memory.
-            chunk = self.post_recv(self.empty(min(self.limits.chunk_bytes, header.length - len(body))))
+            count = min(self.limits.chunk_bytes, header.length - len(body))
+            if self.stream is not None:
+                body += self._recv_bytes(count)
+                continue
+            chunk = self.post_recv(self.empty(count))
             self._recv_bytes(len(MARK))
             body += chunk.wait().cpu().numpy().data
         self._verify(header, body)
@@ -360,9 +373,8 @@ class Channel(Operations):
     def post_recv_sent(self, digests: int) -> Posted:
         return self.post_recv(self.empty(messages.record_bytes(digests)))
 
-    def read_sent(self, tensor: torch.Tensor) -> tuple[Intent, Sequence[int] | None]:
+    def read_sent(self, data: bytes) -> tuple[Intent, Sequence[int] | None]:
         """The record's intent and digests. None instead of the digests if they have arrived damaged."""
-        data = _bytes_in(tensor)
         header = self._open(data[:HEADER_BYTES])
         if header.kind is not Message.SENT or header.length or header.note not in (0, 1):
             raise ProtocolError(self.peer, f"rank {self.peer} sent {header.kind.name} where a record was due")
@@ -390,10 +402,38 @@ class Channel(Operations):
                 with suppress(TransfuseError):
                     self.send(Message.WORKING, note=self._so_far())
 
+    # --------------------------------------------------------------------------------------------------- the stream
+
+    def write(self, *parts: torch.Tensor | bytes) -> None:
+        """Write to the stream. When this returns, the kernel has everything."""
+        self._move(lambda stream: stream.write(parts))
+
+    def read(self, *parts: torch.Tensor | bytearray) -> None:
+        """Fill these from the stream."""
+        self._move(lambda stream: stream.read(parts, self.timeout))
+
+    def has_news(self) -> bool:
+        """Whether the peer has sent something over the stream that nobody has read yet."""
+        assert self.stream is not None
+        return self.stream.has_news()
+
+    def _move(self, operation: Callable[[Stream], object]) -> None:
+        assert self.stream is not None
+        started = time.monotonic()
+        try:
+            operation(self.stream)
+        except OSError as error:
+            self.broken = self.closed = True
+            raise self.translate(error, time.monotonic() - started) from error
+
     # ----------------------------------------------------------------------------------------------------- helpers
 
     def _recv_bytes(self, count: int) -> bytes:
-        return _bytes_in(self.post_recv(self.empty(count)).wait())
+        if self.stream is None:
+            return bytes_in(self.post_recv(self.empty(count)).wait())
+        data = bytearray(count)
+        self.read(data)
+        return bytes(data)
 
     def _hear_first_word(self, tag: int) -> bytes:
         """The header of the next offer. If an earlier call has left a receive behind, the header arrives there."""

@@ -35,7 +35,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ class WorkLike(Protocol):
     def wait(self, timeout: timedelta) -> Any: ...
 
 
-class ProcessGroupLike(Protocol):
+class SendsAndReceives(Protocol):
     """The methods of a process group that are used here. Ranks are ranks within the group."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike: ...
@@ -81,11 +81,20 @@ class ProcessGroupLike(Protocol):
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike: ...
 
 
+class HasStreams(Protocol):
+    """What has a stream to each of its ranks. Channels write to the stream and read from it."""
+
+    def stream_to(self, rank: int) -> Any: ...
+
+
+ProcessGroupLike: TypeAlias = SendsAndReceives | HasStreams
+
+
 class Group:
     """A process group, and the facts about it that a conversation depends on."""
 
     def __init__(self, pg: ProcessGroupLike, device: torch.device) -> None:
-        self.pg = pg
+        self.pg: Any = pg
         #: Where parcels travel, with its index.
         self.device = with_index(device)
         #: The state that all conversations over this group share, whichever transport they belong to.

@@ -27,10 +27,8 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -45,6 +43,8 @@ for _call in (_libc.sendmsg, _libc.recvmsg):
 
 #: The most runs of memory, and the most bytes, that the kernel takes in one call.
 MOST_RUNS, MOST_BYTES = 1024, 1 << 30
+#: Bytes that are dropped at a time.
+MOST_DROPPED = 1 << 20
 #: A call into the kernel returns after this many seconds at the latest, and after a quarter of the timeout.
 SLICE_SECONDS = 0.1
 #: How many questions to an idle peer may go unanswered before its host counts as gone.
@@ -65,29 +65,6 @@ class _Head(ctypes.Structure):
     )
 
 
-class _Sent:
-    """A send: the kernel has the bytes."""
-
-    def wait(self, timeout: timedelta) -> bool:
-        return True
-
-
-_SENT = _Sent()
-
-
-class _Receive:
-    """A receive. The bytes are read when somebody waits for this or a later receive."""
-
-    def __init__(self, stream: Stream, tensor: torch.Tensor) -> None:
-        self._stream = stream
-        #: Kept until the bytes are here.
-        self.tensor: torch.Tensor | None = tensor
-
-    def wait(self, timeout: timedelta) -> bool:
-        self._stream.read(self, timeout.total_seconds())
-        return True
-
-
 class Stream:
     """One connection to one peer. One thread at a time receives on it; any thread may send, or cut it."""
 
@@ -104,9 +81,10 @@ class Stream:
         self.number = 0
         #: Whether the source of the conversation has dialled, because the receiver could not.
         self.source_dials = False
-        self._posted: deque[_Receive] = deque()
         self._reading, self._writing = threading.Lock(), threading.Lock()
         self._is_cut = False
+        self._look = select.poll()
+        self._look.register(sock, select.POLLIN)
         #: Why the connection is of no more use.
         self._failure: OSError | None = None
         sock.setblocking(True)
@@ -146,41 +124,24 @@ class Stream:
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "stream"
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> _Sent:
-        self.write(tensors)
-        return _SENT
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> _Receive:
-        receive = _Receive(self, tensors[0])
-        self._posted.append(receive)
-        return receive
-
     # ------------------------------------------------------------------------------------------------------- bytes
 
-    def write(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send these tensors, one after another. Returns when the kernel has them."""
+    def write(self, parts: Sequence[torch.Tensor | bytes]) -> None:
+        """Send these, one after another. Returns when the kernel has them."""
         with self._writing:
-            self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, _runs(tensors), self._seconds)
+            self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, _runs(parts), self._seconds)
 
-    def read(self, until: _Receive, seconds: float) -> None:
-        """Receive everything that was posted, up to this receive. ``seconds``: how long no byte may come."""
+    def read(self, parts: Sequence[torch.Tensor | bytearray], seconds: float) -> None:
+        """Fill these, one after another. ``seconds``: how long no byte may come."""
         with self._reading:
-            if until.tensor is None:
-                return
-            due: list[_Receive] = []
-            while not due or due[-1] is not until:
-                due.append(self._posted.popleft())
-            tensors = [one.tensor for one in due if one.tensor is not None]
-            self._move(_libc.recvmsg, socket.MSG_WAITALL, _runs(tensors), seconds)
-            for one in due:
-                one.tensor = None
+            self._move(_libc.recvmsg, socket.MSG_WAITALL, _runs(parts), seconds)
 
     def _move(self, call: ctypes._NamedFuncPointer, flags: int, runs: Ints, seconds: float) -> None:
         """Move all of these runs of memory: rows of address and length."""
         head, at, moved_at = _Head(), 0, time.monotonic()
         while at < len(runs):
             if self._is_cut or self._failure is not None:
-                raise self._failure or ConnectionAbortedError("the connection was cut at this end")
+                raise self._failure or ConnectionAbortedError("this end has cut the connection")
             head.runs, head.count = runs.ctypes.data + 16 * at, min(len(runs) - at, MOST_RUNS)
             moved = call(self._socket.fileno(), ctypes.addressof(head), flags)
             if moved > 0:
@@ -206,13 +167,13 @@ class Stream:
 
     # -------------------------------------------------------------------------------------------------------- ends
 
+    def has_news(self) -> bool:
+        """Whether bytes are here that nobody has read, or the end of the connection."""
+        return bool(self._look.poll(0))
+
     def is_alive(self) -> bool:
         """Whether the peer has neither closed the connection nor sent anything. For connections that are not in use."""
-        if self._is_cut or self._failure is not None:
-            return False
-        look = select.poll()
-        look.register(self._socket, select.POLLIN)
-        return not look.poll(0)
+        return not self._is_cut and self._failure is None and not self.has_news()
 
     def cut(self, rank: int = 0) -> None:
         """End all calls, now and from now on, in any thread. When they have returned, their memory is free."""
@@ -220,12 +181,30 @@ class Stream:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def stop(self) -> None:
+        """Cut the connection, and wait until no call uses any memory."""
+        self.cut()
+        with self._reading, self._writing:
+            pass
+
+    def say_goodbye(self, seconds: float) -> None:
+        """Send no more, and drop what still comes until the peer sends no more either, for these seconds at most.
+
+        So the peer can read the last message. A socket that is closed while bytes have not been read ends with a reset,
+        which may overtake what was sent before it.
+        """
+        with suppress(OSError), self._reading:
+            self._socket.shutdown(socket.SHUT_WR)
+            until, scratch = time.monotonic() + seconds, bytearray(MOST_DROPPED)
+            while not self._is_cut and (left := until - time.monotonic()) > 0:
+                if self._look.poll(1000 * left) and not self._socket.recv_into(scratch):
+                    return
+
     def close(self) -> None:
         """Cut the connection, wait until no thread uses it, and free its descriptor."""
         self.cut()
         with self._reading, self._writing:
             self._socket.close()
-            self._posted.clear()
 
     def _leave_to_parent(self) -> None:
         """In the child of a fork: the connection is the parent's."""
@@ -234,10 +213,14 @@ class Stream:
         self._socket.close()
 
 
-def _runs(tensors: Sequence[torch.Tensor]) -> Ints:
-    rows = []
-    for tensor in tensors:
-        address, left = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+def _runs(parts: Sequence[torch.Tensor | bytes | bytearray]) -> Ints:
+    """Where these lie in memory: rows of address and length."""
+    rows: list[tuple[int, int]] = []
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            address, left = part.data_ptr(), part.numel() * part.element_size()
+        else:
+            address, left = np.frombuffer(part, np.uint8).__array_interface__["data"][0] if part else 0, len(part)
         while left > 0:
             rows.append((address, min(left, MOST_BYTES)))
             address, left = address + MOST_BYTES, left - MOST_BYTES

@@ -1,0 +1,19 @@
+"""Which class moves parcels on a channel: rounds over a stream, bursts over a process group."""
+
+from __future__ import annotations
+
+from transfuse.session.bursts import BurstsIn, BurstsOut
+from transfuse.session.rounds import RoundsIn, RoundsOut
+from transfuse.wire.channel import Channel
+
+__all__ = ["incoming_on", "outgoing_on"]
+
+
+def outgoing_on(channel: Channel) -> type[BurstsOut | RoundsOut]:
+    """The class that sends parcels on this channel."""
+    return BurstsOut if channel.stream is None else RoundsOut
+
+
+def incoming_on(channel: Channel) -> type[BurstsIn | RoundsIn]:
+    """The class that receives parcels on this channel."""
+    return BurstsIn if channel.stream is None else RoundsIn

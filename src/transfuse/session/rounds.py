@@ -1,0 +1,131 @@
+"""Rounds: parcels over a stream. A round is a few parcels and their record, written by one call and read by one call.
+
+Nobody answers a round: TCP is the window, and bytes go straight between the kernel and the tensors. A request ends with
+one answer (got), which says what the receiver asks for next. The receiver sends it before the last parcels are here, so
+that the source never waits for it:
+
+    source                                        receiver
+      | -- round, record, round, record, … ----------> |
+      | <- got: further parcels, or nothing more ----- |
+      | -- round, record, … -------------------------> |
+
+An end that stops says so at once. The source writes a record that says cancel, then a refusal. The receiver sends a
+refusal, which the source finds between two rounds, and reads on until the source has closed the stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from transfuse.errors import PeerError, ProtocolError
+from transfuse.plan import parcels
+from transfuse.session.incoming import Incoming, nothing_more
+from transfuse.session.outgoing import Outgoing
+from transfuse.wire.messages import Answer, Intent, Message, record_bytes, seal_record
+
+__all__ = ["RoundsIn", "RoundsOut"]
+
+
+class RoundsOut(Outgoing):
+    """Sends parcels in rounds, one after another, and looks for the receiver's words between them."""
+
+    def send(self, numbers: Sequence[int]) -> None:
+        channel, self._next = self._channel, None
+        rounds = deque(parcels.bursts(self._cut, numbers, self._shape.round))
+        asks = True  # Whether the receiver has still to say what it asks for next.
+        try:
+            while rounds or asks:
+                if not rounds or channel.has_news():
+                    further = self._hear(asks=asks)
+                    rounds += parcels.bursts(self._cut, further, self._shape.round)
+                    asks = bool(further)
+                else:
+                    self._write(rounds.popleft(), rounds[0] if rounds else ())
+        except BaseException as error:
+            if not channel.broken:
+                channel.refuse(error)
+            raise
+
+    def _hear(self, *, asks: bool) -> Sequence[int]:
+        """Read the receiver's answer: the further parcels that it asks for."""
+        header, _ = self._channel.expect(*((Message.GOT,) if asks else ()))
+        answer = Answer.of(header.note)
+        if answer.intent is Intent.CANCEL:
+            raise ProtocolError(self._channel.peer, f"rank {self._channel.peer} cancelled without saying why")
+        more = range(answer.first, answer.first + answer.number)
+        self._supply.count_more(more)
+        return more
+
+    def _write(self, numbers: Sequence[int], following: Sequence[int]) -> None:
+        """Write one round. Raises if this end stops; by then the record has said so."""
+        channel, fetched, digests = self._channel, [], []
+        for one in self._fetched(numbers):
+            fetched.append(one)
+            if self._shape.digests:
+                digests.append(self._digest(one))  # Before writing, so that the kernel finds the bytes in the cache.
+        if following:
+            self._pack_ahead(following)
+        cause = self._caller.cause or self.failure
+        record = seal_record(channel.transfer, Intent.CANCEL if cause else Intent.GO_ON, digests)
+        channel.write(*(one.data for one in fetched), record)
+        for one in fetched:
+            if one.buffer is not None:
+                self._staging.give_back(one.buffer)
+        nbytes = self._payload(numbers)
+        self.nbytes += nbytes
+        self.parcels += len(numbers)
+        self._progress.advance(nbytes)
+        self._caller.tick()
+        if cause is not None:
+            raise cause
+
+
+class RoundsIn(Incoming):
+    """Receives parcels in rounds, and asks for more in time."""
+
+    def take(self, numbers: Sequence[int], more: Callable[[], tuple[int, Sequence[int]]] = nothing_more) -> list[int]:
+        channel, self.wrong = self._channel, []
+        rounds = deque(parcels.bursts(self._cut, numbers, self._shape.round))
+        left = self._bytes_of(numbers)
+        #: With fewer bytes than this under way, ask for more.
+        low = self._shape.most.nbytes * (self._shape.ahead - 1)
+        asks = True
+        while rounds or asks:
+            if asks and left <= low:
+                first, further = more()
+                asks = bool(further)
+                try:
+                    channel.send(Message.GOT, note=Answer(Intent.GO_ON, first, len(further)).note)
+                except PeerError:
+                    # If everything is here, it does not matter that the source is gone.
+                    if rounds or further:
+                        raise
+                rounds += parcels.bursts(self._cut, further, self._shape.round)
+                left += self._bytes_of(further)
+                continue
+            due = rounds.popleft()
+            left -= self._bytes_of(due)
+            self._read(due)
+            if (cause := self._cause) is not None:
+                channel.refuse(cause)
+                raise cause
+            self._caller.tick()
+        return self.wrong
+
+    def _read(self, numbers: Sequence[int]) -> None:
+        """Read one round, and land its parcels."""
+        channel = self._channel
+        due = [self._place(number) for number in numbers]
+        record = bytearray(record_bytes(len(numbers) if self._shape.digests else 0))
+        channel.read(*(one.data for one in due), record)
+        intent, digests = channel.read_sent(bytes(record))
+        self._settle(due, digests, keep=intent is Intent.GO_ON)
+        if intent is Intent.CANCEL:
+            channel.expect()
+            raise ProtocolError(channel.peer, f"rank {channel.peer} cancelled without saying why")
+
+    def _bytes_of(self, numbers: Sequence[int]) -> int:
+        return int(self._cut.nbytes[np.asarray(numbers, dtype=np.int64)].sum())
