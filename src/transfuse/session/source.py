@@ -306,9 +306,7 @@ class _Serving:
 
         def outgoing(channel: Channel) -> Outgoing:
             moves = channel.group.moves_tensors
-            return outgoing_on(channel)(
-                channel, cut, supply, shape, self._caller, self._progress, always_staged=moves
-            )
+            return outgoing_on(channel)(channel, cut, supply, shape, self._caller, self._progress, always_staged=moves)
 
         self._outgoing = outgoing(channel)
         self._new_outgoing = outgoing

@@ -14,6 +14,8 @@ What a socket does and does not do, and what follows from it:
   up on bytes that nobody acknowledges. A peer that lives and does not read acknowledges, and has the whole timeout.
 - A forked child holds copies of all descriptors, which would hide the parent's death from the peers. So the child
   closes them.
+- A call that ends in the middle, by Ctrl-C for example, leaves the connection at a place that neither end knows. So
+  it is of no more use, and says so to whoever wants to use it next.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,8 +50,9 @@ MOST_RUNS, MOST_BYTES = 1024, 1 << 30
 MOST_DROPPED = 1 << 20
 #: A call into the kernel returns after this many seconds at the latest, and after a quarter of the timeout.
 SLICE_SECONDS = 0.1
-#: How many questions to an idle peer may go unanswered before its host counts as gone.
-QUESTIONS = 3
+#: How many questions to an idle peer may go unanswered before its host counts as gone, and the longest time between
+#: them that the kernel takes.
+QUESTIONS, MOST_SECONDS = 3, 32767
 
 
 class _Head(ctypes.Structure):
@@ -63,6 +67,10 @@ class _Head(ctypes.Structure):
         ("controllen", ctypes.c_size_t),
         ("flags", ctypes.c_int),
     )
+
+
+_CUT = ConnectionAbortedError, ("this end has cut the connection",)
+_INTERRUPTED = ConnectionAbortedError, ("a call on this connection was interrupted in the middle",)
 
 
 class Stream:
@@ -82,11 +90,14 @@ class Stream:
         #: Whether the source of the conversation has dialled, because the receiver could not.
         self.source_dials = False
         self._reading, self._writing = threading.Lock(), threading.Lock()
+        #: Held for moments: after the socket is closed, its number may be another one's.
+        self._ending = threading.Lock()
         self._is_cut = False
         self._look = select.poll()
         self._look.register(sock, select.POLLIN)
-        #: Why the connection is of no more use.
-        self._failure: OSError | None = None
+        #: Why the connection is of no more use: the type of the error and its arguments. (An error that has been raised
+        #: holds all that its frames hold, and would keep the tensors of a failed call from being freed.)
+        self._failure: tuple[type[OSError], tuple[Any, ...]] | None = None
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.set_patience(seconds)
@@ -99,7 +110,7 @@ class Stream:
         microseconds = max(int(1e6 * part), 1000)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._set(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(microseconds, 1_000_000)))
-        question = max(int(seconds / (QUESTIONS + 1)), 1)
+        question = min(max(int(seconds / (QUESTIONS + 1)), 1), MOST_SECONDS)
         self._set(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._set(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, question)
         self._set(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, question)
@@ -128,20 +139,29 @@ class Stream:
 
     def write(self, parts: Sequence[torch.Tensor | bytes]) -> None:
         """Send these, one after another. Returns when the kernel has them."""
+        runs = _runs(parts)
         with self._writing:
-            self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, _runs(parts), self._seconds)
+            try:
+                self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, runs, self._seconds)
+            except BaseException:
+                self._failure = self._failure or _INTERRUPTED
+                raise
 
     def read(self, parts: Sequence[torch.Tensor | bytearray], seconds: float) -> None:
         """Fill these, one after another. ``seconds``: how long no byte may come."""
+        runs = _runs(parts)
         with self._reading:
-            self._move(_libc.recvmsg, socket.MSG_WAITALL, _runs(parts), seconds)
+            try:
+                self._move(_libc.recvmsg, socket.MSG_WAITALL, runs, seconds)
+            except BaseException:
+                self._failure = self._failure or _INTERRUPTED
+                raise
 
     def _move(self, call: ctypes._NamedFuncPointer, flags: int, runs: Ints, seconds: float) -> None:
         """Move all of these runs of memory: rows of address and length."""
         head, at, moved_at = _Head(), 0, time.monotonic()
         while at < len(runs):
-            if self._is_cut or self._failure is not None:
-                raise self._failure or ConnectionAbortedError("this end has cut the connection")
+            self._check()
             head.runs, head.count = runs.ctypes.data + 16 * at, min(len(runs) - at, MOST_RUNS)
             moved = call(self._socket.fileno(), ctypes.addressof(head), flags)
             if moved > 0:
@@ -161,15 +181,25 @@ class Stream:
         elif is_late:
             self._fail(TimeoutError("timed out"))
 
+    def _check(self) -> None:
+        """Fail if the connection is of no more use."""
+        if self._is_cut and self._failure is None:
+            self._failure = _CUT
+        if self._failure is not None:
+            kind, arguments = self._failure
+            raise kind(*arguments)
+
     def _fail(self, error: OSError) -> None:
-        self._failure = error
-        raise error
+        # A call that was woken by a cut fails in other ways.
+        if not self._is_cut and self._failure is None:
+            self._failure = type(error), error.args
+        self._check()
 
     # -------------------------------------------------------------------------------------------------------- ends
 
     def has_news(self) -> bool:
         """Whether bytes are here that nobody has read, or the end of the connection."""
-        return bool(self._look.poll(0))
+        return self._is_cut or bool(self._look.poll(0))
 
     def is_alive(self) -> bool:
         """Whether the peer has neither closed the connection nor sent anything. For connections that are not in use."""
@@ -178,7 +208,7 @@ class Stream:
     def cut(self, rank: int = 0) -> None:
         """End all calls, now and from now on, in any thread. When they have returned, their memory is free."""
         self._is_cut = True
-        with suppress(OSError):
+        with self._ending, suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
@@ -203,13 +233,14 @@ class Stream:
     def close(self) -> None:
         """Cut the connection, wait until no thread uses it, and free its descriptor."""
         self.cut()
-        with self._reading, self._writing:
+        with self._reading, self._writing, self._ending:
             self._socket.close()
 
     def _leave_to_parent(self) -> None:
         """In the child of a fork: the connection is the parent's."""
+        self._failure = ConnectionAbortedError, ("the connection belongs to the process that has forked this one",)
         self._is_cut = True
-        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._reading, self._writing, self._ending = threading.Lock(), threading.Lock(), threading.Lock()
         self._socket.close()
 
 
@@ -218,6 +249,8 @@ def _runs(parts: Sequence[torch.Tensor | bytes | bytearray]) -> Ints:
     rows: list[tuple[int, int]] = []
     for part in parts:
         if isinstance(part, torch.Tensor):
+            if not part.is_contiguous() or part.device.type != "cpu":
+                raise ValueError("a stream moves tensors in main memory that are one run of it")
             address, left = part.data_ptr(), part.numel() * part.element_size()
         else:
             address, left = np.frombuffer(part, np.uint8).__array_interface__["data"][0] if part else 0, len(part)
