@@ -409,7 +409,7 @@ def read_record(rng: random.Random, corpus: list[Member]) -> str:
     channel = Channel(Group(hostile.Nowhere(), CPU), PEER, 1.0, LIMITS)
     channel.transfer, channel.tag = 1, FIRST_TAG
     try:
-        intent, digests = channel.read_sent(torch.frombuffer(bytearray(record), dtype=torch.uint8))
+        intent, digests = channel.read_sent(record)
     except TransfuseError as error:
         str(error)
         return f"record: {type(error).__name__}"

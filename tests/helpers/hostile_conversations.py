@@ -113,8 +113,8 @@ class Liar(Channel):
     def post_sent(self, intent: Intent, digests: list[int]) -> Posted:
         return super().post_sent(intent, [self._said(digest) for digest in digests])
 
-    def read_sent(self, tensor: torch.Tensor) -> tuple[Intent, Sequence[int] | None]:
-        intent, digests = super().read_sent(tensor)
+    def read_sent(self, data: bytes) -> tuple[Intent, Sequence[int] | None]:
+        intent, digests = super().read_sent(data)
         return intent, None if digests is None else [self._heard(digest) for digest in digests]
 
 
