@@ -7,25 +7,26 @@ are the same although neither is a copy of the other.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
 
-__all__ = ["WIDE_BYTES", "digest_at", "digest_of", "wide_digest_of"]
+__all__ = ["WIDE_BYTES", "Run", "digest_of", "wide_digest_of"]
+
+#: The address and the length of bytes in main memory.
+Run: TypeAlias = tuple[int, int]
 
 WIDE_BYTES = 16
 
 
-def digest_of(data: torch.Tensor) -> int:
-    """The 64-bit digest of the bytes of a contiguous uint8 tensor, on any device."""
+def digest_of(data: torch.Tensor | Run) -> int:
+    """The 64-bit digest of the bytes of a contiguous uint8 tensor, on any device, or of bytes in main memory."""
+    if isinstance(data, tuple):
+        address, nbytes = data
+        return xxhash.xxh3_64_intdigest((ctypes.c_char * nbytes).from_address(address))
     host = data.cpu()  # Kept until it has been hashed: it may be a copy that nothing else refers to.
     return xxhash.xxh3_64_intdigest(_memory(host))
-
-
-def digest_at(address: int, nbytes: int) -> int:
-    """The 64-bit digest of bytes in main memory."""
-    return xxhash.xxh3_64_intdigest((ctypes.c_char * nbytes).from_address(address))
 
 
 def wide_digest_of(data: torch.Tensor) -> bytes:

@@ -32,6 +32,7 @@ __all__ = [
     "Places",
     "Staging",
     "address_of",
+    "addresses_of",
     "as_bytes",
     "check_reach",
     "digests_of",
@@ -144,6 +145,15 @@ def address_of(places: Places, parcels: Parcels, parcel: int) -> int:
         return 0
     address = int(places.addresses[parcels.first[parcel]])
     return address and address + int(parcels.low[parcel])
+
+
+def addresses_of(places: Places, parcels: Parcels) -> Ints:
+    """For each parcel what :func:`address_of` returns."""
+    if not len(parcels):
+        return parcels.low
+    base = places.addresses[parcels.first]
+    result: Ints = np.where((parcels.count == 1) & (base > 0), base + parcels.low, 0)
+    return result
 
 
 def ranges(places: Places, parcels: Parcels, parcel: int) -> tuple[vm.Ranges, Ints] | None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from transfuse.errors import PeerError, ProtocolError
+from transfuse.memory.digest import Run
 from transfuse.plan import parcels
 from transfuse.session.incoming import Arriving, Incoming, nothing_more
 from transfuse.session.outgoing import Outgoing
@@ -107,7 +108,7 @@ class BurstsOut(Outgoing):
                 burst.buffers.append(one.buffer)
             if self._shape.digests:
                 digests.append(self._digest(one))  # Before posting, so that the backend finds the bytes in the cache.
-            burst.posted.append(self._channel.post_send(one.data))
+            burst.posted.append(self._channel.post_send(_tensor(one.data)))
         # Decide only now: if a parcel could not be packed, the record must say cancel.
         cause = self._caller.cause or self.failure
         burst.posted.append(self._channel.post_sent(Intent.CANCEL if cause else Intent.GO_ON, digests))
@@ -123,6 +124,11 @@ class _Receiving(NamedTuple):
 
     parcels: list[tuple[Arriving, Posted]]
     record: Posted
+
+
+def _tensor(data: torch.Tensor | Run) -> torch.Tensor:
+    assert isinstance(data, torch.Tensor)  # Only streams read and write by address.
+    return data
 
 
 class BurstsIn(Incoming):
@@ -182,5 +188,5 @@ class BurstsIn(Incoming):
         for number in numbers:
             one = self._place(number)
             lent = one.buffer is None and self._landing.writes_targets
-            posted.append((one, self._channel.post_recv(one.data, lent=lent)))
+            posted.append((one, self._channel.post_recv(_tensor(one.data), lent=lent)))
         return _Receiving(posted, self._channel.post_recv_sent(len(numbers) if self._shape.digests else 0))

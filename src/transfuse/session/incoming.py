@@ -12,7 +12,7 @@ import torch
 
 from transfuse.errors import PeerLost, ProtocolError, TransfuseError
 from transfuse.memory import packing, streams
-from transfuse.memory.digest import digest_at, digest_of
+from transfuse.memory.digest import Run, digest_of
 from transfuse.memory.packing import Land, Staging
 from transfuse.plan.parcels import Parcels
 from transfuse.progress import Progress
@@ -31,7 +31,7 @@ class Arriving(NamedTuple):
     """A parcel's number, the memory in which it arrives, and that memory again if it is a staging buffer."""
 
     number: int
-    data: torch.Tensor
+    data: torch.Tensor | Run
     buffer: torch.Tensor | None
 
 
@@ -91,12 +91,16 @@ class Incoming(ABC):
         """Where a parcel arrives: in its target if it can, otherwise in staging."""
         if not self._always_staged:
             self._touch(number)
-            data = packing.as_bytes(self._landing, self._cut, number, self._channel.device)
-            if data is not None:
-                return Arriving(number, data, None)
+            direct = self._direct(number)
+            if direct is not None:
+                return Arriving(number, direct, None)
         size = int(self._cut.nbytes[number])
         buffer = self._staging.take(size)
         return Arriving(number, start_of(buffer, size), buffer)
+
+    def _direct(self, number: int) -> torch.Tensor | Run | None:
+        """Where a parcel lands, if the wire can receive it there."""
+        return packing.as_bytes(self._landing, self._cut, number, self._channel.device)
 
     def _settle(self, arrived: Sequence[Arriving], digests: Sequence[int] | None, *, keep: bool) -> None:
         """Land parcels that have arrived with one record, compare their digests, and say which have landed.
@@ -165,7 +169,7 @@ class Incoming(ABC):
         return self._kept is not None and self._failure is None and self._kept(number, buffer)
 
     def _land(
-        self, number: int, data: torch.Tensor, buffer: torch.Tensor | None, expected: int | None, *, keep: bool
+        self, number: int, data: torch.Tensor | Run, buffer: torch.Tensor | None, expected: int | None, *, keep: bool
     ) -> int | torch.Tensor:
         """Write one parcel that has arrived to its places. Return the digest of the bytes that lie there afterwards.
 
@@ -176,6 +180,8 @@ class Incoming(ABC):
             if not keep or self._failure is not None:
                 return 0
             self._progress.advance(int(self._cut.payload[number]))
+            if isinstance(data, tuple):
+                return digest_of(data) if self._shape.digests else 0
             if self._converts(number):
                 digest = digest_of(data) if self._shape.digests else 0
                 if expected is None or digest == expected:
@@ -188,7 +194,7 @@ class Incoming(ABC):
             address = packing.address_of(self._landing, self._cut, number) if data.is_cpu else 0
             if address:
                 ctypes.memmove(address, data.data_ptr(), data.numel())
-                return digest_at(address, data.numel()) if self._shape.digests else 0
+                return digest_of((address, data.numel())) if self._shape.digests else 0
             landed = packing.as_bytes(self._landing, self._cut, number, data.device)
             if landed is not None:
                 return self._digest(landed.copy_(data))  # Hash the bytes where they landed, not the staging copy.

@@ -14,6 +14,7 @@ import torch
 
 from transfuse.errors import PeerLost
 from transfuse.memory import packing, streams
+from transfuse.memory.digest import Run
 from transfuse.memory.packing import Places, Staging
 from transfuse.plan.parcels import Parcels
 from transfuse.progress import Progress
@@ -30,7 +31,7 @@ class ParcelSupply:
     """Where outgoing parcels come from, with their digests and rate limit."""
 
     memory: Places
-    digest: Callable[[int, torch.Tensor], int]
+    digest: Callable[[int, torch.Tensor | Run], int]
     #: Waits until these parcels can be sent, or returns why they never can.
     ready: Callable[[Sequence[int]], BaseException | None] = lambda _: None
     #: Called with the parcels that the receiver asks for while others are under way.
@@ -48,9 +49,9 @@ class Fetched(NamedTuple):
     """
 
     number: int
-    data: torch.Tensor
+    data: torch.Tensor | Run
     buffer: torch.Tensor | None
-    host: torch.Tensor
+    host: torch.Tensor | Run
     host_buffer: torch.Tensor | None = None
 
 
@@ -102,6 +103,10 @@ class Outgoing(ABC):
     def send(self, numbers: Sequence[int]) -> None:
         """Send these parcels, and those that the receiver asks for meanwhile. Raises if either end stops."""
 
+    def _direct(self, number: int) -> torch.Tensor | Run | None:
+        """A parcel's bytes where they lie, if the wire can send them from there."""
+        return packing.as_bytes(self._supply.memory, self._cut, number, self._channel.device)
+
     def _payload(self, numbers: Sequence[int]) -> int:
         if len(numbers) == 1:
             return int(self._cut.payload[numbers[0]])
@@ -121,7 +126,7 @@ class Outgoing(ABC):
         try:
             if self._shape.digests:
                 fetched = [self._bring(one) for one in fetched]
-            if any(one.host.device.type == "cpu" for one in fetched):
+            if any(_is_here(one.host) for one in fetched):
                 streams.complete(self._channel.timeout)
         except Exception as error:
             self.failure = self.failure or error
@@ -129,7 +134,7 @@ class Outgoing(ABC):
 
     def _bring(self, one: Fetched) -> Fetched:
         """Queue a copy of a parcel to main memory, if it is not there."""
-        if one.data.device.type == "cpu":
+        if isinstance(one.data, tuple) or one.data.is_cpu:
             return one
         buffer = self._to_hash.copy(one.data)
         return one._replace(host=buffer[: one.data.numel()], host_buffer=buffer)
@@ -163,10 +168,8 @@ class Outgoing(ABC):
                     if buffer is not None:
                         data = start_of(buffer, size)
                         return Fetched(number, data, buffer, data)
-                    if not self._always_staged:
-                        direct = packing.as_bytes(self._supply.memory, self._cut, number, self._channel.device)
-                        if direct is not None:
-                            return Fetched(number, direct, None, direct)
+                    if not self._always_staged and (direct := self._direct(number)) is not None:
+                        return Fetched(number, direct, None, direct)
                     buffer = self._staging.take(size)
                     data = start_of(buffer, size)
                     if data.is_cpu and (address := packing.address_of(self._supply.memory, self._cut, number)):
@@ -179,3 +182,7 @@ class Outgoing(ABC):
         # The receiver expects these parcels: send them with any bytes, and cancel with the record.
         buffer = self._staging.take(size) if buffer is None else buffer
         return Fetched(number, buffer[:size], buffer, buffer[:size])
+
+
+def _is_here(data: torch.Tensor | Run) -> bool:
+    return isinstance(data, tuple) or data.is_cpu

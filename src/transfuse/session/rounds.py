@@ -17,13 +17,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
 from transfuse.errors import PeerError, ProtocolError
+from transfuse.memory import packing
+from transfuse.memory.digest import Run
 from transfuse.plan import parcels
 from transfuse.session.incoming import Incoming, nothing_more
 from transfuse.session.outgoing import Outgoing
+from transfuse.state.manifest import Ints
 from transfuse.wire.messages import Answer, Intent, Message, record_bytes, seal_record
 
 __all__ = ["RoundsIn", "RoundsOut"]
@@ -31,6 +35,14 @@ __all__ = ["RoundsIn", "RoundsOut"]
 
 class RoundsOut(Outgoing):
     """Sends parcels in rounds, one after another, and looks for the receiver's words between them."""
+
+    @cached_property
+    def _addresses(self) -> Ints:
+        return packing.addresses_of(self._supply.memory, self._cut)
+
+    def _direct(self, number: int) -> Run | None:
+        address = int(self._addresses[number])
+        return (address, int(self._cut.nbytes[number])) if address else None
 
     def send(self, numbers: Sequence[int]) -> None:
         channel, self._next = self._channel, None
@@ -86,6 +98,14 @@ class RoundsOut(Outgoing):
 class RoundsIn(Incoming):
     """Receives parcels in rounds, and asks for more in time."""
 
+    @cached_property
+    def _addresses(self) -> Ints:
+        return packing.addresses_of(self._landing, self._cut)
+
+    def _direct(self, number: int) -> Run | None:
+        address = int(self._addresses[number])
+        return (address, int(self._cut.nbytes[number])) if address else None
+
     def take(self, numbers: Sequence[int], more: Callable[[], tuple[int, Sequence[int]]] = nothing_more) -> list[int]:
         channel, self.wrong = self._channel, []
         rounds = deque(parcels.bursts(self._cut, numbers, self._shape.round))
@@ -128,4 +148,6 @@ class RoundsIn(Incoming):
             raise ProtocolError(channel.peer, f"rank {channel.peer} cancelled without saying why")
 
     def _bytes_of(self, numbers: Sequence[int]) -> int:
+        if len(numbers) == 1:
+            return int(self._cut.nbytes[numbers[0]])
         return int(self._cut.nbytes[np.asarray(numbers, dtype=np.int64)].sum())

@@ -14,7 +14,7 @@ import torch
 
 from transfuse.errors import PeerError, ProtocolError, SourceMutated
 from transfuse.memory import packing, streams
-from transfuse.memory.digest import digest_of
+from transfuse.memory.digest import Run, digest_of
 from transfuse.memory.mutation import MutationWatch
 from transfuse.memory.packing import Place, digests_of, wide_digests_of
 from transfuse.phases import READS, Phase
@@ -294,7 +294,7 @@ class _Serving:
         self._agree(agreed, numbers)
         known = self._known = offered.digests.setdefault(want.fingerprint, {})
 
-        def digest(number: int, data: torch.Tensor) -> int:
+        def digest(number: int, data: torch.Tensor | Run) -> int:
             if number not in known:
                 known[number] = digest_of(data)
             return known[number]

@@ -32,7 +32,7 @@ from transfuse.wire.group import CPU, OFFER_TAG, Group, valid_tag
 from transfuse.wire.messages import HEADER_BYTES, Header, Intent, Message
 from transfuse.wire.operations import Operations, Posted
 from transfuse.wire.pool import Pool
-from transfuse.wire.stream import Stream
+from transfuse.wire.stream import Part, Stream
 from transfuse.wire.switchboard import FirstWord
 
 __all__ = ["Channel", "bytes_in"]
@@ -404,11 +404,11 @@ class Channel(Operations):
 
     # --------------------------------------------------------------------------------------------------- the stream
 
-    def write(self, *parts: torch.Tensor | bytes) -> None:
+    def write(self, *parts: Part) -> None:
         """Write to the stream. When this returns, the kernel has everything."""
         self._move(lambda stream: stream.write(parts))
 
-    def read(self, *parts: torch.Tensor | bytearray) -> None:
+    def read(self, *parts: Part) -> None:
         """Fill these from the stream."""
         self._move(lambda stream: stream.read(parts, self.timeout))
 

@@ -31,14 +31,17 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from transfuse.state.manifest import Ints
+from transfuse.memory.digest import Run
 
-__all__ = ["Stream"]
+__all__ = ["Part", "Stream"]
+
+#: What is sent, or received into. Bytes are only sent.
+Part: TypeAlias = torch.Tensor | Run | bytes | bytearray
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.sendmsg, _libc.recvmsg):
@@ -137,7 +140,7 @@ class Stream:
 
     # ------------------------------------------------------------------------------------------------------- bytes
 
-    def write(self, parts: Sequence[torch.Tensor | bytes]) -> None:
+    def write(self, parts: Sequence[Part]) -> None:
         """Send these, one after another. Returns when the kernel has them."""
         runs = _runs(parts)
         with self._writing:
@@ -147,7 +150,7 @@ class Stream:
                 self._failure = self._failure or _INTERRUPTED
                 raise
 
-    def read(self, parts: Sequence[torch.Tensor | bytearray], seconds: float) -> None:
+    def read(self, parts: Sequence[Part], seconds: float) -> None:
         """Fill these, one after another. ``seconds``: how long no byte may come."""
         runs = _runs(parts)
         with self._reading:
@@ -157,16 +160,18 @@ class Stream:
                 self._failure = self._failure or _INTERRUPTED
                 raise
 
-    def _move(self, call: ctypes._NamedFuncPointer, flags: int, runs: Ints, seconds: float) -> None:
-        """Move all of these runs of memory: rows of address and length."""
+    def _move(self, call: ctypes._NamedFuncPointer, flags: int, runs: list[int], seconds: float) -> None:
+        """Move all of these runs of memory: address, length, address, length, …"""
+        table = (ctypes.c_uint64 * len(runs))(*runs)
         head, at, moved_at = _Head(), 0, time.monotonic()
-        while at < len(runs):
+        while at < len(table):
             self._check()
-            head.runs, head.count = runs.ctypes.data + 16 * at, min(len(runs) - at, MOST_RUNS)
-            moved = call(self._socket.fileno(), ctypes.addressof(head), flags)
+            head.runs = ctypes.addressof(table) + ctypes.sizeof(ctypes.c_uint64) * at
+            head.count = min((len(table) - at) // 2, MOST_RUNS)
+            moved = call(self._socket.fileno(), ctypes.byref(head), flags)
             if moved > 0:
                 moved_at = time.monotonic()
-                at = _advance(runs, at, moved)
+                at = _advance(table, at, moved)
             elif moved == 0:
                 self._fail(ConnectionResetError("the peer has closed the connection"))
             else:
@@ -244,31 +249,32 @@ class Stream:
         self._socket.close()
 
 
-def _runs(parts: Sequence[torch.Tensor | bytes | bytearray]) -> Ints:
-    """Where these lie in memory: rows of address and length."""
-    rows: list[tuple[int, int]] = []
+def _runs(parts: Sequence[Part]) -> list[int]:
+    """Where these lie in memory: address, length, address, length, …"""
+    runs: list[int] = []
     for part in parts:
-        if isinstance(part, torch.Tensor):
-            if not part.is_contiguous() or part.device.type != "cpu":
-                raise ValueError("a stream moves tensors in main memory that are one run of it")
+        if isinstance(part, tuple):
+            address, left = part
+        elif isinstance(part, torch.Tensor):
             address, left = part.data_ptr(), part.numel() * part.element_size()
         else:
             address, left = np.frombuffer(part, np.uint8).__array_interface__["data"][0] if part else 0, len(part)
         while left > 0:
-            rows.append((address, min(left, MOST_BYTES)))
+            runs += (address, min(left, MOST_BYTES))
             address, left = address + MOST_BYTES, left - MOST_BYTES
-    return np.array(rows, dtype=np.int64).reshape(-1, 2)
+    return runs
 
 
-def _advance(runs: Ints, at: int, moved: int) -> int:
-    """Count these bytes as moved, from run ``at`` on. Return the first run that is not yet done."""
+def _advance(table: ctypes.Array[ctypes.c_uint64], at: int, moved: int) -> int:
+    """Count these bytes as moved, from the run at ``at`` on. Return where the first run begins that is not done."""
     while moved:
-        left = int(runs[at, 1])
+        left = table[at + 1]
         if moved < left:
-            runs[at] += (moved, -moved)
+            table[at] += moved
+            table[at + 1] -= moved
             return at
         moved -= left
-        at += 1
+        at += 2
     return at
 
 
