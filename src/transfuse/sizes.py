@@ -41,6 +41,8 @@ class Sizes:
     parcel of a delta   ``block_bytes`` at most               kept or fetched as one
     request             one source: everything; several:      the last requests end together
                         ``bursts_ahead`` bursts
+    request on streams  what is left / 2 / connections of     few requests at first, small ones at the end, so that all
+                        all sources; a burst to 64 MiB        connections end together
     round on a stream   4 MiB, a burst at most                what one call writes is hashed while it is in the cache
     burst in a chain    one parcel, 4 MiB or 12 under way,    what has arrived goes on at once; one answer for half
                         3 at least                            of those under way
@@ -66,6 +68,8 @@ class Sizes:
     READ_BYTES = 512 * MIB
     #: The same, if the bytes cross the network.
     REMOTE_READ_BYTES = 32 * MIB
+    #: Most bytes of one request on one of several streams.
+    REQUEST_BYTES = 64 * MIB
     #: Bytes that one call writes to a stream, and one record follows.
     ROUND_BYTES = 4 * MIB
     #: Most bytes and most parcels under way between two neighbours in a chain.
@@ -125,6 +129,11 @@ class Sizes:
             return burst
         fair, timely = total_bytes // (4 * connections), int(self._before_silence() / (connections * ahead))
         return max(min(burst // connections, fair, timely), min(parcel_bytes, burst))
+
+    @classmethod
+    def request(cls, left_bytes: int, burst_bytes: int, takers: int) -> int:
+        """How many bytes one of several streams is asked for at a time."""
+        return max(min(left_bytes // (2 * takers), cls.REQUEST_BYTES), burst_bytes)
 
     def _before_silence(self) -> float:
         """Bytes that arrive over the slowest link before a connection is taken for a silent one."""

@@ -57,12 +57,17 @@ class Arrivals:
         burst = sizes.burst(self._offer.burst_bytes, total, parcel, sources=sources, ahead=ahead)
         return sizes.shared_burst(burst, total, parcel, connections=self.connections, ahead=ahead)
 
-    @property
-    def request_bytes(self) -> float:
-        """How many bytes to ask for at a time: everything, if there is only one source and one connection."""
+    def request_bytes(self, left: int | None = None) -> float:
+        """How many bytes to ask for at a time: everything, if there is only one source and one connection.
+
+        ``left``: how many bytes nobody has been asked for.
+        """
         if not self._receive.roster.several and self.connections == 1:
             return float("inf")
-        return self.burst_bytes * self._offer.bursts_ahead
+        if self._channel.stream is None:
+            return self.burst_bytes * self._offer.bursts_ahead
+        takers = len(self._receive.roster.ranks) * self.connections
+        return Sizes.request(self._ledger.unasked_bytes if left is None else left, self.burst_bytes, takers)
 
     def pairs(self, numbers: Sequence[int]) -> list[int]:
         """These parcels as ranges of the source's numbers."""
@@ -70,12 +75,13 @@ class Arrivals:
 
     def next_request(self, lane: int, stopped: Callable[[], bool]) -> Sequence[int]:
         """Wait for parcels that a lane can ask for; empty: there will be none."""
-        return self._receive.lane_task(self._channel.peer, lane, self.request_bytes, stopped)
+        return self._receive.lane_task(self._channel.peer, lane, self.request_bytes(), stopped)
 
     def more(self, holder: int) -> tuple[int, Sequence[int]]:
         """Further parcels to ask for. See :meth:`transfuse.session.incoming.Incoming.take`."""
         lane = None if holder == self._channel.peer else holder
-        run = self._receive.more(self._channel.peer, self.burst_bytes, lane)
+        nbytes = self.burst_bytes if self._channel.stream is None else self.request_bytes()
+        run = self._receive.more(self._channel.peer, nbytes, lane)
         return run.start, self._share.ours(run)
 
     # -- arriving

@@ -110,6 +110,12 @@ class Ledger:
         with self._changed:
             return int(self._nbytes[self._landed & (self._holder == KEPT)].sum())
 
+    @property
+    def unasked_bytes(self) -> int:
+        """Bytes of the parcels that nobody has been asked for."""
+        with self._changed:
+            return int(self._nbytes[(self._holder == NOBODY) & ~self._landed].sum())
+
     # -- parcels that sources bring
 
     def take(self, rank: int, nbytes: float, among: Bools | None = None) -> Sequence[int]:

@@ -149,7 +149,7 @@ class _Conversation:
                 self._pulling.pull()
             while needed:
                 with channel.holding_turn(lambda: self._progress.bytes):
-                    task = shared.next_task(channel, self._arrivals.request_bytes)
+                    task = shared.next_task(channel, self._arrivals.request_bytes())
                 if task is None:
                     break
                 if isinstance(task, Fetch) and self._pulling.can_pull(task.numbers):
@@ -261,7 +261,7 @@ class _Conversation:
     def _first_request(self, numbers: Sequence[int]) -> int:
         """How many of these parcels the group's own connection brings at first."""
         sizes = self._accepted.cut.nbytes[np.asarray(numbers, dtype=np.int64)]
-        return int((np.cumsum(sizes) - sizes < self._arrivals.request_bytes).sum())
+        return int((np.cumsum(sizes) - sizes < self._arrivals.request_bytes(int(sizes.sum()))).sum())
 
     def _share_with_lanes(self, numbers: Sequence[int]) -> Sequence[int]:
         """Leave all but the first of these parcels to the lanes and to later requests."""

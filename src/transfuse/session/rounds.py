@@ -110,8 +110,7 @@ class RoundsIn(Incoming):
         channel, self.wrong = self._channel, []
         rounds = deque(parcels.bursts(self._cut, numbers, self._shape.round))
         left = self._bytes_of(numbers)
-        #: With fewer bytes than this under way, ask for more.
-        low = self._shape.most.nbytes * (self._shape.ahead - 1)
+        low = left // 2  # With fewer bytes than this under way, ask for more.
         asks = True
         while rounds or asks:
             if asks and left <= low:
@@ -124,7 +123,8 @@ class RoundsIn(Incoming):
                     if rounds or further:
                         raise
                 rounds += parcels.bursts(self._cut, further, self._shape.round)
-                left += self._bytes_of(further)
+                left += (asked := self._bytes_of(further))
+                low = asked // 2
                 continue
             due = rounds.popleft()
             left -= self._bytes_of(due)
