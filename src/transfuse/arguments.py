@@ -107,7 +107,7 @@ def ranks_of(name: str, ranks: SupportsIndex | Sequence[SupportsIndex]) -> tuple
 
 
 def check_group(pg: object) -> None:
-    """Refuse what cannot be a process group. Any object with ``send`` and ``recv`` can."""
+    """Refuse what cannot be a process group. Any object with ``send`` and ``recv`` can, and our own streams."""
     if pg is None:
         raise TypeError(
             "pg is None: pass a process group, such as torch.distributed.group.WORLD (which is None until "
@@ -119,7 +119,7 @@ def check_group(pg: object) -> None:
             "ranks that are in it"
         )
     calls = callable(getattr(pg, "send", None)) and callable(getattr(pg, "recv", None))
-    if isinstance(pg, type | ModuleType) or not calls:
+    if isinstance(pg, type | ModuleType) or not (calls or hasattr(pg, "stream_to")):
         instead = "mesh.get_group()" if isinstance(pg, DeviceMesh) else "torch.distributed.group.WORLD"
         raise _wrong("pg", "a process group, or anything with its send and recv", pg, f"pass for instance {instead}")
 

@@ -161,6 +161,7 @@ class PeerError(TransfuseError):
 _EXPECTED_CALLS = {
     "waiting for the offer": "send_checkpoint() for this rank, or serve",
     "waiting for its offer": "send_checkpoint() for this rank, or serve",
+    "waiting for the receiver": "recv_checkpoint() from this rank, or fetch",
     "sending the offer": "recv_checkpoint() from this rank, or fetch",
     "waiting for the want": "recv_checkpoint() from this rank, or fetch",
     "healing": "heal()",

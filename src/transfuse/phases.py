@@ -15,6 +15,7 @@ class Phase(enum.Enum):
 
     # At the source
     DESCRIBE = "describe", "describing the state"
+    MEET = "meet", "waiting for the receiver"
     OFFER = "offer", "sending the offer"
     WAIT_FOR_WANT = "wait for want", "waiting for the want"
     ANSWER = "answer", "answering the receiver"

@@ -366,7 +366,9 @@ def test_a_bar_in_a_terminal(end: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bar, "__call__", draw)
     move.run(around=around, options=lambda rank: {"progress": rank == end})
     text = terminal.close()
-    label, waits = ("send to 1", "waiting for the want") if end == 0 else ("receive from 0", "waiting for the offer")
+    label, waits = (
+        ("send to 1", "waiting for the receiver") if end == 0 else ("receive from 0", "waiting for the offer")
+    )
     drawn = pictures(text, label)
     assert any(waits in picture for picture in drawn)
     percents = [int(found[1]) for picture in drawn if (found := re.search(r"(\d+)%", picture))]
@@ -608,14 +610,17 @@ class Traced:
         self._end, self._path, self._options = end, path, options
         self.ranges: list[dict[str, Any]] = []
         self.thread = 0
+        self._records = threading.Event()
 
     def __call__(self, rank: int, call: Callable[[], Any]) -> Any:
         if rank != self._end:
+            assert self._records.wait(30), "a range that began before the profiler would be missing"
             return call()
         self.thread = threading.get_native_id()
         activities = [torch.profiler.ProfilerActivity.CPU]
         try:
             with torch.profiler.profile(activities=activities, **self._options) as profiler:
+                self._records.set()
                 return call()
         finally:
             profiler.export_chrome_trace(str(self._path))

@@ -65,7 +65,7 @@ def receive(channel: Channel, shared: Receive) -> None:
 def refuse(channel: Channel, cause: BaseException) -> None:
     """Wait for the source's offer, and tell it that there is no receive and why."""
     channel.phase = Phase.WAIT_FOR_OFFER.doing
-    channel.expect(Message.OFFER, tag=OFFER_TAG)
+    channel.expect(Message.OFFER, Message.MEET, tag=OFFER_TAG)
     channel.refuse(cause)
 
 

@@ -202,10 +202,26 @@ class _Serving:
         with self._caller.phase(self._report, phase):
             yield
 
+    def _meet(self) -> bool:
+        """Meet the receiver, to go on over a stream. Whether it has been told anything."""
+        pool, channel = self._offered.lanes, self._channel
+        if pool is None or not pool.can_move(channel.peer):
+            return False
+        try:
+            with self._phase(Phase.MEET):
+                met = introduce(channel, pool, OFFER_TAG)
+            if self._caller.cause is not None:
+                raise self._caller.cause
+        except BaseException as error:
+            if not channel.broken:
+                channel.refuse(error)
+            raise
+        return met
+
     def serve(self) -> None:
         channel = self._channel
+        met = self._meet()
         with self._phase(Phase.OFFER):
-            met = introduce(channel, self._offered.lanes, OFFER_TAG)
             channel.send(Message.OFFER, self._offered.body, note=channel.tag, tag=None if met else OFFER_TAG)
         while True:
             try:

@@ -16,6 +16,7 @@ Here *server* is the end that listens, and *reader* the end that connects.
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - sockets import it at their first connection, which may be too late to read files
 import errno
 import hashlib
 import hmac

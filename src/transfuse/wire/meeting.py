@@ -7,6 +7,7 @@ and a token that is the secret of this process. The other end connects there, bo
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import secrets
@@ -20,7 +21,7 @@ from typing import Protocol
 from transfuse.errors import TransfuseError, as_utf8
 from transfuse.limits import port_range
 from transfuse.timeouts import Patience
-from transfuse.wire.handshake import ControlConnection, Join, connect, key_of
+from transfuse.wire.handshake import ControlConnection, Join, connect, key_of, split_address
 from transfuse.wire.listener import Listener
 from transfuse.wire.messages import TOKEN_BYTES, Place
 
@@ -119,6 +120,11 @@ class OwnPort:
     def dial(self, place: Place | None, number: int, seconds: float) -> socket.socket:
         if place is None:
             raise TransfuseError("the other end cannot be reached: it does not listen")
+        try:
+            ipaddress.ip_address(split_address(place.address)[0])
+        except ValueError as error:
+            # A name would have to be looked up, which takes as long as it takes, and nobody knows where it leads.
+            raise TransfuseError(f"the other end named {place.address!r}, which is no address") from error
         return dial(place.address, key_of(place.token), number, seconds)
 
     def _attend(self, control: ControlConnection) -> None:
