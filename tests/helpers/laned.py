@@ -1,4 +1,4 @@
-"""Transfers over several connections between ranks that are threads; and what happens before each burst of them."""
+"""Transfers over several connections between ranks that are threads; and what happens before each round of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 import transfuse
 from transfuse.limits import MIB
-from transfuse.session.bursts import Outgoing
+from transfuse.session.rounds import RoundsIn, RoundsOut
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Outcome, Ranks
 from transfuse.wire.stream import Stream
 
-__all__ = ["NBYTES", "TIMEOUT", "Made", "before_each_burst", "hold_back_the_group", "move", "reports", "state"]
+__all__ = ["NBYTES", "TIMEOUT", "Made", "before_each_round", "hold_back_the_group", "move", "reports", "state"]
 
 TIMEOUT = 20.0
 NBYTES = 6 * MIB
@@ -71,26 +71,31 @@ def reports(outcomes: list[Outcome[Any]]) -> list[Any]:
     return [outcome.get() for outcome in outcomes]
 
 
-def before_each_burst(monkeypatch: pytest.MonkeyPatch, end: Any, hook: Callable[[Any, Stream | None], object]) -> None:
-    """Call ``hook`` before each burst that an ``Incoming`` or ``Outgoing`` posts, with its lane, if it is on one."""
-    original = end._post
+def before_each_round(
+    monkeypatch: pytest.MonkeyPatch,
+    end: type[RoundsIn | RoundsOut],
+    hook: Callable[[Any, Stream | None], object],
+) -> None:
+    """Call ``hook`` before each round that an end moves, with its lane, if it is on one."""
+    name = "_read" if issubclass(end, RoundsIn) else "_write"
+    original = getattr(end, name)
 
-    def post(self: Any, numbers: Any) -> Any:
+    def move(self: Any, *args: Any) -> Any:
         channel = self._channel
         # The conversation of a lane does not belong to the group: it has begun on its stream.
         is_lane = isinstance(channel.home.pg, Stream)
         hook(self, channel.stream if is_lane else None)
-        return original(self, numbers)
+        return original(self, *args)
 
-    monkeypatch.setattr(end, "_post", post)
+    monkeypatch.setattr(end, name, move)
 
 
 def hold_back_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group's own connections bring nothing before a lane does. So lanes are used on busy machines too."""
+    """The conversation's own stream brings nothing before a lane does. So lanes are used on busy machines too."""
     moved: dict[Any, threading.Event] = collections.defaultdict(threading.Event)
 
     def hold(outgoing: Any, lane: Stream | None) -> None:
         event = moved[outgoing._channel.peer]
         event.wait(TIMEOUT / 2) if lane is None else event.set()
 
-    before_each_burst(monkeypatch, Outgoing, hold)
+    before_each_round(monkeypatch, RoundsOut, hold)

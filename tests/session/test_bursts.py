@@ -18,7 +18,9 @@ from transfuse.plan import parcels
 from transfuse.plan.parcels import Most, Parcels
 from transfuse.plan.regions import lay_out
 from transfuse.progress import Progress
-from transfuse.session.bursts import Incoming, Outgoing, ParcelSupply, Shape
+from transfuse.session.bursts import BurstsIn, BurstsOut
+from transfuse.session.outgoing import ParcelSupply
+from transfuse.session.shape import Shape
 from transfuse.session.threads import Caller
 from transfuse.state.manifest import describe
 from transfuse.testing.ranks import Ranks
@@ -88,11 +90,11 @@ def move(pg: Any, rank: int, tag: int, *, stops: int | None, receiver_stops: int
         with channel:
             if rank == 0:
                 supply = ParcelSupply(Flat(tensor), lambda _, data: digest_of(data), ready)
-                outgoing = Outgoing(channel, cut_for(tensor), supply, shape, caller, Progress(), always_staged=True)
+                outgoing = BurstsOut(channel, cut_for(tensor), supply, shape, caller, Progress(), always_staged=True)
                 outgoing.send(range(PARCELS))
                 return None
             target = torch.zeros_like(tensor)
-            incoming = Incoming(
+            incoming = BurstsIn(
                 channel, cut_for(target), Flat(target), shape, caller, Progress(), landed=land, always_staged=True
             )
             incoming.take(range(PARCELS))

@@ -8,14 +8,15 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
 import transfuse
-from laned import NBYTES, TIMEOUT, before_each_burst, move, reports, state
-from transfuse.session.bursts import Incoming, Outgoing
+from laned import NBYTES, TIMEOUT, before_each_round, move, reports, state
+from transfuse.session.rounds import RoundsIn, RoundsOut
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
 from transfuse.timeouts import Patience
@@ -92,7 +93,7 @@ class _Group:
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any: ...
 
 
-@pytest.mark.parametrize("end", [Incoming, Outgoing])
+@pytest.mark.parametrize("end", [RoundsIn, RoundsOut])
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_a_lane_that_breaks_costs_nothing(end: Any, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One lane's connection is closed under way. The others bring what it owed."""
@@ -110,7 +111,7 @@ def test_a_lane_that_breaks_costs_nothing(end: Any, after: int, monkeypatch: pyt
         if breaks:
             lane.cut()
 
-    before_each_burst(monkeypatch, end, break_one)
+    before_each_round(monkeypatch, end, break_one)
     outcomes, _ = move(lanes=3)
     reports(outcomes)  # Every byte was compared.
     assert broken
@@ -129,7 +130,7 @@ def test_a_lane_that_falls_silent_costs_nothing(monkeypatch: pytest.MonkeyPatch)
             silent.append(lane)
         go_on.wait(60)
 
-    before_each_burst(monkeypatch, Outgoing, silence_one)
+    before_each_round(monkeypatch, RoundsOut, silence_one)
     monkeypatch.setattr(Patience, "lane", property(lambda self: 1.0))
     try:
         outcomes, _ = move(lanes=3)
@@ -143,12 +144,12 @@ def test_a_source_that_falls_silent_on_all_its_connections(monkeypatch: pytest.M
     """One of two sources freezes midway. The other one brings the rest, and nothing lands after the receive."""
     go_on, silent = threading.Event(), threading.Event()
 
-    def silence(outgoing: Outgoing, _: Stream | None) -> None:
+    def silence(outgoing: RoundsOut, _: Stream | None) -> None:
         if outgoing._channel.group.rank() == 1 and outgoing._channel.peer == 2 and outgoing.parcels > 2:
             silent.set()
             go_on.wait(100)
 
-    before_each_burst(monkeypatch, Outgoing, silence)
+    before_each_round(monkeypatch, RoundsOut, silence)
     seen: list[Any] = []
 
     def work(rank: int, pg: Any) -> Any:
@@ -187,7 +188,11 @@ def test_places_that_lead_nowhere_cost_a_line(
 
 
 def sockets() -> int:
-    return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") for fd in os.listdir("/proc/self/fd"))
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # Closed meanwhile; among them the one by which the directory is read.
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    return count
 
 
 def test_garbage_closes_them() -> None:
