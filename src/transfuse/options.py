@@ -17,7 +17,7 @@ from typing import TypedDict
 from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import arguments, rules
-from transfuse.limits import Limits, allows_same_host, allows_streams, asks_for_nixl
+from transfuse.limits import Limits, allows_same_host, allows_streams, asks_for_nixl, port_range
 from transfuse.progress import Show
 from transfuse.rules import MapPath
 from transfuse.state.leaves.codec import MeshDescription
@@ -92,6 +92,7 @@ class Options:
         if self.map_path is not None and not in_place:
             raise ValueError("map_path= translates names into those of a target: it needs state_dict=")
         rules.check(self.map_path)
+        port_range()  # Refuse a wrong TRANSFUSE_PORT here, not in the first transfer.
         held = replace(
             self,
             same_host=self.same_host and allows_same_host(),

@@ -14,10 +14,45 @@ import pytest
 
 from transfuse.wire.stream import Stream
 
-__all__ = ["connected", "descriptors", "forked", "interrupting", "one_byte_at_a_time", "streams"]
+__all__ = [
+    "WAIT",
+    "InThread",
+    "connected",
+    "descriptors",
+    "ended",
+    "forked",
+    "interrupting",
+    "one_byte_at_a_time",
+    "streams",
+]
 
 #: The longest that a test waits for what must happen.
 WAIT = 30.0
+
+
+class InThread:
+    """A call in a thread, and how it has ended."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.error: BaseException | None = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self.error = error.with_traceback(None)
+
+    @property
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self) -> BaseException | None:
+        self._thread.join(WAIT)
+        assert not self.runs, "the thread is stuck"
+        return self.error
 
 
 def connected(*, buffer: int | None = None) -> tuple[socket.socket, socket.socket]:

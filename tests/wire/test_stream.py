@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from connections import WAIT, connected, descriptors, ended, forked, interrupting, one_byte_at_a_time, streams
+from connections import WAIT, InThread, connected, descriptors, ended, forked, interrupting, one_byte_at_a_time, streams
 from transfuse.wire import stream as module
 from transfuse.wire.stream import Stream
 
@@ -60,31 +60,6 @@ def move(sender: Stream, receiver: Stream, sizes: list[int]) -> None:
     receive(receiver, got)
     thread.join(WAIT)
     assert torch.equal(torch.cat(got), torch.cat(sent))
-
-
-class InThread:
-    """A call in a thread, and how it has ended."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.error: BaseException | None = None
-        self._call = call
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._call()
-        except BaseException as error:
-            self.error = error.with_traceback(None)
-
-    @property
-    def runs(self) -> bool:
-        return self._thread.is_alive()
-
-    def end(self) -> BaseException | None:
-        self._thread.join(WAIT)
-        assert not self.runs, "the thread is stuck"
-        return self.error
 
 
 # ------------------------------------------------------------------------------------------------------ partial counts

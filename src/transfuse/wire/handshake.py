@@ -21,12 +21,14 @@ import errno
 import hashlib
 import hmac
 import ipaddress
+import os
 import resource
 import secrets
 import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -129,6 +131,7 @@ class ControlConnection:
     """One control connection. ``name`` is the other end's name for messages; ``rank`` is its rank in errors."""
 
     def __init__(self, sock: socket.socket, name: str, rank: int) -> None:
+        _sockets.add(sock)
         self._socket = sock
         self.name = name
         self.rank = rank
@@ -306,6 +309,19 @@ class ControlConnection:
         self._receiving = hmac.digest(session, receiving, hashlib.sha256)
 
 
+#: The sockets of all connections, whoever has them now.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In the child of a fork: all connections are the parent's. Copies would hide its death from the other ends."""
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _proof(key: bytes, who: bytes, said: bytes) -> bytes:
     return hmac.digest(key, b"transfuse " + who + b" " + said, hashlib.sha256)
 
@@ -357,12 +373,30 @@ def check_descriptors(error: OSError, purpose: str) -> None:
         ) from error
 
 
+def _connected(where: tuple[str, int], seconds: float) -> socket.socket:
+    """A socket that is connected to one of the addresses that a name stands for."""
+    found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
+    for number, (family, kind, protocol, _, address) in enumerate(found, start=1):
+        sock = socket.socket(family, kind, protocol)
+        _sockets.add(sock)  # Not create_connection(): a fork while it connects would leave a copy in the child.
+        try:
+            sock.settimeout(seconds)
+            sock.connect(address)
+        except BaseException as error:
+            sock.close()
+            if number == len(found) or not isinstance(error, OSError):
+                raise
+        else:
+            return sock
+    raise OSError("the name stands for no address")
+
+
 def connect(address: str, key: bytes, seconds: float, rank: int) -> ControlConnection:
     """Connect to a server as a reader, and prove the token."""
     started = time.monotonic()
     deadline = started + seconds
     try:
-        sock = socket.create_connection(split_address(address), timeout=seconds)
+        sock = _connected(split_address(address), seconds)
     except TimeoutError:
         raise PeerTimeout(rank, f"connecting to {address}", time.monotonic() - started) from None
     except OSError as error:

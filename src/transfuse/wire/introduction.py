@@ -24,7 +24,7 @@ from transfuse.timeouts import Patience
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.meeting import Meeting, new_number
-from transfuse.wire.messages import Meet, Message, Met
+from transfuse.wire.messages import MOST_KNOWN, Meet, Message, Met, Place
 from transfuse.wire.pool import Pool
 from transfuse.wire.stream import Stream
 
@@ -38,18 +38,18 @@ def introduce(channel: Channel, pool: Pool | None, tag: int | None, *, always: b
 
     ``tag``: on which the receiver hears the first word of this conversation.
     """
-    peer, patience = channel.peer, Patience(channel.timeout)
+    peer = channel.peer
     meeting = pool.meeting(peer) if pool is not None and pool.can_move(peer) else None
     if pool is None or meeting is None:
         return always and _propose_nothing(channel, tag)
-    known, new = pool.take(peer, is_source=True), new_number() if pool.may_form(peer) else 0
+    known, new = pool.take(peer, is_source=True), new_number() if pool.may_meet(peer) else 0
     stream: Stream | None = None
     try:
         if not known and not new:
             return always and _propose_nothing(channel, tag)
         if new:
             meeting.expected.add(new)
-        meet = Meet(sorted(known), new, meeting.place() if new else None)
+        meet = Meet(sorted(known)[:MOST_KNOWN], new, meeting.place() if new else None)
         channel.send(Message.MEET, messages.encode(meet), note=channel.tag, tag=tag)
         met = channel.decode(channel.expect(Message.MET)[1], Met)
         if met.number in known:
@@ -59,12 +59,17 @@ def introduce(channel: Channel, pool: Pool | None, tag: int | None, *, always: b
         elif met.number:
             raise ProtocolError(peer, f"rank {peer} chose a stream that was not proposed")
         elif new and met.place is not None:
-            with suppress(TransfuseError, OSError):
-                sock = meeting.dial(met.place, new, patience.connection)
-                stream = _made_of(sock, channel, new, dialled_by_source=True)
+            stream = _dialled(meeting, met.place, channel, new, by_source=True)
             channel.send(Message.GO, note=stream is not None)
-        if stream is None and new:
-            _say(pool, peer)
+            if stream is None:
+                _say(pool, peer)
+        elif new:
+            pool.give_up(peer, failed=False)
+            logger.info("rank %d: it makes no connection now; its bytes go over the group", peer)
+    except BaseException:
+        if stream is not None:
+            stream.close()
+        raise
     finally:
         if new:
             meeting.expected.forget(new)
@@ -83,45 +88,62 @@ def _propose_nothing(channel: Channel, tag: int | None) -> bool:
 
 def answer(channel: Channel, pool: Pool | None, body: bytearray) -> None:
     """At the receiver: answer a source that proposes a stream."""
-    meet = channel.decode(body, Meet)
-    peer, patience = channel.peer, Patience(channel.timeout)
+    meet, peer = channel.decode(body, Meet), channel.peer
     meeting = pool.meeting(peer) if pool is not None and pool.can_move(peer) else None
-    if pool is None or meeting is None:
-        channel.send(Message.MET, messages.encode(Met(0)))
-        return
+    stream: Stream | None = None
+    if pool is not None and meeting is not None:
+        stream = _known(pool, peer, meet)
+        if stream is None and meet.new and pool.may_meet(peer):
+            stream = _dialled(meeting, meet.place, channel, meet.new)
+            if stream is None:
+                stream = _let_source_dial(channel, pool, meeting, meet.new)
+                if stream is not None:
+                    channel.move_to(stream)
+                return
+    try:
+        channel.send(Message.MET, messages.encode(Met(0 if stream is None else stream.number)))
+    except BaseException:
+        if stream is not None:
+            stream.close()
+        raise
+    if stream is not None:
+        channel.move_to(stream)
+
+
+def _known(pool: Pool, peer: int, meet: Meet) -> Stream | None:
+    """A stream that both ends have from an earlier transfer."""
     there = pool.take(peer, is_source=False)
     both = there.keys() & set(meet.known)
     stream = there.pop(min(both)) if both else None
     for one in there.values():
         pool.keep(peer, one, is_source=False)
-    if stream is None and meet.new and pool.may_form(peer):
-        with suppress(TransfuseError, OSError):
-            stream = _made_of(meeting.dial(meet.place, meet.new, patience.connection), channel, meet.new)
-        if stream is None:
-            stream = _let_source_dial(channel, pool, meeting, meet.new)
-        else:
-            channel.send(Message.MET, messages.encode(Met(stream.number)))
-    else:
-        channel.send(Message.MET, messages.encode(Met(0 if stream is None else stream.number)))
-    if stream is not None:
-        channel.move_to(stream)
+    return stream
 
 
 def _let_source_dial(channel: Channel, pool: Pool, meeting: Meeting, number: int) -> Stream | None:
     """This receiver could not connect. Tell the source where it can."""
-    peer = channel.peer
+    peer, place = channel.peer, meeting.place()
     meeting.expected.add(number)
     try:
-        channel.send(Message.MET, messages.encode(Met(0, meeting.place())))
-        header, _ = channel.expect(Message.GO)
-        if not header.note:
+        channel.send(Message.MET, messages.encode(Met(0, place)))
+        # A source that is told no place says nothing.
+        if place is None or not channel.expect(Message.GO)[0].note:
             _say(pool, peer)
             return None
-        return _there(
-            _made_of(meeting.expected.wait(number, channel.timeout), channel, number, dialled_by_source=True), peer
-        )
+        sock = meeting.expected.wait(number, channel.timeout)
+        return _there(_made_of(sock, channel, number, dialled_by_source=True), peer)
     finally:
         meeting.expected.forget(number)
+
+
+def _dialled(
+    meeting: Meeting, place: Place | None, channel: Channel, number: int, *, by_source: bool = False
+) -> Stream | None:
+    """A stream to a place that the peer has named; None if no connection can be made."""
+    with suppress(TransfuseError, OSError):
+        sock = meeting.dial(place, number, Patience(channel.timeout).connection)
+        return _made_of(sock, channel, number, dialled_by_source=by_source)
+    return None
 
 
 def _there(stream: Stream | None, peer: int) -> Stream:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -16,6 +18,9 @@ __all__ = ["MAX_STRANGERS", "Listener"]
 #: The most connections that have not proved the token yet. When there are more, the oldest is closed: proving takes
 #: milliseconds, so idle connections keep nobody out.
 MAX_STRANGERS = 64
+#: The most connections that the kernel holds until they are taken. When there are more, those who connect wait for a
+#: second and longer: many ranks may connect to one at once.
+BACKLOG = 1024
 
 
 class Listener:
@@ -47,13 +52,14 @@ class Listener:
         # A socket of our own: torch's store would listen on all interfaces, whatever host it is given.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server(where, family=family, backlog=MAX_STRANGERS)
+            self._socket = socket.create_server(where, family=family, backlog=BACKLOG)
         except OSError as error:
             check_descriptors(error, f"listening on {host}")
             raise
         self.port = int(self._socket.getsockname()[1])
         self.address = join_address(host, self.port)
         self._thread = threading.Thread(target=self._listen, name=f"transfuse-{name}", daemon=True)
+        _all.add(self)
 
     def start(self) -> None:
         self._thread.start()
@@ -73,12 +79,10 @@ class Listener:
             control.hang_up()
         return threads
 
-    def leave_to_parent(self) -> None:
-        """In the child of a fork: close the copies of the parent's descriptors, and say nothing to anybody."""
+    def _leave_to_parent(self) -> None:
+        """In the child of a fork: the port is the parent's. (So are the connections: see :mod:`.handshake`.)"""
         self.is_closed = True
         self._socket.close()
-        for control in self.connections.values():
-            control.release().close()
 
     def _listen(self) -> None:
         while not self.is_closed:
@@ -129,3 +133,14 @@ class Listener:
             control.close()
             with self._lock:
                 del self.connections[threading.current_thread()]
+
+
+_all: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for listener in list(_all):
+        listener._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

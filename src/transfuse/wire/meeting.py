@@ -10,22 +10,23 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import queue
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from transfuse.errors import TransfuseError, as_utf8
+from transfuse.errors import LimitExceeded, TransfuseError, as_utf8
 from transfuse.limits import port_range
 from transfuse.timeouts import Patience
 from transfuse.wire.handshake import ControlConnection, Join, connect, key_of, split_address
 from transfuse.wire.listener import Listener
 from transfuse.wire.messages import TOKEN_BYTES, Place
 
-__all__ = ["Expected", "Meeting", "OwnPort", "dial", "new_number", "own_port"]
+__all__ = ["Expected", "Meeting", "NoPort", "OwnPort", "dial", "new_number", "own_port"]
 
 logger = logging.getLogger("transfuse")
 
@@ -35,39 +36,61 @@ def new_number() -> int:
     return 1 + secrets.randbits(61)
 
 
+#: What has come of one number: a connection; None: it is no longer expected. (A queue, not a condition: an interrupt
+#: inside a condition's Python code would come out as a RuntimeError.)
+Arrival: TypeAlias = "queue.SimpleQueue[socket.socket | None]"
+
+
 class Expected:
     """The connections that this end expects, by their numbers."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        #: None: it has not come yet.
-        self._numbers: dict[int, socket.socket | None] = {}
+        self._lock = threading.Lock()
+        self._numbers: dict[int, Arrival] = {}
 
     def add(self, number: int) -> None:
-        with self._changed:
-            self._numbers[number] = None
+        with self._lock:
+            self._numbers[number] = queue.SimpleQueue()
 
     def wait(self, number: int, seconds: float) -> socket.socket | None:
         """The connection of that number; None if it has not come, or is no longer expected."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._numbers.get(number, self) is not None, seconds)
-            return self._numbers.pop(number, None)
+        arrival = self._numbers.get(number)
+        if arrival is None:
+            return None
+        sock: socket.socket | None = None
+        with suppress(queue.Empty):
+            sock = arrival.get(timeout=seconds)
+        for late in self._end(number):
+            if sock is None:
+                sock = late
+            else:
+                late.close()
+        return sock
 
     def forget(self, number: int) -> None:
         """Expect it no longer: who waits for it gets None. If it has come meanwhile, close it."""
-        with self._changed:
-            sock = self._numbers.pop(number, None)
-            self._changed.notify_all()
-        if sock is not None:
+        arrival = self._numbers.get(number)
+        for sock in self._end(number):
             sock.close()
+        if arrival is not None:
+            arrival.put(None)
+
+    def _end(self, number: int) -> list[socket.socket]:
+        """Expect it no longer. Returns what has come and was not taken."""
+        with self._lock:
+            arrival, come = self._numbers.pop(number, None), []
+        with suppress(queue.Empty):
+            while arrival is not None:
+                come.append(arrival.get_nowait())
+        return [sock for sock in come if sock is not None]
 
     def bring(self, number: int, control: ControlConnection) -> bool:
         """Hand a connection to whoever expects it. Whether anybody does."""
-        with self._changed:
-            if self._numbers.get(number, self) is not None:
+        with self._lock:
+            arrival = self._numbers.get(number)
+            if arrival is None or not arrival.empty():
                 return False
-            self._numbers[number] = control.release()
-            self._changed.notify_all()
+            arrival.put(control.release())
             return True
 
 
@@ -94,6 +117,18 @@ def dial(address: str, key: bytes, number: int, seconds: float) -> socket.socket
     return control.release()
 
 
+def dial_place(place: Place | None, number: int, seconds: float) -> socket.socket:
+    """Connect to a place that a peer has named."""
+    if place is None:
+        raise TransfuseError("the other end cannot be reached: it does not listen")
+    try:
+        ipaddress.ip_address(split_address(place.address)[0])
+    except ValueError as error:
+        # A name would have to be looked up, which takes as long as it takes, and nobody knows where it leads.
+        raise TransfuseError(f"the other end named {place.address!r}, which is no address") from error
+    return dial(place.address, key_of(place.token), number, seconds)
+
+
 class OwnPort:
     """The port of this process at one address."""
 
@@ -118,14 +153,7 @@ class OwnPort:
         return self._place
 
     def dial(self, place: Place | None, number: int, seconds: float) -> socket.socket:
-        if place is None:
-            raise TransfuseError("the other end cannot be reached: it does not listen")
-        try:
-            ipaddress.ip_address(split_address(place.address)[0])
-        except ValueError as error:
-            # A name would have to be looked up, which takes as long as it takes, and nobody knows where it leads.
-            raise TransfuseError(f"the other end named {place.address!r}, which is no address") from error
-        return dial(place.address, key_of(place.token), number, seconds)
+        return dial_place(place, number, seconds)
 
     def _attend(self, control: ControlConnection) -> None:
         try:
@@ -140,9 +168,18 @@ class OwnPort:
     def _complain(self, what: str, error: Exception) -> None:
         logger.info("the port for streams, %s: %s: %s", self._listener.address, what, as_utf8(str(error)))
 
-    def leave_to_parent(self) -> None:
-        """In the child of a fork: the port is the parent's."""
-        self._listener.leave_to_parent()
+
+class NoPort:
+    """A process that cannot listen. It can still connect to others."""
+
+    def __init__(self) -> None:
+        self.expected = Expected()
+
+    def place(self) -> Place | None:
+        return None
+
+    def dial(self, place: Place | None, number: int, seconds: float) -> socket.socket:
+        return dial_place(place, number, seconds)
 
 
 def _first_free(listen: Callable[[int], Listener]) -> Listener:
@@ -157,28 +194,28 @@ def _first_free(listen: Callable[[int], Listener]) -> Listener:
 _ports: dict[str, OwnPort] = {}
 #: Addresses on which this process cannot listen, and when that was last tried.
 _refused: dict[str, float] = {}
+_no_port = NoPort()
 _finding = threading.Lock()
 #: Seconds until listening on an address is tried again.
 AGAIN_SECONDS = 60.0
 
 
-def own_port(host: str) -> OwnPort | None:
-    """The port of this process at this address; None if it cannot listen there."""
+def own_port(host: str | None) -> OwnPort | NoPort:
+    """The port of this process at this address, if it can listen there."""
     with _finding:
-        if host not in _ports and time.monotonic() - _refused.get(host, float("-inf")) > AGAIN_SECONDS:
+        again = time.monotonic() - _refused.get(host or "", float("-inf")) > AGAIN_SECONDS
+        if host is not None and host not in _ports and again:
             try:
                 _ports[host] = OwnPort(host)
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, LimitExceeded) as error:
                 _refused[host] = time.monotonic()
                 logger.warning("this process cannot listen on %s: %s", host, error)
-        return _ports.get(host)
+        return _ports.get(host or "") or _no_port
 
 
 def _after_fork() -> None:
     global _finding
     _finding = threading.Lock()
-    for port in _ports.values():
-        port.leave_to_parent()
     _ports.clear()
 
 

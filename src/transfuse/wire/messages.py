@@ -21,6 +21,7 @@ from transfuse.state.manifest import Wire
 __all__ = [
     "HEADER_BYTES",
     "MAGIC",
+    "MOST_KNOWN",
     "MOST_LANES",
     "TOKEN_BYTES",
     "WIRE_VERSION",
@@ -60,6 +61,8 @@ WIRE_VERSION = 8
 MOST_ROUTES = 16
 #: The most lanes between two ends.
 MOST_LANES = 15
+#: The most streams from earlier transfers that a source names.
+MOST_KNOWN = MOST_LANES + 1
 #: The length of the token that a process asks for at its port.
 TOKEN_BYTES = 32
 #: A random number by which both ends know a lane.
@@ -183,9 +186,9 @@ class Meet(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     """Source to receiver, over the group, before the offer: let us talk over a stream."""
 
     #: Numbers of streams that both ends may have from an earlier transfer.
-    known: Annotated[list[LaneNumber], msgspec.Meta(max_length=MOST_LANES + 1)]
+    known: Annotated[list[LaneNumber], msgspec.Meta(max_length=MOST_KNOWN)]
     #: The number for a new one, or 0; and where the receiver connects for it.
-    new: int
+    new: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     place: Place | None
 
 
@@ -193,7 +196,7 @@ class Met(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=Tr
     """Receiver to source, over the group: the stream over which the conversation goes on."""
 
     #: 0: there is none.
-    number: int
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     #: If the receiver could not connect: where the source may try to.
     place: Place | None = None
 

@@ -35,6 +35,7 @@ class Pool:
         #: How many connections to each peer are being made, and when that last failed.
         self._forming: Counter[int] = Counter()
         self._failed: dict[int, float] = {}
+        self._told: set[int] = set()
         _pools.add(self)
 
     def can_move(self, peer: int) -> bool:
@@ -51,19 +52,23 @@ class Pool:
         if own is not None:
             found: Meeting | None = own(peer)
             return found
-        host = self.group.host()
-        return None if host is None else own_port(host)
+        return own_port(self.group.host())
 
     def place(self, peer: int) -> Place | None:
         meeting = self.meeting(peer)
         return None if meeting is None else meeting.place()
 
-    def may_form(self, peer: int) -> bool:
-        """Whether to connect with this peer now: not while others connect with it, or if that has just failed."""
+    def may_meet(self, peer: int) -> bool:
+        """Whether to connect with this peer: not if that has just failed."""
         with self._lock:
             failed = self._failed.get(peer)
-            again = failed is None or time.monotonic() - failed > AGAIN_SECONDS
-            return again and not self._forming[peer]
+            return failed is None or time.monotonic() - failed > AGAIN_SECONDS
+
+    def may_form(self, peer: int) -> bool:
+        """Whether to form lanes with this peer: not if that has just failed, nor while others are formed."""
+        with self._lock:
+            forms = self._forming[peer] > 0
+        return not forms and self.may_meet(peer)
 
     @contextmanager
     def forming(self, peer: int) -> Iterator[None]:
@@ -75,11 +80,12 @@ class Pool:
             with self._lock:
                 self._forming[peer] -= 1
 
-    def give_up(self, peer: int) -> bool:
-        """Do not try to connect with this peer for a while. Whether this is the first time."""
+    def give_up(self, peer: int, *, failed: bool = True) -> bool:
+        """Do not try to connect with this peer for a while. Whether this has ``failed`` for the first time."""
         with self._lock:
-            first = peer not in self._failed
             self._failed[peer] = time.monotonic()
+            first = failed and peer not in self._told
+            self._told |= {peer} if failed else set()
             return first
 
     def take(self, peer: int, *, is_source: bool) -> dict[int, Stream]:
