@@ -77,13 +77,13 @@ class FewBytes:
             call.restype, call.argtypes = ctypes.c_ssize_t, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
         self.calls = 0
 
-    def _few(self, call: Any, number: int, address: int, flags: int) -> int:
+    def _few(self, call: Any, number: int, head: Any, flags: int) -> int:
         self.calls += 1
         left = count = next(self._counts)
         if not count:
             ctypes.set_errno(4)  # EINTR
             return -1
-        head = module._Head.from_address(address)
+        head = head._obj  # It is passed by reference.
         rows = (ctypes.c_int64 * (2 * head.count)).from_address(head.runs)
         few = []
         for where, length in zip(rows[::2], rows[1::2], strict=True):
@@ -96,11 +96,11 @@ class FewBytes:
         assert moved <= count
         return moved
 
-    def sendmsg(self, number: int, address: int, flags: int) -> int:
-        return self._few(self._real.sendmsg, number, address, flags)
+    def sendmsg(self, number: int, head: Any, flags: int) -> int:
+        return self._few(self._real.sendmsg, number, head, flags)
 
-    def recvmsg(self, number: int, address: int, flags: int) -> int:
-        return self._few(self._real.recvmsg, number, address, flags)
+    def recvmsg(self, number: int, head: Any, flags: int) -> int:
+        return self._few(self._real.recvmsg, number, head, flags)
 
 
 @pytest.mark.parametrize("count", range(1, sum(SIZES) + 1))
@@ -166,10 +166,13 @@ def test_tensors_of_any_type_and_shape(pair: Pair) -> None:
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
 
 
-def test_a_tensor_that_is_not_one_run_is_refused(pair: Pair) -> None:
-    with pytest.raises(ValueError, match="one run"):
-        pair[0].write([torch.zeros(4, 4).t()])
-    move(*pair, [5])
+def test_runs_of_memory_by_address(pair: Pair) -> None:
+    one, other = pair
+    data, got = tensors_of([1000])[0], torch.full((1000,), CANARY, dtype=torch.uint8)
+    one.write([(data.data_ptr() + 10, 700), (data.data_ptr(), 0), (data.data_ptr() + 900, 50)])
+    other.read([(got.data_ptr() + 1, 3), (got.data_ptr() + 100, 747)], WAIT)
+    assert torch.equal(torch.cat([got[1:4], got[100:847]]), torch.cat([data[10:710], data[900:950]]))
+    assert (torch.cat([got[:1], got[4:100], got[847:]]) == CANARY).all()
 
 
 def test_messages_and_tensors_in_one_call(pair: Pair) -> None:
