@@ -3,7 +3,7 @@
     source                                                    receiver
       | -- meet: streams that are there, a number, a place ----> |
       |                                                          |  takes one of them, or connects to the place
-      | <- met: the number of the stream; or none, and a place - |
+      | <- met: the stream's number; or a new one, and a place - |
       |  only if the receiver could not connect:                 |
       |  the source connects to the receiver's place             |
       | -- go: whether that succeeded -------------------------> |
@@ -52,17 +52,19 @@ def introduce(channel: Channel, pool: Pool | None, tag: int | None, *, always: b
         meet = Meet(sorted(known)[:MOST_KNOWN], new, meeting.place() if new else None)
         channel.send(Message.MEET, messages.encode(meet), note=channel.tag, tag=tag)
         met = channel.decode(channel.expect(Message.MET)[1], Met)
-        if met.number in known:
+        if met.place is not None:
+            if not new:
+                raise ProtocolError(peer, f"rank {peer} wants a connection that was not proposed")
+            stream = _dialled(meeting, met.place, channel, met.number, by_source=True)
+            channel.send(Message.GO, note=stream is not None)
+            if stream is None:
+                _say(pool, peer)
+        elif met.number in known:
             stream = known.pop(met.number)
         elif new and met.number == new:
             stream = _there(_made_of(meeting.expected.wait(new, channel.timeout), channel, new), peer)
         elif met.number:
             raise ProtocolError(peer, f"rank {peer} chose a stream that was not proposed")
-        elif new and met.place is not None:
-            stream = _dialled(meeting, met.place, channel, new, by_source=True)
-            channel.send(Message.GO, note=stream is not None)
-            if stream is None:
-                _say(pool, peer)
         elif new:
             pool.give_up(peer, failed=False)
             logger.info("rank %d: it makes no connection now; its bytes go over the group", peer)
@@ -96,7 +98,7 @@ def answer(channel: Channel, pool: Pool | None, body: bytearray) -> None:
         if stream is None and meet.new and pool.may_meet(peer):
             stream = _dialled(meeting, meet.place, channel, meet.new)
             if stream is None:
-                stream = _let_source_dial(channel, pool, meeting, meet.new)
+                stream = _let_source_dial(channel, pool, meeting)
                 if stream is not None:
                     channel.move_to(stream)
                 return
@@ -120,14 +122,17 @@ def _known(pool: Pool, peer: int, meet: Meet) -> Stream | None:
     return stream
 
 
-def _let_source_dial(channel: Channel, pool: Pool, meeting: Meeting, number: int) -> Stream | None:
+def _let_source_dial(channel: Channel, pool: Pool, meeting: Meeting) -> Stream | None:
     """This receiver could not connect. Tell the source where it can."""
-    peer, place = channel.peer, meeting.place()
+    peer, place, number = channel.peer, meeting.place(), new_number()
+    if place is None:
+        channel.send(Message.MET, messages.encode(Met(0)))
+        _say(pool, peer)
+        return None
     meeting.expected.add(number)
     try:
-        channel.send(Message.MET, messages.encode(Met(0, place)))
-        # A source that is told no place says nothing.
-        if place is None or not channel.expect(Message.GO)[0].note:
+        channel.send(Message.MET, messages.encode(Met(number, place)))
+        if not channel.expect(Message.GO)[0].note:
             _say(pool, peer)
             return None
         sock = meeting.expected.wait(number, channel.timeout)

@@ -26,9 +26,18 @@ class Entrance:
     """How one end gets one lane: a stream that is there already, or a new one. ``dials``: this end makes new ones."""
 
     def __init__(
-        self, pool: Pool, peer: int, number: int, patience: Patience, *, dials: bool, lane: Stream | None = None
+        self,
+        pool: Pool,
+        peer: int,
+        number: int,
+        patience: Patience,
+        *,
+        dials: bool,
+        is_source: bool,
+        lane: Stream | None = None,
     ) -> None:
         self.number = number
+        self._source_dials = dials == is_source
         self._pool, self._peer, self._patience = pool, peer, patience
         self._meeting = pool.meeting(peer)
         self._lane = lane
@@ -67,7 +76,8 @@ class Entrance:
             )
         group = self._pool.group
         lane = Stream(sock, seconds=seconds, rank=group.rank(), size=group.size())
-        lane.number = self.number
+        # A later conversation may have it as its own stream, and form lanes in the same direction.
+        lane.number, lane.source_dials = self.number, self._source_dials
         return lane
 
     def close(self) -> None:
@@ -89,12 +99,12 @@ def enter(pool: Pool, peer: int, count: int, patience: Patience, *, dials: bool)
     entrances: list[Entrance] = []
     while there and len(entrances) < count:
         number, lane = there.popitem()
-        entrances.append(Entrance(pool, peer, number, patience, dials=dials, lane=lane))
+        entrances.append(Entrance(pool, peer, number, patience, dials=dials, is_source=False, lane=lane))
     for lane in there.values():
         pool.keep(peer, lane, is_source=False)
     if pool.may_form(peer):
         new = range(count - len(entrances))
-        entrances += [Entrance(pool, peer, new_number(), patience, dials=dials) for _ in new]
+        entrances += [Entrance(pool, peer, new_number(), patience, dials=dials, is_source=False) for _ in new]
     return entrances
 
 
@@ -102,11 +112,11 @@ def accept(pool: Pool, peer: int, wanted: Lanes, patience: Patience, *, dials: b
     """At the source: the entrances of the lanes that the receiver wants."""
     known = pool.take(peer, is_source=True)
     mine = [
-        Entrance(pool, peer, number, patience, dials=dials, lane=known.pop(number))
+        Entrance(pool, peer, number, patience, dials=dials, is_source=True, lane=known.pop(number))
         for number in wanted.known
         if number in known
     ]
     for lane in known.values():
         lane.close()  # The receiver no longer has it.
     new = wanted.new if pool.may_form(peer) else ()
-    return mine + [Entrance(pool, peer, number, patience, dials=dials) for number in new]
+    return mine + [Entrance(pool, peer, number, patience, dials=dials, is_source=True) for number in new]

@@ -197,7 +197,7 @@ class Met(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=Tr
 
     #: 0: there is none.
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-    #: If the receiver could not connect: where the source may try to.
+    #: If the receiver could not connect: where the source may try to, with a new number.
     place: Place | None = None
 
 
