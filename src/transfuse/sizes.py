@@ -43,7 +43,8 @@ class Sizes:
                         ``bursts_ahead`` bursts
     request on streams  what is left / 2 / connections of     few requests at first, small ones at the end, so that all
                         all sources; a burst to 64 MiB        connections end together
-    round on a stream   4 MiB, a burst at most                what one call writes is hashed while it is in the cache
+    round on a stream   16 MiB, a burst at most               one record and one entry in the ledger for each
+    call on a stream    4 MiB                                 what one call moves is hashed while it is in the cache
     burst in a chain    one parcel, 4 MiB or 12 under way,    what has arrived goes on at once; one answer for half
                         3 at least                            of those under way
     connections         between hosts 4, from 8 MiB on; on    one connection uses one core, and clouds limit its rate;
@@ -70,8 +71,8 @@ class Sizes:
     REMOTE_READ_BYTES = 32 * MIB
     #: Most bytes of one request on one of several streams.
     REQUEST_BYTES = 64 * MIB
-    #: Bytes that one call writes to a stream, and one record follows.
-    ROUND_BYTES = 4 * MIB
+    #: Bytes that one record follows on a stream, and bytes that one call moves.
+    ROUND_BYTES, CALL_BYTES = 16 * MIB, 4 * MIB
     #: Most bytes and most parcels under way between two neighbours in a chain.
     CHAIN_BYTES, CHAIN_PARCELS = 4 * MIB, 12
     #: The least bytes for which lanes are worth their while, on one host and between hosts.

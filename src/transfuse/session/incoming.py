@@ -33,6 +33,8 @@ class Arriving(NamedTuple):
     number: int
     data: torch.Tensor | Run
     buffer: torch.Tensor | None
+    #: Of bytes that have arrived in their place, if they have been hashed already.
+    digest: int = 0
 
 
 class Incoming(ABC):
@@ -142,46 +144,45 @@ class Incoming(ABC):
 
     def _land_all(self, arrived: Sequence[Arriving], expected: Sequence[int | None], *, keep: bool) -> list[int]:
         """Write parcels to their places. Return the digests of the bytes that lie there afterwards."""
-        landed = [self._land(*parcel, digest, keep=keep) for parcel, digest in zip(arrived, expected, strict=True)]
+        landed = [self._land(one, digest, keep=keep) for one, digest in zip(arrived, expected, strict=True)]
         copies: list[torch.Tensor | None] = [None] * len(landed)
         if streams.are_involved():
             # All of them are complete before others hear of it, or use their buffers again.
             try:
-                copies = [self._to_hash.copy(one) if isinstance(one, torch.Tensor) else None for one in landed]
+                copies = [self._to_hash.copy(data) if isinstance(data, torch.Tensor) else None for data in landed]
                 streams.complete(self._channel.timeout)
             except Exception as error:
                 self._failure = self._failure or error
         digests: list[int] = []
-        for one, copy in zip(landed, copies, strict=True):
-            if not isinstance(one, torch.Tensor):
-                digests.append(one)
+        for result, copy in zip(landed, copies, strict=True):
+            if not isinstance(result, torch.Tensor):
+                digests.append(result)
             else:
-                digests.append(0 if copy is None else digest_of(copy[: one.numel()]))
+                digests.append(0 if copy is None else digest_of(copy[: result.numel()]))
                 self._to_hash.give_back(copy)
-        for (number, _, buffer), digest, right in zip(arrived, digests, expected, strict=True):
-            if buffer is None or (keep and digest == (right or 0) and self._is_kept(number, buffer)):
+        for one, digest, right in zip(arrived, digests, expected, strict=True):
+            if one.buffer is None or (keep and digest == (right or 0) and self._is_kept(one.number, one.buffer)):
                 continue
-            self._staging.give_back(buffer)
+            self._staging.give_back(one.buffer)
         return digests
 
     def _is_kept(self, number: int, buffer: torch.Tensor) -> bool:
         """Whether somebody keeps the buffer in which this parcel has arrived, to send the parcel out of it."""
         return self._kept is not None and self._failure is None and self._kept(number, buffer)
 
-    def _land(
-        self, number: int, data: torch.Tensor | Run, buffer: torch.Tensor | None, expected: int | None, *, keep: bool
-    ) -> int | torch.Tensor:
+    def _land(self, one: Arriving, expected: int | None, *, keep: bool) -> int | torch.Tensor:
         """Write one parcel that has arrived to its places. Return the digest of the bytes that lie there afterwards.
 
         If they lie on an accelerator, return the bytes: they are hashed together with those of the whole burst. A
         parcel whose items are converted is hashed before it is converted, and is written only if its digest is right.
         """
+        number, data, buffer = one.number, one.data, one.buffer
         try:
             if not keep or self._failure is not None:
                 return 0
             self._progress.advance(int(self._cut.payload[number]))
             if isinstance(data, tuple):
-                return digest_of(data) if self._shape.digests else 0
+                return one.digest
             if self._converts(number):
                 digest = digest_of(data) if self._shape.digests else 0
                 if expected is None or digest == expected:

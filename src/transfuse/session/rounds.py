@@ -1,4 +1,4 @@
-"""Rounds: parcels over a stream. A round is a few parcels and their record, written by one call and read by one call.
+"""Rounds: parcels over a stream. A round is a few parcels and their record, written and read by a few calls.
 
 Nobody answers a round: TCP is the window, and bytes go straight between the kernel and the tensors. A request ends with
 one answer (got), which says what the receiver asks for next. The receiver sends it before the last parcels are here, so
@@ -20,15 +20,18 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from transfuse.errors import PeerError, ProtocolError
 from transfuse.memory import packing
-from transfuse.memory.digest import Run
+from transfuse.memory.digest import Run, digest_of
 from transfuse.plan import parcels
-from transfuse.session.incoming import Incoming, nothing_more
+from transfuse.session.incoming import Arriving, Incoming, nothing_more
 from transfuse.session.outgoing import Outgoing
+from transfuse.sizes import Sizes
 from transfuse.state.manifest import Ints
 from transfuse.wire.messages import Answer, Intent, Message, record_bytes, seal_record
+from transfuse.wire.stream import Part
 
 __all__ = ["RoundsIn", "RoundsOut"]
 
@@ -73,19 +76,21 @@ class RoundsOut(Outgoing):
 
     def _write(self, numbers: Sequence[int], following: Sequence[int]) -> None:
         """Write one round. Raises if this end stops; by then the record has said so."""
-        channel, fetched, digests = self._channel, [], []
+        channel, calls = self._channel, _Calls(self._channel.write)
+        digests: list[int] = []
+        buffers: list[torch.Tensor] = []
         for one in self._fetched(numbers):
-            fetched.append(one)
             if self._shape.digests:
                 digests.append(self._digest(one))  # Before writing, so that the kernel finds the bytes in the cache.
+            if one.buffer is not None:
+                buffers.append(one.buffer)
+            calls.add(one.data, int(self._cut.nbytes[one.number]))
         if following:
             self._pack_ahead(following)
         cause = self._caller.cause or self.failure
-        record = seal_record(channel.transfer, Intent.CANCEL if cause else Intent.GO_ON, digests)
-        channel.write(*(one.data for one in fetched), record)
-        for one in fetched:
-            if one.buffer is not None:
-                self._staging.give_back(one.buffer)
+        calls.end(seal_record(channel.transfer, Intent.CANCEL if cause else Intent.GO_ON, digests))
+        for buffer in buffers:
+            self._staging.give_back(buffer)
         nbytes = self._payload(numbers)
         self.nbytes += nbytes
         self.parcels += len(numbers)
@@ -137,17 +142,55 @@ class RoundsIn(Incoming):
 
     def _read(self, numbers: Sequence[int]) -> None:
         """Read one round, and land its parcels."""
-        channel = self._channel
-        due = [self._place(number) for number in numbers]
+        channel, calls = self._channel, _Calls(self._channel.read)
+        due, hashed = [], 0
+        for number in numbers:
+            one = self._place(number)
+            due.append(one)
+            if calls.add(one.data, int(self._cut.nbytes[number])):
+                hashed = self._hash(due, hashed)
         record = bytearray(record_bytes(len(numbers) if self._shape.digests else 0))
-        channel.read(*(one.data for one in due), record)
+        calls.end(record)
+        self._hash(due, hashed)
         intent, digests = channel.read_sent(bytes(record))
         self._settle(due, digests, keep=intent is Intent.GO_ON)
         if intent is Intent.CANCEL:
             channel.expect()
             raise ProtocolError(channel.peer, f"rank {channel.peer} cancelled without saying why")
 
+    def _hash(self, due: list[Arriving], first: int) -> int:
+        """Hash what has arrived in its place, from the parcel ``first`` on, while it is in the cache."""
+        if self._shape.digests:
+            for at in range(first, len(due)):
+                if isinstance(due[at].data, tuple):
+                    due[at] = due[at]._replace(digest=digest_of(due[at].data))
+        return len(due)
+
     def _bytes_of(self, numbers: Sequence[int]) -> int:
         if len(numbers) == 1:
             return int(self._cut.nbytes[numbers[0]])
         return int(self._cut.nbytes[np.asarray(numbers, dtype=np.int64)].sum())
+
+
+class _Calls:
+    """Moves parts of a round together, up to :attr:`Sizes.CALL_BYTES` in one call."""
+
+    def __init__(self, move: Callable[..., object]) -> None:
+        self._move = move
+        self._parts: list[Part] = []
+        self._nbytes = 0
+
+    def add(self, part: Part, nbytes: int) -> bool:
+        """Add a part. Whether this and all before have been moved."""
+        self._parts.append(part)
+        self._nbytes += nbytes
+        if self._nbytes < Sizes.CALL_BYTES:
+            return False
+        self._move(*self._parts)
+        self._parts.clear()
+        self._nbytes = 0
+        return True
+
+    def end(self, record: bytes | bytearray) -> None:
+        """Move what is left, and the record."""
+        self._move(*self._parts, record)

@@ -38,8 +38,8 @@ class Shape(NamedTuple):
 
     @property
     def round(self) -> Most:
-        """The largest round on a stream: what one call sends or receives, and one record follows."""
-        return Most(min(self.most.nbytes, Sizes.ROUND_BYTES), min(self.most.staged_bytes, Sizes.ROUND_BYTES))
+        """The largest round on a stream: what one record follows."""
+        return Most(min(self.most.nbytes, Sizes.ROUND_BYTES), min(self.most.staged_bytes, Sizes.CALL_BYTES))
 
     def staging(self, device: torch.device) -> Staging:
         """Staging for one conversation, or for both neighbours of a receiver in a chain."""
