@@ -13,6 +13,7 @@ import torch
 
 from transfuse.testing.ranks import ProcessPool, preload
 from transfuse.timeouts import Patience
+from wires import over_streams
 
 # All that tests need in forks: there is one fork server for all of a run of pytest.
 preload(
@@ -75,8 +76,21 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def group_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything moves over the group, also within this host."""
+    """Nothing is read from memory, also within this host."""
     monkeypatch.setenv("TRANSFUSE_SAME_HOST", "0")
+
+
+@pytest.fixture
+def group_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No streams: the group's own send and recv carry everything. For what only they do."""
+    monkeypatch.setenv("TRANSFUSE_STREAMS", "0")
+
+
+@pytest.fixture
+def needs_streams() -> None:
+    """For what only streams do: lanes, for instance."""
+    if not over_streams():
+        pytest.skip("this is about streams, and TRANSFUSE_STREAMS=0 forbids them")
 
 
 @pytest.fixture

@@ -293,7 +293,7 @@ class PGTransport:
                 caller,
                 context.show,
                 watch,
-                park=lambda rank: channels[rank].park(),
+                park=lambda rank: channels[rank].park(caller.cause),
                 streams=Streams(self._involved(() if offered is None else offered.described.devices)),
             )
         finally:
@@ -482,7 +482,7 @@ class PGTransport:
                 {rank: partial(talk, rank) for rank in ranks},
                 caller,
                 lambda: None,
-                park=lambda rank: channels[rank].park(),
+                park=lambda rank: channels[rank].park(caller.cause),
             )
 
     def _follow_group(self) -> None:

@@ -16,6 +16,7 @@ from moves import CPU, TIMEOUT
 from tampering import Passing, Tampering
 from transfuse.testing.ranks import Ranks, announce
 from transfuse.wire import messages
+from wires import over_streams
 
 SHORT = timedelta(seconds=1.5)
 
@@ -44,25 +45,17 @@ def tampered(
         return sent, received, reports[1]
 
 
-class Slow:
+class Slow(Passing):
     """A group whose receives of parcels take their time."""
 
     def __init__(self, pg: Any, seconds: float) -> None:
-        self._pg, self._seconds = pg, seconds
-
-    def name(self) -> str:
-        return "gloo"
-
-    def rank(self) -> int:
-        return int(self._pg.rank())
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._pg.send(tensors, rank, tag)
+        super().__init__(pg)
+        self._seconds = seconds
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         if tensors[0].numel() > 1 << 16:
             time.sleep(self._seconds)
-        return self._pg.recv(tensors, rank, tag)
+        return super().recv(tensors, rank, tag)
 
 
 class Untagged:
@@ -130,7 +123,8 @@ class Dying(Passing):
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         self._headers += tensors[0].numel() == messages.HEADER_BYTES
-        if self._headers == 2:
+        # The first one is for the want. Before that, a source that proposes a stream hears the answer to it.
+        if self._headers == 2 + over_streams():
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().recv(tensors, rank, tag)

@@ -20,6 +20,7 @@ from moves import CPU, TIMEOUT, Pair, pair
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
 from transfuse.wire import messages
+from wires import over_streams
 
 pytestmark = pytest.mark.usefixtures("group_route")
 
@@ -72,7 +73,8 @@ def test_a_source_without_a_receiver_times_out() -> None:
     cause = error.causes[1]
     assert isinstance(cause, transfuse.PeerTimeout)
     assert cause.rank == 1
-    assert "waiting for the want" in str(cause)
+    assert cause.phase == ("waiting for the receiver" if over_streams() else "waiting for the want")
+    assert "does rank 1 call recv_checkpoint() from this rank" in str(cause)
 
 
 def test_wrong_arguments_are_refused_at_once() -> None:
@@ -166,8 +168,8 @@ def test_damaged_digests_cost_no_more_than_their_parcels() -> None:
     sent, received, report = tampered(tamper, state)
     sent.get()
     assert_exact(state, received.get())
-    assert damaged == [2], "one of three parcels comes in another burst"
-    assert report.repaired == 2
+    assert 1 <= damaged[0] < 3, "some of three parcels come with another record"
+    assert report.repaired == damaged[0]
 
 
 def test_damage_that_stays_is_an_error_that_names_the_leaf() -> None:

@@ -131,4 +131,4 @@ class Roster:
         """Park the channel of a conversation that is still running when the caller stops."""
         channel = self.channels.get(rank)
         if channel is not None:
-            channel.park()
+            channel.park(self.caller.cause)

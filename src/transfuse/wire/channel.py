@@ -197,16 +197,19 @@ class Channel(Operations):
         self.group.switchboard.watch.remove(self)
         self._release_queue()
 
-    def park(self) -> None:
+    def park(self, cause: BaseException | None = None) -> None:
         """Leave the waiting thread behind, from another thread, so that the caller can go on.
 
         If that thread waits for the peer's next offer, the next conversation with the peer gets the offer. If there is
-        none by then, the thread goes on, to tell the peer why the caller has left.
+        none by then, the thread goes on, to tell the peer why the caller has left. On a stream, this call tells the
+        peer ``cause``, and the thread returns at once.
         """
         switchboard = self.group.switchboard
         cut: Callable[[int], object] | None = getattr(self.group.pg, "cut", None)
         if cut is not None:
-            cut(self.peer)  # The thread returns at once.
+            if cause is not None and self.stream is not None and self.stream.can_write():
+                self.refuse(cause)
+            cut(self.peer)
             return
         switchboard.pin()
         if self._first_word is not None:
@@ -406,7 +409,12 @@ class Channel(Operations):
 
     def write(self, *parts: Part) -> None:
         """Write to the stream. When this returns, the kernel has everything."""
-        self._move(lambda stream: stream.write(parts))
+        try:
+            self._move(lambda stream: stream.write(parts))
+        except PeerLost as lost:
+            if (refusal := self._last_refusal()) is not None:
+                raise refusal from lost
+            raise
 
     def read(self, *parts: Part) -> None:
         """Fill these from the stream."""
@@ -416,6 +424,21 @@ class Channel(Operations):
         """Whether the peer has sent something over the stream that nobody has read yet."""
         assert self.stream is not None
         return self.stream.has_news()
+
+    def _last_refusal(self) -> TransfuseError | None:
+        """Why the peer has closed the stream, if it has said so and nobody has read it yet."""
+        assert self.stream is not None
+        data, at = self.stream.last_words(), 0
+        with suppress(ValueError, ProtocolError):
+            while len(data) >= at + HEADER_BYTES:
+                header = messages.open_header(data[at : at + HEADER_BYTES])
+                at += HEADER_BYTES + header.length
+                if header.kind is Message.REFUSAL and header.transfer == self.transfer:
+                    body = data[at - header.length : at]
+                    messages.verify(header, body)
+                    self._refused = True
+                    return self.refused(self.decode(body, messages.Refusal))
+        return None
 
     def _move(self, operation: Callable[[Stream], object]) -> None:
         assert self.stream is not None

@@ -51,6 +51,8 @@ for _call in (_libc.sendmsg, _libc.recvmsg):
 MOST_RUNS, MOST_BYTES = 1024, 1 << 30
 #: Bytes that are dropped at a time.
 MOST_DROPPED = 1 << 20
+#: How many bytes are read of what a peer said before a write failed.
+MOST_LAST = 1 << 20
 #: A call into the kernel returns after this many seconds at the latest, and after a quarter of the timeout.
 SLICE_SECONDS = 0.1
 #: How many questions to an idle peer may go unanswered before its host counts as gone, and the longest time between
@@ -205,6 +207,27 @@ class Stream:
     def has_news(self) -> bool:
         """Whether bytes are here that nobody has read, or the end of the connection."""
         return self._is_cut or bool(self._look.poll(0))
+
+    def can_write(self) -> bool:
+        """Whether a short write would not have to wait, as far as can be seen."""
+        with self._ending:
+            if self._is_cut or self._failure is not None or self._writing.locked():
+                return False
+            look = select.poll()
+            look.register(self._socket, select.POLLOUT)
+            return bool(look.poll(0))
+
+    def last_words(self) -> bytes:
+        """What the peer has sent and nobody has read, for a caller whose write has failed. Empty if it is read now."""
+        words = bytearray()
+        if self._reading.acquire(blocking=False):
+            try:
+                with suppress(OSError):
+                    while len(words) < MOST_LAST and (some := self._socket.recv(MOST_LAST, socket.MSG_DONTWAIT)):
+                        words += some
+            finally:
+                self._reading.release()
+        return bytes(words)
 
     def is_alive(self) -> bool:
         """Whether the peer has neither closed the connection nor sent anything. For connections that are not in use."""
