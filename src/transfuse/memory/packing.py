@@ -36,7 +36,6 @@ __all__ = [
     "as_bytes",
     "check_reach",
     "digests_of",
-    "in_main_memory",
     "pack",
     "place_in_storage",
     "place_in_tensor",
@@ -165,12 +164,6 @@ def ranges(places: Places, parcels: Parcels, parcel: int) -> tuple[vm.Ranges, In
     if len(addresses) == 1:
         return vm.ranges(addresses + parcels.low[parcel], parcels.nbytes[parcel : parcel + 1]), positions
     return vm.ranges(addresses, parcels.regions.nbytes[regions]), positions
-
-
-def in_main_memory(places: Places, parcels: Parcels, parcel: int) -> bool:
-    """Whether all of a parcel lies in main memory, each of its regions in one run."""
-    regions, _ = parcels.columns(parcel)
-    return bool(places.addresses[regions].all())
 
 
 def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,8 @@ class Arrivals:
         total, parcel, ahead = self._accepted.cut.total_bytes, self._accepted.parcel_bytes, self._offer.bursts_ahead
         sources = len(self._receive.roster.ranks)
         burst = sizes.burst(self._offer.burst_bytes, total, parcel, sources=sources, ahead=ahead)
+        # On a stream no further burst is under way: TCP is the window.
+        ahead = ahead if self._channel.stream is None else 1
         return sizes.shared_burst(burst, total, parcel, connections=self.connections, ahead=ahead)
 
     def request_bytes(self, left: int | None = None) -> float:

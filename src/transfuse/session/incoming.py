@@ -68,7 +68,6 @@ class Incoming(ABC):
         #: Called with parcels that have landed together, the source's digests, and the parcels that are wrong.
         self._landed = landed
         self._always_staged = always_staged
-        self._any_converts = bool(landing.convert.any())
         self._failure: BaseException | None = None
         #: Parcels of the last ``take`` that arrived with a wrong digest.
         self.wrong: list[int] = []
@@ -132,12 +131,6 @@ class Incoming(ABC):
         """Why this end stops, if it does."""
         return self._caller.cause or self._failure
 
-    def _converts(self, number: int) -> bool:
-        if not self._any_converts:
-            return False
-        first = int(self._cut.first[number])
-        return bool(self._landing.convert[first : first + int(self._cut.count[number])].any())
-
     def _touch(self, number: int) -> None:
         first = int(self._cut.first[number])
         self._landing.touch(range(first, first + int(self._cut.count[number])))
@@ -171,10 +164,10 @@ class Incoming(ABC):
         return self._kept is not None and self._failure is None and self._kept(number, buffer)
 
     def _land(self, one: Arriving, expected: int | None, *, keep: bool) -> int | torch.Tensor:
-        """Write one parcel that has arrived to its places. Return the digest of the bytes that lie there afterwards.
+        """Write one parcel that has arrived to its places, and return its digest.
 
-        If they lie on an accelerator, return the bytes: they are hashed together with those of the whole burst. A
-        parcel whose items are converted is hashed before it is converted, and is written only if its digest is right.
+        A parcel that has arrived in its place is hashed there. Any other is hashed as it arrived, and is written only
+        if its digest is right. If it lies on an accelerator, return its bytes: they are hashed together with others.
         """
         number, data, buffer = one.number, one.data, one.buffer
         try:
@@ -183,30 +176,16 @@ class Incoming(ABC):
             self._progress.advance(int(self._cut.payload[number]))
             if isinstance(data, tuple):
                 return one.digest
-            if self._converts(number):
-                digest = digest_of(data) if self._shape.digests else 0
-                if expected is None or digest == expected:
-                    self._touch(number)
-                    packing.unpack(self._landing, self._cut, number, data)
+            digest = self._digest(data)
+            if buffer is None or (digest != expected and isinstance(digest, int) and expected is not None):
                 return digest
-            if buffer is None:
-                return self._digest(data)
             self._touch(number)
             address = packing.address_of(self._landing, self._cut, number) if data.is_cpu else 0
             if address:
                 ctypes.memmove(address, data.data_ptr(), data.numel())
-                return digest_of((address, data.numel())) if self._shape.digests else 0
-            landed = packing.as_bytes(self._landing, self._cut, number, data.device)
-            if landed is not None:
-                return self._digest(landed.copy_(data))  # Hash the bytes where they landed, not the staging copy.
-            elsewhere = data.device.type == "cpu" and streams.are_involved()
-            if elsewhere and not packing.in_main_memory(self._landing, self._cut, number):
-                # Hash the bytes as they arrived: those that land on an accelerator would have to be copied back.
-                arrived = self._digest(data)
+            else:
                 packing.unpack(self._landing, self._cut, number, data)
-                return arrived
-            packing.unpack(self._landing, self._cut, number, data)
-            return self._digest(packing.pack(self._landing, self._cut, number, buffer)) if self._shape.digests else 0
+            return digest
         except Exception as error:
             if not isinstance(error, TransfuseError):
                 peer = self._channel.peer
