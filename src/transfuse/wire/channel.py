@@ -94,6 +94,7 @@ class Channel(Operations):
 
     def move_to(self, stream: Stream) -> None:
         """Go on over this stream. It belongs to this conversation from now on."""
+        self._leave_unanswered()  # The last word over the group. If the stream breaks at once, it must still arrive.
         self.home.switchboard.watch.remove(self)
         stream.set_patience(self.timeout)
         self.group, self.stream, self._has_moved = Group(stream, CPU), stream, True
@@ -253,6 +254,10 @@ class Channel(Operations):
         if not self.group.shares_fate:
             self.settle()
             return
+        self._leave_unanswered()
+
+    def _leave_unanswered(self) -> None:
+        """Do not wait until the messages have been sent, which the peer waits for. Their memory is kept."""
         for posted in self._unanswered:
             self.outstanding.remove(posted)
             self.group.switchboard.keep_last((posted.work, posted.tensor))

@@ -41,7 +41,7 @@ __all__ = [
 
 _take_reference = ctypes.pythonapi.Py_IncRef
 
-MOST_LAST_MESSAGES = 100
+MOST_LAST_MESSAGES = 400
 
 
 class Watched(Protocol):
