@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch.profiler import record_function
+from torch.autograd import profiler
 
 from transfuse.errors import as_utf8
 from transfuse.phases import CARRYING, Direction, Phase, trace_name
 
-__all__ = ["Report", "failed_with", "human_bytes", "routes_of", "said"]
+__all__ = ["Report", "failed_with", "human_bytes", "routes_of", "said", "trace_range"]
 
 
 def human_bytes(count: float) -> str:
@@ -72,6 +72,11 @@ class _Clock:
             self._phases[phase.label] += passed / len(current)
         if not CARRYING.isdisjoint(current):
             self.moving += passed
+
+
+def trace_range(name: str) -> AbstractContextManager[object]:
+    """A range in a profiler's trace; nothing if no profiler runs in this process."""
+    return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 @dataclass
@@ -173,7 +178,7 @@ class Report:
         """Add the time of this block to a phase, and show it as a range in a profiler's trace."""
         thread = self._clock.enter(phase)
         try:
-            with record_function(trace_name(self.direction, phase)):
+            with trace_range(trace_name(self.direction, phase)):
                 yield
         finally:
             self._clock.leave(thread)

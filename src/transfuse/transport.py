@@ -15,7 +15,6 @@ from typing import Any, Self, SupportsIndex
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import record_function
 
 from transfuse import arguments
 from transfuse.arguments import check_step
@@ -27,7 +26,7 @@ from transfuse.options import Options, slowest_rate
 from transfuse.phases import DONE, FAILED, Phase, trace_name
 from transfuse.plan.catalogue import Late
 from transfuse.progress import Progress, Show, showing
-from transfuse.report import Report, failed_with, routes_of, said
+from transfuse.report import Report, failed_with, routes_of, said, trace_range
 from transfuse.rules import MapPath
 from transfuse.session import receive_from_one, source, threads
 from transfuse.session.context import Context, Permit, Request
@@ -570,7 +569,7 @@ class PGTransport:
         progress = {rank: Progress() for rank in report.peers}
         try:
             with (
-                record_function(trace_name(report.direction)),
+                trace_range(trace_name(report.direction)),
                 showing(wanted, report.title, progress) as show,
             ):
                 yield Context(

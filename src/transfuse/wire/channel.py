@@ -33,7 +33,7 @@ from transfuse.wire.messages import HEADER_BYTES, Header, Intent, Message
 from transfuse.wire.operations import Operations, Posted
 from transfuse.wire.pool import Pool
 from transfuse.wire.stream import Part, Stream
-from transfuse.wire.switchboard import FirstWord
+from transfuse.wire.switchboard import FirstWord, Watch, stream_watch
 
 __all__ = ["Channel", "bytes_in"]
 
@@ -95,10 +95,10 @@ class Channel(Operations):
     def move_to(self, stream: Stream) -> None:
         """Go on over this stream. It belongs to this conversation from now on."""
         self._leave_unanswered()  # The last word over the group. If the stream breaks at once, it must still arrive.
-        self.home.switchboard.watch.remove(self)
+        self._watch.remove(self)
         stream.set_patience(self.timeout)
         self.group, self.stream, self._has_moved = Group(stream, CPU), stream, True
-        self.group.switchboard.watch.add(self)
+        self._watch.add(self)
 
     def leave_stream(self, pool: Pool | None) -> None:
         """Keep the stream to which this conversation has moved for the next one; without a pool, close it."""
@@ -111,6 +111,10 @@ class Channel(Operations):
         if not self.broken:
             self.stream.say_goodbye(Patience.GOODBYE_SECONDS)
         self.stream.close()
+
+    @property
+    def _watch(self) -> Watch:
+        return self.group.switchboard.watch if self.stream is None else stream_watch()
 
     @contextmanager
     def queue(self) -> Iterator[None]:
@@ -158,7 +162,7 @@ class Channel(Operations):
 
     def __enter__(self) -> Channel:
         self._streams = streams.inherit()
-        self.group.switchboard.watch.add(self)
+        self._watch.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -181,7 +185,7 @@ class Channel(Operations):
             if not self.outstanding:
                 switchboard.forget(self)
             self.on_working = None
-            switchboard.watch.remove(self)
+            self._watch.remove(self)
 
     def abandon(self) -> None:
         """Abandon a silent peer, from another thread. On a stream, nothing is read or written any more after this call.
@@ -195,7 +199,7 @@ class Channel(Operations):
             self.group.switchboard.leave_behind(self)
         else:
             self.stream.stop()
-        self.group.switchboard.watch.remove(self)
+        self._watch.remove(self)
         self._release_queue()
 
     def park(self, cause: BaseException | None = None) -> None:

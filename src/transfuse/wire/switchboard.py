@@ -16,6 +16,7 @@ import ctypes
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
@@ -32,9 +33,11 @@ __all__ = [
     "Leftovers",
     "Stuck",
     "Switchboard",
+    "Watch",
     "Watched",
     "configuration_of",
     "leftovers",
+    "stream_watch",
     "switchboard_of",
 ]
 
@@ -42,6 +45,8 @@ __all__ = [
 _take_reference = ctypes.pythonapi.Py_IncRef
 
 MOST_LAST_MESSAGES = 400
+#: The longest pause of a watch, in seconds.
+MOST_PAUSE = 0.1
 
 
 class Watched(Protocol):
@@ -107,15 +112,18 @@ class _Queues:
                 self._changed.notify_all()
 
 
-class _Watch:
-    """One thread that watches all conversations of a group. It runs while there are any.
+class Watch:
+    """One thread that watches all conversations of a group, or all that are held over streams.
+
+    It runs while there are any, and ``lingers`` for these seconds after the last one.
 
     It sends signs of life for conversations whose own end is working. On groups where one expired wait breaks all
     connections, it ends the waits once every conversation is overdue. Until then a late peer costs the others nothing
     and may still catch up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lingers: float = 0.0) -> None:
+        self._lingers = lingers
         self._lock = threading.Lock()
         self._channels: set[Watched] = set()
         self._changed = threading.Event()
@@ -143,10 +151,11 @@ class _Watch:
                 return
             self._channels.discard(channel)
             ended = None
-            if not self._channels:
+            if not self._channels and not self._lingers:
                 # The thread will see that it is no longer the watch's thread, and end.
                 ended, self._thread = self._thread, None
-        self._changed.set()
+        if not self._lingers:
+            self._changed.set()
         if ended is not None:
             # Wait for it: a thread that outlives the call could hold the last reference to the group while the
             # interpreter ends.
@@ -154,11 +163,20 @@ class _Watch:
 
     def _run(self) -> None:
         me = threading.current_thread()
+        ends_at = time.monotonic() + self._lingers
         while True:
             with self._lock:
                 if self._thread is not me:
                     return
                 channels = list(self._channels)
+                if channels:
+                    ends_at = time.monotonic() + self._lingers
+                elif time.monotonic() >= ends_at:
+                    self._thread = None
+                    return
+            if not channels:
+                self._changed.wait(MOST_PAUSE)
+                continue
             for channel in channels:
                 with suppress(Exception):  # Whatever happens to one conversation, the others are watched.
                     channel.pulse()
@@ -172,7 +190,7 @@ class _Watch:
                     channel.given_up = True
                 for channel in channels:
                     channel.break_off()
-            pause = min(0.1, min(channel.pulse_seconds / 2 for channel in channels))
+            pause = min(MOST_PAUSE, min(channel.pulse_seconds / 2 for channel in channels))
             del channel, channels
             self._changed.wait(pause)
             self._changed.clear()
@@ -233,7 +251,7 @@ class Switchboard:
         """Make everything that threads share."""
         self._lock = threading.Lock()
         self.queues = _Queues()
-        self.watch = _Watch()
+        self.watch = Watch()
         self._turns: dict[int, Turns] = {}
         self._loopback: ReferenceType[Loopback] | None = None
         self._host: tuple[str | None] | None = None
@@ -424,9 +442,17 @@ def leftovers() -> Leftovers:
     )
 
 
+#: Watches all conversations over streams: to start a thread for each would take longer than many of them do.
+_stream_watch = Watch(lingers=1.0)
+
+
+def stream_watch() -> Watch:
+    return _stream_watch
+
+
 def _after_fork() -> None:
-    global _finding
-    _finding = threading.Lock()
+    global _finding, _stream_watch
+    _finding, _stream_watch = threading.Lock(), Watch(lingers=1.0)
     for switchboard in list(_switchboards.values()):
         switchboard.start_again()
 
