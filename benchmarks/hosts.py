@@ -39,8 +39,8 @@ QUEUE_SECONDS = 0.05
 BURST_SECONDS = 0.005
 #: Space for the largest packet that is handed to a link at once, whatever the rate.
 LEAST_BURST_BYTES = 1 << 17
-#: Into how many rates connections are divided, a power of two.
-FLOWS = 256
+#: Into how many parts the ports of each end are divided, a power of two. Each pair of parts has a rate of its own.
+FLOWS = 32
 #: Timeout of the ranks' group: long, since one rank may wait for another that fills gigabytes with random numbers.
 TIMEOUT = timedelta(minutes=5)
 
@@ -156,10 +156,12 @@ def _limit(namespace: str, device: str, mbit: float) -> None:
 def _limit_flows(namespace: str, device: str, mbit: float) -> None:
     """Give each connection a rate of its own. Two whose ports have the same lower bits share one."""
     lines = [f"qdisc add dev {device} root handle 1: htb"]
-    for port in range(FLOWS):
-        lines.append(f"class add dev {device} parent 1: classid 1:{port + 1:x} htb rate {mbit}mbit burst 128k")
-        match = f"match ip sport {port} {FLOWS - 1:#x}"
-        lines.append(f"filter add dev {device} parent 1: protocol ip prio 1 u32 {match} flowid 1:{port + 1:x}")
+    # Connections between two processes differ in one of their ports: all of one end's may have the same.
+    for number in range(FLOWS * FLOWS):
+        ours, theirs = divmod(number, FLOWS)
+        lines.append(f"class add dev {device} parent 1: classid 1:{number + 1:x} htb rate {mbit}mbit burst 128k")
+        match = f"match ip sport {ours} {FLOWS - 1:#x} match ip dport {theirs} {FLOWS - 1:#x}"
+        lines.append(f"filter add dev {device} parent 1: protocol ip prio 1 u32 {match} flowid 1:{number + 1:x}")
     call("tc", "-n", namespace, "-batch", "-", said="\n".join(lines))
 
 
