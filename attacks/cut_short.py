@@ -256,7 +256,7 @@ ATTACKS = {
         Expected("source", "ProtocolError", "not a transfuse message"),
     ),
     "an answer of another version": Attack(
-        send(nbytes=N), answer(version=9), Expected("source", "ProtocolError", "wire version 9")
+        send(nbytes=N), answer(version=99), Expected("source", "ProtocolError", "wire version 99")
     ),
     "an answer that is damaged": Attack(
         send(nbytes=N), answer(WANT, damage=3), Expected("source", "ProtocolError", "damaged")

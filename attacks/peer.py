@@ -1,4 +1,4 @@
-"""The attacker's wire: version 5 of docs/wire.md written out by hand, so that it can say what no honest end says.
+"""The attacker's wire: version 9 of docs/wire.md written out by hand, so that it can say what no honest end says.
 
 Nothing of the library is used here. Every state is flat: uint8 tensors, each in a storage of its own.
 """
@@ -57,7 +57,7 @@ def header(
     body: bytes = b"",
     length: int | None = None,
     magic: bytes = b"TFUS",
-    version: int = 8,
+    version: int = 9,
     damage: int = 0,
 ) -> bytes:
     digest = xxhash.xxh3_64_intdigest(body) ^ damage

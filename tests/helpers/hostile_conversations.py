@@ -207,7 +207,7 @@ OFFERED, AGREED_TO = 1, 2
 
 SOURCE_LIES = {
     "magic": Lie("while waiting for the offer: not a transfuse message", head=lambda d: b"HTTP" + d[4:]),
-    "version": Lie("wire version 9", head=resealed(version=9)),
+    "version": Lie("wire version 99", head=resealed(version=99)),
     "the version before": Lie(
         f"wire version {messages.WIRE_VERSION - 1}", head=resealed(version=messages.WIRE_VERSION - 1)
     ),

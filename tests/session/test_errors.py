@@ -217,11 +217,11 @@ def test_a_foreign_message_is_an_error_never_data() -> None:
 def test_another_wire_version_is_named() -> None:
     def tamper(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() == messages.HEADER_BYTES:
-            tensor[4:6] = torch.frombuffer(bytearray(struct.pack("<H", 9)), dtype=torch.uint8)
+            tensor[4:6] = torch.frombuffer(bytearray(struct.pack("<H", 99)), dtype=torch.uint8)
         return tensor
 
     _, received, _ = tampered(tamper, {"w": torch.ones(3)}, timeout=SHORT)
-    assert "wire version 9" in str(received.error)
+    assert "wire version 99" in str(received.error)
 
 
 def test_verify_can_be_turned_off_and_insisted_upon(two: Pair) -> None:

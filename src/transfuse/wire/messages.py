@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 #: The most routes that an offer or a verdict may name.
 MOST_ROUTES = 16
 #: The most lanes between two ends.
