@@ -1,4 +1,4 @@
-"""Serve a state to readers outside the job's group. Each reader gets a pair group, and the usual conversation."""
+"""Serve a state to readers outside the job's group: the usual conversation, over each reader's own connection."""
 
 from __future__ import annotations
 
