@@ -42,14 +42,15 @@ OTHERS: dict[str, Any] = {
     "mesh": DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0),
     "weights_only_objects": True,
     "relay": False,
+    "streams": False,
     "lanes": 3,
     "max_bytes_per_second": 1e9,
     "max_receive_bytes": 1 << 20,
     "progress": True,
 }
 
-#: Options that ``fetch`` has no use for: a reader has one server or several, and no other readers.
-NOT_OF_FETCH = {"relay", "max_bytes_per_second"}
+#: Options that ``fetch`` has no use for: a reader has one server or several, no other readers, and no group.
+NOT_OF_FETCH = {"relay", "streams", "max_bytes_per_second"}
 #: Options of the commands, under their names there; and those that the commands decide by themselves or leave alone.
 FETCH_COMMAND = {"same_host": "same_host", "verify": "verify", "max_receive_bytes": "max_size"}
 NOT_OF_FETCH_COMMAND = {

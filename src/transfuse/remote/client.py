@@ -77,7 +77,8 @@ def fetch(
             else is described or sent, and ``state_dict`` is a target for the entry.
         resume: ``error.partial`` of an earlier fetch that failed.
         on_report: called with the :class:`Report` of the transfer, also if the transfer failed.
-        **options: the receiver's options of :class:`PGTransport`: all but ``relay`` and ``max_bytes_per_second``.
+        **options: the receiver's options of :class:`PGTransport`: all but ``relay``, ``streams`` and
+            ``max_bytes_per_second``.
 
     If some of several servers are absent, the fetch goes on with the others, as long as those hold all that is needed.
     """
