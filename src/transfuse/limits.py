@@ -107,8 +107,11 @@ def allows_same_host(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def allows_streams(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment allows connections of our own (``TRANSFUSE_STREAMS`` is not 0)."""
-    return _flag("TRANSFUSE_STREAMS", "1", environ)
+    """Whether the environment allows connections of our own (``TRANSFUSE_STREAMS`` is not 0).
+
+    They are not encrypted. So if gloo is told to encrypt, everything stays on the group.
+    """
+    return _flag("TRANSFUSE_STREAMS", "1", environ) and environ.get("GLOO_DEVICE_TRANSPORT") != "TCP_TLS"
 
 
 def _flag(name: str, default: str, environ: Mapping[str, str]) -> bool:

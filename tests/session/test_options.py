@@ -260,3 +260,10 @@ def test_the_slowest_rate_is_still_allowed() -> None:
     Options(max_bytes_per_second=slowest).check(TIMEOUT, Limits(), in_place=False)
     with pytest.raises(ValueError, match="max_bytes_per_second must be at least"):
         Options(max_bytes_per_second=slowest * 0.99).check(TIMEOUT, Limits(), in_place=False)
+
+
+@pytest.mark.parametrize(("transport", "allowed"), [("TCP", True), ("TCP_TLS", False)])
+def test_nothing_leaves_a_group_that_encrypts(monkeypatch: pytest.MonkeyPatch, transport: str, allowed: bool) -> None:
+    monkeypatch.setenv("TRANSFUSE_STREAMS", "1")
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", transport)
+    assert Options().check(TIMEOUT, Limits(), in_place=False).streams is allowed

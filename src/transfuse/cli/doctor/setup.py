@@ -73,7 +73,8 @@ def _encryption() -> Finding:
     except (OSError, ValueError):
         return Finding("note", "encryption", "whether this gloo has TLS could not be found out")
     if there:
-        return Finding("ok", "encryption", f"this gloo has TLS: GLOO_DEVICE_TRANSPORT=TCP_TLS, {TLS_KEY_VARIABLE}=…")
+        how = f"GLOO_DEVICE_TRANSPORT=TCP_TLS, {TLS_KEY_VARIABLE}=…"
+        return Finding("ok", "encryption", f"this gloo has TLS, for all but serve, fetch and keepers: {how}")
     remedy = "between hosts use a network that nobody else reads: a private one, or a tunnel"
     return Finding("note", "encryption", "this gloo is built without TLS: what moves is not encrypted", remedy)
 
