@@ -11,7 +11,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Tests start many processes: each would compile our modules again where bytecode may not be written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-fast check docs bench peers soak compat format clean
+.PHONY: install demo test test-fast test-group check docs bench peers soak compat format clean
 
 # Of what is installed, tests import a part: `--no-compile` leaves its bytecode to the first import.
 # NIXL without its build for another CUDA; where there is no build of it, its tests are skipped with a reason.
@@ -45,6 +45,11 @@ $(WARM): $(STAMP)
 
 test: $(WARM)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+# What runs over streams also runs over the group's own connections, where no stream can be made.
+GROUP_TESTS := $(addprefix tests/,session remote keeper end_to_end)
+test-group: $(WARM)
+	TRANSFUSE_STREAMS=0 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(GROUP_TESTS)
 
 # The inner loop: what starts no process, of the rooms where most changes are.
 test-fast: $(STAMP)
@@ -114,6 +119,7 @@ vllm: $(VLLM_STAMP)
 soak: $(STAMP)
 	-$(PIP) install --constraint constraints.txt atheris
 	$(BIN)/python -m pytest -m soak --timeout=3600
+	TRANSFUSE_STREAMS=0 $(BIN)/python -m pytest -m soak --timeout=3600 $(GROUP_TESTS)
 
 # The ordinary tests on another torch, in an environment of its own (5 GB: newer ones exist with CUDA only), and what
 # differs from the pinned one. TESTS= chooses some. NIXL takes the build for torch's version of CUDA.

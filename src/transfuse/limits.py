@@ -11,10 +11,22 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-__all__ = ["KIB", "MIB", "Limits", "allows_same_host", "allows_streams", "asks_for_nixl", "port_range"]
+__all__ = [
+    "KIB",
+    "MIB",
+    "OTHER_VARIABLES",
+    "Limits",
+    "allows_same_host",
+    "allows_streams",
+    "asks_for_nixl",
+    "check_environment",
+    "port_range",
+]
 
 KIB = 1 << 10
 MIB = 1 << 20
+#: The variables of the environment that are no limits.
+OTHER_VARIABLES = ("TRANSFUSE_NIXL", "TRANSFUSE_PORT", "TRANSFUSE_SAME_HOST", "TRANSFUSE_STREAMS")
 
 
 def _physical_memory_bytes() -> int:
@@ -112,6 +124,13 @@ def allows_streams(environ: Mapping[str, str] = os.environ) -> bool:
     They are not encrypted. So if gloo is told to encrypt, everything stays on the group.
     """
     return _flag("TRANSFUSE_STREAMS", "1", environ) and environ.get("GLOO_DEVICE_TRANSPORT") != "TCP_TLS"
+
+
+def check_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ``ValueError`` if a variable of the environment has a value that no transfer can work with."""
+    Limits.from_environment(environ)
+    for check in (allows_same_host, allows_streams, asks_for_nixl, port_range):
+        check(environ)
 
 
 def _flag(name: str, default: str, environ: Mapping[str, str]) -> bool:

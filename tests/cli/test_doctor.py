@@ -75,6 +75,21 @@ def test_settings_that_are_right_are_shown() -> None:
     assert {finding.status for finding in shown} == {"note"}
 
 
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("TRANSFUSE_SAME_HOST", "0", "no"),
+        ("TRANSFUSE_STREAMS", "0", "off"),
+        ("TRANSFUSE_NIXL", "1", "yes"),
+        ("TRANSFUSE_PORT", "29600-29699", "70000"),
+    ],
+)
+def test_settings_that_are_no_numbers_are_checked_too(name: str, right: str, wrong: str) -> None:
+    assert [finding.status for finding in setup.variables({name: right})] == ["note"]
+    told = [finding for finding in setup.variables({name: wrong}) if finding.status == "fail"]
+    assert [finding.text.split(" must be ")[0] for finding in told] == [name]
+
+
 def test_a_containers_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(setup, "CGROUP_LIMITS", (tmp_path / "none", limit))

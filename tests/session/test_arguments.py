@@ -342,6 +342,7 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("strict", 0, TypeError, r"strict takes True, False or None, got int 0"),
     ("weights_only_objects", np.True_, TypeError, r"weights_only_objects takes True or False, got bool"),
     ("relay", [], TypeError, r"relay takes True or False, got a list"),
+    ("streams", None, TypeError, r"streams takes True or False, got None"),
     ("lanes", 2.5, TypeError, r"lanes takes an int, a number of connections, or None, got float 2.5"),
     ("lanes", 0, ValueError, r"lanes must be from 1 to 16, got 0"),
     ("mesh", "cpu", TypeError, r"mesh takes a DeviceMesh, a function .*, or None, got str 'cpu'"),

@@ -19,6 +19,8 @@ from transfuse.testing.exact import assert_exact, differences
 LONG = timedelta(seconds=TIMEOUT)
 LANES = 3
 
+pytestmark = pytest.mark.usefixtures("needs_streams")
+
 
 @pytest.fixture(autouse=True)
 def lanes_are_used(monkeypatch: pytest.MonkeyPatch, group_route: None) -> None:

@@ -64,6 +64,12 @@ SERVE_COMMAND = {"same_host": "same_host", "max_bytes_per_second": "max_rate"}
 NOT_OF_SERVE_COMMAND = {"verify", "lanes", "nixl"}  # The readers decide, or the environment.
 
 
+@pytest.fixture(autouse=True)
+def any_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment forbids nothing."""
+    monkeypatch.delenv("TRANSFUSE_STREAMS", raising=False)
+
+
 class Nowhere:
     """A group in which nobody is."""
 
@@ -253,6 +259,26 @@ def test_what_holds_is_what_was_given_as_plain_numbers_and_what_the_environment_
     assert Options().apply_to(Limits()) == Limits()
     monkeypatch.setenv("TRANSFUSE_SAME_HOST", "0")
     assert Options().check(TIMEOUT, Limits(), in_place=False) == Options(same_host=False)
+    monkeypatch.setenv("TRANSFUSE_STREAMS", "0")
+    assert Options().check(TIMEOUT, Limits(), in_place=False) == Options(same_host=False, streams=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("TRANSFUSE_STREAMS", "no", "TRANSFUSE_STREAMS must be 0 or 1, got 'no'"),
+        ("TRANSFUSE_PORT", "65536", "TRANSFUSE_PORT must be a port, or the first and the last one .*, got '65536'"),
+        ("TRANSFUSE_PORT", "29699-29600", "TRANSFUSE_PORT must be a port"),
+        ("TRANSFUSE_PORT", "0-10", "TRANSFUSE_PORT must be a port"),
+        ("TRANSFUSE_PORT", "", "TRANSFUSE_PORT must be a port"),
+    ],
+)
+def test_a_wrong_environment_is_refused_before_the_first_transfer(
+    name: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=says):
+        PGTransport(Nowhere(), TIMEOUT, CPU)
 
 
 def test_the_slowest_rate_is_still_allowed() -> None:

@@ -12,7 +12,7 @@ import typer
 
 from transfuse import arguments
 from transfuse.cli.errors import Failed, reading
-from transfuse.limits import Limits, allows_same_host, asks_for_nixl
+from transfuse.limits import check_environment
 
 __all__ = [
     "TOKEN_VARIABLE",
@@ -62,9 +62,7 @@ def bytes_of(text: str) -> int:
 def check_settings() -> None:
     """Check the settings now: one line here is better than an error from the first transfer."""
     try:
-        Limits.from_environment()
-        allows_same_host()
-        asks_for_nixl()
+        check_environment()
     except ValueError as error:
         raise Failed(f"{error} (in the environment)") from None
 

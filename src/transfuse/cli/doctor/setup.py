@@ -18,7 +18,7 @@ import transfuse
 from transfuse.cli.doctor.finding import Finding
 from transfuse.cli.errors import DEBUG_VARIABLE
 from transfuse.cli.options import TOKEN_VARIABLE, available_bytes
-from transfuse.limits import Limits, allows_same_host, asks_for_nixl
+from transfuse.limits import OTHER_VARIABLES, Limits, check_environment
 from transfuse.report import human_bytes
 from transfuse.wire.messages import WIRE_VERSION
 
@@ -140,7 +140,7 @@ def _read(path: Path) -> str:
 def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     """The settings in the environment, and which of them are wrong."""
     limits = {f"{PREFIX}{item.name.upper()}" for item in fields(Limits)}
-    known = {*limits, f"{PREFIX}SAME_HOST", f"{PREFIX}NIXL", TOKEN_VARIABLE, DEBUG_VARIABLE}
+    known = {*limits, *OTHER_VARIABLES, TOKEN_VARIABLE, DEBUG_VARIABLE}
     given = sorted(name for name in environ if name.startswith(PREFIX))
     for name in given:
         if name not in known:
@@ -152,9 +152,7 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
         else:
             yield Finding("note", "setting", f"{name}={environ[name]}")
     try:
-        allows_same_host(environ)
-        asks_for_nixl(environ)
-        Limits.from_environment(environ)
+        check_environment(environ)
     except ValueError as error:
         yield Finding("fail", "setting", str(error), "correct it: every transfer fails with it")
     if not given:
