@@ -177,7 +177,7 @@ class Incoming(ABC):
             if isinstance(data, tuple):
                 return one.digest
             digest = self._digest(data)
-            if buffer is None or (digest != expected and isinstance(digest, int) and expected is not None):
+            if buffer is None or (isinstance(digest, int) and expected is not None and digest != expected):
                 return digest
             self._touch(number)
             address = packing.address_of(self._landing, self._cut, number) if data.is_cpu else 0
