@@ -127,15 +127,17 @@ class Firewall:
     def __init__(self, hosts: Hosts) -> None:
         self._switch, self._ports = hosts.switch, [f"port{host}" for host in range(hosts.count)]
         self._namespaces = [hosts.namespace(host) for host in range(hosts.count)]
+        self._addresses = [hosts.address(host) for host in range(hosts.count)]
+        self._rules: list[tuple[str, str]] = []
         for port in self._ports:
             self._tc("qdisc", port, "replace", "root", "handle", "1:", "htb", "default", "1")
             for number in "12":
                 self._tc("class", port, "add", "parent", "1:", "classid", f"1:{number}", "htb", "rate", "1gbit")
             self._tc("qdisc", port, "add", "parent", "1:2", "handle", "2:", "blackhole")
 
-    def drop_new(self) -> None:
-        """Drop what would make a new connection. The old ones go on."""
-        self._drop(*_FIRST_PACKET)
+    def drop_new(self, to: Sequence[int] | None = None) -> None:
+        """Drop what would make a new connection, to any host or to these. The old ones go on."""
+        self._drop(*_FIRST_PACKET, to=to)
 
     def drop(self, local_ports: set[int]) -> None:
         """Drop all packets of the connections that have one of these ports at either end."""
@@ -148,12 +150,30 @@ class Firewall:
         for namespace, there in zip(self._namespaces, old, strict=True):
             for port in sorted({one.local_port for one in there}):
                 rule = ("ipproto", "tcp", "sport", str(port), "lookup", "main")
-                call("ip", "-n", namespace, "rule", "add", "pref", "100", *rule)
-            others = ("to", "10.231.0.0/24", "ipproto", "tcp", "unreachable")
-            call("ip", "-n", namespace, "rule", "add", "pref", "200", *others)
+                self._rule(namespace, "100", *rule)
+            self._rule(namespace, "200", "to", "10.231.0.0/24", "ipproto", "tcp", "unreachable")
 
-    def _drop(self, *match: str) -> None:
+    def reject_port(self, port: int, to: int) -> None:
+        """Let the others find this port of one host unreachable."""
+        for host, namespace in enumerate(self._namespaces):
+            if host != to:
+                place = ("to", self._addresses[to], "ipproto", "tcp", "dport", str(port))
+                self._rule(namespace, "200", *place, "unreachable")
+
+    def open(self) -> None:
+        """Let everything through again."""
         for port in self._ports:
+            self._tc("qdisc", port, "del", "root")
+        for namespace, preference in self._rules:
+            call("ip", "-n", namespace, "rule", "del", "pref", preference)
+        self._rules.clear()
+
+    def _rule(self, namespace: str, preference: str, *rule: str) -> None:
+        call("ip", "-n", namespace, "rule", "add", "pref", preference, *rule)
+        self._rules.append((namespace, preference))
+
+    def _drop(self, *match: str, to: Sequence[int] | None = None) -> None:
+        for port in self._ports if to is None else [self._ports[host] for host in to]:
             self._tc(
                 "filter", port, "add", "parent", "1:", "protocol", "ip", "prio", "1", "u32", *match, "flowid", "1:2"
             )
