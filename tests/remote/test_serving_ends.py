@@ -151,7 +151,7 @@ def test_a_process_ends_with_a_server_still_open(executor: ThreadPoolExecutor) -
 
 
 def test_nothing_is_left_of_who_was_cut_off() -> None:
-    """It never says what it wants. The thread that waits for it ends with the server, while the reader is still there."""
+    """It never says what it wants. The thread that waits for it ends with the server, while the reader stays."""
     with transfuse.serve(plain_state(), timeout=LONG) as server:
         transfuse.fetch(server.address)
     gc.collect()
