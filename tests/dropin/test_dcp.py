@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import transfuse
+from left_threads import is_of_a_transfer
 from transfuse.dcp import PeerReader
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet, Outcome, ProcessPool, Ranks, announce
@@ -63,7 +64,7 @@ def _no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())  # Another test of this process may have abandoned a neighbour.
     yield
     until = time.monotonic() + 5
-    while left := [t.name for t in set(threading.enumerate()) - before if t.name.startswith("transfuse-")]:
+    while left := [t.name for t in set(threading.enumerate()) - before if is_of_a_transfer(t)]:
         assert time.monotonic() < until, left
         time.sleep(0.05)
 

@@ -12,6 +12,7 @@ import torch
 
 import transfuse
 from gathering import MIB, state
+from left_threads import is_of_a_transfer
 from moves import CPU, TIMEOUT
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
@@ -35,7 +36,7 @@ def count_threads() -> None:
 def our_threads() -> list[str]:
     """The threads of transfers that have begun in this test and are still there."""
     new = set(threading.enumerate()) - _before
-    return [thread.name for thread in new if thread.name.startswith("transfuse")]
+    return [thread.name for thread in new if is_of_a_transfer(thread)]
 
 
 @pytest.mark.usefixtures("group_route")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import transfuse
+from left_threads import is_of_a_transfer
 from transfuse.testing.ranks import Fleet, announce
 from transfuse.wire.channel import Channel
 from transfuse.wire.messages import Header, Message
@@ -62,7 +63,7 @@ def take_part(rank: int, sources: int, kind: Message, pids: list[int]) -> tuple[
             got = transport.recv_checkpoint(list(range(sources)))
     except transfuse.TransfuseError as error:
         got = type(error).__name__
-    return got, [thread.name for thread in threading.enumerate() if thread.name.startswith("transfuse")]
+    return got, [thread.name for thread in threading.enumerate() if is_of_a_transfer(thread)]
 
 
 @pytest.mark.parametrize("sources", [1, 2])

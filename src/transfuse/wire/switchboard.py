@@ -139,7 +139,8 @@ class Watch:
     def add(self, channel: Watched) -> None:
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="transfuse-watch", daemon=True)
+                name = "transfuse-streams-watch" if self._lingers else "transfuse-watch"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
                 thread.start()
                 self._thread = thread
             self._channels.add(channel)

@@ -22,6 +22,7 @@ import transfuse
 from chaos.scenarios import KIB, MIB, Fault, Plant, Scenario
 from chaos.states import build, memory_of, raw, target_for, tensors_of, walk
 from chaos.wires import Boom, Wire
+from left_threads import is_of_a_transfer
 from transfuse.session import receive_from_one as receiver_module
 from transfuse.session.relay import this_host
 from transfuse.testing.exact import differences
@@ -52,7 +53,7 @@ def _files() -> int:
 
 
 def _threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("transfuse"))
+    return sorted(thread.name for thread in threading.enumerate() if is_of_a_transfer(thread))
 
 
 def prepare(rank: int, plan: Scenario) -> int:
