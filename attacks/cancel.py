@@ -1,7 +1,7 @@
 """A peer cancels between bursts and never says why.
 
 Expected: the honest end waits for the cause as long as its timeout allows, and no longer; another message than a
-refusal is not what is due.
+refusal is not what is due. On a stream nothing is owed after a cancel, and the cause is the cancel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def source_cancels(peer: Peer) -> None:
     peer.say_offer(offer(nbytes=N))
     peer.hear()
     peer.agree()
-    for number in range(2):
+    for number in range(peer.ahead):
         peer.send(pattern(N)[number * PARCEL : (number + 1) * PARCEL])
         peer.send(record(peer.transfer, [0], CANCEL))
 
@@ -79,15 +79,29 @@ def receiver_cancels_with_a_wish(peer: Peer) -> None:
     peer.flush()
 
 
+def receiver_refuses(peer: Peer) -> None:
+    """In the place of an answer, after a part of what it has asked for."""
+    peer.hear_offer()
+    peer.say(WANT, want(N))
+    peer.hear()
+    for _ in range(peer.ahead):
+        peer.take_burst(answer=None)
+    peer.say(REFUSAL, ["Spite", "why not"])
+    peer.flush()
+
+
 def source_intends_nonsense(peer: Peer) -> None:
     peer.say_offer(offer(nbytes=N))
     peer.hear()
     peer.agree()
-    for number in range(2):
+    for number in range(peer.ahead):
         peer.send(pattern(N)[number * PARCEL : (number + 1) * PARCEL])
         peer.send(record(peer.transfer, [0], 77))
     peer.hear_end()
 
+
+#: On a stream a refusal is all that an honest receiver says.
+NO_WORD = Expected("source", "ProtocolError", "cancelled without saying why")
 
 ATTACKS = {
     "a source, and nothing more": Attack(
@@ -108,19 +122,30 @@ ATTACKS = {
         receive(nbytes=N), source_intends_nonsense, Expected("receiver", "ProtocolError", "where a record was due")
     ),
     "a receiver, and nothing more": Attack(
-        send(nbytes=N, timeout=0.4), receiver_cancels, Expected("source", "PeerTimeout")
+        send(nbytes=N, timeout=0.4), receiver_cancels, Expected("source", "PeerTimeout"), on_stream=NO_WORD
     ),
     "a receiver that closes": Attack(
-        send(nbytes=N), receiver_closes, Expected("source", "PeerLost", "connection lost")
+        send(nbytes=N), receiver_closes, Expected("source", "PeerLost", "connection lost"), on_stream=NO_WORD
     ),
     "a receiver that goes on": Attack(
-        send(nbytes=N), receiver_goes_on, Expected("source", "ProtocolError", "sent GOT where REFUSAL was due")
+        send(nbytes=N),
+        receiver_goes_on,
+        Expected("source", "ProtocolError", "sent GOT where REFUSAL was due"),
+        on_stream=NO_WORD,
     ),
     "a receiver that says why": Attack(
-        send(nbytes=N), receiver_says_why, Expected("source", "PeerRefused", "Spite: why not")
+        send(nbytes=N), receiver_says_why, Expected("source", "PeerRefused", "Spite: why not"), on_stream=NO_WORD
     ),
     "a receiver that cancels and asks for more": Attack(
-        send(nbytes=N), receiver_cancels_with_a_wish, Expected("source", "PeerRefused", "Spite: why not")
+        send(nbytes=N),
+        receiver_cancels_with_a_wish,
+        Expected("source", "PeerRefused", "Spite: why not"),
+        on_stream=NO_WORD,
+    ),
+    "a receiver that refuses in the middle": Attack(
+        send(nbytes=N),
+        receiver_refuses,
+        Expected("source", "PeerRefused", "Spite: why not"),
     ),
 }
 

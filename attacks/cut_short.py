@@ -228,11 +228,14 @@ ATTACKS = {
         )
         for act in (instead_of_a_want, instead_of_taking, instead_of_a_verdict)
     },
-    "a chunk shorter than announced": Attack(receive(nbytes=N), a_short_chunk, broken("arrived damaged")),
+    "a chunk shorter than announced": Attack(
+        receive(nbytes=N), a_short_chunk, broken("arrived damaged"), wires=("group",)
+    ),
     "a header of four bytes": Attack(
         receive(nbytes=N),
         a_short_header,
         broken("wire version|unknown kind|not a transfuse message|damaged|impossible"),
+        wires=("group",),
     ),
     "a header of another protocol": Attack(
         receive(nbytes=N), first_word(magic=b"HTTP"), broken("not a transfuse message")
@@ -245,10 +248,12 @@ ATTACKS = {
     "a header of another body": Attack(
         receive(nbytes=N), first_word(damage=1, answered=True), broken("arrived damaged")
     ),
-    "an offer on no tag": Attack(receive(nbytes=N), first_word(note=5), broken("impossible tag 5")),
-    "an offer on a tag of 64 bits": Attack(receive(nbytes=N), first_word(note=(1 << 64) - 1), broken("impossible tag")),
+    "an offer on no tag": Attack(receive(nbytes=N), first_word(note=5), broken("impossible tag 5"), wires=("group",)),
+    "an offer on a tag of 64 bits": Attack(
+        receive(nbytes=N), first_word(note=(1 << 64) - 1), broken("impossible tag"), wires=("group",)
+    ),
     "a verdict instead of an offer": Attack(
-        receive(nbytes=N), first_word(VERDICT, answered=True), broken("sent VERDICT where OFFER was due")
+        receive(nbytes=N), first_word(VERDICT, answered=True), broken("sent VERDICT where OFFER")
     ),
     "an answer of another protocol": Attack(
         send(nbytes=N),

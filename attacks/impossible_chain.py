@@ -7,11 +7,12 @@ exist). A neighbour that is there but says nothing, or nonsense, is left, and th
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import xxhash
 
-from attacks.peer import FIRST_LINK_TAG, FIRST_TAG, OFFER_TAG, PARCEL, Peer, header, offer, pattern, record
+from attacks.peer import FIRST_LINK_TAG, FIRST_TAG, MEET, OFFER_TAG, PARCEL, Peer, header, offer, pattern, record
 from attacks.stage import ATTACKER, VICTIM, Attack, Expected, main, receive
 
 N = 4 * PARCEL
@@ -64,18 +65,51 @@ def lying_neighbour(peer: Peer) -> None:
     peer.say_offer(offer(nbytes=N))
     peer.hear()
     peer.say(8, [LINK, None, 0.3])
+    link = peer.link(*LINK[1:])
+    link.meet_as_source(None)
     for number in range(2):
-        peer.send(bytes(PARCEL), FIRST_LINK_TAG)
-        peer.send(record(7 + number, [number]), FIRST_LINK_TAG)
+        link.send(bytes(PARCEL))
+        link.send(record(7 + number, [number]))
     peer.serve(pattern(N), answered=ANSWERED)
 
 
+def neighbour_that_says(first: Callable[[Peer], None]) -> Any:
+    """It is the neighbour itself. After these words it serves as the source."""
+
+    def hostile(peer: Peer) -> None:
+        peer.say_offer(offer(nbytes=N))
+        peer.hear()
+        peer.say(8, [LINK, None, 0.3])
+        link = Peer(peer.pg, peer.rank, peer.other)
+        link.tag, link.transfer = LINK[1:]
+        first(link)
+        peer.serve(pattern(N), answered=ANSWERED)
+
+    return hostile
+
+
 def greedy_neighbour(peer: Peer) -> None:
-    """It is to be passed on to, takes nothing, and cancels."""
+    """It is to be passed on to, takes nothing, and cancels, before it has said on which wire."""
     peer.say_offer(offer(nbytes=N))
     peer.hear()
     peer.say(8, [None, LINK, 1.0])
     peer.send(header(5, 7, note=1), FIRST_LINK_TAG)
+    pass_all(peer)
+
+
+def met_and_greedy(peer: Peer) -> None:
+    """It takes nothing and cancels on the wire that was agreed on."""
+    peer.say_offer(offer(nbytes=N))
+    peer.hear()
+    peer.say(8, [None, LINK, 1.0])
+    link = peer.link(*LINK[1:])
+    link.meet_as_receiver(None)
+    link.send(header(5, 7, note=1))
+    pass_all(peer)
+
+
+def pass_all(peer: Peer) -> None:
+    """All parcels, as a source in a chain sends them."""
     # In a chain every parcel is a burst, and twelve of them are under way.
     for number in range(4):
         parcel = pattern(N)[number * PARCEL : (number + 1) * PARCEL]
@@ -109,6 +143,18 @@ ATTACKS = {
     "a neighbour that takes nothing": Attack(
         receive(nbytes=N, timeout=1), greedy_neighbour, Expected("receiver", None)
     ),
+    "a neighbour that cancels": Attack(receive(nbytes=N, timeout=1), met_and_greedy, Expected("receiver", None)),
+    **{
+        f"a neighbour that {name}": Attack(
+            receive(nbytes=N, in_place=True), neighbour_that_says(first), Expected("receiver", None)
+        )
+        for name, first in {
+            "begins with a parcel's record": lambda link: link.send(record(7, [])),
+            "proposes nonsense": lambda link: link.say(MEET, b"\xc1" * 20),
+            "proposes a place that is none": lambda link: link.say(MEET, [[], 5, ["nowhere", bytes(32)]]),
+            "proposes streams that never were": lambda link: link.say(MEET, [[1, 2, 3], 0, None]),
+        }.items()
+    },
 }
 
 EXPECTED = {name: attack.expected for name, attack in ATTACKS.items()}

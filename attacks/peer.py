@@ -21,6 +21,7 @@ FIRST_TAG = 0x5500_0000
 FIRST_LINK_TAG = 0x6000_0000
 
 OFFER, WANT, REFUSAL, SENT, GOT, VERDICT, WORKING, AGREED, MORE, CHECK, COMPARE, DIGESTS, DESCRIBE = range(1, 14)
+GO, MEET, MET = 14, 16, 17
 GO_ON, CANCEL = 0, 1
 
 HEADER = struct.Struct("<4sHHQQQQQ")
@@ -256,6 +257,9 @@ class Heard(NamedTuple):
 class Peer:
     """One hostile end. What it says is posted and not waited for; nobody may ever take it."""
 
+    #: Bursts that an honest receiver has posted: also after a cancel it is owed so many.
+    ahead = 2
+
     def __init__(self, pg: Any, rank: int, other: int = 0) -> None:
         self.pg, self.rank, self.other = pg, rank, other
         self.transfer = 0x1234_5678_9ABC
@@ -328,12 +332,20 @@ class Peer:
             _, _, kind, transfer, note, length, _, _ = HEADER.unpack(head)
             if tag is not None:  # A first message: everything else of the transfer comes on its own tag.
                 self.transfer, self.tag = transfer, note
-            body = b""
-            while len(body) < length:
-                body += self.recv(min(CHUNK, length - len(body)), None, seconds)
-                self.recv(1, None, seconds)
+            body = self._recv_body(length, seconds)
             if kind != WORKING or alive:
                 return Heard(kind, transfer, note, body, head)
+
+    def _recv_body(self, length: int, seconds: float) -> bytes:
+        body = b""
+        while len(body) < length:
+            body += self.recv(min(CHUNK, length - len(body)), None, seconds)
+            self.recv(1, None, seconds)
+        return body
+
+    def hear_answers(self, bursts: int) -> list[Heard]:
+        """The answers to so many bursts of one request."""
+        return [self.hear() for _ in range(bursts)]
 
     def hear_offer(self) -> list[Any]:
         heard = self.hear(OFFER_TAG)
@@ -350,6 +362,24 @@ class Peer:
                     return heard
         except Silence:
             return None
+
+    # -- the first words of a link between two receivers of a chain
+
+    def link(self, tag: int, transfer: int) -> Peer:
+        """Another end of this kind, for a link."""
+        other = type(self)(self.pg, self.rank, self.other)
+        other.tag, other.transfer = tag, transfer
+        self._kept.append(other)
+        return other
+
+    def meet_as_source(self, tag: int | None = None) -> None:
+        """Propose no stream, and hear that there is none."""
+        self.say(MEET, [[], 0, None], tag=tag, note=self.tag)
+        assert self.hear().kind == MET
+
+    def meet_as_receiver(self, tag: int | None = None) -> None:
+        assert self.hear(tag).kind == MEET
+        self.say(MET, [0])
 
     # -- the source's part, honest but for what is changed
 

@@ -132,8 +132,7 @@ def swapped_records(peer: Peer) -> None:
     for number in range(2):
         peer.send(data[number * PARCEL : (number + 1) * PARCEL])
         peer.send(record(peer.transfer, [sums[1 - number]]))
-    peer.hear()
-    peer.hear()
+    peer.hear_answers(2)
     peer.serve(data)
 
 

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 import transfuse
 from attacks.peer import PARCEL, Peer, Silence, pattern
+from attacks.stream_peer import StreamPeer
 from transfuse.testing.ranks import ProcessPool
 
 __all__ = ["ATTACKER", "VICTIM", "Attack", "Expected", "Got", "Result", "Stage", "main", "receive", "send"]
@@ -41,6 +42,8 @@ ENVIRONMENT = {
     "TRANSFUSE_BURST_BYTES": str(PARCEL),
     "TRANSFUSE_MAX_WORKING_RECORDS": "100",
 }
+#: Over what the two ends talk: the process group, or a connection of their own.
+WIRES = ("group", "stream")
 #: The timeout of an honest end that is not meant to reach it.
 TIMEOUT = 5.0
 
@@ -73,6 +76,13 @@ class Attack:
     expected: Expected
     #: Honest sources beside the attacker.
     helpers: int = 0
+    #: The wires on which it makes sense.
+    wires: tuple[str, ...] = WIRES
+    #: What must become of the honest end on a stream, if that is something else.
+    on_stream: Expected | None = None
+
+    def expects(self, wire: str) -> Expected:
+        return self.on_stream if wire == "stream" and self.on_stream is not None else self.expected
 
 
 @dataclass(frozen=True)
@@ -177,10 +187,10 @@ def help_out(pg: Any) -> None:
 # -------------------------------------------------------------------------------------------------------- the stage
 
 
-def play(rank: int, module: str, name: str, number: int) -> Result | None:
+def play(rank: int, module: str, name: str, wire: str, number: int) -> Result | None:
     """In a worker: this rank's part of an attack."""
     attack: Attack = importlib.import_module(module).ATTACKS[name]
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | {"TRANSFUSE_STREAMS": str(int(wire == "stream"))})
     store = PrefixStore(f"attack{number}", dist.distributed_c10d._get_default_store())
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=60)
@@ -192,7 +202,7 @@ def play(rank: int, module: str, name: str, number: int) -> Result | None:
         finally:
             store.set("over", "1")
     if rank == ATTACKER:
-        peer = Peer(pg, rank, VICTIM)
+        peer = (StreamPeer if wire == "stream" else Peer)(pg, rank, VICTIM)
         try:
             attack.hostile(peer)
         except Silence as silence:
@@ -263,12 +273,12 @@ class Stage:
         names: list[str] = self._pool.run(left, seconds, ranks=[VICTIM], deadline=seconds + 20)[0].get()
         return names
 
-    def play(self, module: str, name: str) -> Result:
-        """Play one attack. It raises if the honest process dies or does not come back."""
+    def play(self, module: str, name: str, wire: str) -> Result:
+        """Play one attack on one wire. It raises if the honest process dies or does not come back."""
         attack: Attack = importlib.import_module(module).ATTACKS[name]
         ranks = range(2 + attack.helpers)
-        deadline = attack.expected.seconds + 20
-        outcomes = self._pool.run(play, module, name, next(self._numbers), ranks=ranks, deadline=deadline)
+        deadline = attack.expects(wire).seconds + 20
+        outcomes = self._pool.run(play, module, name, wire, next(self._numbers), ranks=ranks, deadline=deadline)
         result: Result = outcomes[VICTIM].get()
         for outcome in outcomes[1:]:
             outcome.get()
@@ -279,11 +289,12 @@ def main(module: str, names: list[str] | None = None) -> int:
     """Play the attacks of a module, and print what happened against what was expected. 1 if anything did not."""
     attacks: dict[str, Attack] = importlib.import_module(module).ATTACKS
     failed = 0
+    played = [(name, wire) for name in names or attacks for wire in attacks[name].wires]
     with Stage() as stage:
-        for name in names or attacks:
-            expected = attacks[name].expected
+        for name, wire in played:
+            expected = attacks[name].expects(wire)
             try:
-                result = stage.play(module, name)
+                result = stage.play(module, name, wire)
                 faults = result.faults(expected)
                 text = result.text.split("\n")[0][:150]
                 what = f"{result.error or 'ended well'} {text} ({result.seconds:.2f} s, {result.grown >> 20} MiB)"
@@ -292,9 +303,10 @@ def main(module: str, names: list[str] | None = None) -> int:
                     raise
                 what, faults = repr(error), [str(error)]
             failed += bool(faults)
-            print(f"{'FAIL' if faults else 'ok  '} {name}\n       expected: {expected.error or 'ends well'} at the "
-                  f"{expected.at}, /{expected.words}/\n       happened: {what}")  # fmt: skip
+            print(f"{'FAIL' if faults else 'ok  '} {name} ({wire})")
+            print(f"       expected: {expected.error or 'ends well'} at the {expected.at}, /{expected.words}/")
+            print(f"       happened: {what}")
             for fault in faults:
                 print(f"       {fault}")
-    print(f"{module}: {len(names or attacks) - failed} as expected, {failed} not")
+    print(f"{module}: {len(played) - failed} as expected, {failed} not")
     return 1 if failed else 0

@@ -15,12 +15,13 @@ import pytest
 from attacks.stage import Stage
 
 #: Modules that are no attacks themselves.
-SHARED = {"peer", "stage"}
+SHARED = {"peer", "stage", "stream_peer"}
 MODULES = sorted({info.name for info in pkgutil.iter_modules(attacks.__path__)} - SHARED)
 ATTACKS = [
-    pytest.param(f"attacks.{module}", name, id=f"{module}: {name}")
+    pytest.param(f"attacks.{module}", name, wire, id=f"{module}: {name} ({wire})")
     for module in MODULES
-    for name in importlib.import_module(f"attacks.{module}").ATTACKS
+    for name, attack in importlib.import_module(f"attacks.{module}").ATTACKS.items()
+    for wire in attack.wires
 ]
 
 
@@ -30,10 +31,10 @@ def stage() -> Iterator[Stage]:
         yield stage
 
 
-@pytest.mark.parametrize(("module", "name"), ATTACKS)
-def test_attack(module: str, name: str, stage: Stage) -> None:
-    expected = importlib.import_module(module).ATTACKS[name].expected
-    result = stage.play(module, name)
+@pytest.mark.parametrize(("module", "name", "wire"), ATTACKS)
+def test_attack(module: str, name: str, wire: str, stage: Stage) -> None:
+    expected = importlib.import_module(module).ATTACKS[name].expects(wire)
+    result = stage.play(module, name, wire)
     assert not result.faults(expected), result
 
 
