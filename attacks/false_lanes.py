@@ -1,31 +1,29 @@
-"""A peer wants or agrees to further connections (lanes) that cannot be, or connects to them and does not prove itself.
+"""A peer wants or agrees to further connections (lanes) that cannot be, or lies on them.
 
-Expected: numbers that no honest end says are a ProtocolError that names the rank. A lane that is not formed or not
-proved, or whose other end lies or falls silent, costs only itself: everything arrives over the group's own connection,
-and who has not proved itself gets no byte.
+Expected: numbers and places that no honest end says are a ProtocolError that names the rank. A lane that is not formed,
+or whose other end lies, falls silent or is cut, costs only itself: everything arrives over the conversation's own
+stream.
 """
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import os
 import socket
-import struct
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from attacks.peer import (
     AGREED,
+    CANCEL,
     CHECK,
     FIRST_LINK_TAG,
+    GOT,
     MORE,
+    OFFER,
     PARCEL,
+    REFUSAL,
     VERDICT,
     WANT,
     WANT_FIELDS,
@@ -33,163 +31,61 @@ from attacks.peer import (
     Silence,
     expand,
     header,
+    note,
     offer,
-    pack,
     pattern,
+    record,
     want,
 )
+from attacks.places import BAD_PLACES, PLACES, place_of
 from attacks.stage import Attack, Expected, main, receive, send
+from attacks.stream_peer import Door, StreamPeer, dial, new_number, take
 
 N = 8 * PARCEL
-PROOF_TAG = 0x5446_0003
-SECRET = bytes(range(32))
-SOURCE, RECEIVER = 0, 1
+STREAM = ("stream",)
+
+WELL_AS_SOURCE = Expected("source", None)
+WELL_AS_RECEIVER = Expected("receiver", None, route="group")
 
 
-# ----------------------------------------------------------------------------------------------------------- a pair
+def broken(at: str, words: str) -> Expected:
+    return Expected(at, "ProtocolError", f"rank 1.*{words}")
 
 
-class Swap(Store):
-    """This end's address goes out, the other's comes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: dict[str, bytes] = {}
-        self.said, self.came = threading.Event(), threading.Event()
-
-    def set(self, key: str, value: Any) -> None:
-        self.values[key] = bytes(value)
-        self.said.set()
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self.values[key]
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        if not set(keys) <= self.values.keys() and not self.came.wait(10):
-            raise RuntimeError("no address")
+def on_streams(honest: Any, hostile: Any, expected: Expected) -> Attack:
+    return Attack(honest, hostile, expected, wires=STREAM)
 
 
-class Pair:
-    """The attacker's end of a lane."""
-
-    def __init__(self, rank: int, number: int) -> None:
-        self.number, self._other = number, 1 - rank
-        #: Those of the transfer.
-        self.tag = self.transfer = 0
-        self._store = Swap()
-        self._pg: Any = None
-        self._thread = threading.Thread(target=self._form, args=(rank,), daemon=True)
-        self._thread.start()
-        assert self._store.said.wait(10)
-        ((self._key, self._value),) = self._store.values.items()
-
-    def _form(self, rank: int) -> None:
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=2)
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
-        try:
-            self._pg = ProcessGroupGloo(self._store, rank, 2, options)
-        except RuntimeError:
-            self._pg = None
-
-    @property
-    def address(self) -> list[Any]:
-        return [self.number, self._key, self._value]
-
-    def connect(self, addresses: Sequence[Any]) -> Pair:
-        for number, key, value in addresses:
-            if number == self.number:
-                self._store.values[key] = value
-        self._store.came.set()
-        self._thread.join(10)
-        return self
-
-    def send(self, data: bytes, tag: int = PROOF_TAG) -> None:
-        if self._pg is None:
-            raise Silence("not connected")
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._pg.send([tensor], self._other, tag).wait(timedelta(seconds=3))
-
-    def recv(self, count: int, tag: int = PROOF_TAG, seconds: float = 3.0) -> bytes:
-        if self._pg is None:
-            raise Silence("not connected")
-        tensor = torch.zeros(count, dtype=torch.uint8)
-        try:
-            self._pg.recv([tensor], self._other, tag).wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            raise Silence(str(error)) from error
-        return tensor.numpy().tobytes()
-
-    def gets_nothing(self) -> None:
-        try:
-            self.recv(32, seconds=1.0)
-        except Silence:
-            return
-        raise AssertionError("who has not proved itself has got something")
+# -- as a receiver
 
 
-def proof(key: bytes, number: int, end: str) -> bytes:
-    return hmac.digest(key, f"transfuse lane {number} {end}".encode(), "sha256")
+def lanes(known: Any = (), new: Any = (), first: Any = 1, place: Any = None) -> list[Any]:
+    return [list(known), list(new), first, place]
 
-
-def lanes(known: Any = (), new: Any = (), secret: Any = SECRET, first: Any = 1) -> list[Any]:
-    return [list(known), list(new), secret, first]
-
-
-def address(port: int = 9, *, name: bytes = b"vm", length: int | None = None, family: int = socket.AF_INET) -> bytes:
-    """An address on this host, as gloo writes it."""
-    host = struct.pack("<H", family) + struct.pack(">H", port) + socket.inet_aton("127.0.0.1")
-    said = struct.pack("<Q", len(name) if length is None else length) + name
-    return said + struct.pack("<Q", 136) + host.ljust(128, b"\0") + struct.pack("<q", 7)
-
-
-GARBAGE = {
-    "no bytes": b"",
-    "seven bytes": b"\xff" * 7,
-    "a name without end": address(length=1 << 62),
-    "a name that is longer than the rest": address(length=250),
-    "another family": address(family=socket.AF_UNIX),
-    "a family that does not exist": address(family=0xFFFF),
-    "a byte too many": address() + b"\0",
-    "nobody listens there": address(port=9),
-    "port 0": address(port=0),
-    "noise": os.urandom(154),
-}
-
-
-# ------------------------------------------------------------------------------------- a receiver and an honest source
 
 LANE_FIELDS: dict[str, tuple[list[Any], str]] = {
-    "16 new lanes": (lanes(new=[[n + 1, "0/1", b""] for n in range(16)]), "malformed want"),
-    "2**31 known lanes": (lanes(known=[1] * 10_000), "malformed want"),
-    "more lanes than were offered": (
-        lanes(new=[[n + 1, "0/1", b""] for n in range(4)]),
-        "wants 4 lanes, and 3 were offered",
-    ),
+    "16 new lanes": (lanes(new=range(1, 17)), "malformed want"),
+    "10,000 old lanes": (lanes(known=[1] * 10_000), "malformed want"),
+    "more lanes than were offered": (lanes(new=range(1, 5)), "wants 4 lanes, and 3 were offered"),
     "more old lanes than were offered": (lanes(known=[1, 2, 3, 4]), "wants 4 lanes, and 3 were offered"),
-    "lane 0": (lanes(new=[[0, "0/1", b""]]), "malformed want"),
-    "lane -1, which would be rank 1": (lanes(new=[[-1, "0/1", b""]]), "malformed want"),
+    "lane 0": (lanes(new=[0]), "malformed want"),
+    "lane -1, which would be rank 1": (lanes(new=[-1]), "malformed want"),
     "old lane -1": (lanes(known=[-1]), "malformed want"),
-    "lane 2**62": (lanes(new=[[1 << 62, "0/1", b""]]), "malformed want"),
+    "lane 2**62": (lanes(new=[1 << 62]), "malformed want"),
     "lane 2**64 - 1": (lanes(known=[(1 << 64) - 1]), "malformed want"),
     "a lane that is a name": (lanes(known=["first"]), "malformed want"),
-    "a lane twice": (lanes(new=[[7, "0/1", b""], [7, "0/1", b""]]), "wants the same lane twice"),
+    "a lane twice": (lanes(new=[7, 7]), "wants the same lane twice"),
     "an old lane twice": (lanes(known=[7, 7]), "wants the same lane twice"),
-    "an old lane that is new": (lanes(known=[7], new=[[7, "0/1", b""]]), "wants the same lane twice"),
-    "no secret": (lanes(secret=b""), "malformed want"),
-    "a short secret": (lanes(secret=bytes(31)), "malformed want"),
-    "a long secret": (lanes(secret=bytes(33)), "malformed want"),
-    "a secret that is text": (lanes(secret="x" * 32), "malformed want"),
+    "an old lane that is new": (lanes(known=[7], new=[7]), "wants the same lane twice"),
     "less than no parcels at first": (lanes(first=-1), "malformed want"),
-    "a key of 65 letters": (lanes(new=[[7, "k" * 65, b""]]), "malformed want"),
-    "an address of 1025 bytes": (lanes(new=[[7, "0/1", bytes(1025)]]), "malformed want"),
-    "two fields": ([[], []], "malformed want"),
+    "one field": ([[]], "malformed want"),
+    "five fields": ([*lanes(), 0], "malformed want"),
+    **{f"lanes at {name}": (lanes(new=[7], place=place), "malformed want") for name, place in BAD_PLACES.items()},
 }
 
 
 def wanted(plain: Any) -> Any:
-    def hostile(peer: Peer) -> None:
+    def hostile(peer: StreamPeer) -> None:
         peer.hear_offer()
         peer.say(WANT, want(N, lanes=plain))
         assert peer.hear_end() is not None, "the receiver was not told"
@@ -197,8 +93,8 @@ def wanted(plain: Any) -> Any:
     return hostile
 
 
-def take_all(peer: Peer, agreed: list[Any]) -> None:
-    """The rest of an honest receiver, over the group's own connection."""
+def take_all(peer: StreamPeer, agreed: list[Any]) -> None:
+    """The rest of an honest receiver, over the conversation's own stream."""
     count = N // PARCEL
     first = count if len(agreed) < 5 or agreed[4] is None else 1
     data = b"".join(peer.take_burst() for _ in range(first))
@@ -210,15 +106,14 @@ def take_all(peer: Peer, agreed: list[Any]) -> None:
     peer.say(CHECK)
     peer.hear()
     peer.say(VERDICT, [{}])
-    peer.flush()
 
 
-def wants(new: Any = (), known: Any = (), *, agrees: bool | None = None) -> Any:
+def wants(new: Any = (), known: Any = (), *, agrees: bool | None = None, place: str = "no place") -> Any:
     """These lanes, and then an honest receive."""
 
-    def hostile(peer: Peer) -> None:
+    def hostile(peer: StreamPeer) -> None:
         peer.hear_offer()
-        peer.say(WANT, want(N, lanes=lanes(known, new)))
+        peer.say(WANT, want(N, lanes=lanes(known, new, place=place_of(place))))
         agreed = peer.hear().plain
         assert agrees is None or (agreed[4] is not None) == agrees
         take_all(peer, agreed)
@@ -226,90 +121,182 @@ def wants(new: Any = (), known: Any = (), *, agrees: bool | None = None) -> Any:
     return hostile
 
 
-def connects(talk: Callable[[list[Pair], bytes], None]) -> Any:
-    """Two lanes that are formed as they should be. ``talk`` gets them and the key."""
+def joins(talk: Callable[[StreamPeer, list[int], Any], None]) -> Any:
+    """Two lanes are agreed to. ``talk`` gets their numbers and the source's place."""
 
-    def hostile(peer: Peer) -> None:
+    def hostile(peer: StreamPeer) -> None:
         peer.hear_offer()
-        pairs = [Pair(RECEIVER, number) for number in (71, 72)]
-        peer.say(WANT, want(N, lanes=lanes(new=[pair.address for pair in pairs])))
+        numbers = [new_number(), new_number()]
+        peer.say(WANT, want(N, lanes=lanes(new=numbers)))
         agreed = peer.hear().plain
-        for pair in pairs:
-            pair.connect(agreed[4][1])
-            pair.tag, pair.transfer = peer.tag, peer.transfer
-        talk(pairs, SECRET + agreed[4][2])
+        known, new, _, place = agreed[4]
+        assert (known, new) == ([], numbers)
+        talk(peer, numbers, place)
         take_all(peer, agreed)
 
     return hostile
 
 
-def prove_wrongly(pairs: list[Pair], key: bytes) -> None:
-    for pair in pairs:
-        pair.send(proof(SECRET, pair.number, "receiver"))
-        pair.gets_nothing()
+def lane_of(peer: StreamPeer, sock: socket.socket) -> StreamPeer:
+    lane = peer.link(peer.tag, peer.transfer)
+    assert isinstance(lane, StreamPeer)
+    lane.move_to(sock)
+    return lane
 
 
-def prove_never(pairs: list[Pair], key: bytes) -> None:
-    pairs[0].gets_nothing()
+def never(peer: StreamPeer, numbers: list[int], place: Any) -> None:
+    """It never connects."""
 
 
-def prove_for_another_lane(pairs: list[Pair], key: bytes) -> None:
-    one, other = pairs
-    one.send(proof(key, other.number, "receiver"))
-    one.gets_nothing()
+def as_another(peer: StreamPeer, numbers: list[int], place: Any) -> None:
+    with dial(place, numbers[0] ^ 1) as sock, contextlib.suppress(Silence):
+        take(sock, 1)
+        raise AssertionError("who has another number got something")
 
 
-def prove_as_the_source(pairs: list[Pair], key: bytes) -> None:
-    pairs[0].send(proof(key, pairs[0].number, "source"))
-    pairs[0].gets_nothing()
+def with_a_wrong_token(peer: StreamPeer, numbers: list[int], place: Any) -> None:
+    with contextlib.suppress(Silence):
+        dial([place[0], bytes(32)], numbers[0])
+        raise AssertionError("it was let in")
 
 
-def proved(say: Callable[[Pair], None]) -> Any:
-    """Prove oneself on one lane, and then say something that no honest end says."""
+def on_lane(say: Callable[[StreamPeer], object]) -> Any:
+    """A lane that is formed as it should be, and then something that no honest end says."""
 
-    def talk(pairs: list[Pair], key: bytes) -> None:
-        pair = pairs[0]
-        pair.send(proof(key, pair.number, "receiver"))
-        assert pair.recv(32) == proof(key, pair.number, "source")
-        say(pair)
+    def talk(peer: StreamPeer, numbers: list[int], place: Any) -> None:
+        say(lane_of(peer, dial(place, numbers[0])))
 
     return talk
 
 
-def ask_for_what_is_not_there(pair: Pair) -> None:
-    body = pack([[0, 1 << 40]])
-    for data in (header(MORE, pair.transfer, body=body), body, b"\x01"):
-        pair.send(data, pair.tag)
+def leave_both(peer: StreamPeer, numbers: list[int], place: Any) -> None:
+    for number in numbers:
+        dial(place, number).close()
 
 
-# ------------------------------------------------------------------------------------- a source and an honest receiver
+def same_lane_twice(peer: StreamPeer, numbers: list[int], place: Any) -> None:
+    lane = lane_of(peer, dial(place, numbers[0]))
+    lane.say(MORE, [[1, 2]])
+    assert lane.hear().kind == AGREED
+    with dial(place, numbers[0]) as sock, contextlib.suppress(Silence):
+        take(sock, 1)
+        raise AssertionError("somebody talks on the second connection")
+    lane.take_burst()
 
 
-def offers(answer: Callable[[list[Any]], Any], *, then: Callable[[list[Any], bytes], None] | None = None) -> Any:
-    """An honest source but for its answer about lanes. ``then`` gets the lanes that were wanted, and its own pairs."""
+def ask_without_end(lane: StreamPeer) -> None:
+    with contextlib.suppress(Silence):
+        for _ in range(300):
+            lane.say(MORE, [[0, 1]])
+            if lane.hear().kind != AGREED:
+                return
+            lane.take_burst()
+        raise AssertionError("it got the same parcel 300 times")
 
-    def hostile(peer: Peer) -> None:
+
+def ask_and_take_nothing(lane: StreamPeer) -> None:
+    lane.say(MORE, [[0, N // PARCEL]])
+    lane.hear()
+
+
+def ask_and_leave(lane: StreamPeer) -> None:
+    lane.say(MORE, [[1, N // PARCEL]])
+    lane.hear()
+    lane.recv(100)
+    lane.close()
+
+
+def answer_for_more_than_there_is(lane: StreamPeer) -> None:
+    lane.say(MORE, [[0, 1]])
+    lane.hear()
+    lane.take_burst(answer=note(0, (1 << 32) - 1, (1 << 31) - 1))
+    lane.hear_end(1.0)
+
+
+def send_parcels(lane: StreamPeer) -> None:
+    """To a source, which never asked for any."""
+    with contextlib.suppress(Silence):
+        for _ in range(100):
+            lane.send(bytes(PARCEL) + record(lane.transfer, [0]))
+
+
+SAID_ON_A_LANE: dict[str, Callable[[StreamPeer], object]] = {
+    "nothing": lambda lane: None,
+    "noise": lambda lane: lane.send(os.urandom(4096)),
+    "half a header": lambda lane: lane.send(header(MORE, lane.transfer)[:20]),
+    "a message of another transfer": lambda lane: lane.say(MORE, [[0, 1]], transfer=99),
+    "another want": lambda lane: lane.say(WANT, want(N)),
+    "a refusal": lambda lane: lane.say(REFUSAL, ["Spite", "why not"]),
+    "a refusal without end": lambda lane: lane.send(header(REFUSAL, lane.transfer, length=1 << 63)),
+    "a verdict of nonsense": lambda lane: lane.say(VERDICT, b"\xc1"),
+    "that it wants nothing": lambda lane: lane.say(MORE, [[]]),
+    "that it wants what is not there": lambda lane: lane.say(MORE, [[0, 1 << 40]]),
+    "the same request without end": ask_without_end,
+    "that it wants all, and takes nothing": ask_and_take_nothing,
+    "that it wants all, and leaves in the middle of a parcel": ask_and_leave,
+    "that it wants two thousand million more": answer_for_more_than_there_is,
+    "parcels that nobody asked for": send_parcels,
+}
+
+
+LANES_FOR_A_SOURCE = {
+    **{
+        name: on_streams(send(nbytes=N, lanes=4), wanted(plain), broken("source", words))
+        for name, (plain, words) in LANE_FIELDS.items()
+    },
+    "old lanes that were never there": on_streams(
+        send(nbytes=N, lanes=4), wants(known=[5, 6, 7], agrees=False), WELL_AS_SOURCE
+    ),
+    "lanes for a source that has none": on_streams(
+        send(nbytes=N, lanes=1), wanted(lanes(new=[7])), broken("source", "0 were offered")
+    ),
+    "lanes at a place that the source does not need": on_streams(
+        send(nbytes=N, lanes=4), wants(new=[7], place="nobody"), WELL_AS_SOURCE
+    ),
+    **{
+        f"a lane: {name}": on_streams(send(nbytes=N, lanes=4, timeout=3), joins(talk), WELL_AS_SOURCE)
+        for name, talk in {
+            "that never comes": never,
+            "under another number": as_another,
+            "with a wrong token": with_a_wrong_token,
+            "that closes": leave_both,
+            "that comes twice": same_lane_twice,
+        }.items()
+    },
+    **{
+        f"on a lane: {name}": on_streams(send(nbytes=N, lanes=4, timeout=3), joins(on_lane(say)), WELL_AS_SOURCE)
+        for name, say in SAID_ON_A_LANE.items()
+    },
+}
+
+
+# -- as a source
+
+
+def offers(answer: Callable[[list[int]], Any], then: Callable[[StreamPeer, list[int]], None] | None = None) -> Any:
+    """An honest source but for its answer about lanes, and for what it does ``then``."""
+
+    def hostile(peer: StreamPeer) -> None:
         peer.say_offer(offer(nbytes=N, connections=4))
         plain = dict(zip(WANT_FIELDS, peer.hear().plain, strict=True))
-        known, new, secret, first = plain["lanes"]
-        assert not known
-        assert len(new) == 3
+        known, new, first, place = plain["lanes"]
+        assert (known, len(new), place) == ([], 3, None)
         peer.say(AGREED, [None, None, 0.0, False, answer(new)])
         if then is not None:
-            then(new, secret)
+            then(peer, new)
         peer.feed(pattern(N), expand(plain["parcels"])[:first], plain["parcel_bytes"])
         peer.serve(pattern(N))
 
     return hostile
 
 
-def refused_lanes(answer: Callable[[list[Any]], Any]) -> Any:
-    def hostile(peer: Peer) -> None:
+def refused_lanes(answer: Callable[[list[int]], Any]) -> Any:
+    def hostile(peer: StreamPeer) -> None:
         peer.say_offer(offer(nbytes=N, connections=4))
         plain = dict(zip(WANT_FIELDS, peer.hear().plain, strict=True))
         wanted_lanes = plain["lanes"]
         peer.say(AGREED, [None, None, 0.0, False, answer([] if wanted_lanes is None else wanted_lanes[1])])
-        peer.hear_end()
+        assert peer.hear_end() is not None, "the source was not told"
 
     return hostile
 
@@ -332,120 +319,189 @@ def agreed_to_more(extra: list[Any]) -> Any:
 
 NOT_WANTED = "agreed to lanes that were not wanted"
 
-ANSWERS: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
-    "agrees to a lane that was not wanted": (lambda new: lanes(new=[[7, "0/0", address()]]), NOT_WANTED),
+ANSWERS: dict[str, tuple[Callable[[list[int]], Any], str]] = {
+    "agrees to a lane that was not wanted": (lambda new: lanes(new=[7]), NOT_WANTED),
     "agrees to an old lane that was never there": (lambda new: lanes(known=[7]), NOT_WANTED),
-    "agrees to new lanes as old ones": (lambda new: lanes(known=[one[0] for one in new]), NOT_WANTED),
-    "agrees to a lane twice": (lambda new: lanes(new=[[new[0][0], "0/0", address()]] * 2), NOT_WANTED),
+    "agrees to new lanes as old ones": (lambda new: lanes(known=new), NOT_WANTED),
+    "agrees to a lane twice": (lambda new: lanes(new=new[:1] * 2), NOT_WANTED),
     "agrees to lane -1": (lambda new: lanes(known=[-1]), "malformed agreed"),
-    "agrees to 16 lanes": (lambda new: lanes(new=[[n + 1, "", b""] for n in range(16)]), "malformed agreed"),
-    "agrees with a secret of 31 bytes": (lambda new: lanes(secret=bytes(31)), "malformed agreed"),
-    "agrees with no secret": (lambda new: lanes(secret=b""), "malformed agreed"),
+    "agrees to 16 lanes": (lambda new: lanes(new=range(1, 17)), "malformed agreed"),
+    **{
+        f"agrees to lanes at {name}": (lambda new, place=place: lanes(new=new, place=place), "malformed agreed")  # type: ignore[misc]
+        for name, place in BAD_PLACES.items()
+    },
 }
 
 
-def own_pairs(talk: Callable[[Pair, bytes], None]) -> Any:
-    """A source whose lanes are formed as they should be."""
-    made: list[Pair] = []
+def lets_in(say: Callable[[StreamPeer], object]) -> Any:
+    """Lanes that are formed as they should be. On each of them the source does this."""
+    door: list[Door] = []
 
-    def answer(new: list[Any]) -> Any:
-        made[:] = [Pair(SOURCE, one[0]) for one in new]
-        return lanes(new=[pair.address for pair in made])
+    def answer(new: list[int]) -> Any:
+        door[:] = [Door()]
+        return lanes(new=new, place=door[0].place)
 
-    def then(new: list[Any], secret: bytes) -> None:
-        for pair in made:
-            pair.connect(new)
-        talk(made[0], secret + SECRET)
+    def then(peer: StreamPeer, new: list[int]) -> None:
+        for number in new:
+            with contextlib.suppress(Silence):
+                say(lane_of(peer, door[0].wait(number)))
 
-    return offers(answer, then=then)
-
-
-def reflect(pair: Pair, key: bytes) -> None:
-    said = pair.recv(32)
-    assert said == proof(key, pair.number, "receiver")
-    pair.send(said)
-    pair.gets_nothing()
+    return offers(answer, then)
 
 
-def prove_then_fall_silent(pair: Pair, key: bytes) -> None:
-    pair.recv(32)
-    pair.send(proof(key, pair.number, "source"))
+def agree_and(say: Callable[[StreamPeer], object]) -> Callable[[StreamPeer], object]:
+    """Hear the first request on a lane, agree to it, and then this."""
+
+    def act(lane: StreamPeer) -> None:
+        assert lane.hear(seconds=2.0).kind == MORE
+        lane.agree()
+        say(lane)
+
+    return act
 
 
-WELL_AS_SOURCE = Expected("source", None)
-WELL_AS_RECEIVER = Expected("receiver", None, route="group")
+def wrong_parcels(lane: StreamPeer) -> None:
+    """Right digests, wrong bytes, for everything that is asked for."""
+    lane._is_over = False
+    while not lane._is_over:
+        numbers = expand(lane.hear(seconds=2.0).plain[0])
+        lane.agree()
+        lane.feed(pattern(N), numbers, damage=lambda number, parcel: bytes(len(parcel)))
 
-ATTACKS = {
+
+def leave_in_the_middle(lane: StreamPeer) -> None:
+    lane.send(bytes(1000))
+    lane.close()
+
+
+def answer_with_a_chain(lane: StreamPeer) -> None:
+    lane.hear(seconds=2.0)
+    lane.say(AGREED, [[1, FIRST_LINK_TAG, 7], None, 1.0])
+
+
+DONE_ON_A_LANE: dict[str, Callable[[StreamPeer], object]] = {
+    "closes": lambda lane: lane.close(),
+    "says nothing": lambda lane: None,
+    "makes noise": lambda lane: lane.send(os.urandom(4096)),
+    "sends parcels that nobody asked for": lambda lane: lane.send((bytes(PARCEL) + record(lane.transfer, [0])) * 20),
+    "sends an agreement that nobody asked for": lambda lane: lane.agree(),
+    "refuses": lambda lane: lane.say(REFUSAL, ["Spite", "why not"]),
+    "answers with a chain": answer_with_a_chain,
+    "agrees, and closes": agree_and(lambda lane: lane.close()),
+    "agrees, and says nothing": agree_and(lambda lane: None),
+    "agrees, and closes in the middle of a parcel": agree_and(leave_in_the_middle),
+    "agrees, and falls silent in the middle of a parcel": agree_and(lambda lane: lane.send(bytes(1000))),
+    "agrees, and sends wrong parcels": agree_and(
+        lambda lane: lane.send((bytes(PARCEL) + record(lane.transfer, [0])) * 8)
+    ),
+    "agrees, and sends records of another transfer": agree_and(
+        lambda lane: lane.send((bytes(PARCEL) + record(99, [0])) * 8)
+    ),
+    "agrees, and cancels": agree_and(lambda lane: lane.send(bytes(PARCEL) + record(lane.transfer, [0], CANCEL))),
+    "sends wrong parcels for ever": wrong_parcels,
+    "answers for the receiver": agree_and(lambda lane: lane.say(GOT)),
+}
+
+
+def dials_lanes(what: Callable[[StreamPeer, int, Any], None]) -> Any:
+    """A source behind a wall: it has connected, so it connects for the lanes, too. ``what``: for the first of them."""
+
+    def hostile(peer: StreamPeer) -> None:
+        peer.dial_instead()
+        peer.say(OFFER, offer(nbytes=N, connections=4), note=peer.tag)
+        plain = dict(zip(WANT_FIELDS, peer.hear().plain, strict=True))
+        _, new, first, place = plain["lanes"]
+        assert place is not None
+        peer.say(AGREED, [None, None, 0.0, False, lanes(new=new)])
+        what(peer, new[0], place)
+        peer.feed(pattern(N), expand(plain["parcels"])[:first], plain["parcel_bytes"])
+        peer.serve(pattern(N))
+
+    return hostile
+
+
+def dial_and_serve(peer: StreamPeer, number: int, place: Any) -> None:
+    """Honestly."""
+    lane = lane_of(peer, dial(place, number))
+    asked = lane.hear()
+    lane.agree()
+    lane.feed(pattern(N), expand(asked.plain[0]))
+
+
+def dial_twice(peer: StreamPeer, number: int, place: Any) -> None:
+    first = dial(place, number)
+    lane_of(peer, first).hear()
+    with dial(place, number) as sock, contextlib.suppress(Silence):
+        take(sock, 1)
+        raise AssertionError("somebody talks on the second connection")
+    first.close()
+
+
+def agree_over_the_group(peer: Peer) -> None:
+    peer.say_offer(offer(nbytes=N, connections=4))
+    peer.hear()
+    peer.say(AGREED, [None, None, 0.0, False, lanes(new=[7])])
+    peer.hear_end()
+
+
+LANES_FOR_A_RECEIVER = {
     **{
-        name: Attack(send(nbytes=N, lanes=4), wanted(plain), Expected("source", "ProtocolError", f"rank 1.*{words}"))
-        for name, (plain, words) in LANE_FIELDS.items()
-    },
-    "old lanes that were never there": Attack(
-        send(nbytes=N, lanes=4), wants(known=[5, 6, 7], agrees=False), WELL_AS_SOURCE
-    ),
-    "lanes for a source that has none": Attack(
-        send(nbytes=N, lanes=1),
-        wanted(lanes(new=[[7, "0/1", address()]])),
-        Expected("source", "ProtocolError", "0 were"),
-    ),
-    **{
-        f"the address: {name}": Attack(send(nbytes=N, lanes=4), wants(new=[[7, "0/1", value]]), WELL_AS_SOURCE)
-        for name, value in GARBAGE.items()
-    },
-    "an address under another key": Attack(send(nbytes=N, lanes=4), wants(new=[[7, "?", address()]]), WELL_AS_SOURCE),
-    "an address under the source's key": Attack(
-        send(nbytes=N, lanes=4), wants(new=[[7, "0/0", address()]]), WELL_AS_SOURCE
-    ),
-    "a wrong proof": Attack(send(nbytes=N, lanes=4), connects(prove_wrongly), WELL_AS_SOURCE),
-    "no proof": Attack(send(nbytes=N, lanes=4), connects(prove_never), WELL_AS_SOURCE),
-    "the proof of another lane": Attack(send(nbytes=N, lanes=4), connects(prove_for_another_lane), WELL_AS_SOURCE),
-    "the proof of the other end": Attack(send(nbytes=N, lanes=4), connects(prove_as_the_source), WELL_AS_SOURCE),
-    "a proof, and parcels that do not exist": Attack(
-        send(nbytes=N, lanes=4), connects(proved(ask_for_what_is_not_there)), WELL_AS_SOURCE
-    ),
-    **{
-        name: Attack(
-            receive(nbytes=N, lanes=4), refused_lanes(answer), Expected("receiver", "ProtocolError", f"rank 1.*{words}")
-        )
+        name: on_streams(receive(nbytes=N, lanes=4), refused_lanes(answer), broken("receiver", words))
         for name, (answer, words) in ANSWERS.items()
     },
-    "agrees to lanes, and none were wanted": Attack(
-        receive(nbytes=N, lanes=1),
-        refused_lanes(lambda new: lanes()),
-        Expected("receiver", "ProtocolError", NOT_WANTED),
+    "agrees to lanes, and none were wanted": on_streams(
+        receive(nbytes=N, lanes=1), refused_lanes(lambda new: lanes()), broken("receiver", NOT_WANTED)
     ),
+    "agrees to no lane of those": on_streams(
+        receive(nbytes=N, lanes=4, in_place=True), offers(lambda new: lanes()), WELL_AS_RECEIVER
+    ),
+    **{
+        f"lanes are to be found at {how}": on_streams(
+            receive(nbytes=N, lanes=4, in_place=True),
+            offers(lambda new, how=how: lanes(new=new, place=place_of(how))),  # type: ignore[misc]
+            WELL_AS_RECEIVER,
+        )
+        for how in PLACES
+    },
+    **{
+        f"on its lanes a source {name}": on_streams(
+            receive(nbytes=N, lanes=4, in_place=True, timeout=3), lets_in(say), WELL_AS_RECEIVER
+        )
+        for name, say in DONE_ON_A_LANE.items()
+    },
+    **{
+        f"a source that connects for lanes {name}": on_streams(
+            receive(nbytes=N, lanes=4, in_place=True, timeout=3), dials_lanes(what), WELL_AS_RECEIVER
+        )
+        for name, what in {
+            "honestly": dial_and_serve,
+            "never": lambda peer, number, place: None,
+            "twice": dial_twice,
+            "under another number": lambda peer, number, place: dial(place, number ^ 1).close(),
+            "and closes": lambda peer, number, place: dial(place, number).close(),
+        }.items()
+    },
+}
+
+ATTACKS = {
+    **LANES_FOR_A_SOURCE,
+    **LANES_FOR_A_RECEIVER,
+    # Also on the group, where there are no lanes.
     "agrees to a chain later": Attack(
         receive(nbytes=N, lanes=1),
         agreed_to_more([None, [99, FIRST_LINK_TAG, 7], 1.0]),
-        Expected("receiver", "ProtocolError", "agreed to more than it was asked for"),
+        broken("receiver", "agreed to more than it was asked for"),
     ),
     "agrees to lanes later": Attack(
         receive(nbytes=N, lanes=1),
         agreed_to_more([None, None, 0.0, False, lanes()]),
-        Expected("receiver", "ProtocolError", "agreed to more than it was asked for"),
+        broken("receiver", "agreed to more than it was asked for"),
     ),
-    "agrees to no lane of those": Attack(
-        receive(nbytes=N, lanes=4, in_place=True), offers(lambda new: lanes()), WELL_AS_RECEIVER
-    ),
-    **{
-        f"the source's address: {name}": Attack(
-            receive(nbytes=N, lanes=4, in_place=True),
-            offers(lambda new, value=value: lanes(new=[[one[0], "0/0", value] for one in new])),  # type: ignore[misc]
-            WELL_AS_RECEIVER,
-        )
-        for name, value in GARBAGE.items()
-    },
-    "the receiver's own address": Attack(
-        receive(nbytes=N, lanes=4, in_place=True),
-        offers(lambda new: lanes(new=[[number, "0/0", value] for number, _, value in new])),
-        WELL_AS_RECEIVER,
-    ),
-    "the receiver's own proof": Attack(receive(nbytes=N, lanes=4, in_place=True), own_pairs(reflect), WELL_AS_RECEIVER),
-    "no proof from the source": Attack(
-        receive(nbytes=N, lanes=4, in_place=True), own_pairs(lambda pair, key: None), WELL_AS_RECEIVER
-    ),
-    "a proof from the source, and silence": Attack(
-        receive(nbytes=N, lanes=4, in_place=True), own_pairs(prove_then_fall_silent), WELL_AS_RECEIVER
+    "lanes over the group": Attack(
+        receive(nbytes=N, lanes=4),
+        agree_over_the_group,
+        broken("receiver", NOT_WANTED),
+        wires=("group",),
     ),
 }
 

@@ -200,6 +200,18 @@ class StreamPeer(Peer):
         self._old.append(group)
         return group
 
+    def keep(self, *things: Any) -> None:
+        """Until the attack is over: a connection that is closed tells the other end something."""
+        self._old.extend(things)
+
+    def dial_instead(self) -> None:
+        """As a source that cannot be reached: name no place, and connect to the receiver's."""
+        group = self.words()
+        group.say(MEET, [[], new_number(), None], tag=OFFER_TAG, note=self.tag)
+        met = group.hear().plain
+        self.move_to(dial(met[1], met[0]))
+        group.say(GO, note=1)
+
     def move_to(self, sock: socket.socket) -> None:
         sock.settimeout(SECONDS)
         self._old.append(self.sock)

@@ -15,7 +15,7 @@ import pytest
 from attacks.stage import Stage
 
 #: Modules that are no attacks themselves.
-SHARED = {"peer", "stage", "stream_peer"}
+SHARED = {"peer", "places", "stage", "stream_peer"}
 MODULES = sorted({info.name for info in pkgutil.iter_modules(attacks.__path__)} - SHARED)
 ATTACKS = [
     pytest.param(f"attacks.{module}", name, wire, id=f"{module}: {name} ({wire})")
@@ -41,12 +41,13 @@ def test_attack(module: str, name: str, wire: str, stage: Stage) -> None:
 def test_false_lanes_leave_no_threads(stage: Stage) -> None:
     """What waits for a lane that never comes ends with its own deadline, after the transfer."""
     for name in (
-        "no proof",
-        "a wrong proof",
-        "the address: nobody listens there",
-        "a proof from the source, and silence",
+        "a lane: that never comes",
+        "on a lane: nothing",
+        "lanes are to be found at silence",
+        "on its lanes a source says nothing",
     ):
-        stage.play("attacks.false_lanes", name)
+        stage.play("attacks.false_lanes", name, "stream")
+    stage.play("attacks.false_meetings", "a source says that it has connected", "stream")
     assert stage.left(20.0) == []
 
 
