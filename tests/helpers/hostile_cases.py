@@ -27,7 +27,7 @@ import xxhash
 
 import hostile
 from hostile import CAP, CPU, LIMITS, PEER, Audit, Ground, Member, Wire
-from hostile_conversations import STATE, Liar, converse, new_transport
+from hostile_conversations import STATE, Liar, converse, new_transport, serve_by
 from transfuse.errors import ProtocolError, ReceiveFailed, TransfuseError
 from transfuse.limits import MIB
 from transfuse.options import Options
@@ -45,7 +45,6 @@ from transfuse.wire.channel import Channel
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
 from transfuse.wire.memory_route import Entry
 from transfuse.wire.messages import Agreed, Intent, Message
-from transfuse.wire.route_table import Leases
 
 SEED = int(os.environ.get("TRANSFUSE_HOSTILE_SEED", "20260801"))
 
@@ -707,17 +706,8 @@ def compare(**how: Any) -> tuple[BaseException | None, Report]:
         transports[0].recv_checkpoint(0, resume=kept)
 
     def lie(pg: Any, ended: threading.Event) -> None:
-        offered = new_transport(pg, seconds=1)._load(state, kept.step, (1,), Leases(Options(same_host=False)))
         with (liar := Liar(pg, 1, ended=ended, **how)):
-            source.serve(
-                liar,
-                9,
-                liar.group.new_tag(1),
-                offered,
-                caller=Caller(),
-                progress=Progress(),
-                report=Report("send", (1,)),
-            )
+            serve_by(liar, new_transport(pg, seconds=1), state, kept.step)
 
     error = converse(honest, lie, 1)
     assert transports[0].report is not None

@@ -9,10 +9,11 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 import xxhash
 
@@ -28,6 +29,11 @@ from transfuse.errors import (
     TransfuseError,
 )
 from transfuse.limits import Limits
+from transfuse.options import Options
+from transfuse.progress import Progress
+from transfuse.report import Report
+from transfuse.session import source
+from transfuse.session.threads import Caller
 from transfuse.testing.ranks import Ranks
 from transfuse.transport import PGTransport
 from transfuse.wire import messages
@@ -35,12 +41,20 @@ from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group
 from transfuse.wire.messages import Intent, Message
 from transfuse.wire.operations import Posted
+from transfuse.wire.route_table import Leases
+from transfuse.wire.stream import Part
 
 # ---------------------------------------------------------------------------------------------- whole conversations
 
 HONEST_SECONDS, HOSTILE_SECONDS = 3.0, 30.0
 
 Bytes = Callable[[bytes], bytes]
+
+
+#: Words by which two ends agree on a wire. Here nobody lies about that: attacks/false_meetings.py does.
+MEETING = (Message.MEET, Message.MET, Message.GO)
+#: Over what two ends talk.
+WIRES = ("group", "stream")
 
 
 class Liar(Channel):
@@ -82,6 +96,9 @@ class Liar(Channel):
 
     def send(self, kind: Message, body: bytes | torch.Tensor = b"", *, note: int = 0, tag: int | None = None) -> None:
         plain = body if isinstance(body, bytes) else body.numpy().tobytes()
+        if kind in MEETING:
+            super().send(kind, plain, note=note, tag=tag)
+            return
         if self._before is not None and kind is self._before[0]:
             super().send(*self._before[1:])
         if kind is not Message.WORKING:
@@ -106,9 +123,25 @@ class Liar(Channel):
     def post_send(self, tensor: torch.Tensor, tag: int | None = None) -> Posted:
         data = tensor.numpy().tobytes() if tensor.numel() < 1000 else b""
         if data[:4] == messages.MAGIC:
-            change = self._head if data[6] != Message.SENT else self._record
-            tensor = torch.frombuffer(bytearray(change(data)), dtype=torch.uint8)
+            tensor = torch.frombuffer(bytearray(self._changed(data)), dtype=torch.uint8)
         return super().post_send(tensor, tag)
+
+    def write(self, *parts: Part) -> None:
+        super().write(*(self._written(part) for part in parts))
+
+    def _written(self, part: Part) -> Part:
+        if not isinstance(part, bytes) or part[:4] != messages.MAGIC:
+            return part
+        if part[6] == Message.SENT:
+            head, digests = messages.open_header(part[: messages.HEADER_BYTES]), messages.digests_in(part) or ()
+            part = messages.seal_record(head.transfer, Intent(head.note), [self._said(digest) for digest in digests])
+        return self._changed(part)
+
+    def _changed(self, data: bytes) -> bytes:
+        """A header, or a record."""
+        if data[6] in MEETING:
+            return data
+        return self._record(data) if data[6] == Message.SENT else self._head(data)
 
     def post_sent(self, intent: Intent, digests: list[int]) -> Posted:
         return super().post_sent(intent, [self._said(digest) for digest in digests])
@@ -186,10 +219,12 @@ SPITE = ["Spite", "why not"]
 
 
 class Lie:
-    """What a liar does, and the error that the honest end raises about it."""
+    """What a liar does, on which wires, and the error that the honest end raises about it."""
 
-    def __init__(self, text: str, error: type[PeerError] = ProtocolError, **how: Any) -> None:
-        self.text, self.error, self.how = text, error, how
+    def __init__(
+        self, text: str, error: type[PeerError] = ProtocolError, *, wires: Sequence[str] = WIRES, **how: Any
+    ) -> None:
+        self.text, self.error, self.wires, self.how = text, error, wires, how
 
     def check(self, error: BaseException | None, rank: int) -> None:
         assert isinstance(error, self.error), repr(error)
@@ -213,15 +248,19 @@ SOURCE_LIES = {
     ),
     "kind": Lie("unknown kind of message 99", head=resealed(kind=99)),
     "length": Lie("announced a message of 1099511627776 bytes", head=resealed(length=1 << 40)),
-    "tag": Lie("sent an offer with an impossible tag 5", head=resealed(note=5)),
+    "tag": Lie("sent an offer with an impossible tag 5", head=resealed(note=5), wires=["group"]),
     "digest": Lie("while waiting for the offer: .*damaged", head=damaged),
     **{
         f"{kind.name} for an offer": Lie(
-            f"sent {kind.name} where OFFER was due", message=instead(Message.OFFER, [[]], kind)
+            f"sent {kind.name} where OFFER (or MEET )?was due", message=instead(Message.OFFER, [[]], kind)
         )
         for kind in Message
-        if kind not in (Message.OFFER, Message.REFUSAL, Message.WORKING)
+        if kind not in (Message.OFFER, Message.REFUSAL, Message.WORKING, Message.MEET)
     },
+    "another MEET for an offer": Lie(
+        "sent MEET where OFFER was due", message=instead(Message.OFFER, [[]], Message.MEET), wires=["stream"]
+    ),
+    "a garbled MEET": Lie("malformed meet", message=instead(Message.OFFER, [[]], Message.MEET), wires=["group"]),
     "garbage": Lie("sent a malformed offer", message=instead(Message.OFFER, b"\xc1" * 99)),
     "a garbled refusal": Lie("malformed refusal", message=instead(Message.OFFER, b"\xc1", Message.REFUSAL)),
     "a refusal": Lie("Spite: why not", PeerRefused, message=instead(Message.OFFER, SPITE, Message.REFUSAL)),
@@ -431,6 +470,29 @@ def converse(
 
     with Ranks(2) as ranks:
         return ranks.outcomes(one)[honest_rank].error
+
+
+def serve_by(liar: Channel, transport: PGTransport, state: Any, step: int | None = None) -> None:
+    """Send a state by this line, as a transport does, which decides on the wire."""
+    offered = transport._load(state, step, (liar.peer,), Leases(Options(same_host=False)))
+    source.serve(
+        liar,
+        9,
+        liar.group.new_tag(liar.peer),
+        offered,
+        caller=Caller(),
+        progress=Progress(),
+        report=Report("send", (liar.peer,)),
+    )
+
+
+def lies_on_wires(lies: Mapping[str, Lie]) -> list[Any]:
+    """Parameters for tests: each lie on each of its wires."""
+    return [pytest.param(lie, wire, id=f"{name} ({wire})") for name, lie in lies.items() for wire in lie.wires]
+
+
+def use_wire(monkeypatch: pytest.MonkeyPatch, wire: str) -> None:
+    monkeypatch.setenv("TRANSFUSE_STREAMS", str(int(wire == "stream")))
 
 
 def new_transport(pg: Any, target: object = None, seconds: float = HONEST_SECONDS) -> PGTransport:

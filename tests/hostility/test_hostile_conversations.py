@@ -22,13 +22,18 @@ from hostile_conversations import (
     RECEIVER_LIES,
     SOURCE_LIES,
     STATE,
+    WIRES,
     Liar,
+    Lie,
     converse,
     damaged,
     instead,
+    lies_on_wires,
     new_transport,
     only,
     resealed,
+    serve_by,
+    use_wire,
 )
 from transfuse.errors import PeerError, PeerRefused, PeerTimeout, ProtocolError, SendFailed
 from transfuse.limits import Limits
@@ -43,6 +48,7 @@ from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
 from transfuse.wire.messages import Agreed, Intent, Link, Message
+from transfuse.wire.pool import Pool
 from transfuse.wire.route_table import Leases
 
 pytestmark = [
@@ -53,34 +59,27 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", SOURCE_LIES)
-def test_hostile_source(name: str) -> None:
+@pytest.mark.parametrize(("told", "wire"), lies_on_wires(SOURCE_LIES))
+def test_hostile_source(told: Lie, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_wire(monkeypatch, wire)
     w = torch.zeros(1000)
 
     def lie(pg: Any, ended: threading.Event) -> None:
-        offered = new_transport(pg, seconds=1)._load(STATE, None, (1,), Leases(Options(same_host=False)))
-        with (liar := Liar(pg, 1, ended=ended, **SOURCE_LIES[name].how)):
-            source.serve(
-                liar,
-                9,
-                liar.group.new_tag(1),
-                offered,
-                caller=Caller(),
-                progress=Progress(),
-                report=Report("send", (1,)),
-            )
+        with (liar := Liar(pg, 1, ended=ended, **told.how)):
+            serve_by(liar, new_transport(pg, seconds=1), STATE)
 
     error = converse(lambda pg: new_transport(pg, {"w": w, "step": 0}).recv_checkpoint(0), lie, 1)
-    SOURCE_LIES[name].check(error, 0)
+    told.check(error, 0)
     # What is torn is told; what is not torn is as it was.
     assert isinstance(error, PeerError)
     assert error.torn == ("['w']",) or not w.any()
 
 
-@pytest.mark.parametrize("name", COMPARING_LIES)
-def test_hostile_comparison(name: str) -> None:
-    error, _ = compare(**COMPARING_LIES[name].how)
-    COMPARING_LIES[name].check(error, 0)
+@pytest.mark.parametrize(("told", "wire"), lies_on_wires(COMPARING_LIES))
+def test_hostile_comparison(told: Lie, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_wire(monkeypatch, wire)
+    error, _ = compare(**told.how)
+    told.check(error, 0)
     assert isinstance(error, PeerError)
     assert error.torn == ("['w']",)
     assert not error.received
@@ -124,15 +123,17 @@ def test_questions_without_end_are_not_answered(kind: Message, large: Member) ->
     assert answers == (LIMITS.max_repairs + 1 if compares else LIMITS.max_working_records)
 
 
-@pytest.mark.parametrize("name", RECEIVER_LIES)
-def test_hostile_receiver(name: str) -> None:
+@pytest.mark.parametrize(("told", "wire"), lies_on_wires(RECEIVER_LIES))
+def test_hostile_receiver(told: Lie, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_wire(monkeypatch, wire)
+
     def lie(pg: Any, ended: threading.Event) -> None:
-        with Liar(pg, 0, ended=ended, **RECEIVER_LIES[name].how) as liar:
-            hostile.gather([liar], Request())
+        with Liar(pg, 0, ended=ended, **told.how) as liar:
+            hostile.gather([liar], Request(), pool=Pool(liar.group))
 
     error = converse(lambda pg: new_transport(pg).send_checkpoint([1], STATE), lie, 0)
     assert isinstance(error, SendFailed), repr(error)
-    RECEIVER_LIES[name].check(error.causes[1], 1)
+    told.check(error.causes[1], 1)
 
 
 @pytest.mark.parametrize("patience", [1e6, 1e300])
@@ -145,7 +146,8 @@ def test_patience_ends_with_the_timeout(patience: float) -> None:
         transports[1].recv_checkpoint(0)
 
     def lie(pg: Any, ended: threading.Event) -> None:
-        offered = new_transport(pg)._load(STATE, None, (1,), Leases(Options(same_host=False)))
+        transport = new_transport(pg)
+        offered = transport._load(STATE, None, (1,), Leases(Options(same_host=False)))
         chain = hostile.Lined(Agreed(Link(0, FIRST_LINK_TAG, 7), None, patience))
         with Channel(Group(pg, CPU), 1, 10.0, Limits()) as channel:
             offered = dataclasses.replace(offered, chains=chain)
@@ -177,9 +179,11 @@ LINK_LIES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.usefixtures("patient_chains")
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", LINK_LIES)
-def test_hostile_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_neighbour(name: str, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever one receiver does to its neighbour: the neighbour has everything in the end, from the source."""
+    use_wire(monkeypatch, wire)
     monkeypatch.setenv("TRANSFUSE_MIN_RELAY_BYTES", "1")
     monkeypatch.setattr(receive_from_one, "this_host", lambda: 1)  # The receivers are on another host than the source.
     liar, how = LINK_LIES[name]
@@ -189,11 +193,13 @@ def test_hostile_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Ranks(3) as ranks:
         groups = ranks.pgs
 
-        def new_line(group: Group, peer: int, timeout: float, limits: Limits) -> Channel:
+        def new_line(group: Group, peer: int, timeout: float, limits: Limits, *, is_source: bool) -> Channel:
             if group.pg is not groups[liar]:
-                return Channel(group, peer, timeout, limits)
+                return Channel(group, peer, timeout, limits, is_source=is_source)
             lied.append(peer)
-            return Liar(group.pg, peer, timeout=timeout, **how)
+            line = Liar(group.pg, peer, timeout=timeout, **how)
+            line.is_source = is_source
+            return line
 
         def one(rank: int, pg: Any) -> Any:
             # A chain waits for its members for half the source's timeout at most.
@@ -213,9 +219,11 @@ def test_hostile_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sent.error is None or list(sent.error.causes) == [liar], repr(sent.error)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("honest_rank", [0, 1])
-def test_silent_peer(honest_rank: int) -> None:
+def test_silent_peer(honest_rank: int, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It connects, and says nothing."""
+    use_wire(monkeypatch, wire)
 
     def honest(pg: Any) -> None:
         transport = new_transport(pg)

@@ -25,7 +25,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import hostile
 from hostile import LIMITS, PEER, Member, Wire
 from hostile_cases import little_memory, one_tensor, refuse_out_of_memory, want, with_leaf
-from hostile_conversations import HONEST_SECONDS, Liar, altered, in_turn, instead, new_transport, refusing
+from hostile_conversations import (
+    HONEST_SECONDS,
+    WIRES,
+    Liar,
+    altered,
+    in_turn,
+    instead,
+    new_transport,
+    refusing,
+    serve_by,
+    use_wire,
+)
 from transfuse.errors import (
     CorruptData,
     NotCovered,
@@ -53,7 +64,6 @@ from transfuse.testing.ranks import Ranks
 from transfuse.wire import messages
 from transfuse.wire.group import FIRST_TAG
 from transfuse.wire.messages import Agreed, Message
-from transfuse.wire.route_table import Leases
 
 
 def shard(full: torch.Tensor, ranks: int, rank: int, placement: Placement | None = None) -> DTensor:
@@ -391,19 +401,8 @@ def put_together(
             if rank > 1:
                 new_transport(pg, seconds=2 * HONEST_SECONDS).send_checkpoint([0], state)
                 return
-            offered = new_transport(pg, seconds=HONEST_SECONDS)._load(
-                state, None, (0,), Leases(Options(same_host=False))
-            )
             with Liar(pg, 0, ended=ended, **liar) as line:
-                source.serve(
-                    line,
-                    9,
-                    line.group.new_tag(0),
-                    offered,
-                    caller=Caller(),
-                    progress=Progress(),
-                    report=Report("send", (0,)),
-                )
+                serve_by(line, new_transport(pg, seconds=HONEST_SECONDS), state)
 
     with Ranks(1 + len(holders)) as ranks:
         error = ranks.outcomes(one)[0].error
@@ -458,8 +457,10 @@ def untouched(error: BaseException | None, target: torch.Tensor) -> None:
     assert error.torn == ("['w']",) or bool((target == -1).all())
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", ALONE)
-def test_a_source_that_alone_holds_something_is_named(name: str) -> None:
+def test_a_source_that_alone_holds_something_is_named(name: str, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_wire(monkeypatch, wire)
     how, kind, text = ALONE[name]
     error, target, took = put_together(how)
     untouched(error, target)
@@ -472,8 +473,12 @@ def test_a_source_that_alone_holds_something_is_named(name: str) -> None:
     assert text in str(cause)
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", ALONE)
-def test_a_source_of_what_others_hold_too_is_done_without(name: str) -> None:
+def test_a_source_of_what_others_hold_too_is_done_without(
+    name: str, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_wire(monkeypatch, wire)
     error, target, took = put_together(ALONE[name][0], holders=(0, 1, 0))
     assert error is None, repr(error)
     assert torch.equal(target, ROWS)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from chaos.scenarios import HEADER, Kind, Scenario
+from tampering import Passing
 from transfuse.wire.messages import MAGIC
 
 # ------------------------------------------------------------------------------------------------------------ wires
@@ -21,11 +22,12 @@ class Boom(Exception):
     """What a progress callback raises."""
 
 
-class Wire:
+class Wire(Passing):
     """A process group through which a fault strikes: it sees, delays and damages what goes through."""
 
     def __init__(self, pg: Any, plan: Scenario, rank: int, strike: Callable[[], None], payload: int) -> None:
-        self._pg, self._plan, self._rank, self._strike = pg, plan, rank, strike
+        super().__init__(pg)
+        self._plan, self._rank, self._strike = plan, rank, strike
         self._payload = max(payload, 1)
         self._lock = threading.Lock()
         self._rng = random.Random(plan.fault.seed)
@@ -36,15 +38,6 @@ class Wire:
         self.timer: threading.Timer | None = None
         self.mine = plan.fault.victim == rank
 
-    def name(self) -> str:
-        return "gloo"
-
-    def rank(self) -> int:
-        return int(self._pg.rank())
-
-    def size(self) -> int:
-        return int(self._pg.size())
-
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         (tensor,) = tensors
         fault = self._plan.fault
@@ -53,12 +46,12 @@ class Wire:
             self._see(tensor.numel() if kind == "parcel" and self._plan.victim_is_source else 0)
             if fault.kind == "corrupt" and self.struck and self.damaged < fault.count:
                 tensor = self._damage(tensor, kind)
-        return self._pg.send([tensor], rank, tag)
+        return super().send([tensor], rank, tag)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         if self.mine:
             self._see(tensors[0].numel() if not self._plan.victim_is_source and tensors[0].numel() > 4096 else 0)
-        return self._pg.recv(tensors, rank, tag)
+        return super().recv(tensors, rank, tag)
 
     def _see(self, nbytes: int) -> None:
         fault = self._plan.fault

@@ -50,6 +50,7 @@ from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
 from transfuse.wire.memory_route import Entry
 from transfuse.wire.messages import Agreed, Header, Intent, Link, Message
 from transfuse.wire.operations import Posted
+from transfuse.wire.pool import Pool
 from transfuse.wire.rate_limit import RateLimit
 from transfuse.wire.route import Malformed
 
@@ -275,6 +276,7 @@ def context(
     timeout: float = 60.0,
     caller: Caller | None = None,
     report: Report | None = None,
+    pool: Pool | None = None,
 ) -> Context:
     """What a transport makes for each call."""
     return Context(
@@ -285,16 +287,21 @@ def context(
         caller=caller or Caller(),
         report=report or Report("receive", ranks),
         progress={rank: Progress() for rank in ranks},
+        lanes=pool,
     )
 
 
 def gather(
-    lines: Sequence[Channel], request: Request, caller: Caller | None = None, report: Report | None = None
+    lines: Sequence[Channel],
+    request: Request,
+    caller: Caller | None = None,
+    report: Report | None = None,
+    pool: Pool | None = None,
 ) -> list[Any]:
     """Receive over these lines, as a transport does; the state in a list."""
     ranks = tuple(channel.peer for channel in lines)
     caller = caller or Caller()
-    receive = Receive(request, context(ranks, lines[0].limits, lines[0].timeout, caller, report))
+    receive = Receive(request, context(ranks, lines[0].limits, lines[0].timeout, caller, report, pool))
     failed: dict[int, BaseException] = {}
     try:
         if len(lines) == 1:

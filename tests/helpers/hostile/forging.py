@@ -546,18 +546,24 @@ def forge_agreed(rng: random.Random) -> list[Any]:
 
 
 def forge_lanes(rng: random.Random) -> Any:
-    """Lanes of any numbers, at any addresses."""
+    """Lanes of any numbers, at any place."""
     if rng.random() < 0.3:
         return None
 
     def number() -> int:
         return rng.randrange(1, 5) if rng.random() < 0.7 else rng.choice([0, -1, (1 << 62) - 1, 1 << 62, *INTS])
 
-    count = rng.choice([0, 1, 2, 15, 16])
-    new = [[number(), rng.choice(["0/0", "0/1", "", "k" * 65]), rng.randbytes(rng.choice([0, 9, 154, 1025]))]]
-    secret = rng.randbytes(rng.choice([32, 32, 32, 0, 31, 33]))
+    new = [number() for _ in range(rng.choice([0, 1, 2, 15, 16]))]
     known = [number() for _ in range(rng.randrange(3))]
-    return [known, new * count, secret, rng.choice([0, 1, 5, -1, 1 << 62])]
+    return [known, new, rng.choice([0, 1, 5, -1, 1 << 62]), forge_place(rng)]
+
+
+def forge_place(rng: random.Random) -> Any:
+    """A place that may be none. Nobody listens there."""
+    if rng.random() < 0.3:
+        return None
+    address = rng.choice(["127.0.0.1:1", "[::1]:1", "127.0.0.1:0", "127.0.0.1", "localhost:1", "", "x", "1" * 129])
+    return [address, rng.randbytes(rng.choice([32, 32, 32, 0, 31, 33]))]
 
 
 def forge_pairs(rng: random.Random, count: int) -> list[int]:
