@@ -1,6 +1,6 @@
 """A source that dies at the very moment at which its receiver says its last word to it.
 
-gloo then forgets the word: who waits until it has been sent waits for ever.
+gloo then forgets the word: who waits until it has been sent waits for ever. A stream takes the word, and then ends.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
-import threading
 import time
 from typing import Any
 
@@ -17,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import transfuse
-from left_threads import is_of_a_transfer
 from transfuse.testing.ranks import Fleet, announce
 from transfuse.wire.channel import Channel
 from transfuse.wire.messages import Header, Message
+from wires import threads_left
 
 TIMEOUT = 3.0
 SECONDS = 60.0
@@ -38,6 +37,7 @@ def die_at(kind: Message, receiver: int) -> None:
         header = opened(self, data)
         if header.kind is kind:
             os.kill(receiver, signal.SIGSTOP)
+            posted = []
             if self.stream is None:
                 posted = [self.post_recv(self.empty(header.length)), self.post_recv(self.empty(1))]
             announce("dies")
@@ -64,7 +64,7 @@ def take_part(rank: int, sources: int, kind: Message, pids: list[int]) -> tuple[
             got = transport.recv_checkpoint(list(range(sources)))
     except transfuse.TransfuseError as error:
         got = type(error).__name__
-    return got, [thread.name for thread in threading.enumerate() if is_of_a_transfer(thread)]
+    return got, threads_left(5.0)
 
 
 @pytest.mark.parametrize("sources", [1, 2])

@@ -22,12 +22,12 @@ import transfuse
 from chaos.scenarios import KIB, MIB, Fault, Plant, Scenario
 from chaos.states import build, memory_of, raw, target_for, tensors_of, walk
 from chaos.wires import Boom, Wire
-from left_threads import is_of_a_transfer
 from transfuse.session import receive_from_one as receiver_module
 from transfuse.session.relay import this_host
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import announce
-from transfuse.wire import switchboard
+from transfuse.wire import meeting, switchboard
+from wires import threads_left
 
 # --------------------------------------------------------------------------------------------- what a worker does
 
@@ -52,10 +52,6 @@ def _files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if is_of_a_transfer(thread))
-
-
 def prepare(rank: int, plan: Scenario) -> int:
     """Build what this rank has; how many bytes its tensors have."""
     global _held
@@ -72,6 +68,7 @@ def prepare(rank: int, plan: Scenario) -> int:
         TRANSFUSE_MIN_RELAY_BYTES=str(64 * KIB),
     )
     setattr(receiver_module, "this_host", (lambda: 1000 + rank) if plan.hosts else _this_host)  # noqa: B010
+    meeting.own_port("127.0.0.1")  # A process that has met others listens from then on.
     _held.files = _files()
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(_held.state).values())
 
@@ -160,6 +157,7 @@ def act(rank: int, plan: Scenario, pids: list[int], payload: int) -> Evidence:
     evidence.struck |= wire.struck
     evidence.damaged = wire.damaged
     evidence.report = transport.report.to_dict() if transport.report is not None else {}
+    transport.close()  # Its streams are kept for the next transfer, and there is none.
     _plant(plan, evidence, ("byte", "stray", "thread", "file", "torn", "received", "missing", "completed", "slow"))
     if not sends:
         _look(plan, rank, evidence)
@@ -270,7 +268,7 @@ def inspect(rank: int, plan: Scenario, allowed: int, patience: float) -> Leftove
     """Look for leftovers; those that go away within the patience are none."""
     until = time.monotonic() + patience
     while True:
-        left = Leftovers(_threads(), _files() - _held.files, [], *switchboard.leftovers(), _children())
+        left = Leftovers(threads_left(), _files() - _held.files, [], *switchboard.leftovers(), _children())
         clean = len(left.threads) <= allowed and left.files <= 0 and left.left_behind <= allowed
         if clean or time.monotonic() > until:
             break
