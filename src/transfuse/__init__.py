@@ -56,7 +56,7 @@ from transfuse.session.partial import Partial
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.transport import PGTransport
 
-__version__ = "0.11.0"
+__version__ = "0.12.0"
 
 rendezvous.register()
 log.sign_warnings()

@@ -31,10 +31,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import transfuse
-from left_threads import is_of_a_transfer
 from transfuse.dcp import PeerReader
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet, Outcome, ProcessPool, Ranks, announce
+from wires import is_of_a_transfer
 
 pytestmark = [
     # Threads of one process are no ranks to torch.distributed: they load without it.

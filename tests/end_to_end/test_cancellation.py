@@ -12,10 +12,10 @@ import torch
 
 import transfuse
 from gathering import MIB, state
-from left_threads import is_of_a_transfer
 from moves import CPU, TIMEOUT
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
+from wires import is_of_a_transfer
 
 pytestmark = pytest.mark.usefixtures("small_parcels")
 

@@ -7,10 +7,7 @@ import time
 
 from transfuse.limits import allows_streams
 
-__all__ = ["over_streams", "threads_left"]
-
-#: The thread that listens for streams, once a process has met another, for as long as the process lives.
-LISTENS = "transfuse-streams"
+__all__ = ["is_of_a_transfer", "over_streams", "threads_left"]
 
 
 def over_streams() -> bool:
@@ -18,12 +15,16 @@ def over_streams() -> bool:
     return allows_streams()
 
 
+def is_of_a_transfer(thread: threading.Thread) -> bool:
+    """Whether this thread ends with its transfer. The process's port for streams, and their watch, stay."""
+    return thread.name.startswith("transfuse") and not thread.name.startswith("transfuse-streams")
+
+
 def threads_left(seconds: float = 0.0) -> list[str]:
-    """The library's threads that have not ended after so many seconds, but for the one that listens."""
+    """The threads of transfers that have not ended after so many seconds."""
     until = time.monotonic() + seconds
     while True:
-        names = sorted(thread.name for thread in threading.enumerate())
-        left = [name for name in names if name.startswith("transfuse") and name != LISTENS]
+        left = sorted(thread.name for thread in threading.enumerate() if is_of_a_transfer(thread))
         if not left or time.monotonic() >= until:
             return left
         time.sleep(0.02)
