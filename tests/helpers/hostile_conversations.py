@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import itertools
@@ -83,7 +84,8 @@ class Liar(Channel):
     ) -> None:
         limits = dataclasses.replace(Limits(), max_repairs=10)
         super().__init__(Group(pg, CPU), peer, timeout, limits)
-        self._message, self._head, self._record, self._heard, self._said = message, head, record, heard, said
+        self._message, self._head, self._record = copy.copy(message), head, record
+        self._heard, self._said = heard, said
         #: How many messages are as they should be first, and what is said in addition before one of a kind.
         self._honest, self._before = honest, before
         self._last = last
@@ -132,7 +134,7 @@ class Liar(Channel):
     def _written(self, part: Part) -> Part:
         if not isinstance(part, bytes) or part[:4] != messages.MAGIC:
             return part
-        if part[6] == Message.SENT:
+        if part[6] == Message.SENT and len(part) > messages.HEADER_BYTES:
             head, digests = messages.open_header(part[: messages.HEADER_BYTES]), messages.digests_in(part) or ()
             part = messages.seal_record(head.transfer, Intent(head.note), [self._said(digest) for digest in digests])
         return self._changed(part)
@@ -169,10 +171,23 @@ def altered(kind: Message, cls: Any, **changes: Any) -> Callable[[Message, bytes
     return change
 
 
+class InTurn:
+    """Changes messages. A copy begins anew."""
+
+    def __init__(self, changes: Sequence[Any]) -> None:
+        self._changes, self._numbers = changes, itertools.count()
+
+    def __call__(self, kind: Message, body: bytes) -> tuple[Message, bytes]:
+        changed: tuple[Message, bytes] = self._changes[min(next(self._numbers), len(self._changes) - 1)](kind, body)
+        return changed
+
+    def __copy__(self) -> InTurn:
+        return InTurn(self._changes)
+
+
 def in_turn(*changes: Any) -> Callable[[Message, bytes], tuple[Message, bytes]]:
     """One change for the first message, another for the second, and so on; the last for all others."""
-    numbers = itertools.count()
-    return lambda kind, body: changes[min(next(numbers), len(changes) - 1)](kind, body)
+    return InTurn(changes)
 
 
 def other_state(kind: Message, body: bytes) -> tuple[Message, bytes]:

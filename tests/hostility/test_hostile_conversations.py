@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import random
 import threading
@@ -128,8 +129,8 @@ def test_hostile_receiver(told: Lie, wire: str, monkeypatch: pytest.MonkeyPatch)
     use_wire(monkeypatch, wire)
 
     def lie(pg: Any, ended: threading.Event) -> None:
-        with Liar(pg, 0, ended=ended, **told.how) as liar:
-            hostile.gather([liar], Request(), pool=Pool(liar.group))
+        with Liar(pg, 0, ended=ended, **told.how) as liar, contextlib.closing(Pool(liar.group)) as pool:
+            hostile.gather([liar], Request(), pool=pool)
 
     error = converse(lambda pg: new_transport(pg).send_checkpoint([1], STATE), lie, 0)
     assert isinstance(error, SendFailed), repr(error)

@@ -28,7 +28,7 @@ def test_names_are_unique_and_every_case_says_what_it_promises() -> None:
 
 
 def over_the_group(*args: Any) -> transfuse.PGTransport:
-    return transfuse.PGTransport(*args, same_host=False)
+    return transfuse.PGTransport(*args, same_host=False, streams=False)
 
 
 def few(cases: list[Case]) -> list[Any]:
