@@ -160,7 +160,7 @@ def when_met(hook: Callable[[], object]) -> None:
         Channel.move_to = move_to  # type: ignore[method-assign]
         hook()
 
-    Channel.move_to = move  # type: ignore[method-assign]
+    Channel.move_to = move  # type: ignore[method-assign, assignment]
 
 
 def close_when_met(rank: int, firewall: Firewall) -> Moved:
