@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from connections import WAIT, InThread, connected, descriptors, ended, forked, interrupting, one_byte_at_a_time, streams
+from serving import wait_until
 from transfuse.wire import stream as module
 from transfuse.wire.stream import Stream
 
@@ -415,6 +416,20 @@ def test_a_target_is_free_when_the_call_has_returned(pair: Pair, after: float, c
     assert (memory == CANARY).all()
     assert all((one == CANARY).all() for one in gaps)
     assert isinstance(sending.end(), OSError)
+
+
+def test_a_sender_learns_at_once_that_the_connection_was_broken_off() -> None:
+    """Also if it waits for room, and what it has sent is read after the cut: then the kernel would not tell it."""
+    ours, theirs = streams(buffer=1 << 16)
+    sending = InThread(lambda: theirs.write([torch.zeros(10_000_000)]))
+    wait_until(ours.has_news)
+    time.sleep(0.1)  # No room is left.
+    ours.cut()
+    while ours._socket.recv(1 << 20):
+        pass
+    ours.close()
+    assert isinstance(sending.end(), ConnectionError)
+    theirs.close()
 
 
 def test_gaps_between_targets_are_not_written(pair: Pair) -> None:

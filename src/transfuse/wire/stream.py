@@ -10,6 +10,8 @@ What a socket does and does not do, and what follows from it:
   then shuts the connection down. The memory of a receive is free when its call has returned.
 - The kernel's own timeouts count a whole call. So calls last a slice of a second at most, and a clock here counts since
   the last byte.
+- A peer that has filled the window of a connection which is shut down and then read empty learns nothing of its end:
+  it asks whether there is room, and hears that there is none. So what is broken off is closed by a reset.
 - A host that is gone sends no word of it. So the kernel asks idle peers whether they are there (keepalive), and gives
   up on bytes that nobody acknowledges. A peer that lives and does not read acknowledges, and has the whole timeout.
 - A forked child holds copies of all descriptors, which would hide the parent's death from the peers. So the child
@@ -260,8 +262,11 @@ class Stream:
 
     def close(self) -> None:
         """Cut the connection, wait until no thread uses it, and free its descriptor."""
+        breaks_off = self._is_cut
         self.cut()
         with self._reading, self._writing, self._ending:
+            if breaks_off or self._failure is not None:
+                self._set(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # Close by a reset.
             self._socket.close()
 
     def _leave_to_parent(self) -> None:
