@@ -66,12 +66,11 @@ def test_shards_of_a_job_that_trains_on_are_put_together(tmp_path: Path) -> None
         transfuse.hub(addresses, prefix="model.", server_token="between servers", timeout=60) as hub,
     ):
         seen: list[int] = []
-        while len(seen) < 4:
+        while len(seen) < 4 or len(set(seen)) < 2:
             found = weights(hub.endpoint)
             assert {name: tuple(tensor.shape) for name, tensor in found.items()} == shapes
             seen.append(step_in(found))
             assert seen == sorted(seen)
-        assert len(set(seen)) > 1
         # Half of the servers is not enough, and nobody gets half of the weights.
         with transfuse.hub(addresses[:1], prefix="model.", server_token="between servers") as half:
             reply = ask(half.endpoint, "GET", WEIGHTS)
@@ -88,11 +87,10 @@ def test_reading_does_not_disturb_the_forward_pass_of_fsdp2(tmp_path: Path) -> N
         transfuse.hub(addresses, server_token="between servers", timeout=60) as hub,
     ):
         seen: list[int] = []
-        for _ in range(12):
+        while len(seen) < 12 or len(set(seen)) < 2:  # Readings may be quicker than a step.
             seen.append(step_in(weights(hub.endpoint)))
             transfuse.peek(addresses[0], token="between servers")
         assert seen == sorted(seen)
-        assert len(set(seen)) > 1
 
 
 def test_one_server_and_its_end() -> None:

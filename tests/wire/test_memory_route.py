@@ -401,6 +401,8 @@ def test_verify_names_a_leaf_that_changes_while_it_is_read(two: Pair) -> None:
     thread = threading.Thread(target=change)
     thread.start()
     try:
+        while not moving[0]:  # A busy machine lets the thread wait.
+            time.sleep(0.001)
         sent, received = two.errors({"still": torch.ones(8 << 20), "moving": moving}, verify=True)
     finally:
         done.set()
