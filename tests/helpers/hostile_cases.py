@@ -348,7 +348,7 @@ def hear_stream(rng: random.Random, corpus: list[Member]) -> str:
     said = hostile.spoken(rng.choice(list(Message)), body, rng.choice([1, 2]), FIRST_TAG)
     head, rest = said[: messages.HEADER_BYTES], said[messages.HEADER_BYTES :]
     if rng.random() < 0.5:
-        head = hostile.mutate_bytes(rng, head, [head])
+        head = hostile.mutate_bytes(rng, head, [head])[: len(head)].ljust(len(head), b"\0")
     elif rng.random() < 0.5:
         # A forger knows the digest too.
         version = messages.WIRE_VERSION
@@ -362,7 +362,7 @@ def hear_stream(rng: random.Random, corpus: list[Member]) -> str:
         bare = messages._HEADER.pack(*fields, rng.choice([xxhash.xxh3_64_intdigest(body), 0]), 0)[:-8]
         head = bare + xxhash.xxh3_64_intdigest(bare).to_bytes(8, "little")
     count = rng.choice([0, 0, 1, 2, LIMITS.max_working_records]) if rng.random() < 0.2 else 0
-    alive = b"".join(messages.seal(Message.WORKING, 1, rng.choice(hostile.NOTES), b"") for _ in range(count))
+    alive = b"".join(hostile.spoken(Message.WORKING, b"", 1, rng.choice(hostile.NOTES)) for _ in range(count))
     channel = Channel(Group(hostile.Stream(alive + head + rest), CPU), PEER, 1.0, LIMITS)
     heard: list[int] = []
     channel.on_working = heard.append
@@ -396,10 +396,10 @@ def _hear(channel: Channel, *kinds: Message) -> str:
 
 def read_record(rng: random.Random, corpus: list[Member]) -> str:
     sent = tuple(rng.randrange(1 << 64) for _ in range(rng.randrange(4)))
-    record = messages.seal_record(1, rng.choice([Intent.GO_ON, Intent.CANCEL]), sent)
+    record = messages.seal_record(1, rng.choice(list(Intent)), sent)
     assert len(record) == messages.record_bytes(len(sent))
     if rng.random() < 0.3:  # sealed as it should be, but no record
-        kind, note = rng.choice([Message.SENT, Message.GOT, *Message]), rng.choice([0, 1, 2, (1 << 64) - 1])
+        kind, note = rng.choice([Message.SENT, Message.GOT, *Message]), rng.choice([0, 1, 2, 3, (1 << 64) - 1])
         head = messages.seal(kind, rng.choice([1, 1, 1, 2]), note, b"")
         record = head + record[len(head) :]
     if rng.random() < 0.6:

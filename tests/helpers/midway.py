@@ -122,7 +122,7 @@ class Dying(Passing):
         self._headers = 0
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        self._headers += tensors[0].numel() == messages.HEADER_BYTES
+        self._headers += tensors[0].numel() == messages.BLOCK_BYTES
         # The first one is for the want. Before that, a source that proposes a stream hears the answer to it.
         if self._headers == 2 + over_streams():
             time.sleep(1.0)
@@ -145,7 +145,7 @@ class DamagedAnswer(Tampering):
     _left = 1
 
     def tamper(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        if self._left and tensor.numel() == messages.HEADER_BYTES and int(tensor[6]) == messages.Message.GOT:
+        if self._left and tensor.numel() == messages.BLOCK_BYTES and int(tensor[6]) == messages.Message.GOT:
             self._left -= 1
-            tensor[-1] ^= 1
+            tensor[messages.HEADER_BYTES - 1] ^= 1
         return tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from transfuse import workers
 from transfuse.limits import allows_streams
 
 __all__ = ["is_of_a_transfer", "over_streams", "threads_left"]
@@ -16,8 +17,9 @@ def over_streams() -> bool:
 
 
 def is_of_a_transfer(thread: threading.Thread) -> bool:
-    """Whether this thread ends with its transfer. The process's port for streams, and their watch, stay."""
-    return thread.name.startswith("transfuse") and not thread.name.startswith("transfuse-streams")
+    """Whether this thread ends with its transfer. The process's port for streams stays, watches and workers linger."""
+    stays = thread.name.startswith(("transfuse-streams", "transfuse-watch", workers.IDLE))
+    return thread.name.startswith("transfuse") and not stays
 
 
 def threads_left(seconds: float = 0.0) -> list[str]:

@@ -236,7 +236,7 @@ def test_peer_refused() -> None:
 
 def test_protocol_error() -> None:
     def flip(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() == messages.HEADER_BYTES:
+        if tensor.numel() == messages.BLOCK_BYTES:
             tensor[9] ^= 1
         return tensor
 

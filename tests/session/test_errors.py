@@ -193,8 +193,8 @@ def test_damage_that_stays_is_an_error_that_names_the_leaf() -> None:
 
 def test_a_damaged_control_message_is_an_error_never_data() -> None:
     def tamper(tensor: torch.Tensor) -> torch.Tensor:
-        if 100 < tensor.numel() < 1000:
-            tensor[50] ^= 4
+        if tensor.numel() == messages.BLOCK_BYTES:
+            tensor[messages.HEADER_BYTES + 20] ^= 4
         return tensor
 
     sent, received, _ = tampered(tamper, {f"w{i}": torch.ones(3) for i in range(5)})
@@ -205,7 +205,7 @@ def test_a_damaged_control_message_is_an_error_never_data() -> None:
 
 def test_a_foreign_message_is_an_error_never_data() -> None:
     def tamper(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() == messages.HEADER_BYTES:
+        if tensor.numel() == messages.BLOCK_BYTES:
             tensor[:4] = torch.frombuffer(bytearray(b"HTTP"), dtype=torch.uint8)
         return tensor
 
@@ -216,7 +216,7 @@ def test_a_foreign_message_is_an_error_never_data() -> None:
 
 def test_another_wire_version_is_named() -> None:
     def tamper(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() == messages.HEADER_BYTES:
+        if tensor.numel() == messages.BLOCK_BYTES:
             tensor[4:6] = torch.frombuffer(bytearray(struct.pack("<H", 99)), dtype=torch.uint8)
         return tensor
 

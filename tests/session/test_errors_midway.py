@@ -28,6 +28,7 @@ from transfuse.testing.ranks import Fleet, Ranks
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import FIRST_TAG, Group
+from wires import is_of_a_transfer
 
 pytestmark = pytest.mark.usefixtures("group_route")
 
@@ -230,7 +231,7 @@ def test_what_was_kept_is_no_state_if_its_source_leaves_before_it_has_compared_i
         assert received.seconds > 0.9 * SHORT.total_seconds()
     else:
         assert isinstance(received, transfuse.PeerRefused)
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("transfuse")]
+    assert not [thread for thread in set(threading.enumerate()) - before if is_of_a_transfer(thread)]
 
 
 def test_an_interrupted_receive_still_says_what_it_tore(two: Pair) -> None:
@@ -337,7 +338,7 @@ def test_signs_of_life_with_progress_are_listened_to_for_as_long_as_it_takes(mon
 def test_a_peer_that_only_says_it_is_working_is_given_up(notes: list[int], total: int) -> None:
     """However its count of bytes rises: a byte at a time is no progress, and more than there are is none either."""
     limits = Limits(max_working_records=2)
-    signs = b"".join(messages.seal(messages.Message.WORKING, 1, note, b"") for note in notes)
+    signs = b"".join(hostile.spoken(messages.Message.WORKING, b"", 1, note) for note in notes)
     channel = Channel(Group(hostile.Stream(signs), CPU), 3, 1.0, limits)
     channel.transfer, channel.tag, channel.most_bytes = 1, FIRST_TAG, total
     with pytest.raises(transfuse.ProtocolError, match="signs of life without a message"):

@@ -24,6 +24,8 @@ __all__ = ["MutationWatch"]
 
 #: A sample has this many words of eight bytes. Short or unaligned memory is sampled byte by byte.
 WORDS = 8
+#: To look at so many tensors takes less time than to be asked.
+QUICK = 256
 _WORD, _BYTE = np.dtype(np.uint64), np.dtype(np.uint8)
 
 _version = attrgetter("_version")
@@ -79,6 +81,11 @@ class MutationWatch:
         row = np.concatenate(rows)
         base = self._described.addresses[tensors.storage[row]]
         return row, np.where(base > 0, base + tensors.start[row] + np.concatenate(offsets), 0), np.concatenate(runs)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether to look takes hardly any time."""
+        return len(self._described.tensors) <= QUICK
 
     def changed(self) -> list[str]:
         """Paths of leaves that have been written to, or whose tensors have moved to other memory."""

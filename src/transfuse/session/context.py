@@ -12,6 +12,7 @@ from transfuse.options import Options
 from transfuse.plan.catalogue import Late
 from transfuse.plan.cohorts import Cohort
 from transfuse.plan.match import Prepared
+from transfuse.plan.outline import Outline
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.session.partial import Partial
@@ -55,8 +56,10 @@ class Request:
 
     step: int | None = None
     #: The tree that the ``state_dict`` callback returned (later prepared), or None to receive fresh tensors.
-    #: ``failure`` is what the callback raised.
     target: object | None = None
+    #: The outline of a target that has been prepared, if it was made beforehand.
+    outline: Outline | None = None
+    #: What the callback raised.
     failure: BaseException | None = None
     #: Instead of a target: a function that gets the catalogue of all leaves and chooses the targets.
     late: Late | None = None

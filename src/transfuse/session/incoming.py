@@ -71,6 +71,8 @@ class Incoming(ABC):
         self._failure: BaseException | None = None
         #: Parcels of the last ``take`` that arrived with a wrong digest.
         self.wrong: list[int] = []
+        #: Whether the source has said, after its last parcel, that its tensors are unchanged.
+        self.confirmed = False
         self._left = False
         self._landing_lock = threading.Lock()
 

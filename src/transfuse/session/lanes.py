@@ -13,9 +13,11 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
+from transfuse import workers
 from transfuse.errors import PeerLost, TransfuseError
 from transfuse.memory import streams
 from transfuse.timeouts import Patience
@@ -53,7 +55,7 @@ class LaneWorkers:
     def start(self) -> None:
         for entrance in self._entrances:
             name = f"transfuse-lane-{self._main.peer}"
-            threading.Thread(target=self._work, args=(entrance,), name=name, daemon=True).start()
+            workers.run(partial(self._work, entrance), name)
 
     @property
     @abstractmethod
@@ -94,7 +96,7 @@ class LaneWorkers:
                 del self._busy[lane]
                 self._changed.notify_all()
 
-    def _work(self, entrance: Entrance) -> None:
+    def _work(self, entrance: Entrance, _: workers.Job) -> None:
         """Run one lane, in its thread."""
         peer, main = self._main.peer, self._main
         started = time.monotonic()

@@ -25,6 +25,7 @@ from transfuse.errors import NotCovered, PeerTimeout, ReceiveFailed, TransfuseEr
 from transfuse.memory import streams
 from transfuse.phases import WAITING, Phase
 from transfuse.plan.match import prepare
+from transfuse.plan.outline import outline
 from transfuse.session import agreement
 from transfuse.session.context import Context, Request
 from transfuse.session.ledger import Ledger
@@ -215,7 +216,9 @@ class Negotiator:
             self._prepared = True
             with self._roster.phase(channel, Phase.PREPARE):
                 try:
-                    self.request = replace(self.request, target=prepare(self.request.target, self._limits))
+                    target = prepare(self.request.target, self._limits)
+                    mine = outline(target, self._limits) if self.remembered.has_plans else None
+                    self.request = replace(self.request, target=target, outline=mine)
                 except Exception as error:
                     self.request = replace(self.request, failure=error)
 

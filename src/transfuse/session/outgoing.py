@@ -36,6 +36,8 @@ class ParcelSupply:
     ready: Callable[[Sequence[int]], BaseException | None] = lambda _: None
     #: Called with the parcels that the receiver asks for while others are under way.
     count_more: Callable[[range], object] = lambda more: None
+    #: Whether the parcels' tensors are known to be unchanged since they were described.
+    confirms: Callable[[], bool] = lambda: False
     rate_limit: RateLimit = field(default_factory=lambda: RateLimit(None))
     #: The staging buffer in which a parcel has arrived, if it can be sent out of that. From then on the buffer belongs
     #: to whoever sends it.

@@ -192,7 +192,7 @@ def accept(
         as_is = _all_have_the_same(cohorts, offers, request)
         assembles = _may_be_assembled(manifest, target, options)
         key = _key(cohorts, request, parcel_bytes, as_is=as_is, anybody=as_is and not assembles)
-        mine = None if key is None else outline(target, limits)
+        mine = None if key is None else request.outline or outline(target, limits)
         kept = None if key is None or mine is None else context.remembered.take_plan(key, mine)
         found: Match | TransfuseError | None = None
         if isinstance(kept, Kept):

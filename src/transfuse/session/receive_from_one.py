@@ -75,8 +75,7 @@ def _hear(channel: Channel, shared: Receive) -> Offer:
         try:
             header, body = channel.expect(Message.OFFER, Message.MEET, tag=OFFER_TAG)
             if header.kind is Message.MEET:
-                answer(channel, shared.lanes, body)
-                _, body = channel.expect(Message.OFFER)
+                body = bytearray(answer(channel, shared.lanes, body)) or channel.expect(Message.OFFER)[1]
         except ProtocolError as error:
             if channel.tag != OFFER_TAG:
                 channel.refuse(error)  # The header was valid and gave a tag, so the refusal can be sent.
@@ -209,6 +208,8 @@ class _Conversation:
                 except PeerLost:
                     self._check_own_memory()
                     raise
+        if incoming.confirmed and self._lanes is None:
+            shared.confirmed(channel.peer)
         self._arrivals.sort_out(channel.peer, incoming.wrong)
 
     def _leave(self, incoming: Incoming) -> None:

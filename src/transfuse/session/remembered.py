@@ -60,6 +60,9 @@ class _Recent(Generic[K, V]):
         self._most = most
         self._items: OrderedDict[K, V] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def get(self, key: K) -> V | None:
         if key in self._items:
             self._items.move_to_end(key)
@@ -125,6 +128,10 @@ class Remembered:
     def keep_structure(self, structure: Structure) -> None:
         with self._lock:
             self._structures.put(structure.manifest.structure, structure)
+
+    @property
+    def has_plans(self) -> bool:
+        return bool(self._plans)
 
     def take_plan(self, key: PlanKey, outline: Outline) -> Kept | Assembly | None:
         """Take out the plan for such sources and such a target, if there is one: only one receive may use it."""

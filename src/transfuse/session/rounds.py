@@ -88,7 +88,8 @@ class RoundsOut(Outgoing):
         if following:
             self._pack_ahead(following)
         cause = self._caller.cause or self.failure
-        calls.end(seal_record(channel.transfer, Intent.CANCEL if cause else Intent.GO_ON, digests))
+        going_on = Intent.CONFIRM if not following and self._supply.confirms() else Intent.GO_ON
+        calls.end(seal_record(channel.transfer, Intent.CANCEL if cause else going_on, digests))
         for buffer in buffers:
             self._staging.give_back(buffer)
         nbytes = self._payload(numbers)
@@ -115,7 +116,7 @@ class RoundsIn(Incoming):
         channel, self.wrong = self._channel, []
         rounds = deque(parcels.bursts(self._cut, numbers, self._shape.round))
         left = self._bytes_of(numbers)
-        low = left // 2  # With fewer bytes than this under way, ask for more.
+        low = left if more is nothing_more else left // 2  # With as many bytes as this under way, ask for more.
         asks = True
         while rounds or asks:
             if asks and left <= low:
@@ -153,7 +154,8 @@ class RoundsIn(Incoming):
         calls.end(record)
         self._hash(due, hashed)
         intent, digests = channel.read_sent(bytes(record))
-        self._settle(due, digests, keep=intent is Intent.GO_ON)
+        self.confirmed = intent is Intent.CONFIRM
+        self._settle(due, digests, keep=intent is not Intent.CANCEL)
         if intent is Intent.CANCEL:
             channel.expect()
             raise ProtocolError(channel.peer, f"rank {channel.peer} cancelled without saying why")

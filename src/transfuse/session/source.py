@@ -37,7 +37,7 @@ from transfuse.state.manifest import Described, Ints
 from transfuse.state.tensors import Bools
 from transfuse.timeouts import Patience
 from transfuse.wire import messages
-from transfuse.wire.channel import Channel
+from transfuse.wire.channel import Channel, bytes_in
 from transfuse.wire.group import OFFER_TAG
 from transfuse.wire.introduction import introduce
 from transfuse.wire.lanes import accept
@@ -71,6 +71,11 @@ class OfferedState:
     def holdings(self) -> Holdings:
         """What this rank holds of each global tensor, for receivers that want blocks of it."""
         return Holdings(self.described.manifest)
+
+    @cached_property
+    def short(self) -> bytes:
+        """The offer, if it is short enough to travel with a meeting."""
+        return bytes_in(self.body) if self.body.numel() <= messages.MOST_WITH_MEET else b""
 
     @property
     def total_bytes(self) -> int:
@@ -209,7 +214,7 @@ class _Serving:
             return False
         try:
             with self._phase(Phase.MEET):
-                met = introduce(channel, pool, OFFER_TAG)
+                met = introduce(channel, pool, OFFER_TAG, self._offered.short)
             if self._caller.cause is not None:
                 raise self._caller.cause
         except BaseException as error:
@@ -221,8 +226,9 @@ class _Serving:
     def serve(self) -> None:
         channel = self._channel
         met = self._meet()
-        with self._phase(Phase.OFFER):
-            channel.send(Message.OFFER, self._offered.body, note=channel.tag, tag=None if met else OFFER_TAG)
+        if not met or not self._offered.short:
+            with self._phase(Phase.OFFER):
+                channel.send(Message.OFFER, self._offered.body, note=channel.tag, tag=None if met else OFFER_TAG)
         while True:
             try:
                 with self._phase(Phase.WAIT_FOR_WANT if self._cut is None else Phase.WAIT_FOR_VERDICT):
@@ -318,7 +324,9 @@ class _Serving:
         self._cut = cut
         self._memory = _Memory(offered.described, cut.regions)
         shape = Shape.of(offered.offer, want, agreed)
-        supply = ParcelSupply(self._memory, digest, count_more=self._count_more, rate_limit=rate_limit)
+        supply = ParcelSupply(
+            self._memory, digest, count_more=self._count_more, confirms=self._confirms, rate_limit=rate_limit
+        )
 
         def outgoing(channel: Channel) -> Outgoing:
             moves = channel.group.moves_tensors
@@ -477,6 +485,11 @@ class _Serving:
             changed = self._offered.mutation_watch.changed()
         if changed:
             self._blame(changed, self._channel)
+
+    def _confirms(self) -> bool:
+        """Whether the tensors are known to be unchanged, as far as that takes no time. If not, the receiver asks."""
+        watch = self._offered.mutation_watch
+        return self._lanes is None and not streams.are_involved() and watch.is_quick and not watch.changed()
 
     def _blame(self, leaves: list[str], channel: Channel) -> None:
         own = self._channel.group.rank()

@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
+from transfuse import workers
 from transfuse.errors import PeerTimeout
 from transfuse.memory.streams import Streams, inherit
 from transfuse.phases import Phase, trace_name
@@ -30,10 +32,10 @@ __all__ = ["Caller", "SideConversation", "interrupt_behind", "run"]
 
 
 class _End(NamedTuple):
-    """A conversation is over, with this error or well. ``thread`` is about to end; None: it stays in its wait."""
+    """A conversation is over, with this error or well. ``job`` is about to end; None: it stays in its wait."""
 
     error: BaseException | None
-    thread: threading.Thread | None
+    job: workers.Job | None
 
 
 class _Mark(NamedTuple):
@@ -176,7 +178,7 @@ def run(
     streams = streams or Streams()
     left = dict(talks)
 
-    def work(rank: int) -> None:
+    def work(rank: int, job: workers.Job) -> None:
         talk = left.pop(rank, None)
         if talk is None:
             return  # Another thread runs this conversation.
@@ -187,16 +189,15 @@ def run(
         except BaseException as error:
             # The error refers to this frame, so it is not stored in it: the cycle would keep tensors in memory that
             # the backend has returned.
-            caller.end(rank, _End(error, threading.current_thread()))
+            caller.end(rank, _End(error, job))
         else:
-            caller.end(rank, _End(None, threading.current_thread()))
+            caller.end(rank, _End(None, job))
 
     def start() -> None:
         """Start a thread for each conversation that has none. After an interrupt one may get a second, which ends."""
         for rank in list(left):
-            thread = threading.Thread(target=work, args=(rank,), name=f"transfuse-peer-{rank}", daemon=True)
             try:
-                thread.start()
+                workers.run(partial(work, rank), f"transfuse-peer-{rank}")
             except RuntimeError as error:
                 if (interrupt := interrupt_behind(error)) is not None:
                     raise interrupt from None
@@ -238,10 +239,10 @@ def _wait_for(
                 if event is not None:
                     ranges.mark(event)
                 for rank in waiting & caller.ends.keys():
-                    error, thread = caller.ends[rank]
-                    if thread is not None:
+                    error, job = caller.ends[rank]
+                    if job is not None:
                         # One that outlives the call might be the last to hold the group when the interpreter exits.
-                        thread.join()
+                        job.join()
                     if error is not None:
                         failed[rank] = error
                     waiting.discard(rank)
@@ -282,11 +283,9 @@ class SideConversation:
         self._leave = leave
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._streams = inherit()
-        name = f"transfuse-link-{channel.peer}"
-        self._thread = threading.Thread(target=self._run, args=(talk,), name=name, daemon=True)
-        self._thread.start()
+        self._job = workers.run(partial(self._run, talk), f"transfuse-link-{channel.peer}")
 
-    def _run(self, talk: Callable[[], object]) -> None:
+    def _run(self, talk: Callable[[], object], _: workers.Job) -> None:
         error: BaseException | None = None
         try:
             with self._streams(), torch.inference_mode(False), torch.no_grad(), self._channel:
@@ -302,7 +301,7 @@ class SideConversation:
         while True:
             try:
                 error = self._ended.get(timeout=Patience.neighbour_slice(patience))
-                self._thread.join()
+                self._job.join()
                 return error
             except queue.Empty:
                 if progress.bytes != seen:

@@ -29,7 +29,7 @@ from transfuse.memory import streams
 from transfuse.timeouts import Patience
 from transfuse.wire import messages
 from transfuse.wire.group import CPU, OFFER_TAG, Group, valid_tag
-from transfuse.wire.messages import HEADER_BYTES, Header, Intent, Message
+from transfuse.wire.messages import BLOCK_BYTES, HEADER_BYTES, Header, Intent, Message
 from transfuse.wire.operations import Operations, Posted
 from transfuse.wire.pool import Pool
 from transfuse.wire.stream import Part, Stream
@@ -39,6 +39,8 @@ __all__ = ["Channel", "bytes_in"]
 
 #: The byte that follows each chunk of a message.
 MARK = b"\x01"
+#: How many bytes of a body fit into the first block.
+ROOM = BLOCK_BYTES - HEADER_BYTES
 
 
 def bytes_in(tensor: torch.Tensor) -> bytes:
@@ -234,11 +236,14 @@ class Channel(Operations):
             text = body if isinstance(body, bytes) else bytes_in(body)
             self.write(messages.seal(kind, self.transfer, note, text), text)
             return
-        data = self.wire(body) if isinstance(body, bytes) else body
-        head = messages.seal(kind, self.transfer, note, data.cpu().numpy().data)
-        self._unanswered.append(self.post_send(self.wire(head), tag))
-        for at in range(0, data.numel(), self.limits.chunk_bytes):
-            self._unanswered.append(self.post_send(data[at : at + self.limits.chunk_bytes]))
+        text = memoryview(body) if isinstance(body, bytes) else body.cpu().numpy().data
+        block = (messages.seal(kind, self.transfer, note, text) + bytes(text[:ROOM])).ljust(BLOCK_BYTES, b"\0")
+        self._unanswered.append(self.post_send(self.wire(block), tag))
+        if len(text) <= ROOM:
+            return
+        rest = (self.wire(body) if isinstance(body, bytes) else body)[ROOM:]
+        for at in range(0, rest.numel(), self.limits.chunk_bytes):
+            self._unanswered.append(self.post_send(rest[at : at + self.limits.chunk_bytes]))
             self._unanswered.append(self.post_send(self.wire(MARK)))
 
     def settle(self) -> None:
@@ -248,12 +253,14 @@ class Channel(Operations):
         self._unanswered.clear()
 
     def send_last(self, kind: Message) -> None:
-        """Send a message without a body that nobody answers, and do not wait until it has been sent.
+        """Send a message without a body that nobody answers, and do not wait until it has been sent. Not on streams.
 
         If the peer dies just now, gloo forgets the send, and a wait for it would never end. The peer waits for this
         message already (:meth:`ask_last`), so gloo sends it at once, or after what it sends for other conversations on
         this group. Its memory is kept for that long.
         """
+        if self.stream is not None:
+            return
         self.send(kind)
         if not self.group.shares_fate:
             self.settle()
@@ -268,15 +275,21 @@ class Channel(Operations):
         self._unanswered.clear()
 
     def ask_last(self, kind: Message, body: bytes, answer: Message) -> None:
-        """Send the last message, and wait for the answer, which the peer sends by :meth:`send_last`."""
-        early = self.post_recv(self.empty(HEADER_BYTES)) if self.group.shares_fate else None
+        """Send the last message, and wait for the answer, which the peer sends by :meth:`send_last`.
+
+        On a stream nobody answers: what the kernel has arrives if the peer lives.
+        """
+        if self.stream is not None:
+            self.send(kind, body)
+            return
+        early = self.post_recv(self.empty(BLOCK_BYTES)) if self.group.shares_fate else None
         self.send(kind, body)
         self.expect(answer, early=early)
 
     def expect(self, *kinds: Message, tag: int | None = None, early: Posted | None = None) -> tuple[Header, bytearray]:
         """Receive the next message, which must be one of ``kinds``. Raise if the peer refuses.
 
-        ``early``: a receive for its header that has been posted already.
+        ``early``: a receive for its first block that has been posted already.
         """
         signs = 0
         while True:
@@ -284,8 +297,8 @@ class Channel(Operations):
                 data, early = bytes(early.wait().cpu().numpy()), None
             else:
                 moved = tag is None or self.stream is not None
-                data = self._recv_bytes(HEADER_BYTES) if moved else self._hear_first_word(tag or OFFER_TAG)
-            header = self._open(data)
+                data = self._recv_start() if moved else self._hear_first_word(tag or OFFER_TAG)
+            header = self._open(data[:HEADER_BYTES])
             if header.kind is not Message.WORKING:
                 break
             # Signs of life are counted, and only bytes earn more of them, so no peer is waited for without end.
@@ -313,7 +326,7 @@ class Channel(Operations):
                 f"rank {self.peer} announced a message of {header.length} bytes, more than "
                 f"TRANSFUSE_MAX_MESSAGE_BYTES={self.limits.max_message_bytes}",
             )
-        body = bytearray()
+        body = bytearray(data[HEADER_BYTES:][: header.length])
         while len(body) < header.length:
             # Receive chunk by chunk: an announced length alone must not allocate memory.
             count = min(self.limits.chunk_bytes, header.length - len(body))
@@ -388,7 +401,7 @@ class Channel(Operations):
     def read_sent(self, data: bytes) -> tuple[Intent, Sequence[int] | None]:
         """The record's intent and digests. None instead of the digests if they have arrived damaged."""
         header = self._open(data[:HEADER_BYTES])
-        if header.kind is not Message.SENT or header.length or header.note not in (0, 1):
+        if header.kind is not Message.SENT or header.length or header.note > max(Intent):
             raise ProtocolError(self.peer, f"rank {self.peer} sent {header.kind.name} where a record was due")
         return Intent(header.note), messages.digests_in(data)
 
@@ -460,6 +473,10 @@ class Channel(Operations):
 
     # ----------------------------------------------------------------------------------------------------- helpers
 
+    def _recv_start(self) -> bytes:
+        """The beginning of the next message: its header, and over a group some of its body."""
+        return self._recv_bytes(HEADER_BYTES if self.stream is not None else BLOCK_BYTES)
+
     def _recv_bytes(self, count: int) -> bytes:
         if self.stream is None:
             return bytes_in(self.post_recv(self.empty(count)).wait())
@@ -468,11 +485,11 @@ class Channel(Operations):
         return bytes(data)
 
     def _hear_first_word(self, tag: int) -> bytes:
-        """The header of the next offer. If an earlier call has left a receive behind, the header arrives there."""
+        """The block of the next offer. If an earlier call has left a receive behind, the block arrives there."""
         switchboard = self.group.switchboard
         word = switchboard.adopt(self.peer, self)
         if word is None:
-            word = self._first_word = FirstWord(self.post_recv(self.empty(HEADER_BYTES), tag), self.peer, self)
+            word = self._first_word = FirstWord(self.post_recv(self.empty(BLOCK_BYTES), tag), self.peer, self)
             word.wait()
             self._first_word = None
         else:

@@ -1,7 +1,8 @@
 """Introductions: two ends that meet over a process group move their conversation to a stream, or agree not to.
 
     source                                                    receiver
-      | -- meet: streams that are there, a number, a place ----> |
+      | -- meet: streams that are there, a number, a place, -->  |
+      |    and the offer if it is short                          |
       |                                                          |  takes one of them, or connects to the place
       | <- met: the stream's number; or a new one, and a place - |
       |  only if the receiver could not connect:                 |
@@ -33,10 +34,12 @@ __all__ = ["answer", "introduce"]
 logger = logging.getLogger("transfuse")
 
 
-def introduce(channel: Channel, pool: Pool | None, tag: int | None, *, always: bool = False) -> bool:
+def introduce(
+    channel: Channel, pool: Pool | None, tag: int | None, offer: bytes = b"", *, always: bool = False
+) -> bool:
     """At the source: propose a stream. Whether the receiver has been told anything; ``always``: it expects that.
 
-    ``tag``: on which the receiver hears the first word of this conversation.
+    ``tag``: on which the receiver hears the first word of this conversation. ``offer``: what it hears with that.
     """
     peer = channel.peer
     meeting = pool.meeting(peer) if pool is not None and pool.can_move(peer) else None
@@ -49,7 +52,7 @@ def introduce(channel: Channel, pool: Pool | None, tag: int | None, *, always: b
             return always and _propose_nothing(channel, tag)
         if new:
             meeting.expected.add(new)
-        meet = Meet(sorted(known)[:MOST_KNOWN], new, meeting.place() if new else None)
+        meet = Meet(sorted(known)[:MOST_KNOWN], new, meeting.place() if new else None, offer)
         channel.send(Message.MEET, messages.encode(meet), note=channel.tag, tag=tag)
         met = channel.decode(channel.expect(Message.MET)[1], Met)
         if met.place is not None:
@@ -88,8 +91,8 @@ def _propose_nothing(channel: Channel, tag: int | None) -> bool:
     return True
 
 
-def answer(channel: Channel, pool: Pool | None, body: bytearray) -> None:
-    """At the receiver: answer a source that proposes a stream."""
+def answer(channel: Channel, pool: Pool | None, body: bytearray) -> bytes:
+    """At the receiver: answer a source that proposes a stream. Return the offer that came with that, if any."""
     meet, peer = channel.decode(body, Meet), channel.peer
     meeting = pool.meeting(peer) if pool is not None and pool.can_move(peer) else None
     stream: Stream | None = None
@@ -101,7 +104,7 @@ def answer(channel: Channel, pool: Pool | None, body: bytearray) -> None:
                 stream = _let_source_dial(channel, pool, meeting)
                 if stream is not None:
                     channel.move_to(stream)
-                return
+                return meet.offer
     try:
         channel.send(Message.MET, messages.encode(Met(0 if stream is None else stream.number)))
     except BaseException:
@@ -110,6 +113,7 @@ def answer(channel: Channel, pool: Pool | None, body: bytearray) -> None:
         raise
     if stream is not None:
         channel.move_to(stream)
+    return meet.offer
 
 
 def _known(pool: Pool, peer: int, meet: Meet) -> Stream | None:

@@ -19,6 +19,7 @@ from transfuse.plan.wanted_blocks import WantedBlocks
 from transfuse.state.manifest import Wire
 
 __all__ = [
+    "BLOCK_BYTES",
     "HEADER_BYTES",
     "MAGIC",
     "MOST_KNOWN",
@@ -56,13 +57,15 @@ __all__ = [
 ]
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 #: The most routes that an offer or a verdict may name.
 MOST_ROUTES = 16
 #: The most lanes between two ends.
 MOST_LANES = 15
 #: The most streams from earlier transfers that a source names.
 MOST_KNOWN = MOST_LANES + 1
+#: The most bytes of an offer that travels with a meeting.
+MOST_WITH_MEET = 1 << 15
 #: The length of the token that a process asks for at its port.
 TOKEN_BYTES = 32
 #: A random number by which both ends know a lane.
@@ -72,6 +75,8 @@ RouteName = Annotated[str, msgspec.Meta(max_length=64)]
 # magic, version, kind, transfer, note, body length, digest of the body, digest of the fields before
 _HEADER = struct.Struct("<4sHHQQQQQ")
 HEADER_BYTES = _HEADER.size
+#: Over a process group a message begins with a block of this length: its header, and as much of its body as fits.
+BLOCK_BYTES = 4096
 _DIGEST_BYTES = 8
 
 
@@ -109,6 +114,8 @@ class Intent(enum.IntEnum):
 
     GO_ON = 0
     CANCEL = 1
+    #: As GO_ON. And the source's tensors are unchanged since it described them: nobody has to ask (check).
+    CONFIRM = 2
 
 
 class Answer(NamedTuple):
@@ -190,6 +197,8 @@ class Meet(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     #: The number for a new one, or 0; and where the receiver connects for it.
     new: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     place: Place | None
+    #: The offer itself, if it is short. Otherwise it follows over the stream.
+    offer: Annotated[bytes, msgspec.Meta(max_length=MOST_WITH_MEET)] = b""
 
 
 class Met(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

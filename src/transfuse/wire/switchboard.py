@@ -45,8 +45,8 @@ __all__ = [
 _take_reference = ctypes.pythonapi.Py_IncRef
 
 MOST_LAST_MESSAGES = 400
-#: The longest pause of a watch, in seconds.
-MOST_PAUSE = 0.1
+#: The longest pause of a watch, and how long it stays after the last conversation, in seconds.
+MOST_PAUSE, LINGER_SECONDS = 0.1, 1.0
 
 
 class Watched(Protocol):
@@ -115,16 +115,17 @@ class _Queues:
 class Watch:
     """One thread that watches all conversations of a group, or all that are held over streams.
 
-    It runs while there are any, and ``lingers`` for these seconds after the last one.
-
     It sends signs of life for conversations whose own end is working. On groups where one expired wait breaks all
     connections, it ends the waits once every conversation is overdue. Until then a late peer costs the others nothing
     and may still catch up.
+
+    The thread stays for a moment after the last conversation: to start one takes longer than many conversations do.
     """
 
-    def __init__(self, lingers: float = 0.0) -> None:
-        self._lingers = lingers
+    def __init__(self) -> None:
         self._lock = threading.Lock()
+        #: Held while the thread holds conversations. Reentrant: what the thread calls may remove one.
+        self._passing = threading.RLock()
         self._channels: set[Watched] = set()
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -132,69 +133,62 @@ class Watch:
         #: that may be done now. It is asked again until it says yes.
         self.before_break_off: Callable[[Sequence[Watched]], bool] | None = None
 
-    @property
-    def runs(self) -> bool:
-        return self._thread is not None
+    def __len__(self) -> int:
+        """How many conversations are watched."""
+        return len(self._channels)
 
     def add(self, channel: Watched) -> None:
         with self._lock:
+            self._channels.add(channel)
             if self._thread is None:
-                name = "transfuse-streams-watch" if self._lingers else "transfuse-watch"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                thread = threading.Thread(target=self._run, name="transfuse-watch", daemon=True)
                 thread.start()
                 self._thread = thread
-            self._channels.add(channel)
+        if channel.pulse_seconds < 2 * MOST_PAUSE:
+            self._changed.set()
 
     def remove(self, channel: Watched) -> None:
         """Stop watching a conversation. Does nothing if it is not watched."""
         with self._lock:
-            if channel not in self._channels:
-                return
             self._channels.discard(channel)
-            ended = None
-            if not self._channels and not self._lingers:
-                # The thread will see that it is no longer the watch's thread, and end.
-                ended, self._thread = self._thread, None
-        if not self._lingers:
-            self._changed.set()
-        if ended is not None:
-            # Wait for it: a thread that outlives the call could hold the last reference to the group while the
-            # interpreter ends.
-            ended.join()
+        with self._passing:
+            # The thread does not hold it any more. It could hold the last reference to the group while the interpreter
+            # ends.
+            pass
 
     def _run(self) -> None:
-        me = threading.current_thread()
-        ends_at = time.monotonic() + self._lingers
+        ends_at = time.monotonic() + LINGER_SECONDS
         while True:
-            with self._lock:
-                if self._thread is not me:
-                    return
-                channels = list(self._channels)
+            with self._passing:
+                with self._lock:
+                    channels = list(self._channels)
+                    if not channels and time.monotonic() >= ends_at:
+                        self._thread = None
+                        return
+                pause = self._look_at(channels)
                 if channels:
-                    ends_at = time.monotonic() + self._lingers
-                elif time.monotonic() >= ends_at:
-                    self._thread = None
-                    return
-            if not channels:
-                self._changed.wait(MOST_PAUSE)
-                continue
-            for channel in channels:
-                with suppress(Exception):  # Whatever happens to one conversation, the others are watched.
-                    channel.pulse()
-            if (
-                channels[0].shares_fate
-                and all(channel.overdue() for channel in channels)
-                and any(channel.waiting_since is not None for channel in channels)
-                and (self.before_break_off is None or self.before_break_off(channels))
-            ):
-                for channel in channels:
-                    channel.given_up = True
-                for channel in channels:
-                    channel.break_off()
-            pause = min(MOST_PAUSE, min(channel.pulse_seconds / 2 for channel in channels))
-            del channel, channels
+                    ends_at = time.monotonic() + LINGER_SECONDS
+                del channels
             self._changed.wait(pause)
             self._changed.clear()
+
+    def _look_at(self, channels: Sequence[Watched]) -> float:
+        """Do what is due now. Return how many seconds to pause."""
+        for channel in channels:
+            with suppress(Exception):  # Whatever happens to one conversation, the others are watched.
+                channel.pulse()
+        if (
+            channels
+            and channels[0].shares_fate
+            and all(channel.overdue() for channel in channels)
+            and any(channel.waiting_since is not None for channel in channels)
+            and (self.before_break_off is None or self.before_break_off(channels))
+        ):
+            for channel in channels:
+                channel.given_up = True
+            for channel in channels:
+                channel.break_off()
+        return min([MOST_PAUSE, *(channel.pulse_seconds / 2 for channel in channels)])
 
 
 class FirstWord:
@@ -438,13 +432,13 @@ class Leftovers(NamedTuple):
 def leftovers() -> Leftovers:
     switchboards = list(_switchboards.values())
     return Leftovers(
-        sum(switchboard.watch.runs for switchboard in switchboards),
+        sum(len(switchboard.watch) > 0 for switchboard in switchboards),
         sum(switchboard.left() for switchboard in switchboards),
     )
 
 
-#: Watches all conversations over streams: to start a thread for each would take longer than many of them do.
-_stream_watch = Watch(lingers=1.0)
+#: Watches all conversations over streams.
+_stream_watch = Watch()
 
 
 def stream_watch() -> Watch:
@@ -453,7 +447,7 @@ def stream_watch() -> Watch:
 
 def _after_fork() -> None:
     global _finding, _stream_watch
-    _finding, _stream_watch = threading.Lock(), Watch(lingers=1.0)
+    _finding, _stream_watch = threading.Lock(), Watch()
     for switchboard in list(_switchboards.values()):
         switchboard.start_again()
 
