@@ -145,7 +145,11 @@ class DamagedAnswer(Tampering):
     _left = 1
 
     def tamper(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        if self._left and tensor.numel() == messages.BLOCK_BYTES and int(tensor[6]) == messages.Message.GOT:
+        if (
+            self._left
+            and tensor.numel() in (messages.HEADER_BYTES, messages.BLOCK_BYTES)
+            and int(tensor[6]) == messages.Message.GOT
+        ):
             self._left -= 1
             tensor[messages.HEADER_BYTES - 1] ^= 1
         return tensor

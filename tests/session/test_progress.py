@@ -656,7 +656,8 @@ def test_every_phase_is_a_range_of_the_calling_thread(end: int, tmp_path: pathli
     assert nested(traced.ranges)
     group = move.reports[1].route == "group"
     moving = {0: {"send"} if group else set[str](), 1: {"receive" if group else "read"}}[end]
-    first = {0: {"describe", "meet" if over_streams() else "offer"}, 1: {"state_dict callback", "wait for offer", "plan", "finish"}}[end]
+    told = "meet" if over_streams() else "offer"
+    first = {0: {"describe", told}, 1: {"state_dict callback", "wait for offer", "plan", "finish"}}[end]
     assert moving | first <= set(report.phases)
 
 

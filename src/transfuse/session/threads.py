@@ -236,9 +236,13 @@ def _wait_for(
                 if caller.cause is not None:
                     give_up = min(give_up, time.monotonic() + Patience.GOODBYE_SECONDS)
                 event = _next(caller.events)
+                ended = waiting & caller.ends.keys()  # First: the last marks of these are in the queue by now.
                 if event is not None:
                     ranges.mark(event)
-                for rank in waiting & caller.ends.keys():
+                while not caller.events.empty():
+                    if (event := caller.events.get()) is not None:
+                        ranges.mark(event)
+                for rank in ended:
                     error, job = caller.ends[rank]
                     if job is not None:
                         # One that outlives the call might be the last to hold the group when the interpreter exits.

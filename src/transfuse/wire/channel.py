@@ -233,8 +233,8 @@ class Channel(Operations):
     def send(self, kind: Message, body: bytes | torch.Tensor = b"", *, note: int = 0, tag: int | None = None) -> None:
         """Send a message. The peer's answer will prove that it has arrived. ``tag`` is for the header of an offer."""
         if self.stream is not None:
-            text = body if isinstance(body, bytes) else bytes_in(body)
-            self.write(messages.seal(kind, self.transfer, note, text), text)
+            plain = body if isinstance(body, bytes) else bytes_in(body)
+            self.write(messages.seal(kind, self.transfer, note, plain), plain)
             return
         text = memoryview(body) if isinstance(body, bytes) else body.cpu().numpy().data
         block = (messages.seal(kind, self.transfer, note, text) + bytes(text[:ROOM])).ljust(BLOCK_BYTES, b"\0")
