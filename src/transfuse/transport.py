@@ -238,7 +238,7 @@ class PGTransport:
                 self._send(state_dict, context, leases, watch)
         except BaseException as error:
             if _is_untold(error, caller, began):
-                self._tell(error, "dst_ranks", dst_ranks, is_source=True)
+                self._tell(error, caller, "dst_ranks", dst_ranks, is_source=True)
             raise
 
     def _check_rate(self, receivers: int) -> None:
@@ -381,7 +381,7 @@ class PGTransport:
                 return self._receive(request, context, watch)
         except BaseException as error:
             if _is_untold(error, caller, began):
-                self._tell(error, "src_rank", src_rank, is_source=False)
+                self._tell(error, caller, "src_rank", src_rank, is_source=False)
             raise
 
     def _ask_for_target(self, request: Request, context: Context) -> Request:
@@ -454,14 +454,21 @@ class PGTransport:
         return threads.Caller(watching=self._options.progress is not False)
 
     def _tell(
-        self, error: BaseException, name: str, peers: SupportsIndex | Sequence[SupportsIndex], *, is_source: bool
+        self,
+        error: BaseException,
+        ended: threads.Caller | None,
+        name: str,
+        peers: SupportsIndex | Sequence[SupportsIndex],
+        *,
+        is_source: bool,
     ) -> None:
         """Tell the peers why a call has ended before its conversations began: they would wait for their whole timeout.
 
         Best effort: whatever happens meanwhile, a second interrupt too, the call ends with its first error.
         """
         with suppress(BaseException):
-            ranks = self._check_ranks(name, peers)
+            begun = () if ended is None else ended.begun
+            ranks = [rank for rank in self._check_ranks(name, peers) if rank not in begun]
             caller = threads.Caller(watching=False)
             if not isinstance(error, Exception):
                 caller.stop(error)

@@ -150,3 +150,34 @@ def test_an_error_of_progress_after_everything_has_arrived_says_so(ranks: Ranks)
     assert isinstance(received.error, ValueError)
     assert any("the targets hold the new state" in note for note in received.error.__notes__)
     assert_exact(some_state(1.0)["model"]["w1"], target["model"]["w1"])
+
+
+def test_a_second_interrupt_tells_nobody_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver would take a second refusal for the answer to its next receive."""
+    start, interrupts = threading.Thread.start, iter([KeyboardInterrupt("the second")])
+
+    def start_but_once(thread: threading.Thread) -> None:
+        if thread.name == "transfuse-peer-2" and (interrupt := next(interrupts, None)) is not None:
+            raise interrupt
+        start(thread)
+
+    def gone() -> Any:
+        raise KeyboardInterrupt("the first")
+
+    with Ranks(3, timeout=TIMEOUT) as three:
+        transports = [transfuse.PGTransport(pg, TIMEOUT, CPU) for pg in three.pgs]
+        monkeypatch.setattr(threading.Thread, "start", start_but_once)
+
+        def move(rank: int, state: Any) -> Any:
+            if rank == SOURCE:
+                return transports[rank].send([1, 2], state)
+            return transports[rank].recv_checkpoint(SOURCE)
+
+        sent, *received = three.outcomes(lambda rank, _: move(rank, gone), deadline=2 * TIMEOUT)
+        assert isinstance(sent.error, KeyboardInterrupt)
+        assert all(_is_told(one.error) and one.error is not None for one in received), received
+        assert next(interrupts, None) is None
+        sent, *received = three.outcomes(lambda rank, _: move(rank, lambda: some_state(3.0)), deadline=2 * TIMEOUT)
+        for one in received:
+            assert_exact(some_state(3.0), one.get())
+        assert sent.error is None

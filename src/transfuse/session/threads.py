@@ -62,6 +62,8 @@ class Caller:
         self._lent: set[int] = set()
         #: Whether a thread has been started for each conversation: from then on each peer is told if the caller stops.
         self.talking = False
+        #: Peers whose conversation a thread has begun, or will: nobody else tells them anything.
+        self.begun: set[int] = set()
         #: How conversations have ended. The queue only wakes the caller: an interrupt may lose what is taken from it.
         self.ends: dict[int, _End] = {}
         self.events: queue.SimpleQueue[_Mark | None] = queue.SimpleQueue()
@@ -207,9 +209,12 @@ def run(
         caller.talking = True
 
     ranges = _Ranges()
+    caller.begun = set(talks)
     try:
         return _wait_for(set(talks), start, caller, ranges, show, watch, park)
     finally:
+        # A second interrupt can come before each has a thread. A thread that comes late finds its conversation gone.
+        caller.begun.difference_update([rank for rank in talks if left.pop(rank, None) is not None])
         # Errors refer to the frames of the conversations, and these to the caller: a cycle that would keep their state.
         caller.ends = {}
         ranges.close()
