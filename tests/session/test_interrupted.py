@@ -133,6 +133,28 @@ def test_a_receiver_that_left_before_the_offer_tells_the_source(ranks: Ranks) ->
     assert_exact(some_state(2.0), received.get(), in_place=True)
 
 
+def test_interrupted_twice_before_the_offer(ranks: Ranks) -> None:
+    """The next receive gets the offer, and not the thread that the interrupted one has left behind."""
+    left = threading.Event()
+
+    def leave() -> None:
+        raise KeyboardInterrupt
+
+    def work(rank: int, pg: Any) -> Any:
+        transport = transfuse.PGTransport(pg, TIMEOUT, CPU)
+        if rank == SOURCE:
+            assert left.wait(TIMEOUT)
+            return transport.send_checkpoint(RECEIVER, some_state(1.0))
+        with pytest.raises(KeyboardInterrupt):
+            transport.receive(SOURCE, watch=leave)
+        left.set()
+        return transport.recv_checkpoint(SOURCE)
+
+    sent, received = ranks.outcomes(work, deadline=2 * TIMEOUT)
+    assert_exact(some_state(1.0), received.get())
+    assert sent.error is None
+
+
 def test_an_error_of_progress_after_everything_has_arrived_says_so(ranks: Ranks) -> None:
     target = some_state(-1.0)
 

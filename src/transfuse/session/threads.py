@@ -267,6 +267,8 @@ def _wait_for(
             if caller.cause is None:
                 caller.stop(interrupt)
             elif caller.may_leave():
+                for rank in waiting:
+                    park(rank)
                 raise  # The second request to stop takes effect at once.
             # Otherwise the backend may still write to the caller's memory, at most until the timeout.
     if caller.cause is not None:
