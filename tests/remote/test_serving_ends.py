@@ -229,3 +229,20 @@ def test_ctrl_c_ends_a_fetch_and_the_server_goes_on() -> None:
         assert not differences(state, transfuse.fetch(locked.address, token=TOKEN))
         with slow.mutating():
             pass
+
+
+def test_ctrl_c_leaves_nothing_of_a_fetch_from_a_server_that_says_nothing(interruptible: None) -> None:
+    tasks, files = own_tasks(), own_files()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        def interrupt() -> None:
+            with silent.accept()[0] as connection:
+                connection.recv(1)  # It is in the handshake.
+                signal.raise_signal(signal.SIGINT)
+                nothing_is_left(tasks + 1, files + 2)  # This thread, this connection, and the port.
+
+        with ThreadPoolExecutor(1) as stranger:
+            left = stranger.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                transfuse.fetch(f"127.0.0.1:{silent.getsockname()[1]}", timeout=DEADLINE)
+            left.result()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, SupportsIndex, Unpack
 
 import torch
@@ -270,14 +271,16 @@ class _Visit:
         server = self._addresses[number]
         if isinstance(server, InProcess):
             return
-        control = connect(server, self._key, self._seconds, number)
+        control = connect(server, self._key, self._seconds, number, partial(self._connected, number))
+        control.send(Come(), self._seconds)
+        control.expect(Come, self._seconds, "waiting for the server to have room", self._waits)
+
+    def _connected(self, number: int, control: ControlConnection) -> None:
         with self._lock:
             self._controls[number] = control
             left = number in self._left
         if left:
             control.close()
-        control.send(Come(), self._seconds)
-        control.expect(Come, self._seconds, "waiting for the server to have room", self._waits)
 
     def _get_ready(self, number: int) -> None:
         """Wait until a server holds its state still. From then on its connection is the conversation's stream."""

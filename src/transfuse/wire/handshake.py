@@ -391,8 +391,14 @@ def _connected(where: tuple[str, int], seconds: float) -> socket.socket:
     raise OSError("the name stands for no address")
 
 
-def connect(address: str, key: bytes, seconds: float, rank: int) -> ControlConnection:
-    """Connect to a server as a reader, and prove the token."""
+def connect(
+    address: str,
+    key: bytes,
+    seconds: float,
+    rank: int,
+    connected: Callable[[ControlConnection], object] = lambda _: None,
+) -> ControlConnection:
+    """Connect to a server as a reader, and prove the token. ``connected`` gets the connection before that."""
     started = time.monotonic()
     deadline = started + seconds
     try:
@@ -404,6 +410,7 @@ def connect(address: str, key: bytes, seconds: float, rank: int) -> ControlConne
         raise PeerLost(rank, f"{address} cannot be reached: {error}; is a server there, on this interface?") from error
     control = ControlConnection(sock, address, rank)
     try:
+        connected(control)
         control.enter(key, deadline)
     except BaseException:
         control.close()
