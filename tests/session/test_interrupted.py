@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +13,11 @@ import torch
 import transfuse
 from interrupts import Interrupt
 from moves import CPU
+from transfuse import workers
 from transfuse.errors import PeerRefused, SendFailed, TransfuseError
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Outcome, Ranks
+from transfuse.wire.switchboard import FirstWord
 
 #: Far longer than anything takes: an end that is not told waits for this long.
 TIMEOUT = 40.0
@@ -133,12 +135,19 @@ def test_a_receiver_that_left_before_the_offer_tells_the_source(ranks: Ranks) ->
     assert_exact(some_state(2.0), received.get(), in_place=True)
 
 
-def test_interrupted_twice_before_the_offer(ranks: Ranks) -> None:
+def test_interrupted_twice_before_the_offer(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next receive gets the offer, and not the thread that the interrupted one has left behind."""
-    left = threading.Event()
+    waits, left, wait = threading.Event(), threading.Event(), FirstWord.wait
+
+    def wait_and_say_so(word: FirstWord) -> None:
+        waits.set()
+        wait(word)
 
     def leave() -> None:
+        assert waits.wait(TIMEOUT)
         raise KeyboardInterrupt
+
+    monkeypatch.setattr(FirstWord, "wait", wait_and_say_so)
 
     def work(rank: int, pg: Any) -> Any:
         transport = transfuse.PGTransport(pg, TIMEOUT, CPU)
@@ -176,19 +185,19 @@ def test_an_error_of_progress_after_everything_has_arrived_says_so(ranks: Ranks)
 
 def test_a_second_interrupt_tells_nobody_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver would take a second refusal for the answer to its next receive."""
-    start, interrupts = threading.Thread.start, iter([KeyboardInterrupt("the second")])
+    run, interrupts = workers.run, iter([KeyboardInterrupt("the second")])
 
-    def start_but_once(thread: threading.Thread) -> None:
-        if thread.name == "transfuse-peer-2" and (interrupt := next(interrupts, None)) is not None:
+    def run_but_once(work: Callable[[workers.Job], object], name: str) -> workers.Job:
+        if name == "transfuse-peer-2" and (interrupt := next(interrupts, None)) is not None:
             raise interrupt
-        start(thread)
+        return run(work, name)
 
     def gone() -> Any:
         raise KeyboardInterrupt("the first")
 
     with Ranks(3, timeout=TIMEOUT) as three:
         transports = [transfuse.PGTransport(pg, TIMEOUT, CPU) for pg in three.pgs]
-        monkeypatch.setattr(threading.Thread, "start", start_but_once)
+        monkeypatch.setattr(workers, "run", run_but_once)
 
         def move(rank: int, state: Any) -> Any:
             if rank == SOURCE:
