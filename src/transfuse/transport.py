@@ -533,12 +533,12 @@ class PGTransport:
             host=this_host(),
             structure=structure,
         )
-        # All receivers share one copy, where messages travel. A long offer goes only to receivers that ask for it.
+        # All receivers share one copy. A long offer goes only to receivers that ask for it.
         whole = cache(lambda: self._encode(offer))
         wire = None
         if known or len(whole()) > self._limits.brief_bytes:
             # Who has received this structure before needs only the values, and where the bytes lie.
-            wire = self._wire(messages.encode(messages.brief(offer, manifest.values if known else None)))
+            wire = _wire(messages.encode(messages.brief(offer, manifest.values if known else None)))
         chains = Chains(ranks, nbytes, self._seconds, offer.max_bytes_per_second) if relay else None
         return source.OfferedState(
             described,
@@ -553,17 +553,14 @@ class PGTransport:
         )
 
     def _encode(self, offer: messages.Offer) -> torch.Tensor:
-        """The whole offer, where messages travel."""
+        """The whole offer."""
         body = messages.encode(offer)
         if len(body) > self._limits.max_message_bytes:
             raise TransfuseError(
                 f"the state's description takes {len(body)} bytes, more than TRANSFUSE_MAX_MESSAGE_BYTES="
                 f"{self._limits.max_message_bytes}: raise that limit at both ends, or send fewer leaves"
             )
-        return self._wire(body)
-
-    def _wire(self, body: bytes) -> torch.Tensor:
-        return torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._group.control)
+        return _wire(body)
 
     def _involved(self, devices: Iterable[torch.device]) -> list[torch.device]:
         """The devices that a transfer involves: where the state or the target lies, and the wire's."""
@@ -612,6 +609,10 @@ class PGTransport:
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"{name}: expected each rank once, but ranks appear twice in {list(ranks)}")
         return ranks
+
+
+def _wire(body: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8)
 
 
 def _is_untold(error: BaseException, caller: threads.Caller | None, began: bool) -> bool:

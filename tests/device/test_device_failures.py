@@ -85,7 +85,7 @@ class TestAbsent:
             end = ranks.outcomes(work, deadline=DEADLINE)[0]
             assert isinstance(end.error, transfuse.SendFailed)
             assert end.seconds < 2 * SECONDS
-            names(end.error, 1, "offer", "want", "whose turn")
+            names(end.error, 1, "waiting for the receiver", "offer", "want", "whose turn")
             none_would_end(ranks)
         new_group_works(cpu, eager)
 

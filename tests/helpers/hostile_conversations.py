@@ -45,6 +45,7 @@ from transfuse.wire.messages import Intent, Message
 from transfuse.wire.operations import Posted
 from transfuse.wire.route_table import Leases
 from transfuse.wire.stream import Part
+from transfuse.wire.switchboard import Waits
 
 # ---------------------------------------------------------------------------------------------- whole conversations
 
@@ -149,7 +150,7 @@ class Liar(Channel):
             return data
         return self._record(data) if data[6] == Message.SENT else self._head(data)
 
-    def post_sent(self, intent: Intent, digests: list[int]) -> Posted:
+    def post_sent(self, intent: Intent, digests: list[int]) -> Waits:
         return super().post_sent(intent, [self._said(digest) for digest in digests])
 
     def read_sent(self, data: bytes) -> tuple[Intent, Sequence[int] | None]:

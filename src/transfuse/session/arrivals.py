@@ -56,7 +56,7 @@ class Arrivals:
         sources = len(self._receive.roster.ranks)
         burst = sizes.burst(self._offer.burst_bytes, total, parcel, sources=sources, ahead=ahead)
         # On a stream no further burst is under way: TCP is the window.
-        ahead = ahead if self._channel.stream is None else 1
+        ahead = 1 if self._channel.streams_parcels else ahead
         return sizes.shared_burst(burst, total, parcel, connections=self.connections, ahead=ahead)
 
     def request_bytes(self, left: int | None = None) -> float:
@@ -66,7 +66,7 @@ class Arrivals:
         """
         if not self._receive.roster.several and self.connections == 1:
             return float("inf")
-        if self._channel.stream is None:
+        if not self._channel.streams_parcels:
             return self.burst_bytes * self._offer.bursts_ahead
         takers = len(self._receive.roster.ranks) * self.connections
         return Sizes.request(self._ledger.unasked_bytes if left is None else left, self.burst_bytes, takers)
@@ -82,7 +82,7 @@ class Arrivals:
     def more(self, holder: int) -> tuple[int, Sequence[int]]:
         """Further parcels to ask for. See :meth:`transfuse.session.incoming.Incoming.take`."""
         lane = None if holder == self._channel.peer else holder
-        nbytes = self.burst_bytes if self._channel.stream is None else self.request_bytes()
+        nbytes = self.request_bytes() if self._channel.streams_parcels else self.burst_bytes
         run = self._receive.more(self._channel.peer, nbytes, lane)
         return run.start, self._share.ours(run)
 
@@ -100,7 +100,7 @@ class Arrivals:
             self._receive.roster.caller,
             self._progress,
             landed=partial(self.landed, holder),
-            always_staged=channel.stream is None and (self._receive.roster.several or channel.group.moves_tensors),
+            always_staged=not channel.streams_parcels and (self._receive.roster.several or channel.group.moves_tensors),
         )
 
     def landed(self, holder: int, numbers: Sequence[int], digests: Sequence[int], wrong: Sequence[int]) -> None:

@@ -24,6 +24,7 @@ from transfuse.session.outgoing import Outgoing
 from transfuse.wire.channel import bytes_in
 from transfuse.wire.messages import Answer, Intent, Message
 from transfuse.wire.operations import Posted
+from transfuse.wire.switchboard import Waits
 
 __all__ = ["BurstsIn", "BurstsOut"]
 
@@ -31,7 +32,7 @@ __all__ = ["BurstsIn", "BurstsOut"]
 class _Sending(NamedTuple):
     """A burst under way: the sends of its parcels and record, the staging buffers in use, and its payload in bytes."""
 
-    posted: list[Posted]
+    posted: list[Waits]
     buffers: list[torch.Tensor]
     nbytes: int
 
@@ -42,8 +43,6 @@ class BurstsOut(Outgoing):
     _flying: deque[_Sending]
 
     def send(self, numbers: Sequence[int]) -> None:
-        if self._staging.device != self._channel.device:
-            self._staging = self._shape.staging(self._channel.device)
         self._next = None
         self._flying = deque()
         rounds = parcels.bursts(self._cut, numbers, self._shape.most)
@@ -123,7 +122,7 @@ class _Receiving(NamedTuple):
     """A burst under way: its parcels with their receives, and the receive of the record."""
 
     parcels: list[tuple[Arriving, Posted]]
-    record: Posted
+    record: Waits
 
 
 def _tensor(data: torch.Tensor | Run) -> torch.Tensor:

@@ -11,9 +11,9 @@ __all__ = ["incoming_on", "outgoing_on"]
 
 def outgoing_on(channel: Channel) -> type[BurstsOut | RoundsOut]:
     """The class that sends parcels on this channel."""
-    return BurstsOut if channel.stream is None else RoundsOut
+    return RoundsOut if channel.streams_parcels else BurstsOut
 
 
 def incoming_on(channel: Channel) -> type[BurstsIn | RoundsIn]:
     """The class that receives parcels on this channel."""
-    return BurstsIn if channel.stream is None else RoundsIn
+    return RoundsIn if channel.streams_parcels else BurstsIn

@@ -229,8 +229,9 @@ class _Conversation:
             sizes, same_host = Sizes(channel.limits, channel.timeout), self._offer.host == this_host()
             asked = sizes.connections(nbytes, self._accepted.parcel_bytes, same_host=same_host)
         more = min(asked, self._offer.connections, messages.MOST_LANES + 1) - 1
-        if more < 1 or pool is None or channel.stream is None or not pool.can_form(channel.peer):
+        if more < 1 or pool is None or not channel.streams_parcels or not pool.can_form(channel.peer):
             return None
+        assert channel.stream is not None
         dials = not channel.stream.source_dials
         entrances = enter(pool, channel.peer, more, Patience(channel.timeout), dials=dials)
         if not entrances:
@@ -312,7 +313,7 @@ class _Conversation:
                 apart=share.apart,
                 tensors=share.tensors,
                 parcels=self._arrivals.pairs(numbers),
-                relay=relay and channel.group.relays and alone and len(numbers) == len(self._ledger),
+                relay=relay and channel.home.relays and alone and len(numbers) == len(self._ledger),
                 host=this_host(),
                 wanted_blocks=share.wanted_blocks,
                 lanes=lanes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,10 +37,10 @@ class SilentSources:
         these sources may still write to the parcels' memory.
         """
         roster, negotiation = self._roster, self._negotiator.negotiation
-        now, abandoned = time.monotonic(), []
+        abandoned: list[Abandoned] = []
         for rank, leave in roster.ways_out.items():
             channel = roster.channels[rank]
-            silent = 0.0 if channel.waiting_since is None else now - max(channel.waiting_since, channel.heard_at)
+            silent = channel.silent_seconds()
             if (over and rank in negotiation.awaited) or silent > self._most(rank):
                 abandoned.append(Abandoned(rank, PeerTimeout(rank, channel.phase, silent), leave))
         for rank, error, _ in abandoned:

@@ -342,8 +342,9 @@ class _Serving:
     def _agree_to_lanes(self, wanted: messages.Lanes) -> messages.Agreed | None:
         """Begin to form the lanes that the receiver wants. None: there are none."""
         channel, pool = self._channel, self._offered.lanes
-        if pool is None or channel.stream is None or not pool.can_form(channel.peer):
+        if pool is None or not channel.streams_parcels or not pool.can_form(channel.peer):
             return None
+        assert channel.stream is not None
         check_wanted(channel.peer, wanted, self._offered.offer.connections - 1)
         dials = channel.stream.source_dials
         entrances = accept(pool, channel.peer, wanted, Patience(channel.timeout), dials=dials)
@@ -382,7 +383,10 @@ class _Serving:
         header, _ = channel.expect(Message.GO)
         if header.note not in (0, 1) or header.note < stuck:
             raise ProtocolError(channel.peer, f"rank {channel.peer} chose a wire that does not exist")
-        channel.through_host = bool(header.note)
+        if channel.through_host != bool(header.note):
+            channel.through_host = bool(header.note)
+            if self._outgoing is not None:
+                self._outgoing = self._new_outgoing(channel)
 
     def _lend(self) -> None:
         try:

@@ -1,7 +1,8 @@
-"""A channel: one conversation with one peer over a process group.
+"""A channel: one conversation with one peer, over a stream or over a process group.
 
-Messages and parcels travel by ``send`` and ``recv`` of the group. The head of :mod:`.group` lists what backends do and
-do not do, and how a conversation is built because of that.
+Over a group, messages and parcels travel by its ``send`` and ``recv``. The head of :mod:`.group` lists what backends do
+and do not do, and how a conversation is built because of that. If the conversation has a stream, all messages travel
+there, and so do parcels in main memory; parcels on an accelerator travel over the group.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from transfuse.wire.messages import BLOCK_BYTES, HEADER_BYTES, Header, Intent, M
 from transfuse.wire.operations import Operations, Posted
 from transfuse.wire.pool import Pool
 from transfuse.wire.stream import Part, Stream
-from transfuse.wire.switchboard import FirstWord, Watch, stream_watch
+from transfuse.wire.switchboard import FirstWord, Waits, Watch, stream_watch
 
 __all__ = ["Channel", "bytes_in"]
 
@@ -63,6 +64,19 @@ Body = TypeVar(
 )
 
 
+class _Due:
+    """So many bytes of a record that are still to be read from the stream."""
+
+    def __init__(self, channel: Channel, count: int) -> None:
+        self._channel, self._count = channel, count
+
+    def wait(self) -> torch.Tensor:
+        data = torch.empty(self._count, dtype=torch.uint8)
+        if self._count:
+            self._channel.read(data)
+        return data
+
+
 class Channel(Operations):
     """One conversation with one peer: its messages, its records, its signs of life, and its queue.
 
@@ -80,6 +94,8 @@ class Channel(Operations):
         #: When the last message from the peer arrived.
         self.heard_at = time.monotonic()
         self._refused = False
+        #: Why the peer has closed the stream, if it has said so and this end noticed when it wrote.
+        self._last_words: messages.Refusal | None = None
         self._first_word: FirstWord | None = None
         self._unanswered: list[Posted] = []
         self._turn = threading.Lock()
@@ -94,13 +110,31 @@ class Channel(Operations):
         self.stream = find(peer)
         self._has_moved = False
 
+    def silent_seconds(self) -> float:
+        """How long this end has been waiting, and nothing has come from the peer; 0 if it does not wait."""
+        since = self.waiting_since
+        if since is None:
+            return 0.0
+        return time.monotonic() - max(since, self.heard_at, 0.0 if self.stream is None else self.stream.heard_at)
+
+    @property
+    def streams_parcels(self) -> bool:
+        """Whether parcels, too, travel over the stream."""
+        return self.stream is not None and self.device == CPU
+
     def move_to(self, stream: Stream) -> None:
         """Go on over this stream. It belongs to this conversation from now on."""
-        self._leave_unanswered()  # The last word over the group. If the stream breaks at once, it must still arrive.
+        try:
+            self._let_go()  # The last word over the group. If the stream breaks at once, it must still arrive.
+        except BaseException:
+            stream.close()
+            raise
         self._watch.remove(self)
         stream.set_patience(self.timeout)
-        self.group, self.stream, self._has_moved = Group(stream, CPU), stream, True
+        self.group, self.stream, self._has_moved = self.home.beside(stream), stream, True
         self._watch.add(self)
+        if self.streams_parcels:
+            self.turn.close()
 
     def leave_stream(self, pool: Pool | None) -> None:
         """Keep the stream to which this conversation has moved for the next one; without a pool, close it."""
@@ -153,10 +187,7 @@ class Channel(Operations):
 
         From then on this conversation posts nothing on the accelerator: others do, and parcels would be swapped.
         """
-        since = self.waiting_since
-        if self._queue is None or since is None:
-            return
-        if time.monotonic() - max(self.heard_at, since) > Patience(self.timeout).silent_source(needed=False):
+        if self._queue is not None and self.silent_seconds() > Patience(self.timeout).silent_source(needed=False):
             self._release_queue()
 
     def may_post(self) -> bool:
@@ -212,11 +243,11 @@ class Channel(Operations):
         peer ``cause``, and the thread returns at once.
         """
         switchboard = self.group.switchboard
-        cut: Callable[[int], object] | None = getattr(self.group.pg, "cut", None)
-        if cut is not None:
+        end: Callable[[int], object] | None = getattr(self.stream or self.group.pg, "cut", None)
+        if end is not None:
             if cause is not None and self.stream is not None and self.stream.can_write():
                 self.refuse(cause)
-            cut(self.peer)
+            end(self.peer)
             return
         switchboard.pin()
         if self._first_word is not None:
@@ -236,12 +267,12 @@ class Channel(Operations):
             plain = body if isinstance(body, bytes) else bytes_in(body)
             self.write(messages.seal(kind, self.transfer, note, plain), plain)
             return
-        text = memoryview(body) if isinstance(body, bytes) else body.cpu().numpy().data
+        text = memoryview(body) if isinstance(body, bytes) else body.numpy().data
         block = (messages.seal(kind, self.transfer, note, text) + bytes(text[:ROOM])).ljust(BLOCK_BYTES, b"\0")
         self._unanswered.append(self.post_send(self.wire(block), tag))
         if len(text) <= ROOM:
             return
-        rest = (self.wire(body) if isinstance(body, bytes) else body)[ROOM:]
+        rest = (self.wire(body) if isinstance(body, bytes) else body.to(self.group.control))[ROOM:]
         for at in range(0, rest.numel(), self.limits.chunk_bytes):
             self._unanswered.append(self.post_send(rest[at : at + self.limits.chunk_bytes]))
             self._unanswered.append(self.post_send(self.wire(MARK)))
@@ -262,13 +293,12 @@ class Channel(Operations):
         if self.stream is not None:
             return
         self.send(kind)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """End with messages that the peer waits for. On gloo, do not wait until they have been sent: see above."""
         if not self.group.shares_fate:
             self.settle()
-            return
-        self._leave_unanswered()
-
-    def _leave_unanswered(self) -> None:
-        """Do not wait until the messages have been sent, which the peer waits for. Their memory is kept."""
         for posted in self._unanswered:
             self.outstanding.remove(posted)
             self.group.switchboard.keep_last((posted.work, posted.tensor))
@@ -391,12 +421,17 @@ class Channel(Operations):
 
     # ----------------------------------------------------------------------------------------------------- records
 
-    def post_sent(self, intent: Intent, digests: list[int]) -> Posted:
+    def post_sent(self, intent: Intent, digests: list[int]) -> Waits:
         """Post the source's record of a burst. Its length follows from the plan, so the receiver can post ahead."""
-        return self.post_send(self.wire(messages.seal_record(self.transfer, intent, digests)))
+        record = messages.seal_record(self.transfer, intent, digests)
+        if self.stream is None:
+            return self.post_send(self.wire(record))
+        self.write(record)
+        return _Due(self, 0)
 
-    def post_recv_sent(self, digests: int) -> Posted:
-        return self.post_recv(self.empty(messages.record_bytes(digests)))
+    def post_recv_sent(self, digests: int) -> Waits:
+        count = messages.record_bytes(digests)
+        return self.post_recv(self.empty(count)) if self.stream is None else _Due(self, count)
 
     def read_sent(self, data: bytes) -> tuple[Intent, Sequence[int] | None]:
         """The record's intent and digests. None instead of the digests if they have arrived damaged."""
@@ -434,20 +469,26 @@ class Channel(Operations):
         try:
             self._move(lambda stream: stream.write(parts))
         except PeerLost as lost:
-            if (refusal := self._last_refusal()) is not None:
-                raise refusal from lost
+            # Only once: signs of life are written by another thread, and nobody hears what they fail with.
+            self._last_words = self._last_words or self._last_refusal()
+            if self._last_words is not None:
+                raise self.refused(self._last_words) from lost
             raise
 
     def read(self, *parts: Part) -> None:
         """Fill these from the stream."""
-        self._move(lambda stream: stream.read(parts, self.timeout))
+        self.waiting_since = time.monotonic()
+        try:
+            self._move(lambda stream: stream.read(parts, self.timeout))
+        finally:
+            self.waiting_since = None
 
     def has_news(self) -> bool:
         """Whether the peer has sent something over the stream that nobody has read yet."""
         assert self.stream is not None
         return self.stream.has_news()
 
-    def _last_refusal(self) -> TransfuseError | None:
+    def _last_refusal(self) -> messages.Refusal | None:
         """Why the peer has closed the stream, if it has said so and nobody has read it yet."""
         assert self.stream is not None
         data, at = self.stream.last_words(), 0
@@ -459,7 +500,7 @@ class Channel(Operations):
                     body = data[at - header.length : at]
                     messages.verify(header, body)
                     self._refused = True
-                    return self.refused(self.decode(body, messages.Refusal))
+                    return self.decode(body, messages.Refusal)
         return None
 
     def _move(self, operation: Callable[[Stream], object]) -> None:

@@ -26,10 +26,14 @@ Facts about backends that this module, :mod:`.switchboard` and :mod:`.channel` a
 A group made by ``init_process_group()`` on a machine with accelerators has two backends: gloo for main memory, and one
 for the accelerator. Then all messages travel through main memory, by gloo, with tags and with what is known about its
 failures. Only parcels travel on the accelerator's backend.
+
+A conversation that has moved to a stream leaves its group, but for parcels on an accelerator. :meth:`Group.beside` is
+the group as such a conversation sees it.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import secrets
 from collections.abc import Iterator, Sequence
@@ -120,6 +124,14 @@ class Group:
         #: Whether all peers share one order of operations there.
         self.one_order = getattr(pg, "bound_device_id", None) is not None
 
+    def beside(self, stream: HasStreams) -> Group:
+        """This group for a conversation that goes on over a stream: only parcels on an accelerator stay here."""
+        if self.device == CPU:
+            return Group(stream, CPU)
+        group = copy.copy(self)
+        group.control, group.tagged, group.shares_fate, group.agrees = CPU, True, False, self.polls
+        return group
+
     def in_present_configuration(self) -> Group:
         """This, or another one if the group has been reconfigured since: then ranks mean other processes."""
         same = self.switchboard.configuration == configuration_of(self.pg)
@@ -144,22 +156,23 @@ class Group:
     def turn(self, channel: Speaks, source: int, line: Line | None = None, *, several: bool = False) -> Iterator[None]:
         """Reserve the group for a transfer with a channel's peer. With tags, transfers do not disturb each other.
 
+        A channel that leaves the group for a stream gives its turn up before this block ends.
+
         ``line``: the sources of the receive that this transfer belongs to. ``several``: the call has several peers.
         """
-        if (self.tagged and not self.serial) or channel.peer == self.rank():
-            yield
-        elif self.serial or self.rank() is None:
-            with self.switchboard.queues.hold(-1 if self.serial else channel.peer, source):
-                yield
-        else:
-            with ExitStack() as held:
+        with channel.turn as held:
+            if (self.tagged and not self.serial) or channel.peer == self.rank():
+                pass
+            elif self.serial or self.rank() is None:
+                held.enter_context(self.switchboard.alone.hold(-1 if self.serial else channel.peer, source))
+            else:
                 with ExitStack() as waiting:
                     if line is not None:
                         waiting.callback(line.leave, source)
                         line.wait(source)
                     turns, crowded = self.switchboard.turns_with(channel.peer), several and self.one_order
                     held.enter_context(turns.hold(channel, sends=source == self.rank(), crowded=crowded))
-                yield
+            yield
 
     def queue(self, peer: int) -> AbstractContextManager[None]:
         """Reserve this rank's order of operations for parcels to or from ``peer``. Both ranks do, the lower one first.

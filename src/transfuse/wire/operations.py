@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -149,6 +149,8 @@ class Operations:
         self.may_still_refuse = False
         #: Whether operations on the accelerator were left behind, which the peer may still answer.
         self.has_stuck = False
+        #: What the group has reserved for this conversation (:meth:`.group.Group.turn`).
+        self.turn = ExitStack()
         self._rests = False
 
     @property

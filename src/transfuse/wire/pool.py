@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from transfuse.wire.group import CPU, Group
+from transfuse.wire.group import Group
 from transfuse.wire.meeting import Meeting, own_port
 from transfuse.wire.messages import Place
 from transfuse.wire.stream import Stream
@@ -40,11 +40,11 @@ class Pool:
 
     def can_move(self, peer: int) -> bool:
         """Whether a conversation with this peer that begins over the group may go on over a stream."""
-        return self._allowed and self.group.shares_fate and self.can_form(peer)
+        return self._allowed and not hasattr(self.group.pg, "stream_to") and self.can_form(peer)
 
     def can_form(self, peer: int) -> bool:
         """Whether a conversation with this peer that has a stream may get more of them."""
-        return self.group.device == CPU and not self._closed and peer != self.group.rank()
+        return not self._closed and peer != self.group.rank()
 
     def meeting(self, peer: int) -> Meeting | None:
         """How this end and a peer get further connections; None if this end cannot."""

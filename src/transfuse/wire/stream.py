@@ -96,6 +96,8 @@ class Stream:
         self.number = 0
         #: Whether the source of the conversation has dialled, because the receiver could not.
         self.source_dials = False
+        #: When bytes last came.
+        self.heard_at = 0.0
         self._reading, self._writing = threading.Lock(), threading.Lock()
         #: Held for moments: after the socket is closed, its number may be another one's.
         self._ending = threading.Lock()
@@ -175,6 +177,8 @@ class Stream:
             moved = call(self._socket.fileno(), ctypes.byref(head), flags)
             if moved > 0:
                 moved_at = time.monotonic()
+                if call is _libc.recvmsg:
+                    self.heard_at = moved_at
                 at = _advance(table, at, moved)
             elif moved == 0:
                 self._fail(ConnectionResetError("the peer has closed the connection"))

@@ -33,6 +33,7 @@ __all__ = [
     "Leftovers",
     "Stuck",
     "Switchboard",
+    "Waits",
     "Watch",
     "Watched",
     "configuration_of",
@@ -71,7 +72,9 @@ class Watched(Protocol):
     def break_off(self) -> None: ...
 
 
-class _Waits(Protocol):
+class Waits(Protocol):
+    """A send or a receive under way."""
+
     def wait(self) -> torch.Tensor: ...
 
 
@@ -196,7 +199,7 @@ class FirstWord:
 
     _numbers = itertools.count()
 
-    def __init__(self, posted: _Waits, peer: int, owner: object) -> None:
+    def __init__(self, posted: Waits, peer: int, owner: object) -> None:
         self.posted = posted
         self.peer = peer
         #: The order in which receives were posted. Offers arrive in the same order.
@@ -245,7 +248,8 @@ class Switchboard:
     def _start(self) -> None:
         """Make everything that threads share."""
         self._lock = threading.Lock()
-        self.queues = _Queues()
+        #: Orders of operations on an accelerator; and of whole transfers, where ranks cannot agree whose turn it is.
+        self.queues, self.alone = _Queues(), _Queues()
         self.watch = Watch()
         self._turns: dict[int, Turns] = {}
         self._loopback: ReferenceType[Loopback] | None = None

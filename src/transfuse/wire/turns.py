@@ -23,7 +23,7 @@ import enum
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -54,6 +54,8 @@ class Speaks(Protocol):
     phase: str
     broken: bool
     timeout: float
+    #: What the group has reserved for this conversation.
+    turn: ExitStack
 
     @property
     def is_lower(self) -> bool:

@@ -53,6 +53,7 @@ from transfuse.wire.operations import Posted
 from transfuse.wire.pool import Pool
 from transfuse.wire.rate_limit import RateLimit
 from transfuse.wire.route import Malformed
+from transfuse.wire.switchboard import Waits
 
 
 class Recorder(Nowhere):
@@ -210,7 +211,7 @@ class Wire(Channel):
         self._digests.append(digest_of(tensor))
         return super().post_recv(tensor, tag, lent=lent)
 
-    def post_recv_sent(self, digests: int) -> Posted:
+    def post_recv_sent(self, digests: int) -> Waits:
         said = self._digests if digests else []
         assert len(said) == digests
         self._digests = []
