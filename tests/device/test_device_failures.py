@@ -14,6 +14,7 @@ from device.group import DeviceRanks, backend_of
 from device.in_processes import End, Plan, take_part
 from device.simple_moves import bits, causes_of, receive, send, state, zeros
 from transfuse.testing.ranks import Fleet, Outcome
+from wires import over_streams
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("device", "small_parcels"), pytest.mark.timeout(90)]
 
@@ -235,8 +236,8 @@ def check(plan: Plan, how: str, ends: dict[int, End]) -> None:
         else:
             assert end.error is None, end.error
             assert end.exact
-    # A killed process is noticed at once where there is gloo.
-    if how == "killed" and plan.cpu and len(ends) == 1:
+    # A killed process is noticed at once where there is gloo, or a stream.
+    if how == "killed" and (plan.cpu or (over_streams() and not plan.absent)) and len(ends) == 1:
         assert next(iter(ends.values())).seconds < plan.seconds + 1.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from moves import CPU, TIMEOUT, Pair, pair
 from transfuse.limits import Limits
 from transfuse.memory import packing as places
 from transfuse.session import negotiation, planning, source
+from transfuse.session.outgoing import Outgoing
 from transfuse.session.receive_from_all import Receive
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Ranks
@@ -66,6 +68,45 @@ def test_a_source_that_freezes_is_given_up_within_the_timeout() -> None:
     assert name == "PeerTimeout"
     assert "timed out" in text
     assert touched <= torn
+
+
+@pytest.mark.parametrize("when", ["before it agrees", "among its parcels"])
+@pytest.mark.usefixtures("small_parcels")
+def test_a_silent_source_of_two_is_left_before_the_timeout(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At half of it, on both wires: the connection's own wait would end after all of it."""
+    left = threading.Event()
+    agree, await_turn = source._Serving._agree, Outgoing._await_turn
+
+    def agrees(serving: Any, *args: Any) -> None:
+        if serving._channel.home.rank() == 0 and when == "before it agrees":
+            left.wait(30)
+        agree(serving, *args)
+
+    def awaits(outgoing: Any, numbers: Any) -> None:
+        if outgoing._channel.home.rank() == 0 and outgoing.parcels:
+            left.wait(30)
+        await_turn(outgoing, numbers)
+
+    monkeypatch.setattr(source._Serving, "_agree", agrees)
+    monkeypatch.setattr(Outgoing, "_await_turn", awaits)
+    state = {"w": torch.randn(1 << 20)}
+
+    def work(rank: int, pg: Any) -> Any:
+        mover = transfuse.PGTransport(pg, timedelta(seconds=2), CPU, lanes=1)
+        if rank < 2:
+            return mover.send_checkpoint([2], state)
+        try:
+            assert_exact(state, mover.recv_checkpoint([0, 1]))
+        finally:
+            left.set()
+        assert mover.report is not None
+        return mover.report.failed
+
+    with Ranks(3) as ranks:
+        silent, other, received = ranks.outcomes(work)
+    other.get()
+    assert silent.error is not None
+    assert re.search(r"PeerTimeout: .* no progress for 1\.\d s", received.get()[0]), received.get()
 
 
 def test_a_receiver_that_dies_does_not_disturb_the_others() -> None:

@@ -56,9 +56,12 @@ class Mailboxes:
         self._lock = threading.Lock()
         self._letters: dict[Any, deque[torch.Tensor]] = defaultdict(deque)
         self._waiting: dict[Any, deque[Delivery]] = defaultdict(deque)
+        #: How many bytes were sent.
+        self.nbytes = 0
 
     def put(self, key: Any, tensor: torch.Tensor) -> None:
         with self._lock:
+            self.nbytes += tensor.nbytes
             self._letters[key].append(tensor)
             self._deliver(key)
 
@@ -122,6 +125,82 @@ def test_any_object_with_send_and_recv() -> None:
     (error,) = in_threads(lambda: transfuse.PGTransport(groups[1], timedelta(seconds=1), CPU).recv_checkpoint(0))
     assert isinstance(error, transfuse.PeerTimeout)
     assert time.monotonic() - started < 5
+
+
+class Knowing(Mailbox):
+    """A group that knows its rank, and ignores tags: two ranks agree whose turn it is."""
+
+    def rank(self) -> int:
+        return self._me
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Delivery:
+        return super().send(tensors, rank, 0)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Delivery:
+        return super().recv(tensors, rank, 0)
+
+
+class Serial(Mailbox):
+    """A group that says it is one of torchft's in a child process: one operation at a time."""
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "torchft-baby-gloo"
+
+
+class Messages(Mailbox):
+    """A group with tags that is not gloo."""
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "mpi"
+
+
+@pytest.mark.usefixtures("needs_streams")
+@pytest.mark.parametrize("kind", [Mailbox, Knowing, Serial, Messages])
+def test_a_group_is_free_as_soon_as_a_transfer_has_a_stream(kind: type[Mailbox]) -> None:
+    """One transfer waits in the middle. Meanwhile another one between the same two ranks begins and ends."""
+    regions = Mailboxes()
+    groups = [kind(rank, regions) for rank in range(2)]
+    waits, goes_on = threading.Event(), threading.Event()
+    own = {"w": torch.zeros(3_000_000)}
+
+    def permit(*_: object) -> None:
+        waits.set()
+        assert goes_on.wait(30)
+
+    def second() -> Any:
+        assert waits.wait(30)
+        _, arrived = in_threads(
+            lambda: transfuse.PGTransport(groups[0], TIMEOUT, CPU).send_checkpoint([1], {"n": torch.arange(5)}),
+            lambda: transfuse.PGTransport(groups[1], TIMEOUT, CPU).recv_checkpoint(0),
+        )
+        goes_on.set()
+        return arrived
+
+    sent = {"w": torch.randn(3_000_000)}
+    outcome, first, other = in_threads(
+        lambda: transfuse.PGTransport(groups[0], TIMEOUT, CPU).send_checkpoint([1], sent),
+        lambda: transfuse.PGTransport(groups[1], TIMEOUT, CPU, lambda: own).receive(0, permit=permit),
+        second,
+    )
+    assert outcome is None
+    assert_exact(sent, first, in_place=True)
+    assert_exact({"n": torch.arange(5)}, other)
+    # Only what the two said before they had a stream went over the group.
+    assert regions.nbytes < 4000
+
+
+@pytest.mark.parametrize("kind", [Mailbox, Knowing, Serial, Messages])
+def test_without_streams_the_group_carries_all(kind: type[Mailbox]) -> None:
+    regions = Mailboxes()
+    groups = [kind(rank, regions) for rank in range(2)]
+    sent = state()
+    outcome, arrived = in_threads(
+        lambda: transfuse.PGTransport(groups[0], TIMEOUT, CPU, streams=False).send_checkpoint([1], sent),
+        lambda: transfuse.PGTransport(groups[1], TIMEOUT, CPU).recv_checkpoint(0),
+    )
+    assert outcome is None
+    assert_exact(sent, arrived)
+    assert regions.nbytes > sent["w"].nbytes
 
 
 @pytest.mark.parametrize("kind", ["ProcessGroupGloo", "ProcessGroupBabyGloo"])
