@@ -84,10 +84,10 @@ class PGTransport:
         weights_only_objects: accept Python objects that ``torch.load(weights_only=True)`` accepts.
         relay: receivers that want the same parcels may pass them on to each other, so that the source sends each byte
             once.
-        streams: conversations that begin over the group go on over TCP connections of our own, if the group's backend
-            is gloo and the two ends can connect. False: all bytes go over the group.
+        streams: conversations that begin over the group go on over TCP connections of our own, if the two ends can
+            connect; parcels on an accelerator stay on its backend. False: all bytes go over the group.
         lanes: how many connections a source and a receiver use, at most as many as the other end allows. None: several
-            if they move much and the group's backend is gloo, by the number of cores and whether they share a host.
+            if they move much in main memory, by the number of cores and whether they share a host.
         max_bytes_per_second: the most that a source sends, to all its receivers together.
         max_receive_bytes: the most that one receive may allocate for fresh tensors. None: this machine's memory.
         progress: True for a bar, or a callable that gets a dict from rank to :class:`Progress`, in the calling thread,

@@ -206,3 +206,25 @@ def test_a_stream_that_breaks_is_noticed_at_once(cpu: bool, eager: bool, monkeyp
         for pg in ranks.pgs:
             backend_of(pg).thaw()
             assert not backend_of(pg).process_would_end
+
+
+@every_kind
+@pytest.mark.usefixtures("needs_streams")
+def test_a_source_whose_accelerator_freezes_midway_is_replaced_by_the_other(cpu: bool, eager: bool) -> None:
+    """Also without gloo, and though the frozen operations block the only order of operations that there is."""
+
+    def work(rank: int, pg: Any) -> Any:
+        def show(progress: dict[int, transfuse.Progress]) -> None:
+            if rank == 0 and any(one.bytes for one in progress.values()):
+                backend_of(pg).freeze()
+
+        if rank == 2:
+            return bits(receive(pg, [0, 1], 1.2, zeros(state("cpu"))))
+        return send(pg, 2, state(), 1.2, progress=show, max_bytes_per_second=12.0 * (1 << 20))
+
+    with DeviceRanks(3, cpu=cpu, eager=eager) as ranks:
+        frozen, other, received = ranks.outcomes(work, deadline=30.0)
+        assert received.get() == exact()
+        other.get()
+        assert causes_of(frozen.error).keys() == {2}
+        backend_of(ranks.pgs[0]).thaw()
