@@ -267,10 +267,10 @@ class Channel(Operations):
             plain = body if isinstance(body, bytes) else bytes_in(body)
             self.write(messages.seal(kind, self.transfer, note, plain), plain)
             return
-        text = memoryview(body) if isinstance(body, bytes) else body.numpy().data
-        block = (messages.seal(kind, self.transfer, note, text) + bytes(text[:ROOM])).ljust(BLOCK_BYTES, b"\0")
+        data = memoryview(body) if isinstance(body, bytes) else body.numpy().data
+        block = (messages.seal(kind, self.transfer, note, data) + bytes(data[:ROOM])).ljust(BLOCK_BYTES, b"\0")
         self._unanswered.append(self.post_send(self.wire(block), tag))
-        if len(text) <= ROOM:
+        if len(data) <= ROOM:
             return
         rest = (self.wire(body) if isinstance(body, bytes) else body.to(self.group.control))[ROOM:]
         for at in range(0, rest.numel(), self.limits.chunk_bytes):
