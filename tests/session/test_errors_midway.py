@@ -105,7 +105,8 @@ def test_a_silent_source_of_two_is_left_before_the_timeout(when: str, monkeypatc
     with Ranks(3) as ranks:
         silent, other, received = ranks.outcomes(work)
     other.get()
-    assert silent.error is not None
+    assert isinstance(silent.error, transfuse.SendFailed)
+    assert isinstance(silent.error.causes[2], transfuse.PeerRefused)
     assert re.search(r"PeerTimeout: .* no progress for 1\.\d s", received.get()[0]), received.get()
 
 

@@ -289,6 +289,7 @@ class Receive:
         with self.roster.changed:
             abandoned = self._silent.give_up(over=bool(self._result))
         for rank, error, leave in abandoned:
+            self.roster.channels[rank].say_why(error)
             leave()
             self.lost(rank, error)
             self.roster.caller.leave(rank, error)

@@ -46,17 +46,17 @@ def receive(channel: Channel, shared: Receive) -> None:
         if left is not None:
             channel.refuse(left)  # The source was abandoned and has come back too late.
             shared.give_back(channel.peer)
+            raise left from error  # On a stream this error only says that this end has cut it.
+        if channel.may_still_refuse:
+            # The source may not take messages either: the others go on first.
+            shared.lost(channel.peer, error)
+            if shared.roster.several:
+                shared.roster.may_abandon(channel, channel.abandon)
+            channel.refuse(error)
         else:
-            if channel.may_still_refuse:
-                # The source may not take messages either: the others go on first.
-                shared.lost(channel.peer, error)
-                if shared.roster.several:
-                    shared.roster.may_abandon(channel, channel.abandon)
+            if not channel.broken:
                 channel.refuse(error)
-            else:
-                if not channel.broken:
-                    channel.refuse(error)
-                shared.lost(channel.peer, error)
+            shared.lost(channel.peer, error)
         raise
     finally:
         channel.leave_stream(shared.lanes if well else None)

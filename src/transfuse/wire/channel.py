@@ -245,13 +245,18 @@ class Channel(Operations):
         switchboard = self.group.switchboard
         end: Callable[[int], object] | None = getattr(self.stream or self.group.pg, "cut", None)
         if end is not None:
-            if cause is not None and self.stream is not None and self.stream.can_write():
-                self.refuse(cause)
+            if cause is not None:
+                self.say_why(cause)
             end(self.peer)
             return
         switchboard.pin()
         if self._first_word is not None:
             switchboard.park(self._first_word)
+
+    def say_why(self, cause: BaseException) -> None:
+        """Tell the peer why this end leaves, from another thread: on a stream, if that takes no time."""
+        if self.stream is not None and self.stream.can_write():
+            self.refuse(cause)
 
     def probe(self) -> None:
         """While a receiver waits for parcels on the accelerator: a sign of life, which fails if the peer is gone."""
