@@ -21,6 +21,7 @@ from transfuse.remote.in_process import InProcess
 from transfuse.session.remembered import Remembered
 from transfuse.state.manifest import Described
 from transfuse.state.mapped_file import MappedFile
+from wires import is_of_a_transfer
 
 LONG = timedelta(seconds=60)
 
@@ -46,7 +47,7 @@ _earlier: set[threading.Thread] = set()
 
 def threads() -> set[str]:
     """The threads that a test has left."""
-    return {thread.name for thread in set(threading.enumerate()) - _earlier if thread.name.startswith("transfuse")}
+    return {thread.name for thread in set(threading.enumerate()) - _earlier if is_of_a_transfer(thread)}
 
 
 @pytest.mark.parametrize("same_host", [True, False])
