@@ -71,6 +71,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.compare --json $(RESULTS)/$(TODAY)-bench.json --plot $(RESULTS)/$(TODAY)-bench.svg
 	$(BIN)/python -m benchmarks.resharding --part host --part delta --json $(RESULTS)/$(TODAY)-resharding.json
 	$(BIN)/python -m benchmarks.planning --json $(RESULTS)/$(TODAY)-planning.json
+	$(BIN)/python -m benchmarks.small --json $(RESULTS)/$(TODAY)-small.json
 	$(BIN)/python -m benchmarks.repeat --json $(RESULTS)/$(TODAY)-repeat.json
 	$(BIN)/python -m benchmarks.keeper --json $(RESULTS)/$(TODAY)-keeper.json
 

@@ -52,6 +52,7 @@ from transfuse.state.manifest import Leaf
 from transfuse.wire import messages
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group
+from wires import is_of_a_transfer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
@@ -124,7 +125,7 @@ def test_hostile_messages(corpus: list[Member], every: int) -> None:
     assert grown < 256, f"{grown} MiB more resident memory"
     assert run.outcomes.total() >= 20_000 // every
     left = set(threading.enumerate()) - threads
-    assert not [thread.name for thread in left if thread.name.startswith("transfuse")]
+    assert not [thread.name for thread in left if is_of_a_transfer(thread)]
     for mode in ("fresh", "in place", "atomic", "strict"):
         for route in ("memory", "group"):
             assert run.outcomes[f"{mode}: state, {route}"] > 50 // every, run.outcomes
