@@ -6,9 +6,9 @@ Times are multiples of the wire time of one copy: the time of a bare TCP stream 
 hosts, in the same run. All moves are in place, in turns over the same group, and every receiver compares every move
 bit for bit. The hosts share a kernel, so transfuse's memory route is off. Needs Linux, root and iproute2.
 
-The *bare gloo chain* is the least that a chain over gloo can cost: receivers pass on parcels of the same size as
-transfuse's, each followed by a short mark, out of the memory in which they arrived. Nothing is planned, checked, copied
-or answered, and nobody could be left. CPU time is also given per GiB and hop, a hop being one receiver's copy.
+The *bare socket chain* is the least that a chain can cost: over plain sockets, receivers pass on parcels of the same
+size as transfuse's, out of the memory in which they arrived. Nothing is planned, checked, copied or answered. CPU time
+is also given per GiB and hop, a hop being one receiver's copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import faulthandler
-import itertools
 import json
 import os
 import platform
@@ -29,12 +28,11 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,14 +60,12 @@ STREAM, RELAY, NO_DIGESTS, BARE, NO_RELAY, TORCH = NAMES = (
     "bare TCP stream",
     "transfuse",
     "transfuse, verify=False",
-    "bare gloo chain",
+    "bare socket chain",
     "transfuse, relay=False",
     "torch PGTransport",
 )
 #: With ``--chains``: only these.
 CHAINS = NAMES[:4]
-#: Of the bare gloo chain: parcels that are received ahead, the length of a mark, and the tag.
-AHEAD, MARK_BYTES, TAG = 8, 72, 7
 SOURCE = 0
 #: The rank that alone receives the stream.
 NEXT = 1
@@ -169,36 +165,44 @@ def tensors(count: int, size: int) -> dict[str, torch.Tensor]:
     return {f"tensor{i}": torch.randn(size // 4, generator=generator) for i in range(count)}
 
 
-def work(rank: int, listen: str, names: Sequence[str], size: int, runs: int, limit: float) -> None:
+class Links(NamedTuple):
+    """A rank's plain connections to the rank before it and to the one after it."""
+
+    before: socket.socket | None
+    after: socket.socket | None
+
+
+def work(rank: int, addresses: Sequence[str], names: Sequence[str], size: int, runs: int, limit: float) -> None:
     """The main function of one rank. Reports every move; moves of the warm-up are turn 0."""
     # A move that hangs must end: if no timeout has ended it, print where it hangs and end the process.
     faulthandler.dump_traceback_later(2 * limit, exit=True)
     with ExitStack() as stack:
-        if (stream := _stream(listen, limit)) is not None:
-            stack.enter_context(stream)
+        links = _links(addresses, limit)
+        for link in filter(None, links):
+            stack.enter_context(link)
         # The state to send; at a receiver, what must be there afterwards.
         states = [tensors(PARTS, max(4, round(size * part) // 4 * 4)) for part in (WARM_UP, 1)]
         targets = [{name: torch.zeros_like(t) for name, t in state.items()} for state in states]
         for turn in range(runs + 1):
             for name in names:
                 faulthandler.dump_traceback_later(2 * limit, exit=True)
-                say(_move(turn, name, states[turn > 0], targets[turn > 0], stream, limit))
+                say(_move(turn, name, states[turn > 0], targets[turn > 0], links, limit))
         faulthandler.cancel_dump_traceback_later()
 
 
-def _stream(listen: str, limit: float) -> socket.socket | None:
-    """A connection from the source to the next rank; None on other ranks."""
-    rank, port = dist.get_rank(), torch.zeros(1, dtype=torch.int64)
-    if rank == NEXT:
-        with socket.create_server((listen, 0)) as server:
-            server.settimeout(limit)
-            port[0] = server.getsockname()[1]
-            dist.broadcast(port, NEXT)
-            stream, _ = server.accept()
-            stream.settimeout(limit)
-            return stream
-    dist.broadcast(port, NEXT)
-    return socket.create_connection((listen, int(port)), limit) if rank == SOURCE else None
+def _links(addresses: Sequence[str], limit: float) -> Links:
+    rank, ports = dist.get_rank(), torch.zeros(len(addresses), dtype=torch.int64)
+    before = after = None
+    with socket.create_server((addresses[rank], 0)) as server:
+        server.settimeout(limit)
+        ports[rank] = server.getsockname()[1]
+        dist.all_reduce(ports)
+        if rank + 1 < len(addresses):
+            after = socket.create_connection((addresses[rank + 1], int(ports[rank + 1])), limit)
+        if rank != SOURCE:
+            before, _ = server.accept()
+            before.settimeout(limit)
+    return Links(before, after)
 
 
 def _move(
@@ -206,16 +210,16 @@ def _move(
     name: str,
     state: dict[str, torch.Tensor],
     target: dict[str, torch.Tensor],
-    stream: socket.socket | None,
+    links: Links,
     limit: float,
 ) -> Move:
     rank = dist.get_rank()
     for tensor in target.values():
         tensor.fill_(-1)
     if name == STREAM:
-        move = _streaming(state, target, stream)
+        move = _streaming(state, target, links)
     elif name == BARE:
-        move = _passing_on(state if rank == SOURCE else target)
+        move = _passing_on(state if rank == SOURCE else target, links)
     else:
         move = _transporting(name, state, target, limit)
     with warnings.catch_warnings():
@@ -239,62 +243,53 @@ def _move(
     return Move(rank, turn, name, started, ended, user, system, moved, lines)
 
 
+def _fill(link: socket.socket, memory: memoryview) -> None:
+    while memory:
+        count = link.recv_into(memory)
+        if count == 0:
+            raise ConnectionError("the rank before has ended the stream early")
+        memory = memory[count:]
+
+
 def _streaming(
-    state: dict[str, torch.Tensor], target: dict[str, torch.Tensor], stream: socket.socket | None
+    state: dict[str, torch.Tensor], target: dict[str, torch.Tensor], links: Links
 ) -> Callable[[], dict[str, torch.Tensor]]:
     def move() -> dict[str, torch.Tensor]:
-        if stream is not None and dist.get_rank() == SOURCE:
+        if links.after is not None and dist.get_rank() == SOURCE:
             for tensor in state.values():
-                stream.sendall(tensor.numpy().data.cast("B"))
-        elif stream is not None:
+                links.after.sendall(tensor.numpy().data.cast("B"))
+        elif links.before is not None and dist.get_rank() == NEXT:
             for tensor in target.values():
-                left = tensor.numpy().data.cast("B")
-                while left:
-                    count = stream.recv_into(left)
-                    if count == 0:
-                        raise ConnectionError("the source ended the stream early")
-                    left = left[count:]
+                _fill(links.before, tensor.numpy().data.cast("B"))
         return target
 
     return move
 
 
-def _passing_on(memory: dict[str, torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
-    """The bare gloo chain, rank by rank. ``memory``: what the source sends, or where a receiver receives."""
-    group, rank, last = dist.group.WORLD, dist.get_rank(), dist.get_world_size() - 1
-    assert group is not None
-    size = max(1, sum(tensor.nbytes for tensor in memory.values()) // (16 * last))
-    parcels = [part for tensor in memory.values() for part in torch.split(tensor.view(torch.uint8), size)]
-    marks = torch.zeros(len(parcels), MARK_BYTES, dtype=torch.uint8)
-    changed, arrived = threading.Condition(), [len(parcels) if rank == SOURCE else 0]
+def _passing_on(memory: dict[str, torch.Tensor], links: Links) -> Callable[[], dict[str, torch.Tensor]]:
+    """The bare socket chain, rank by rank. ``memory``: what the source sends, or where a receiver receives."""
+    size = max(1, sum(tensor.nbytes for tensor in memory.values()) // (16 * (dist.get_world_size() - 1)))
+    views = [tensor.numpy().data.cast("B") for tensor in memory.values()]
+    parcels = [view[at : at + size] for view in views for at in range(0, len(view), size)]
+    changed, arrived = threading.Condition(), [len(parcels) if links.before is None else 0]
 
-    def send() -> None:
-        works = []
+    def send(link: socket.socket) -> None:
         for i, parcel in enumerate(parcels):
             with changed:
                 changed.wait_for(lambda i=i: arrived[0] > i)  # type: ignore[misc]
-            works += [group.send([parcel], rank + 1, TAG), group.send([marks[i]], rank + 1, TAG)]
-        for posted in works:
-            posted.wait()
-
-    def receive() -> None:
-        flying: deque[tuple[Any, Any]] = deque()
-        coming = iter(range(len(parcels)))
-        for i in range(len(parcels)):
-            for new in itertools.islice(coming, AHEAD - len(flying)):
-                flying.append((group.recv([parcels[new]], rank - 1, TAG), group.recv([marks[new]], rank - 1, TAG)))
-            for posted in flying.popleft():
-                posted.wait()
-            with changed:
-                arrived[0] = i + 1
-                changed.notify()
+            link.sendall(parcel)
 
     def move() -> dict[str, torch.Tensor]:
-        sender = threading.Thread(target=send, daemon=True) if rank < last else None
-        if sender is not None:
+        sender = None
+        if links.after is not None:
+            sender = threading.Thread(target=send, args=(links.after,), daemon=True)
             sender.start()
-        if rank != SOURCE:
-            receive()
+        if links.before is not None:
+            for i, parcel in enumerate(parcels):
+                _fill(links.before, parcel)
+                with changed:
+                    arrived[0] = i + 1
+                    changed.notify()
         if sender is not None:
             sender.join()
         return memory
@@ -341,7 +336,7 @@ def measure(placement: tuple[int, ...], mib: float, mbit: float, runs: int, name
     with (
         Hosts(max(placement) + 1, mbit) as hosts,
         hosts.workers(
-            placement, work, hosts.address(placement[NEXT]), names, size, runs, limit, timeout=timeout
+            placement, work, list(map(hosts.address, placement)), names, size, runs, limit, timeout=timeout
         ) as workers,
     ):
         for _, move in workers:
