@@ -10,11 +10,13 @@ import sys
 from typing import Any
 
 from attacks.peer import (
+    BLOCK,
     CHUNK,
     GOT,
     OFFER,
     OFFER_TAG,
     PARCEL,
+    ROOM,
     VERDICT,
     WANT,
     Peer,
@@ -43,29 +45,27 @@ def before_a_word(peer: Peer) -> None:
 
 
 def after_the_header(peer: Peer) -> None:
-    peer.send(header(OFFER, peer.transfer, note=peer.tag, body=pack(offer(nbytes=N))), OFFER_TAG)
+    peer.begin(header(OFFER, peer.transfer, note=peer.tag, length=BLOCK), OFFER_TAG)
     close(peer)
 
 
 def before_the_mark(peer: Peer) -> None:
-    body = pack(offer(nbytes=N))
-    peer.send(header(OFFER, peer.transfer, note=peer.tag, body=body), OFFER_TAG)
-    peer.send(body)
+    peer.begin(header(OFFER, peer.transfer, note=peer.tag, length=ROOM + 10), OFFER_TAG)
+    peer.send(bytes(10))
     close(peer)
 
 
 def in_the_middle_of_chunks(peer: Peer) -> None:
     """The first of three."""
-    peer.send(header(OFFER, peer.transfer, note=peer.tag, length=2 * CHUNK + 1), OFFER_TAG)
+    peer.begin(header(OFFER, peer.transfer, note=peer.tag, length=2 * CHUNK + 1), OFFER_TAG)
     peer.body(bytes(CHUNK))
     close(peer)
 
 
 def a_short_chunk(peer: Peer) -> None:
     """Shorter than announced: gloo completes the receive all the same."""
-    body = pack(offer(nbytes=N))
-    peer.send(header(OFFER, peer.transfer, note=peer.tag, body=body), OFFER_TAG)
-    peer.send(body[:10])
+    peer.begin(header(OFFER, peer.transfer, note=peer.tag, length=ROOM + 100), OFFER_TAG)
+    peer.send(bytes(10))
     peer.send(b"\x01")
     peer.hear_end()
 
@@ -133,7 +133,7 @@ def instead_of_a_want(peer: Peer) -> None:
 
 def in_the_middle_of_a_want(peer: Peer) -> None:
     peer.hear_offer()
-    peer.send(header(WANT, peer.transfer, body=pack(want(N))))
+    peer.begin(header(WANT, peer.transfer, length=BLOCK))
     close(peer)
 
 
@@ -179,13 +179,13 @@ def damaged_header(peer: Peer) -> None:
     """In its length, which a peer that believed it would wait for."""
     head = bytearray(header(OFFER, peer.transfer, note=peer.tag, body=pack(offer(nbytes=N))))
     head[26] ^= 1
-    peer.send(bytes(head), OFFER_TAG)
+    peer.begin(bytes(head), OFFER_TAG)
 
 
 def answer(kind: int = GOT, **fields: Any) -> Any:
     def hostile(peer: Peer) -> None:
         peer.hear_offer()
-        peer.send(header(kind, peer.transfer, **fields))
+        peer.begin(header(kind, peer.transfer, **fields))
         peer.hear_end()
 
     return hostile

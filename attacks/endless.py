@@ -163,7 +163,7 @@ def requests_instead_of_answers(peer: Peer) -> None:
     peer.take_burst(answer=None)
     peer.take_burst(answer=None)
     for _ in range(MANY):
-        peer.send(header(MORE, peer.transfer))
+        peer.begin(header(MORE, peer.transfer))
 
 
 def answers_that_ask(first: int, number: int) -> Any:

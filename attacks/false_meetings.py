@@ -284,7 +284,7 @@ MEETING_AS_SOURCE = {
 def says_met(answer: Callable[[int], Any], *, told: bool = True) -> Any:
     def hostile(peer: StreamPeer) -> None:
         group = peer.words()
-        _, number, _ = group.hear(OFFER_TAG).plain
+        _, number, _, _ = group.hear(OFFER_TAG).plain
         group.say(MET, answer(number))
         assert group.hear_end() is not None or not told, "the receiver was not told"
 
@@ -311,15 +311,16 @@ def answers(what: Callable[[StreamPeer, Peer, int, Any], None]) -> Any:
         group = peer.words()
         heard = group.hear(OFFER_TAG)
         peer.transfer, peer.tag = group.transfer, group.tag
-        _, number, place = heard.plain
+        _, number, place, peer.early = heard.plain
+        group.early = peer.early
         what(peer, group, number, place)
 
     return hostile
 
 
-def receive_over(peer: Peer, heard: Heard) -> None:
-    """The rest of an honest receiver."""
-    assert heard.kind == OFFER, heard
+def receive_over(peer: Peer) -> None:
+    """The rest of an honest receiver. The offer came with the meeting."""
+    assert peer.early
     peer.say(WANT, want(N))
     peer.hear()
     assert b"".join(peer.take_burst() for _ in range(N // PARCEL)) == pattern(N)
@@ -336,7 +337,7 @@ def names_a_place(how: str) -> Any:
         group.say(MET, [new_number(), place_of(how)])
         went = group.hear()
         assert (went.kind, went.note) == (GO, 0), went
-        receive_over(group, group.hear())
+        receive_over(group)
 
     return answers(what)
 
@@ -349,12 +350,12 @@ def names_its_door(peer: StreamPeer, group: Peer, number: int, place: Any) -> No
     went = group.hear()
     assert (went.kind, went.note) == (GO, 1), went
     peer.move_to(door.wait(mine))
-    receive_over(peer, peer.hear())
+    receive_over(peer)
 
 
 def names_no_place(peer: StreamPeer, group: Peer, number: int, place: Any) -> None:
     group.say(MET, [0])
-    receive_over(group, group.hear())
+    receive_over(group)
 
 
 def names_the_sources_own(peer: StreamPeer, group: Peer, number: int, place: Any) -> None:
@@ -381,26 +382,25 @@ def connects_with_a_wrong_token(peer: StreamPeer, group: Peer, number: int, plac
         dial([place[0], bytes(32)], number)
         raise AssertionError("it was let in")
     group.say(MET, [0])
-    receive_over(group, group.hear())
+    receive_over(group)
 
 
 def connects_twice(peer: StreamPeer, group: Peer, number: int, place: Any) -> None:
     """The second connection is closed, the first one is used."""
     peer.move_to(dial(place, number))
     group.say(MET, [number])
-    heard = peer.hear()
     again = dial(place, number)
     with contextlib.suppress(Silence):
         take(again, 1)
         raise AssertionError("somebody talks on the second connection")
-    receive_over(peer, heard)
+    receive_over(peer)
 
 
 def connects_and_does_not_say(peer: StreamPeer, group: Peer, number: int, place: Any) -> None:
     """The connection is there, and it says that there is none."""
     peer.move_to(dial(place, number))
     group.say(MET, [0])
-    receive_over(group, group.hear())
+    receive_over(group)
 
 
 def connects_and_talks_over_the_group(peer: StreamPeer, group: Peer, number: int, place: Any) -> None:

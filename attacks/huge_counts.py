@@ -31,7 +31,7 @@ def announce_offer(length: int) -> Any:
     """Only the header of an offer, and nothing after it."""
 
     def hostile(peer: Peer) -> None:
-        peer.send(header(OFFER, peer.transfer, note=peer.tag, length=length), OFFER_TAG)
+        peer.begin(header(OFFER, peer.transfer, note=peer.tag, length=length), OFFER_TAG)
         peer.hear_end()
 
     return hostile
@@ -40,7 +40,7 @@ def announce_offer(length: int) -> Any:
 def announce_want(length: int) -> Any:
     def hostile(peer: Peer) -> None:
         peer.hear_offer()
-        peer.send(header(WANT, peer.transfer, length=length))
+        peer.begin(header(WANT, peer.transfer, length=length))
         peer.hear_end()
 
     return hostile

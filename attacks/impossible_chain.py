@@ -93,7 +93,7 @@ def greedy_neighbour(peer: Peer) -> None:
     peer.say_offer(offer(nbytes=N))
     peer.hear()
     peer.say(8, [None, LINK, 1.0])
-    peer.send(header(5, 7, note=1), FIRST_LINK_TAG)
+    peer.begin(header(5, 7, note=1), FIRST_LINK_TAG)
     pass_all(peer)
 
 
@@ -104,7 +104,7 @@ def met_and_greedy(peer: Peer) -> None:
     peer.say(8, [None, LINK, 1.0])
     link = peer.link(*LINK[1:])
     link.meet_as_receiver(None)
-    link.send(header(5, 7, note=1))
+    link.begin(header(5, 7, note=1))
     pass_all(peer)
 
 

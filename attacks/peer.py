@@ -25,6 +25,9 @@ GO, MEET, MET = 14, 16, 17
 GO_ON, CANCEL = 0, 1
 
 HEADER = struct.Struct("<4sHHQQQQQ")
+#: Over the group a message begins with a block: its header, and as much of its body as fits.
+BLOCK = 4096
+ROOM = BLOCK - HEADER.size
 CHUNK = 1 << 20
 MARK = b"\x01"
 
@@ -58,7 +61,7 @@ def header(
     body: bytes = b"",
     length: int | None = None,
     magic: bytes = b"TFUS",
-    version: int = 9,
+    version: int = 10,
     damage: int = 0,
 ) -> bytes:
     digest = xxhash.xxh3_64_intdigest(body) ^ damage
@@ -266,6 +269,8 @@ class Peer:
         self.tag = FIRST_TAG + 2 * 77
         #: Everything that was said, as (bytes, tag): for saying it again.
         self.said: list[tuple[bytes, int]] = []
+        #: The offer that came with the meeting.
+        self.early = b""
         #: Sends that nobody has waited for, and receives: gloo needs their memory.
         self._posted: list[Any] = []
         self._kept: list[Any] = []
@@ -310,7 +315,13 @@ class Peer:
 
     # -- messages
 
+    def begin(self, head: bytes, tag: int | None = None, body: bytes = b"") -> None:
+        """A header, and the body if there is one. ``tag`` is the header's own."""
+        self.send((head + body[:ROOM]).ljust(BLOCK, b"\0"), tag)
+        self.body(body[ROOM:])
+
     def body(self, data: bytes) -> None:
+        """What does not fit into the first block."""
         for at in range(0, len(data), CHUNK):
             self.send(data[at : at + CHUNK])
             self.send(MARK)
@@ -319,8 +330,7 @@ class Peer:
         """A message. ``fields`` are those of :func:`header`; ``tag`` is the header's own."""
         data = body if isinstance(body, bytes) else pack(body)
         transfer = fields.pop("transfer", self.transfer)
-        self.send(header(kind, transfer, body=data, **fields), tag)
-        self.body(data)
+        self.begin(header(kind, transfer, body=data, **fields), tag, data)
 
     def say_offer(self, plain: Any, **fields: Any) -> None:
         self.say(OFFER, plain, tag=OFFER_TAG, **{"note": self.tag} | fields)
@@ -328,13 +338,25 @@ class Peer:
     def hear(self, tag: int | None = None, seconds: float = 5.0, *, alive: bool = False) -> Heard:
         """The next message; signs of life are passed over unless ``alive``."""
         while True:
-            head = self.recv(HEADER.size, tag, seconds)
+            head, begun = self._hear_start(tag, seconds)
             _, _, kind, transfer, note, length, _, _ = HEADER.unpack(head)
             if tag is not None:  # A first message: everything else of the transfer comes on its own tag.
                 self.transfer, self.tag = transfer, note
-            body = self._recv_body(length, seconds)
+            body = begun[:length]
+            body += self._recv_body(length - len(body), seconds)
             if kind != WORKING or alive:
                 return Heard(kind, transfer, note, body, head)
+
+    def _hear_start(self, tag: int | None, seconds: float) -> tuple[bytes, bytes]:
+        """The next header, and what has come of the body."""
+        if tag is not None and self.early:
+            early, self.early = self.early, b""
+            return header(OFFER, self.transfer, note=self.tag, body=early), early
+        return self._recv_start(tag, seconds)
+
+    def _recv_start(self, tag: int | None, seconds: float) -> tuple[bytes, bytes]:
+        block = self.recv(BLOCK, tag, seconds)
+        return block[: HEADER.size], block[HEADER.size :]
 
     def _recv_body(self, length: int, seconds: float) -> bytes:
         body = b""
@@ -383,6 +405,10 @@ class Peer:
 
     # -- the source's part, honest but for what is changed
 
+    def conclude(self) -> None:
+        """Answer a verdict."""
+        self.say(AGREED)
+
     def agree(self, *links: Any, patience: float = 0.0) -> None:
         upstream, downstream = links or (None, None)
         self.say(AGREED, [upstream, downstream, patience])
@@ -409,7 +435,7 @@ class Peer:
                 break
             heard.append(said)
             if said.kind == VERDICT:
-                self.say(AGREED)
+                self.conclude()
             if said.kind in (VERDICT, REFUSAL):
                 break
             numbers: list[int] = []

@@ -14,6 +14,7 @@ import xxhash
 
 from attacks.peer import (
     CHECK,
+    HEADER,
     PARCEL,
     REFUSAL,
     SENT,
@@ -69,9 +70,10 @@ def first_transfer(peer: Peer) -> list[Heard]:
 
 def same_offer(peer: Peer) -> None:
     """The very same bytes on the very same tags, and then the same parcels."""
-    first_transfer(peer)
-    head, chunk, mark = peer.said[:3]
-    for data, tag in (head, chunk, mark):
+    peer.say_offer(offer(step=3))
+    said = list(peer.said)
+    peer.serve(pattern(N))
+    for data, tag in said:
         peer.send(data, tag)
     peer.serve(pattern(N))
 
@@ -117,8 +119,7 @@ def old_header(peer: Peer) -> None:
     head, tag = peer.said[0]
     plain = pack(offer(step=3, nbytes=N + 16))
     length = len(pack(offer(step=3)))
-    peer.send(head, tag)
-    peer.body(plain[:length].ljust(length, b"\0"))
+    peer.begin(head[: HEADER.size], tag, plain[:length].ljust(length, b"\0"))
     peer.hear_end()
 
 
@@ -177,8 +178,7 @@ def old_verdict(peer: Peer) -> None:
 def own_offer_back(peer: Peer) -> None:
     """The source's own offer, sent back to it."""
     heard = peer.hear(0x5446_0000)
-    peer.send(heard.head)
-    peer.body(heard.body)
+    peer.begin(heard.head, None, heard.body)
     peer.hear_end()
 
 
@@ -188,7 +188,7 @@ def want_twice(peer: Peer) -> None:
     peer.say(WANT, want())
     peer.hear()
     peer.take_burst(answer=None)
-    peer.send(header(WANT, peer.transfer))
+    peer.begin(header(WANT, peer.transfer))
     peer.take_burst()
     peer.say(VERDICT, [{}])
     peer.hear_end()

@@ -238,7 +238,7 @@ class StreamPeer(Peer):
         heard = group.hear(tag)
         self.transfer, self.tag = group.transfer, group.tag
         assert heard.kind == MEET, heard
-        _, number, place = heard.plain
+        _, number, place, self.early = heard.plain
         self.move_to(dial(place, number))
         group.say(MET, [number])
 
@@ -268,8 +268,6 @@ class StreamPeer(Peer):
     def recv(self, count: int, tag: int | None = None, seconds: float = 5.0) -> bytes:
         if self._on_group(tag):
             return super().recv(count, tag, seconds)
-        if tag == OFFER_TAG and self._begins:
-            self.meet_as_receiver()
         sock = self._stream()
         sock.settimeout(seconds)
         return take(sock, count)
@@ -286,6 +284,26 @@ class StreamPeer(Peer):
         self.sock.close()
 
     # -- messages
+
+    def conclude(self) -> None:
+        """On a stream nobody answers a verdict."""
+
+    def begin(self, head: bytes, tag: int | None = None, body: bytes = b"") -> None:
+        if self._on_group(tag):
+            super().begin(head, tag, body)
+            return
+        self.send(head, tag)
+        self.body(body)
+
+    def _hear_start(self, tag: int | None, seconds: float) -> tuple[bytes, bytes]:
+        if tag == OFFER_TAG and self._begins:
+            self.meet_as_receiver()
+        return super()._hear_start(tag, seconds)
+
+    def _recv_start(self, tag: int | None, seconds: float) -> tuple[bytes, bytes]:
+        if self._on_group(tag):
+            return super()._recv_start(tag, seconds)
+        return self.recv(HEADER.size, None, seconds), b""
 
     def body(self, data: bytes) -> None:
         if data:

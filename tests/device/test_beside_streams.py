@@ -218,7 +218,7 @@ def test_a_source_whose_accelerator_freezes_midway_is_replaced_by_the_other(cpu:
 
         if rank == 2:
             return bits(receive(pg, [0, 1], 1.2, zeros(state("cpu"))))
-        return send(pg, 2, state(), 1.2, progress=show, max_bytes_per_second=12.0 * (1 << 20))
+        return send(pg, 2, state(), 1.2, progress=show, max_bytes_per_second=6.0 * (1 << 20))
 
     with DeviceRanks(3, cpu=cpu, eager=eager) as ranks:
         frozen, other, received = ranks.outcomes(work, deadline=30.0)

@@ -30,7 +30,7 @@ _before: set[threading.Thread] = set()
 def count_threads() -> None:
     """Other tests of this process may have left threads behind, in conversations with silent peers."""
     _before.clear()
-    _before.update(threading.enumerate())
+    _before.update(filter(is_of_a_transfer, threading.enumerate()))
 
 
 def our_threads() -> list[str]:
