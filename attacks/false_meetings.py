@@ -16,6 +16,7 @@ from typing import Any
 import transfuse
 from attacks.peer import (
     CHECK,
+    DESCRIBE,
     GO,
     MEET,
     MET,
@@ -389,6 +390,8 @@ def connects_twice(peer: StreamPeer, group: Peer, number: int, place: Any) -> No
     """The second connection is closed, the first one is used."""
     peer.move_to(dial(place, number))
     group.say(MET, [number])
+    peer.say(DESCRIBE)
+    assert peer.hear().kind == OFFER, "the first one is not used"
     again = dial(place, number)
     with contextlib.suppress(Silence):
         take(again, 1)

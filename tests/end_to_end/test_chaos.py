@@ -46,7 +46,7 @@ PLAIN = Scenario(
     fault=Fault(),
 )
 #: The source stops when half is sent: the receiver is torn.
-TORN = dataclasses.replace(PLAIN, fault=Fault("raise", 0, "bytes", 0.5))
+TORN = dataclasses.replace(PLAIN, paced=0.5, fault=Fault("raise", 0, "bytes", 0.5))
 
 
 # ------------------------------------------------------------------------------------------------------- the judge
