@@ -620,7 +620,11 @@ class Keep:
     def _revive(self) -> None:
         if self._reviving is None or not self._reviving.is_alive():
             self._reviving = threading.Thread(target=self._look, name="transfuse-revive", daemon=True)
-            self._reviving.start()
+            try:
+                self._reviving.start()
+            except KeyError as error:
+                # A signal handler has raised when the thread had begun, and what threading does then has failed.
+                raise error.__context__ or error from None
 
     def _look(self) -> None:
         """Look for the keeper, or start it again, until it answers. If this rank closes meanwhile, tell it that."""
