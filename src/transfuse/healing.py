@@ -30,6 +30,7 @@ from transfuse.report import Report
 from transfuse.session.threads import interrupt_behind
 from transfuse.state.leaves.own_mesh import own_mesh
 from transfuse.state.returned_copies import ReturnedCopies
+from transfuse.tracebacks import let_go
 from transfuse.transport import PGTransport
 from transfuse.wire.group import Group, ProcessGroupLike
 from transfuse.wire.roll_call import Agreed, RollCall
@@ -93,7 +94,12 @@ def heal(
         raise TypeError("state_dict takes a function that returns the state to send or to receive into, got None")
     said = arguments.check_step(step)
     healing = _Healing(pg, timeout, device, state_dict, load, on_report, options)
-    return healing.run(said)
+    try:
+        return healing.run(said)
+    except BaseException as error:
+        del healing
+        let_go(error)
+        raise
 
 
 #: What a rank that was behind holds in the end.

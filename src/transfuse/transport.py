@@ -38,6 +38,7 @@ from transfuse.sizes import Sizes
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.state.manifest import Described
 from transfuse.timeouts import Patience
+from transfuse.tracebacks import let_go
 from transfuse.wire import messages, nixl_agent
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group, ProcessGroupLike
@@ -234,11 +235,12 @@ class PGTransport:
                 return
             self._check_rate(len(ranks))
             began = True
-            with self._call(report, caller) as context, Leases(self._options) as leases:
-                self._send(state_dict, context, leases, watch)
+            self._send(state_dict, report, caller, watch)
         except BaseException as error:
             if _is_untold(error, caller, began):
                 self._tell(error, caller, "dst_ranks", dst_ranks, is_source=True)
+            caller = None
+            let_go(error)
             raise
 
     def _check_rate(self, receivers: int) -> None:
@@ -250,6 +252,12 @@ class PGTransport:
             )
 
     def _send(
+        self, state_dict: Callable[[], object], report: Report, caller: threads.Caller, watch: Callable[[], object]
+    ) -> None:
+        with self._call(report, caller) as context, Leases(self._options) as leases:
+            self._send_to_all(state_dict, context, leases, watch)
+
+    def _send_to_all(
         self, state_dict: Callable[[], object], context: Context, leases: Leases, watch: Callable[[], object]
     ) -> None:
         ranks, report, progress, caller = context.ranks, context.report, context.progress, context.caller
@@ -268,27 +276,11 @@ class PGTransport:
         reports = {rank: report.part(rank) for rank in ranks}
 
         channels = {rank: Channel(self._group, rank, self._seconds, self._limits, is_source=True) for rank in ranks}
-
-        def talk(rank: int) -> None:
-            channel = channels[rank]
-            transfer, tag = secrets.randbits(63), self._group.new_tag(rank)
-            with (
-                _noting(progress[rank]),
-                self._group.turn(channel, self._group.rank() or 0, several=len(ranks) > 1),
-                channel,
-            ):
-                if offered is None:
-                    assert failure is not None
-                    source.refuse(channel, transfer, tag, failure)
-                else:
-                    source.serve(
-                        channel, transfer, tag, offered, caller=caller, progress=progress[rank], report=reports[rank]
-                    )
-
+        offer = failure if offered is None else offered
+        assert offer is not None
         try:
-            conversations = {rank: partial(talk, rank) for rank in ranks}
             failed = threads.run(
-                conversations,
+                {rank: partial(self._talk_to, channels[rank], offer, context, reports[rank]) for rank in ranks},
                 caller,
                 context.show,
                 watch,
@@ -308,6 +300,25 @@ class PGTransport:
             raise failure
         if failed:
             raise SendFailed(failed, [rank for rank in ranks if rank not in failed])
+
+    # Conversations are methods: the frame of an inner function keeps what that refers to, as long as an error is kept.
+    def _talk_to(
+        self, channel: Channel, offer: source.OfferedState | BaseException, context: Context, report: Report
+    ) -> None:
+        transfer, tag, progress = (
+            secrets.randbits(63),
+            self._group.new_tag(channel.peer),
+            context.progress[channel.peer],
+        )
+        with (
+            _noting(progress),
+            self._group.turn(channel, self._group.rank() or 0, several=len(context.ranks) > 1),
+            channel,
+        ):
+            if isinstance(offer, BaseException):
+                source.refuse(channel, transfer, tag, offer)
+            else:
+                source.serve(channel, transfer, tag, offer, caller=context.caller, progress=progress, report=report)
 
     def recv_checkpoint(
         self,
@@ -375,13 +386,12 @@ class PGTransport:
                 options=replace(self._options, atomic=self._options.atomic and in_place),
             )
             began = True
-            with self._call(report, caller) as context:
-                if self._state_dict is not None and late is None:
-                    request = self._ask_for_target(request, context)
-                return self._receive(request, context, watch)
+            return self._receive(request, report, caller, watch)
         except BaseException as error:
             if _is_untold(error, caller, began):
                 self._tell(error, caller, "src_rank", src_rank, is_source=False)
+            caller = None
+            let_go(error)
             raise
 
     def _ask_for_target(self, request: Request, context: Context) -> Request:
@@ -400,19 +410,16 @@ class PGTransport:
                 return replace(request, failure=error)
         return replace(request, target=target)
 
-    def _receive(self, request: Request, context: Context, watch: Callable[[], object]) -> Any:
+    def _receive(self, request: Request, report: Report, caller: threads.Caller, watch: Callable[[], object]) -> Any:
+        with self._call(report, caller) as context:
+            if self._state_dict is not None and request.late is None:
+                request = self._ask_for_target(request, context)
+            return self._receive_from_all(request, context, watch)
+
+    def _receive_from_all(self, request: Request, context: Context, watch: Callable[[], object]) -> Any:
         ranks, report = context.ranks, context.report
         receive = Receive(request, context)
         line = Line([rank for rank in ranks if rank != self._group.rank()], Patience(self._seconds).decision())
-
-        def talk(rank: int) -> None:
-            channel = Channel(self._group, rank, self._seconds, self._limits)
-            with (
-                _noting(context.progress[rank]),
-                self._group.turn(channel, rank, line, several=len(ranks) > 1),
-                channel,
-            ):
-                receive_from_one.receive(channel, receive)
 
         def look() -> None:
             receive.watch()
@@ -420,7 +427,7 @@ class PGTransport:
 
         try:
             failed = threads.run(
-                {rank: partial(talk, rank) for rank in ranks},
+                {rank: partial(self._talk_with, rank, receive, context, line) for rank in ranks},
                 context.caller,
                 context.show,
                 look,
@@ -447,6 +454,15 @@ class PGTransport:
         if not failed:
             receive.remember()
         return receive.result[0]
+
+    def _talk_with(self, rank: int, receive: Receive, context: Context, line: Line) -> None:
+        channel = Channel(self._group, rank, self._seconds, self._limits)
+        with (
+            _noting(context.progress[rank]),
+            self._group.turn(channel, rank, line, several=len(context.ranks) > 1),
+            channel,
+        ):
+            receive_from_one.receive(channel, receive)
 
     # ----------------------------------------------------------------------------------------------------- helpers
 

@@ -299,8 +299,7 @@ class Keep:
 
         Every rank calls this. Nothing is touched: neither the state nor what ``own`` belongs to.
         """
-        with self._call.of("look"):
-            return restoring.look(self.members, self._link, self._asking, self._seconds)
+        return self._call.run("look", lambda: restoring.look(self.members, self._link, self._asking, self._seconds))
 
     def restore(self, *, missing_ok: bool = False) -> int | None:
         """Restore the newest step that the keepers hold whole, in place, on all ranks. Every rank calls this.
@@ -310,8 +309,7 @@ class Keep:
         one. If none can be restored, all ranks raise the same error, and nothing was touched; with ``missing_ok`` they
         return None instead.
         """
-        with self._call.of("restore"):
-            return self._restore(missing_ok)
+        return self._call.run("restore", lambda: self._restore(missing_ok))
 
     def _restore(self, missing_ok: bool) -> int | None:
         if self._settings.state_dict is None:
@@ -373,8 +371,7 @@ class Keep:
         committed in place of what ``state_dict`` returns. Do not call this in a signal handler: while a commit is under
         way that is refused, and between two commits it keeps a state in the middle of a step.
         """
-        with self._call.of("commit"):
-            return self._commit_step(step, wait=wait, state=state)
+        return self._call.run("commit", lambda: self._commit_step(step, wait=wait, state=state))
 
     def _commit_step(self, step: int, *, wait: bool, state: object) -> CommitReport | None:
         number = arguments.whole("step", step)
@@ -557,14 +554,7 @@ class Keep:
     @contextmanager
     def mutating(self) -> Iterator[None]:
         """Change the state within this block. It waits until the copy that ``commit(wait=False)`` began has ended."""
-        with self._call.of("mutating"):
-            if self._report is not None:
-                self._end_copy(self._report, "the copy")
-            taken, layout = self._taken, self._layout
-            if taken is not None and layout is not None and layout.structure == taken.structure:
-                # What has changed since the commit has changed outside of such a block.
-                changed = np.array(taken.versions()) != np.array(self._versions)
-                layout.volatile |= set(taken.described.manifest.tensors.storage[changed].tolist())
+        self._call.run("mutating", self._wait_to_change)
         try:
             yield
         finally:
@@ -572,6 +562,15 @@ class Keep:
                 taken = self._taken
                 if taken is not None:
                     self._last = taken, taken.versions()
+
+    def _wait_to_change(self) -> None:
+        if self._report is not None:
+            self._end_copy(self._report, "the copy")
+        taken, layout = self._taken, self._layout
+        if taken is not None and layout is not None and layout.structure == taken.structure:
+            # What has changed since the commit has changed outside of such a block.
+            changed = np.array(taken.versions()) != np.array(self._versions)
+            layout.volatile |= set(taken.described.manifest.tensors.storage[changed].tolist())
 
     def _end_copy(self, report: CommitReport, cause: str) -> None:
         """Wait for a copy that goes on, and note in this report for how long. Then the copy's own report is told."""
@@ -663,8 +662,7 @@ class Keep:
 
     def close(self) -> None:
         """This rank has done its work. When all ranks of all hosts have closed, the keepers forget, and end."""
-        with self._call.of("close"):
-            self._close()
+        self._call.run("close", self._close)
 
     def _close(self) -> None:
         if self._closed:

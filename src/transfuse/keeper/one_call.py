@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 from transfuse.errors import TransfuseError
 
 __all__ = ["OneCall"]
+
+T = TypeVar("T")
 
 
 class OneCall:
@@ -17,8 +19,8 @@ class OneCall:
         self._lock = threading.RLock()
         self._under_way = ""
 
-    @contextmanager
-    def of(self, name: str) -> Iterator[None]:
+    def run(self, name: str, work: Callable[[], T]) -> T:
+        """Not a context manager: a handler that raises where Python begins its exit would leave the call under way."""
         with self._lock:
             if self._under_way:
                 raise TransfuseError(
@@ -27,6 +29,6 @@ class OneCall:
                 )
             self._under_way = name
             try:
-                yield
+                return work()
             finally:
                 self._under_way = ""

@@ -25,6 +25,7 @@ from transfuse.phases import Phase, trace_name
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.timeouts import Patience
+from transfuse.tracebacks import let_go
 from transfuse.wire.channel import Channel
 from transfuse.wire.pool import Pool
 
@@ -178,47 +179,54 @@ def run(
     conversations are still running, this calls ``park`` for each of them.
     """
     streams = streams or Streams()
-    left = dict(talks)
-
-    def work(rank: int, job: workers.Job) -> None:
-        talk = left.pop(rank, None)
-        if talk is None:
-            return  # Another thread runs this conversation.
-        try:
-            # The order matters: inference_mode(False) turns gradients on, no_grad() turns them off again.
-            with streams.conversation(), torch.inference_mode(False), torch.no_grad():
-                talk()
-        except BaseException as error:
-            # The error refers to this frame, so it is not stored in it: the cycle would keep tensors in memory that
-            # the backend has returned.
-            caller.end(rank, _End(error, job))
-        else:
-            caller.end(rank, _End(None, job))
-
-    def start() -> None:
-        """Start a thread for each conversation that has none. After an interrupt one may get a second, which ends."""
-        for rank in list(left):
-            try:
-                workers.run(partial(work, rank), f"transfuse-peer-{rank}")
-            except RuntimeError as error:
-                if (interrupt := interrupt_behind(error)) is not None:
-                    raise interrupt from None
-                # No further thread can be started.
-                if left.pop(rank, None) is not None:
-                    caller.end(rank, _End(error, None))
-        caller.talking = True
-
+    to_start = _ToStart(dict(talks), caller, streams)
     ranges = _Ranges()
     caller.begun = set(talks)
     try:
-        return _wait_for(set(talks), start, caller, ranges, show, watch, park)
+        return _wait_for(set(talks), to_start.start, caller, ranges, show, watch, park)
     finally:
         # A second interrupt can come before each has a thread. A thread that comes late finds its conversation gone.
-        caller.begun.difference_update([rank for rank in talks if left.pop(rank, None) is not None])
+        caller.begun.difference_update([rank for rank in talks if to_start.talks.pop(rank, None) is not None])
         # Errors refer to the frames of the conversations, and these to the caller: a cycle that would keep their state.
         caller.ends = {}
         ranges.close()
         streams.join()
+
+
+class _ToStart(NamedTuple):
+    """The conversations that no thread runs yet."""
+
+    talks: dict[int, Callable[[], None]]
+    caller: Caller
+    streams: Streams
+
+    def start(self) -> None:
+        """Start a thread for each conversation that has none. After an interrupt one may get a second, which ends."""
+        for rank in list(self.talks):
+            try:
+                workers.run(partial(self._run, rank), f"transfuse-peer-{rank}")
+            except RuntimeError as error:
+                if (interrupt := interrupt_behind(error)) is not None:
+                    raise interrupt from None
+                # No further thread can be started.
+                if self.talks.pop(rank, None) is not None:
+                    self.caller.end(rank, _End(error, None))
+        self.caller.talking = True
+
+    def _run(self, rank: int, job: workers.Job) -> None:
+        talk = self.talks.pop(rank, None)
+        if talk is None:
+            return  # Another thread runs this conversation.
+        try:
+            # The order matters: inference_mode(False) turns gradients on, no_grad() turns them off again.
+            with self.streams.conversation(), torch.inference_mode(False), torch.no_grad():
+                talk()
+        except BaseException as error:
+            # The error refers to this frame, so it is not stored in it: the cycle would keep tensors in memory that
+            # the backend has returned.
+            self.caller.end(rank, _End(error, job))
+        else:
+            self.caller.end(rank, _End(None, job))
 
 
 def _wait_for(
@@ -253,6 +261,7 @@ def _wait_for(
                         # One that outlives the call might be the last to hold the group when the interpreter exits.
                         job.join()
                     if error is not None:
+                        let_go(error)
                         failed[rank] = error
                     waiting.discard(rank)
                 watch()
@@ -297,14 +306,16 @@ class SideConversation:
         self._job = workers.run(partial(self._run, talk), f"transfuse-link-{channel.peer}")
 
     def _run(self, talk: Callable[[], object], _: workers.Job) -> None:
-        error: BaseException | None = None
         try:
             with self._streams(), torch.inference_mode(False), torch.no_grad(), self._channel:
                 talk()
-        except BaseException as caught:
-            error = caught
-        self._channel.leave_stream(self._pool if error is None else None)
-        self._ended.put(error)
+        except BaseException as error:
+            let_go(error)
+            self._channel.leave_stream(None)
+            self._ended.put(error)
+        else:
+            self._channel.leave_stream(self._pool)
+            self._ended.put(None)
 
     def wait(self, progress: Progress, patience: float) -> BaseException | None:
         """Wait for its end, or abandon it after ``patience`` seconds without progress. Return its error, or None."""

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -33,6 +34,7 @@ import xxhash
 
 from transfuse.errors import PeerError, PeerTimeout, ProtocolError, TransfuseError, as_utf8
 from transfuse.timeouts import Patience
+from transfuse.tracebacks import let_go
 from transfuse.wire.group import Group
 from transfuse.wire.messages import WIRE_VERSION
 from transfuse.wire.operations import Operations, Posted
@@ -135,7 +137,6 @@ class RollCall:
         #: Whether an interrupt now would leave words that nobody listens to.
         self._halfway = False
         self._quiet = 0
-        self._last_words: Callable[[str], object] | None = None
         self._speaks = False
         self._has_spoken = False
 
@@ -327,22 +328,21 @@ class RollCall:
 
         The watch does that when all conversations of a transfer are overdue. Afterwards nobody can be told anything.
         """
-        self._last_words = last_words
-        self._group.switchboard.watch.before_break_off = self._may_break_off
+        self._group.switchboard.watch.before_break_off = partial(self._may_break_off, last_words)
 
-    def _may_break_off(self, overdue: Sequence[Watched]) -> bool:
+    def _may_break_off(self, last_words: Callable[[str], object], overdue: Sequence[Watched]) -> bool:
         if not self._speaks:
             self._speaks = True
             silent = sorted({peer for one in overdue if (peer := getattr(one, "peer", None)) is not None})
             why = f"no progress for {self._seconds:g} s with {'rank' if len(silent) == 1 else 'ranks'} "
             why += ", ".join(map(str, silent))
-            threading.Thread(target=self._speak, args=(why,), name="transfuse-last-words", daemon=True).start()
+            speak = partial(self._speak, last_words, why)
+            threading.Thread(target=speak, name="transfuse-last-words", daemon=True).start()
         return self._has_spoken
 
-    def _speak(self, why: str) -> None:
+    def _speak(self, last_words: Callable[[str], object], why: str) -> None:
         try:
-            assert self._last_words is not None
-            self._last_words(why)
+            last_words(why)
         finally:
             self._has_spoken = True
 
@@ -413,9 +413,12 @@ class RollCall:
             with torch.inference_mode(False):
                 yield
         except Exception as error:
-            gone = error if isinstance(error, PeerError) else ProtocolError(peer, f"rank {peer}: {error}")
+            let_go(error)
             with self._changed:
-                self._gone.setdefault(peer, gone)
+                if isinstance(error, PeerError):
+                    self._gone.setdefault(peer, error)
+                else:
+                    self._gone.setdefault(peer, ProtocolError(peer, f"rank {peer}: {error}"))
                 self._news.put(None)
 
     def _wait(self, peers: Sequence[int], kind: int, started: float) -> None:

@@ -17,10 +17,11 @@ import itertools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
-from weakref import ReferenceType, WeakValueDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 
@@ -242,7 +243,7 @@ class Switchboard:
         #: After a fork: the parent's pending receives, kept so that their memory stays.
         self._parents: list[FirstWord] = []
         #: The last messages of conversations that have ended. gloo needs their memory until it has sent them.
-        self._last_messages: list[object] = []
+        self._last_messages: deque[object] = deque(maxlen=MOST_LAST_MESSAGES)
         self._start()
 
     def _start(self) -> None:
@@ -294,8 +295,12 @@ class Switchboard:
 
     def keep_last(self, message: object) -> None:
         """Keep a send that nobody waits for, until many other conversations have ended."""
-        with self._lock:
-            self._last_messages = [*self._last_messages[-MOST_LAST_MESSAGES:], message]
+        with _finding:
+            try:
+                kept = _last_messages.setdefault(self.pg, self._last_messages)
+            except TypeError:  # A group of the caller's own, of which there can be no weak reference.
+                kept = self._last_messages
+            kept.append(message)
 
     def leave_behind(self, channel: object) -> None:
         """Keep a conversation and its memory alive until :meth:`forget`."""
@@ -400,6 +405,8 @@ class Switchboard:
 _switchboards: WeakValueDictionary[tuple[int, str], Switchboard] = WeakValueDictionary()
 #: Switchboards that must stay although nobody uses them.
 _kept: set[Switchboard] = set()
+#: By group: its last messages, which outlive its switchboard. That ends with the last transport on the group.
+_last_messages: WeakKeyDictionary[Any, deque[object]] = WeakKeyDictionary()
 _finding = threading.Lock()
 
 

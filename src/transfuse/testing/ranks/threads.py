@@ -137,12 +137,13 @@ def in_threads(
 
     def one(rank: int) -> None:
         started = time.monotonic()
-        value, error = None, None
         try:
-            value = jobs[rank]()
-        except BaseException as caught:
-            error = caught
-        ends.put((rank, Outcome(value, error, time.monotonic() - started)))
+            end = Outcome(jobs[rank](), None, time.monotonic() - started)
+        except BaseException as error:
+            # Not in a name of this frame, which the error's traceback holds: what the ranks held would wait for gc.
+            ends.put((rank, Outcome(None, error, time.monotonic() - started)))
+        else:
+            ends.put((rank, end))
 
     # Daemons: a thread that never ends must not keep the interpreter from exiting.
     threads = {rank: threading.Thread(target=one, args=(rank,), name=f"rank{rank}", daemon=True) for rank in jobs}
