@@ -46,6 +46,15 @@ def all_is_well(rank: int, pg: dist.ProcessGroup) -> None:
     _receive(pg, lambda: {"w": torch.zeros(1 << 20)}) if rank else _send(pg)
 
 
+def over_lanes(rank: int, pg: dist.ProcessGroup) -> None:
+    options: dict[str, Any] = {"lanes": 2, "same_host": False}
+    state = {"w": torch.ones(4 << 20)}
+    if rank:
+        _receive(pg, lambda: state, **options)
+    else:
+        PGTransport(pg, 20.0, "cpu", **options).send_checkpoint(1, state)
+
+
 def another_step(rank: int, pg: dist.ProcessGroup) -> None:
     _receive(pg, lambda: {"w": torch.zeros(1 << 20)}, step=2) if rank else _send(pg, step=1)
 
@@ -80,7 +89,8 @@ def not_healed(rank: int, pg: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [all_is_well, another_step, another_shape, no_target, no_state, stopped_midway, healed, not_healed]
+    "call",
+    [all_is_well, over_lanes, another_step, another_shape, no_target, no_state, stopped_midway, healed, not_healed],
 )
 def test_no_group_waits_for_the_garbage_collector(call: Call) -> None:
     def quiet(rank: int, pg: dist.ProcessGroup) -> bool:
@@ -92,7 +102,7 @@ def test_no_group_waits_for_the_garbage_collector(call: Call) -> None:
 
     with Ranks(2) as ranks:
         groups = [weakref.ref(pg) for pg in ranks.pgs]
-        assert ranks.run(quiet) == [call in (all_is_well, healed)] * 2
+        assert ranks.run(quiet) == [call in (all_is_well, over_lanes, healed)] * 2
     assert [group() for group in groups] == [None, None]
 
 

@@ -260,9 +260,10 @@ class _Serving:
 
         The cycle would keep the state until garbage is collected.
         """
-        if self._lanes is not None:
-            self._lanes.end(well=well)
-            self._report.connections = 1 + self._lanes.used
+        if (lanes := self._lanes) is not None:
+            self._lanes = None  # They refer to this.
+            lanes.end(well=well)
+            self._report.connections = 1 + lanes.used
         self._queue.close()
         self._outgoing = None
         del self._new_outgoing
