@@ -124,6 +124,10 @@ class Home:
         for keeper, thread in self._threads:
             keeper.stop()
             thread.join(SECONDS)
+            for kept in keeper.books.all():  # A keeper's process gives them back by its end.
+                if kept.file.fd >= 0:
+                    os.close(kept.file.fd)
+                    kept.file.fd = -1
         deadline = time.monotonic() + SECONDS
         while (left := keepers_in(self.base)) and time.monotonic() < deadline:
             for pid in left:
