@@ -47,7 +47,7 @@ test: $(WARM)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # What runs over streams also runs over the group's own connections, where no stream can be made.
-GROUP_TESTS := $(addprefix tests/,session remote keeper end_to_end)
+GROUP_TESTS := $(addprefix tests/,session remote keeper hostility end_to_end)
 test-group: $(WARM)
 	TRANSFUSE_STREAMS=0 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(GROUP_TESTS)
 
@@ -71,6 +71,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.compare --json $(RESULTS)/$(TODAY)-bench.json --plot $(RESULTS)/$(TODAY)-bench.svg
 	$(BIN)/python -m benchmarks.resharding --part host --part delta --json $(RESULTS)/$(TODAY)-resharding.json
 	$(BIN)/python -m benchmarks.planning --json $(RESULTS)/$(TODAY)-planning.json
+	$(BIN)/python -m benchmarks.loopback --json $(RESULTS)/$(TODAY)-loopback.json
 	$(BIN)/python -m benchmarks.small --json $(RESULTS)/$(TODAY)-small.json
 	$(BIN)/python -m benchmarks.repeat --json $(RESULTS)/$(TODAY)-repeat.json
 	$(BIN)/python -m benchmarks.keeper --json $(RESULTS)/$(TODAY)-keeper.json

@@ -9,10 +9,7 @@ moves by up to ``--step``, as Adam moves it with that learning rate, and the rea
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,14 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if given.json is not None:
         written = {
-            "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["python", "-m", "benchmarks.bf16", *argv]),
-            "machine": machine.describe(),
-            "versions": {
-                "transfuse": transfuse.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            **machine.about("benchmarks.bf16", argv),
             "found": found,
         }
         given.json.write_text(json.dumps(written, indent=1) + "\n")

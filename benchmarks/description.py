@@ -9,12 +9,8 @@ the offer; the receiver decodes and checks it, matches it with a target of the s
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-import transfuse
+from benchmarks.compare import machine
 from transfuse.limits import Limits
 from transfuse.plan import parcels
 from transfuse.plan.match import match, prepare
@@ -116,14 +112,7 @@ def table(measured: dict[str, dict[str, float]], leaves: int) -> str:
 def record(measured: dict[str, dict[str, float]], options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Everything that is needed to judge the numbers later."""
     return {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.description", *argv]),
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
-        "versions": {
-            "transfuse": transfuse.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        **machine.about("benchmarks.description", argv),
         "leaves": options.leaves,
         "runs": options.runs,
         "seconds": "medians of the runs after one warm-up, each stage by itself",

@@ -10,13 +10,10 @@ the bytes away, and ``huggingface_hub.snapshot_download`` onto /dev/shm, if it i
 from __future__ import annotations
 
 import argparse
-import datetime
 import http.client
 import importlib.util
 import json
 import os
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -157,14 +154,7 @@ def main() -> None:
         print(f"{name:30} {shown}")
     if chosen.json is not None:
         about = {
-            "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["python", "-m", "benchmarks.hub", *sys.argv[1:]]),
-            "machine": machine.describe(),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transfuse": transfuse.__version__,
-            },
+            **machine.about("benchmarks.hub", sys.argv[1:]),
             "mib": chosen.mib,
         }
         chosen.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import itertools
 import json
 import mmap
 import os
-import platform
-import shlex
 import shutil
 import signal
 import statistics
@@ -308,15 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"no several hosts here: {error}")
     if given.json is not None:
         written = {
-            "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["python", "-m", "benchmarks.keeper", *argv]),
-            "machine": machine.describe(),
-            "load_average_before": load,
-            "versions": {
-                "transfuse": transfuse.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            **machine.about("benchmarks.keeper", argv, load),
             "medians": medians,
             "seconds": found,
             "steps": loops,

@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -98,15 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{given.link_mbit:g} Mbit/s for all": Hosts(2, given.link_mbit),
     }
     written: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.lanes", *argv]),
-        "machine": machine.describe(),
-        "load_average_before": os.getloadavg()[0],
-        "versions": {
-            "transfuse": transfuse.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        **machine.about("benchmarks.lanes", argv),
         "mib": given.mib,
         "cases": {},
     }

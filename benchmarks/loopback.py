@@ -13,10 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
 import resource
-import shlex
 import socket
 import statistics
 import sys
@@ -159,15 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name:40} {one['seconds'] * 1000:6.0f} ms  {one['cpu_seconds']:5.2f} s of CPU")
     if given.json is not None:
         written = {
-            "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["python", "-m", "benchmarks.loopback", *argv]),
-            "machine": machine.describe(),
-            "load_average_now": os.getloadavg()[0],
-            "versions": {
-                "transfuse": transfuse.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            **machine.about("benchmarks.loopback", argv),
             "mib": given.mib,
             "ways": found,
         }

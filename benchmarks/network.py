@@ -18,10 +18,8 @@ import datetime
 import faulthandler
 import json
 import os
-import platform
 import re
 import resource
-import shlex
 import socket
 import statistics
 import sys
@@ -382,19 +380,8 @@ def table(measured: dict[str, Measured]) -> str:
 def record(measured: dict[str, Measured], options: argparse.Namespace, argv: Sequence[str], load: float) -> Any:
     """Everything that is needed to judge the numbers later."""
     return {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.network", *argv]),
-        "machine": {
-            **machine.describe(),
-            "tcp_congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
-        },
-        # The load shows other work on the machine.
-        "load_average_before": load,
-        "versions": {
-            "transfuse": transfuse.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        **machine.about("benchmarks.network", argv, load),
+        "tcp_congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
         "group": f"gloo, each host a network namespace behind a link of {options.mbit:g} Mbit/s in both directions",
         "mbit": options.mbit,
         "runs": options.runs,

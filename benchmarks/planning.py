@@ -12,16 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
-import datetime
 import gc
 import io
 import json
 import math
 import multiprocessing
 import os
-import platform
 import pstats
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +37,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import transfuse
+from benchmarks.compare import machine
 from transfuse.errors import TargetMismatch
 from transfuse.limits import MIB, Limits
 from transfuse.memory.assembled import assemble
@@ -616,15 +613,7 @@ def table(results: Sequence[Result]) -> str:
 def record(results: Sequence[Result], options: argparse.Namespace, argv: Sequence[str], load: float) -> dict[str, Any]:
     """Everything that is needed to judge the numbers later."""
     return {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.planning", *argv]),
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
-        "load_average_before": load,
-        "versions": {
-            "transfuse": transfuse.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        **machine.about("benchmarks.planning", argv, load),
         "runs": options.runs,
         "seconds": "medians of the runs after one warm-up; receiver_total is the median of all phases' sum",
         "memory": "the most of all runs, beyond what the process had with its state built",

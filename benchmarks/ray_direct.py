@@ -9,10 +9,10 @@ the driver. All ways take turns in every run. What arrives is compared before an
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -22,7 +22,6 @@ import ray
 import torch
 from ray.experimental.collective import create_collective_group
 
-import transfuse
 from benchmarks.compare import machine
 from transfuse.integrations import ray as over_transfuse
 
@@ -116,12 +115,9 @@ def main() -> None:
         print("".join([f"{case:<16}", *(f"{statistics.median(ways[way]):>20.1f}" for way in WAYS)]))
     if asked.json:
         with open(asked.json, "w") as file:
-            versions = {"transfuse": transfuse.__version__, "ray": ray.__version__, "torch": torch.__version__}
             written = {
-                "date": datetime.date.today().isoformat(),
-                "command": "python -m benchmarks.ray_direct",
-                "machine": machine.describe(),
-                "versions": versions,
+                **machine.about("benchmarks.ray_direct", sys.argv[1:]),
+                "ray": ray.__version__,
                 "milliseconds": found,
             }
             json.dump(written, file, indent=1)

@@ -10,11 +10,7 @@ every result is compared with what was sent.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -119,15 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
     given = parser.parse_args(argv)
     written: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.repeat", *argv]),
-        "machine": machine.describe(),
-        "load_average_before": os.getloadavg()[0],
-        "versions": {
-            "transfuse": transfuse.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        **machine.about("benchmarks.repeat", argv),
         "cases": {},
     }
     for route, same_host in (("memory route", True), ("group route", False)):

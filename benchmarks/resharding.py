@@ -19,8 +19,6 @@ import faulthandler
 import json
 import math
 import os
-import platform
-import shlex
 import shutil
 import socket
 import statistics
@@ -583,17 +581,8 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 def record(found: dict[str, Any], options: argparse.Namespace, argv: Sequence[str], load: float) -> dict[str, Any]:
     """Everything that is needed to judge the numbers later."""
     return {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.resharding", *argv]),
-        "machine": machine.describe(),
-        # The load shows other work on the machine.
-        "load_average_before": load,
+        **machine.about("benchmarks.resharding", argv, load),
         "load_average_after": os.getloadavg()[0],
-        "versions": {
-            "transfuse": transfuse.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
         "mbit": options.mbit,
         "runs": options.runs,
         "seconds": "from a barrier until the last rank has returned; all runs after one warm-up, in turns",

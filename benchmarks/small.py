@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -88,15 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{receivers} to receive: {name:20} {1000 * medians[0]:5.2f} ms  {1000 * medians[1]:5.2f} ms of CPU")
     if given.json is not None:
         written = {
-            "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["python", "-m", "benchmarks.small", *argv]),
-            "machine": machine.describe(),
-            "load_average_now": os.getloadavg()[0],
-            "versions": {
-                "transfuse": transfuse.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            **machine.about("benchmarks.small", argv),
             "runs": given.runs,
             "medians": found,
         }

@@ -13,8 +13,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -109,15 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{options.mib:g} MiB, links of {options.mbit:g} Mbit/s; medians of {options.runs} runs after a warm-up")
     if options.json is not None:
         record = {
-            "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["python", "-m", "benchmarks.sources", *argv]),
-            "machine": machine.describe(),
-            "load_average_before": load,
-            "versions": {
-                "transfuse": transfuse.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            **machine.about("benchmarks.sources", argv, load),
             "mbit": options.mbit,
             "state_bytes": size * PARTS,
             "nominal_seconds": nominal,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import mmap
 import os
 import platform
+import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,11 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import transfuse
 from benchmarks.compare.readv import Reader, cpus, permit
 from benchmarks.compare.results import Limit
 from transfuse.testing.ranks import listening, say
 
-__all__ = ["describe", "limits"]
+__all__ = ["about", "cpu_seconds", "describe", "limits"]
 
 RUNS = 5
 CHUNK = 4 << 20
@@ -37,6 +40,40 @@ def describe() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled").strip(),
     }
+
+
+def about(module: str, argv: Sequence[str], load: float | None = None) -> dict[str, Any]:
+    """What every file of results begins with. ``load``: of the machine before the benchmark; else as it is now."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", "-m", module, *argv]),
+        "machine": describe(),
+        # It shows other work on the machine.
+        "load_average": os.getloadavg()[0] if load is None else load,
+        "versions": {
+            "transfuse": transfuse.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def cpu_seconds() -> float:
+    """The CPU time of this process, and of those that it has started and that live: Ray moves bytes in some of them."""
+    return time.process_time() + sum(map(_ticks, _started_by(os.getpid()))) / os.sysconf("SC_CLK_TCK")
+
+
+def _started_by(pid: int) -> Iterator[int]:
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, _read(str(children)).split()):
+            yield child
+            yield from _started_by(child)
+
+
+def _ticks(pid: int) -> int:
+    # The name, in brackets, may have spaces in it. The two numbers are the 14th and the 15th of all.
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return sum(map(int, fields[11:13]))
 
 
 def limits(size: int) -> dict[str, Limit]:

@@ -42,7 +42,7 @@ def record(
         "command": command,
         "machine": machine.describe(),
         # The load shows other work on the machine.
-        "load_average_before": load,
+        "load_average": load,
         "versions": {
             **versions,
             "python": platform.python_version(),
@@ -50,6 +50,7 @@ def record(
             "transfuse": transfuse.__version__,
         },
         "seconds": "from a barrier until the last rank has returned; medians of the runs after one warm-up, in turns",
+        "cpu_seconds": "of all ranks together in that time, with the processes that they have started",
         "memory": "what is received into was touched and warm; fresh memory was not",
         **settings,
         "limits": {
@@ -79,6 +80,8 @@ def _result(outcome: Outcome, result: Result, limits: dict[str, Limit]) -> dict[
         "name": result.peer.name,
         "median_seconds": result.median,
         "seconds": result.seconds,
+        "median_cpu_seconds": result.cpu_median,
+        "cpu_seconds": result.cpu_seconds,
         "times_torch_pgtransport": outcome.speed(result),
         "of_its_limit": outcome.of_limit(result, limits),
         "verified": not result.wrong and not result.failed,

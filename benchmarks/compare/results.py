@@ -21,6 +21,8 @@ class Move:
     warm_up: bool
     #: From a barrier until the last rank has returned.
     seconds: float
+    #: Of all ranks together, in that time.
+    cpu_seconds: float
     #: The errors that were found, one line each.
     wrong: list[str]
     route: str | None
@@ -32,6 +34,7 @@ class Result:
 
     peer: type[Peer]
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     routes: set[str] = field(default_factory=set)
     #: Why some of its moves are missing.
@@ -42,11 +45,19 @@ class Result:
         self.routes |= {move.route} if move.route else set()
         if not move.warm_up:
             self.seconds.append(move.seconds)
+            self.cpu_seconds.append(move.cpu_seconds)
 
     @property
     def median(self) -> float | None:
         """The median of correct and complete runs only."""
-        return statistics.median(self.seconds) if self.seconds and not self.wrong and not self.failed else None
+        return self._median(self.seconds)
+
+    @property
+    def cpu_median(self) -> float | None:
+        return self._median(self.cpu_seconds)
+
+    def _median(self, times: list[float]) -> float | None:
+        return statistics.median(times) if times and not self.wrong and not self.failed else None
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.compare.cases import Case
 from benchmarks.compare.checks import Digests, differences, digests
+from benchmarks.compare.machine import cpu_seconds
 from benchmarks.compare.peers import Peer, Scene, tensors_of
 from benchmarks.compare.readv import cpus
 from benchmarks.compare.results import Move, Outcome, Result
@@ -137,8 +138,8 @@ def contest(
             with bounded(timeout, log):
                 if turn == 0:
                     peer.prepare()
-                seconds, got = move(peer)
-                yield judged(case, peer, turn == 0, seconds, got, expected, unique)
+                took, got = move(peer)
+                yield judged(case, peer, turn == 0, took, got, expected, unique)
                 del got
     for peer in peers:
         yield Begun(case.key, peer.key)
@@ -147,7 +148,12 @@ def contest(
     gc.unfreeze()
 
 
-def move(peer: Peer) -> tuple[float, object]:
+class Took(NamedTuple):
+    seconds: float
+    cpu_seconds: float
+
+
+def move(peer: Peer) -> tuple[Took, object]:
     """One move, under the same conditions for every peer: no garbage, and zeros in the target."""
     scene = peer.scene
     if not scene.sending and scene.state is not None:
@@ -155,19 +161,19 @@ def move(peer: Peer) -> tuple[float, object]:
     gc.collect()
     peer.ready()
     dist.barrier()
-    started, got = time.perf_counter(), None
+    got, used, started = None, cpu_seconds(), time.perf_counter()
     if scene.sending:
         peer.send()
     else:
         got = peer.receive()
-    took = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return took.item(), got
+    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    used_here = torch.tensor(cpu_seconds() - used, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    dist.all_reduce(used_here, dist.ReduceOp.SUM)
+    return Took(seconds.item(), used_here.item()), got
 
 
-def judged(
-    case: Case, peer: Peer, warm_up: bool, seconds: float, got: object, expected: Digests, unique: set[str]
-) -> Move:
+def judged(case: Case, peer: Peer, warm_up: bool, took: Took, got: object, expected: Digests, unique: set[str]) -> Move:
     """Every receiver compares; rank 0 collects what they found."""
     wrong: list[str] = []
     if not peer.scene.sending:
@@ -176,7 +182,7 @@ def judged(
     all_wrong: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(all_wrong, wrong)
     peer.tidy()
-    return Move(case.key, peer.key, warm_up, seconds, [line for some in all_wrong for line in some], peer.route())
+    return Move(case.key, peer.key, warm_up, *took, [line for some in all_wrong for line in some], peer.route())
 
 
 @contextmanager

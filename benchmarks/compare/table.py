@@ -28,7 +28,7 @@ def show_absent(console: Console, absent: dict[type[Peer], str]) -> None:
 def show_outcome(console: Console, outcome: Outcome, limits: dict[str, Limit]) -> None:
     rows = [_row(outcome, result, limits) for result in outcome.results]
     title = f"{outcome.case.full_title} ({human_bytes(outcome.bytes)}) [{outcome.case.key}]"
-    head = ("", "median", "range", "rate", f"vs {REFERENCE.name}", "of its limit", "bits")
+    head = ("", "median", "range", "CPU", "rate", f"vs {REFERENCE.name}", "of its limit", "bits")
     _table(console, title, head, rows, [result.peer in OURS for result in outcome.results])
 
 
@@ -39,9 +39,10 @@ def show_notes(console: Console, peers: Sequence[type[Peer]], runs: int) -> None
     counted = f"Medians of {runs} runs" if runs > 1 else "One run of each"
     say(
         console,
-        f"{counted}, peers in turns, after a warm-up. Time is from a barrier until the last rank has returned. Memory "
-        "that is received into was touched and warm; fresh memory was not. Bits: every move, warm-ups included, was "
-        "compared with the original. Limits: bare process_vm_readv of the same tensors, in turns with the others"
+        f"{counted}, peers in turns, after a warm-up. Time is from a barrier until the last rank has returned, CPU "
+        "what all ranks used in that time. Memory that is received into was touched and warm; fresh memory was not. "
+        "Bits: every move, warm-ups included, was compared with the original. Limits: bare process_vm_readv of the "
+        "same tensors, in turns with the others"
         + (f"; for those who use sockets ({sockets}), one TCP stream." if sockets else "."),
     )
     if any(not peer.whole and peer is not LIMIT for peer in peers):
@@ -54,9 +55,9 @@ def show_notes(console: Console, peers: Sequence[type[Peer]], runs: int) -> None
 def _row(outcome: Outcome, result: Result, limits: dict[str, Limit]) -> tuple[str, ...]:
     name = result.peer.name + ("" if result.peer.whole or result.peer is LIMIT else " †")
     if result.failed:
-        return name, "failed", "", "", "", "", result.failed
+        return name, "failed", "", "", "", "", "", result.failed
     if result.wrong or result.median is None:
-        return name, "wrong", "", "", "", "", f"DIFFERS: {result.wrong[0]}"
+        return name, "wrong", "", "", "", "", "", f"DIFFERS: {result.wrong[0]}"
     speed, part = outcome.speed(result), outcome.of_limit(result, limits)
     # Name the route if it is not the one that was asked for.
     routes = ", ".join(sorted(result.routes - {result.peer.key.partition("-")[0]}))
@@ -64,6 +65,7 @@ def _row(outcome: Outcome, result: Result, limits: dict[str, Limit]) -> tuple[st
         f"{name} (took: {routes})" if routes else name,
         duration(result.median),
         span(result.seconds),
+        duration(result.cpu_median or 0.0),
         rate(outcome.bytes * outcome.case.receivers / result.median),
         f"{speed:.2f}x" if speed else "-",
         f"{part:.2f}" if part else "-",
@@ -95,7 +97,7 @@ def _table(
     if console.is_terminal:
         table = Table(title=title.replace("[", r"\["), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         for index, name in enumerate(head):
-            table.add_column(name, justify="right" if 0 < index < 6 else "left", overflow="fold")
+            table.add_column(name, justify="right" if 0 < index < 7 else "left", overflow="fold")
         for index, row in enumerate(rows):
             cells = [cell.replace("[", r"\[") for cell in row]
             table.add_row(*cells, style="bold green" if ours and ours[index] else None)

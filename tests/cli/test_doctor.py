@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import filtered
 from commands import Running
 from transfuse.cli.app import app
-from transfuse.cli.doctor import network, nixl, permission, setup
+from transfuse.cli.doctor import command, network, nixl, permission, setup, trial
 from transfuse.cli.doctor.permission import Facts
 from transfuse.wire import nixl_agent
 
@@ -42,9 +42,24 @@ def test_a_filter_that_forbids_reading_is_named() -> None:
     assert "--cap-add SYS_PTRACE" in found["memory route"]["remedy"]
     assert found["group route"]["status"] == "ok"
     assert "/s between two ranks" in found["group route"]["text"]
+    assert found["streams"]["status"] == "ok"
     # gloo listens somewhere, and that is an address of this machine.
     assert any(name in found["gloo address"]["text"] for name in network.interfaces())
     assert {"torch", "backends", "accelerator", "cores", "memory", "chains", "encryption"} <= found.keys()
+
+
+def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Really tried, by a process that has no free port; with one, above."""
+    monkeypatch.delenv("TRANSFUSE_STREAMS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.setenv("TRANSFUSE_PORT", port := str(taken.getsockname()[1]))
+        outcome = trial.try_routes()
+    assert outcome.tried["group"].bytes_per_second is not None, outcome
+    found = command._streams(outcome.port)
+    assert (found.status, f"TRANSFUSE_PORT: {port}" in found.text) == ("warn", True)
+    monkeypatch.setenv("TRANSFUSE_STREAMS", "0")
+    assert "switched off by TRANSFUSE_STREAMS=0" in command._streams("").text
 
 
 def test_an_interface_that_is_not_there_is_exit_code_1() -> None:

@@ -292,7 +292,7 @@ def test_resharding_over_links(tmp_path: pathlib.Path, capsys: pytest.CaptureFix
     assert resharding.main(["--part", "links", "--quick", "--mbit", "1000", "--runs", "1", "--json", str(path)]) == 0
     assert capsys.readouterr().out.count("bit for bit") == len(resharding.MOVES["links"]) - 1
     written = json.loads(path.read_text())
-    assert {"date", "command", "machine", "versions", "runs", "load_average_before"} <= set(written)
+    assert {"date", "command", "machine", "versions", "runs", "load_average"} <= set(written)
     (layout,) = written["parts"]["links"].values()
     moves = {move["name"]: move for move in layout["moves"]}
     assert list(moves) == list(resharding.MOVES["links"])

@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from benchmarks import bf16, callbacks, keeper, loopback, planning, resharding
-from benchmarks.compare import command, plot, run, table
+from benchmarks.compare import command, machine, plot, run, table
 from benchmarks.compare.cases import cases
 from benchmarks.compare.checks import differences, digests
 from benchmarks.compare.command import app
@@ -40,7 +41,7 @@ def test_bench(tmp_path: pathlib.Path) -> None:
     done = CliRunner().invoke(app, ["--scale", "0.002", "--runs", "1", *only, *files])
     assert done.exit_code == 0, done.output + done.stderr
     written = json.loads(data.read_text())
-    assert {"date", "command", "machine", "versions", "limits", "peers", "load_average_before"} <= set(written)
+    assert {"date", "command", "machine", "versions", "limits", "peers", "load_average"} <= set(written)
     assert {"memcpy_one", "memcpy_all", "readv_one", "readv_all", "tcp", "touch_one"} <= set(written["limits"])
     assert [case["key"] for case in written["cases"]] == ["gpt2", "gpt2-fresh"]
     for case in written["cases"]:
@@ -107,7 +108,7 @@ def test_the_cause_of_a_failure_is_one_line(tmp_path: pathlib.Path) -> None:
 
 def test_a_wrong_result_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = (case for case in cases(0.001) if case.key == "1gib")
-    wrong = Outcome(case, 1, 1, [Result(Memory, [1.0], ["rank 1: ['tensor0'] differs"])])
+    wrong = Outcome(case, 1, 1, [Result(Memory, [1.0], wrong=["rank 1: ['tensor0'] differs"])])
     monkeypatch.setattr(command, "run", lambda *_: ([wrong], {}))
     done = CliRunner().invoke(app, ["--only", "1gib/memory", "--scale", "0.001"])
     assert (done.exit_code, "1gib/memory: rank 1: ['tensor0'] differs" in done.stderr) == (1, True)
@@ -150,16 +151,39 @@ def test_every_difference_is_found() -> None:
 
 def test_ratios() -> None:
     (case,) = (case for case in cases() if case.key == "1gib")
-    ours, torchs, limit = Result(Memory, [0.2, 0.1, 9.0]), Result(REFERENCE, [1.0]), Result(LIMIT, [0.1])
+    ours, torchs, limit = (
+        Result(Memory, [0.2, 0.1, 9.0], [0.3, 0.5, 0.4]),
+        Result(REFERENCE, [1.0]),
+        Result(LIMIT, [0.1]),
+    )
     outcome = Outcome(case, 1000, 1, [ours, torchs, limit])
     limits = {"tcp": Limit("tcp", "", 4000, [1.0])}
-    assert ours.median == 0.2
+    assert (ours.median, ours.cpu_median) == (0.2, 0.4)
     assert outcome.speed(ours) == pytest.approx(5)
     assert outcome.of_limit(ours, limits) == pytest.approx(0.5)
     assert outcome.of_limit(torchs, limits) == pytest.approx(0.25)
-    ours.add(Move("1gib", "memory", True, 0.1, ["wrong"], "memory"))
-    assert (len(ours.seconds), ours.routes) == (3, {"memory"})
-    assert outcome.median(Memory) is None
+    ours.add(Move("1gib", "memory", True, 0.1, 0.2, ["wrong"], "memory"))
+    assert (len(ours.seconds), len(ours.cpu_seconds), ours.routes) == (3, 3, {"memory"})
+    assert (outcome.median(Memory), ours.cpu_median) == (None, None)
+
+
+def test_cpu_of_this_process_and_of_what_it_has_started() -> None:
+    def use(seconds: float) -> None:
+        until = time.process_time() + seconds
+        while time.process_time() < until:
+            pass
+
+    before = machine.cpu_seconds()
+    use(0.1)
+    assert machine.cpu_seconds() - before >= 0.1
+    lines = ["import sys, time", "while time.process_time() < 0.5: pass", "print(flush=True)", "sys.stdin.read()"]
+    with subprocess.Popen(
+        [sys.executable, "-c", "\n".join(lines)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert machine.cpu_seconds() - before >= 0.55
+        child.communicate()
 
 
 def test_only_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,20 @@ def test_modules_import_only_from_below() -> None:
 
 #: The rooms of the package, bottom to top. A module imports from its own room and from those before it.
 ROOMS = (
-    ("errors", "limits", "sizes", "timeouts", "phases", "rules", "arguments", "log", "progress", "report", "workers"),
+    (
+        "errors",
+        "limits",
+        "sizes",
+        "timeouts",
+        "phases",
+        "rules",
+        "arguments",
+        "log",
+        "progress",
+        "report",
+        "tracebacks",
+        "workers",
+    ),
     ("state",),
     ("options",),
     ("plan",),

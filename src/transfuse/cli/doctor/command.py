@@ -18,7 +18,7 @@ from transfuse.cli.doctor import network, nixl, permission, setup, trial
 from transfuse.cli.doctor.finding import Finding
 from transfuse.cli.errors import Exit
 from transfuse.cli.options import AsJson
-from transfuse.limits import allows_same_host
+from transfuse.limits import allows_same_host, allows_streams
 from transfuse.report import human_bytes
 
 __all__ = ["doctor"]
@@ -36,7 +36,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     settings = list(setup.variables(os.environ))
     if any(finding.status == "fail" for finding in settings):
-        outcome = trial.Outcome({}, (), False, "not tried, because a setting is wrong")
+        outcome = trial.Outcome({}, (), False, "", "not tried, because a setting is wrong")
     else:
         with Console(stderr=True, quiet=not sys.stderr.isatty()).status("Trying the routes between two processes …"):
             outcome = trial.try_routes()
@@ -65,8 +65,9 @@ def _routes(outcome: trial.Outcome) -> Iterator[Finding]:
         yield Finding("fail", "group route", f"no gloo group can be made: {printable(group.reason)}", remedy)
     elif group is not None and group.bytes_per_second is not None:
         yield Finding(
-            "ok", "group route", f"works: {human_bytes(group.bytes_per_second)}/s between two ranks, over gloo"
+            "ok", "group route", f"works: {human_bytes(group.bytes_per_second)}/s between two ranks of a gloo group"
         )
+        yield _streams(outcome.port)
         yield network.judge(outcome.addresses, ifname, host, there)
         yield Finding(
             "ok" if outcome.chains else "warn",
@@ -75,6 +76,24 @@ def _routes(outcome: trial.Outcome) -> Iterator[Finding]:
         )
     shown = "; ".join(f"{name} {', '.join(addresses)}" for name, addresses in there.items())
     yield Finding("note", "interfaces", shown or "none")
+
+
+def _streams(port: str) -> Finding:
+    about = "streams"
+    if port:
+        return Finding(
+            "ok", about, f"ranks that have met over a group go on over connections of their own, here to {port}"
+        )
+    if not allows_streams():
+        why = "TRANSFUSE_STREAMS=0" if os.environ.get("TRANSFUSE_STREAMS") else "GLOO_DEVICE_TRANSPORT=TCP_TLS"
+        return Finding("note", about, f"switched off by {why}: the group carries everything")
+    ports = os.environ.get("TRANSFUSE_PORT", "any")
+    return Finding(
+        "warn",
+        about,
+        f"this process cannot listen (TRANSFUSE_PORT: {ports}): the group carries everything, more slowly",
+        "let it listen on some port, or set TRANSFUSE_STREAMS=0 so that nobody tries",
+    )
 
 
 def _memory(tried: trial.Tried) -> Finding:

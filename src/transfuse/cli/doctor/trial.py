@@ -16,8 +16,10 @@ import torch.distributed as dist
 
 import transfuse
 from transfuse.cli.doctor import network
+from transfuse.limits import allows_streams
 from transfuse.testing.ranks import Late, RanksFailed, listening, say
 from transfuse.wire.group import Group
+from transfuse.wire.meeting import own_port
 from transfuse.wire.memory_route import Entry, MemoryLease, Reader
 from transfuse.wire.route import Unreadable
 
@@ -47,19 +49,22 @@ class Outcome(NamedTuple):
     addresses: tuple[str, ...]
     #: Whether receivers can pass parcels on to each other over gloo.
     chains: bool
+    #: Where this process listened for connections of its own. Empty: it did not.
+    port: str
     #: Why the trial did not finish.
     error: str
 
 
 class _Listens(NamedTuple):
-    addresses: tuple[str, ...]
-    chains: bool
+    addresses: tuple[str, ...] = ()
+    chains: bool = False
+    port: str = ""
 
 
 def try_routes() -> Outcome:
     """Move a state by every route."""
     tried: dict[str, Tried] = {}
-    listens, error = _Listens((), False), ""
+    listens, error = _Listens(), ""
     try:
         with listening(2, _work, os.environ.get(network.IFNAME_VARIABLE)) as words:
             for _, said in words:
@@ -121,8 +126,12 @@ def _try_group(tell: Callable[[object], None]) -> Tried:
     try:
         group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         taken = {address for number, address in network.listening().items() if number not in before}
-        tell(_Listens(tuple(sorted(taken)), Group(group, CPU).tagged))
+        known = Group(group, CPU)
+        listens = _Listens(tuple(sorted(taken)), known.tagged)
+        tell(listens)
         _, rate = _measure(group, same_host=False)
+        place = own_port(known.host()).place() if allows_streams() else None
+        tell(listens._replace(port="" if place is None else place.address))
     except (RuntimeError, transfuse.TransfuseError) as error:
         return Tried("group", None, _CHECK.sub("", str(error).strip().split("\n")[0]))
     return Tried("group", rate)
