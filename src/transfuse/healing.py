@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from transfuse import arguments, errors
-from transfuse.errors import PeerLost, StateError, TornState, TransfuseError, as_utf8
+from transfuse.errors import PeerLost, StateError, TornState, TransfuseError, as_utf8, let_go
 from transfuse.memory import half_healed
 from transfuse.options import OptionKeywords, check_names
 from transfuse.plan.cohorts import Cohort
@@ -30,7 +30,6 @@ from transfuse.report import Report
 from transfuse.session.threads import interrupt_behind
 from transfuse.state.leaves.own_mesh import own_mesh
 from transfuse.state.returned_copies import ReturnedCopies
-from transfuse.tracebacks import let_go
 from transfuse.transport import PGTransport
 from transfuse.wire.group import Group, ProcessGroupLike
 from transfuse.wire.roll_call import Agreed, RollCall

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import arguments
 from transfuse.arguments import check_step
-from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
+from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError, let_go
 from transfuse.limits import Limits
 from transfuse.memory.mutation import MutationWatch
 from transfuse.memory.streams import Streams, devices_of
@@ -38,7 +38,6 @@ from transfuse.sizes import Sizes
 from transfuse.state.leaves.codec import MeshDescription
 from transfuse.state.manifest import Described
 from transfuse.timeouts import Patience
-from transfuse.tracebacks import let_go
 from transfuse.wire import messages, nixl_agent
 from transfuse.wire.channel import Channel
 from transfuse.wire.group import Group, ProcessGroupLike

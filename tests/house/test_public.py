@@ -125,7 +125,6 @@ ROOMS = (
         "log",
         "progress",
         "report",
-        "tracebacks",
         "workers",
     ),
     ("state",),

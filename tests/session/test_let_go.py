@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 import transfuse
 from transfuse import PGTransport
-from transfuse.errors import TransfuseError
+from transfuse.errors import TransfuseError, let_go
 from transfuse.testing.ranks import Ranks
-from transfuse.tracebacks import let_go
 
 pytestmark = pytest.mark.usefixtures("either_route")
 

@@ -19,13 +19,12 @@ from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from transfuse import workers
-from transfuse.errors import PeerTimeout
+from transfuse.errors import PeerTimeout, let_go
 from transfuse.memory.streams import Streams, inherit
 from transfuse.phases import Phase, trace_name
 from transfuse.progress import Progress
 from transfuse.report import Report
 from transfuse.timeouts import Patience
-from transfuse.tracebacks import let_go
 from transfuse.wire.channel import Channel
 from transfuse.wire.pool import Pool
 

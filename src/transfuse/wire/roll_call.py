@@ -32,9 +32,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from transfuse.errors import PeerError, PeerTimeout, ProtocolError, TransfuseError, as_utf8
+from transfuse.errors import PeerError, PeerTimeout, ProtocolError, TransfuseError, as_utf8, let_go
 from transfuse.timeouts import Patience
-from transfuse.tracebacks import let_go
 from transfuse.wire.group import Group
 from transfuse.wire.messages import WIRE_VERSION
 from transfuse.wire.operations import Operations, Posted
