@@ -332,8 +332,11 @@ def test_what_a_receiver_does_with_its_tensors_afterwards_never_reaches_a_neighb
         fleet.wait_for(1, "overwritten")
         fleet.thaw(2)
         (neighbour,) = fleet.outcomes(deadline=60, ranks=[2])
-    assert isinstance(neighbour.error, transfuse.PeerError)
-    assert neighbour.error.torn == ("['w']",)
+    if neighbour.error is None:  # It was frozen for less than the timeout, and got the rest elsewhere.
+        assert neighbour.value is True
+    else:
+        assert isinstance(neighbour.error, transfuse.PeerError)
+        assert neighbour.error.torn == ("['w']",)
 
 
 # ------------------------------------------------------------------------------------------------------- pure parts

@@ -345,7 +345,11 @@ class Puller:
         self._refill = None, []
         try:
             for order in orders:
-                self._pull(order.source, label, order.ranks, copies=1)
+                with self._stock.changed:
+                    # The leader may not have heard yet what has been pulled since it last asked.
+                    lacking = [rank for rank in order.ranks if self._stock.books.find(rank, label) is None]
+                if lacking:
+                    self._pull(order.source, label, lacking, copies=1)
                 with self._stock.changed:
                     for rank in set(order.ranks) & set(self._peers.ranks[self._peers.index]):
                         self._stock.books.adopt(rank, label)
