@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from transfuse import arguments, errors
-from transfuse.errors import PeerLost, StateError, TornState, TransfuseError, as_utf8
+from transfuse.errors import PeerLost, StateError, TornState, TransfuseError, as_utf8, let_go
 from transfuse.memory import half_healed
 from transfuse.options import OptionKeywords, check_names
 from transfuse.plan.cohorts import Cohort
@@ -93,7 +93,12 @@ def heal(
         raise TypeError("state_dict takes a function that returns the state to send or to receive into, got None")
     said = arguments.check_step(step)
     healing = _Healing(pg, timeout, device, state_dict, load, on_report, options)
-    return healing.run(said)
+    try:
+        return healing.run(said)
+    except BaseException as error:
+        del healing
+        let_go(error)
+        raise
 
 
 #: What a rank that was behind holds in the end.

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from transfuse import arguments
 from transfuse.arguments import check_step
-from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError
+from transfuse.errors import ReceiveFailed, SendFailed, StateError, TornState, TransfuseError, let_go
 from transfuse.limits import Limits
 from transfuse.memory.mutation import MutationWatch
 from transfuse.memory.streams import Streams, devices_of
@@ -238,6 +238,8 @@ class PGTransport:
         except BaseException as error:
             if _is_untold(error, caller, began):
                 self._tell(error, caller, "dst_ranks", dst_ranks, is_source=True)
+            caller = None
+            let_go(error)
             raise
 
     def _check_rate(self, receivers: int) -> None:
@@ -387,6 +389,8 @@ class PGTransport:
         except BaseException as error:
             if _is_untold(error, caller, began):
                 self._tell(error, caller, "src_rank", src_rank, is_source=False)
+            caller = None
+            let_go(error)
             raise
 
     def _ask_for_target(self, request: Request, context: Context) -> Request:

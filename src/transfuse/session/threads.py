@@ -19,7 +19,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from transfuse import workers
-from transfuse.errors import PeerTimeout
+from transfuse.errors import PeerTimeout, let_go
 from transfuse.memory.streams import Streams, inherit
 from transfuse.phases import Phase, trace_name
 from transfuse.progress import Progress
@@ -260,6 +260,7 @@ def _wait_for(
                         # One that outlives the call might be the last to hold the group when the interpreter exits.
                         job.join()
                     if error is not None:
+                        let_go(error)
                         failed[rank] = error
                     waiting.discard(rank)
                 watch()
@@ -308,6 +309,7 @@ class SideConversation:
             with self._streams(), torch.inference_mode(False), torch.no_grad(), self._channel:
                 talk()
         except BaseException as error:
+            let_go(error)
             self._channel.leave_stream(None)
             self._ended.put(error)
         else:

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from transfuse.errors import PeerError, PeerTimeout, ProtocolError, TransfuseError, as_utf8
+from transfuse.errors import PeerError, PeerTimeout, ProtocolError, TransfuseError, as_utf8, let_go
 from transfuse.timeouts import Patience
 from transfuse.wire.group import Group
 from transfuse.wire.messages import WIRE_VERSION
@@ -412,6 +412,7 @@ class RollCall:
             with torch.inference_mode(False):
                 yield
         except Exception as error:
+            let_go(error)
             with self._changed:
                 if isinstance(error, PeerError):
                     self._gone.setdefault(peer, error)
