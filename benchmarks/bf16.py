@@ -18,7 +18,7 @@ import torch
 
 import transfuse
 from benchmarks.compare import machine
-from transfuse.limits import Limits
+from transfuse._limits import Limits
 
 
 def measure(values: int, step: float, width: float) -> dict[str, int]:

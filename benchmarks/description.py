@@ -22,13 +22,13 @@ import msgspec
 import torch
 
 from benchmarks.compare import machine
-from transfuse.limits import Limits
-from transfuse.plan import parcels
-from transfuse.plan.match import match, prepare
-from transfuse.plan.regions import lay_out
-from transfuse.state.leaves.codec import BuildContext
-from transfuse.state.leaves.registry import Registry
-from transfuse.state.manifest import Manifest, Wire, describe
+from transfuse._limits import Limits
+from transfuse._plan import parcels
+from transfuse._plan.match import match, prepare
+from transfuse._plan.regions import lay_out
+from transfuse._state.leaves.codec import BuildContext
+from transfuse._state.leaves.registry import Registry
+from transfuse._state.manifest import Manifest, Wire, describe
 
 T = TypeVar("T")
 

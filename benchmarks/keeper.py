@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 import transfuse
 from benchmarks.compare import machine
 from benchmarks.hosts import Hosts, Unavailable, traffic
-from transfuse.keeper import frames
+from transfuse._keeper import frames
 from transfuse.testing.ranks import listening, say
 
 MIB = 1 << 20

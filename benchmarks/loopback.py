@@ -32,7 +32,7 @@ from torch.distributed.checkpoint._pg_transport import PGTransport
 
 import transfuse
 from benchmarks.compare import machine
-from transfuse.limits import MIB
+from transfuse._limits import MIB
 from transfuse.testing.ranks import listening, say
 
 CONNECTIONS = (1, 2, 3)

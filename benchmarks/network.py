@@ -39,7 +39,7 @@ from torch.distributed.checkpoint import _pg_transport
 import transfuse
 from benchmarks.compare import machine
 from benchmarks.hosts import Hosts, Traffic, Unavailable, traffic
-from transfuse.limits import MIB
+from transfuse._limits import MIB
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import RanksFailed, say
 

@@ -38,24 +38,24 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from benchmarks.compare import machine
-from transfuse.errors import TargetMismatch
-from transfuse.limits import MIB, Limits
-from transfuse.memory.assembled import assemble
-from transfuse.memory.fresh import MemorySupply
-from transfuse.options import Options
-from transfuse.plan import parcels
-from transfuse.plan.holdings import Holdings
-from transfuse.plan.match import Prepared, prepare
-from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
-from transfuse.session import agreement
-from transfuse.session.context import Request
-from transfuse.session.planning import read_description, read_offer
-from transfuse.sizes import Sizes
-from transfuse.state.leaves.codec import BuildContext
-from transfuse.state.leaves.registry import Registry
-from transfuse.state.manifest import Described, describe
-from transfuse.wire import messages
-from transfuse.wire.memory_route import Entry
+from transfuse._errors import TargetMismatch
+from transfuse._limits import MIB, Limits
+from transfuse._memory.assembled import assemble
+from transfuse._memory.fresh import MemorySupply
+from transfuse._options import Options
+from transfuse._plan import parcels
+from transfuse._plan.holdings import Holdings
+from transfuse._plan.match import Prepared, prepare
+from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
+from transfuse._session import agreement
+from transfuse._session.context import Request
+from transfuse._session.planning import read_description, read_offer
+from transfuse._sizes import Sizes
+from transfuse._state.leaves.codec import BuildContext
+from transfuse._state.leaves.registry import Registry
+from transfuse._state.manifest import Described, describe
+from transfuse._wire import messages
+from transfuse._wire.memory_route import Entry
 
 T = TypeVar("T")
 

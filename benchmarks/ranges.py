@@ -2,7 +2,7 @@
 
 python -m benchmarks.ranges [--mib N]
 
-The rule in `transfuse/wire/memory_read.py` (RANGE_COST, ITEM_COST) rests on these numbers. Strided memory is read run
+The rule in `transfuse/_wire/memory_read.py` (RANGE_COST, ITEM_COST) rests on these numbers. Strided memory is read run
 by run, or in one span from its first run to its last, and then the runs are picked out, whichever is cheaper.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from transfuse.limits import MIB
-from transfuse.memory import vm
+from transfuse._limits import MIB
+from transfuse._memory import vm
 
 RUNS = 5
 

@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 import transfuse
 from benchmarks.compare import machine
 from benchmarks.hosts import Hosts, Traffic, Unavailable, traffic
-from transfuse.limits import MIB
+from transfuse._limits import MIB
 from transfuse.testing.ranks import RanksFailed, listening, say
 
 SOURCES, RECEIVERS = (0, 1), (2, 3, 4)

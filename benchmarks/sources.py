@@ -26,7 +26,7 @@ import torch.distributed as dist
 import transfuse
 from benchmarks.compare import machine
 from benchmarks.hosts import Hosts, Unavailable
-from transfuse.limits import MIB
+from transfuse._limits import MIB
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import RanksFailed, say
 

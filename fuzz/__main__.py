@@ -69,7 +69,7 @@ def fuzz(options: argparse.Namespace) -> None:
 
     with atheris.instrument_imports(include=["transfuse"]):
         import transfuse  # noqa: F401
-        from transfuse.wire import messages  # noqa: F401
+        from transfuse._wire import messages  # noqa: F401
     from fuzz.seeds import seeds_for
     from fuzz.targets import TARGETS, mutate
 

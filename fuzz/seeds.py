@@ -19,16 +19,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from transfuse.limits import Limits
-from transfuse.plan import parcels
-from transfuse.plan.holdings import Holdings
-from transfuse.plan.regions import lay_out
-from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
-from transfuse.state import manifest
-from transfuse.state.leaves.layout import Block, blocks_of
-from transfuse.wire import messages
-from transfuse.wire.memory_route import MemoryLease
-from transfuse.wire.messages import Message
+from transfuse._limits import Limits
+from transfuse._plan import parcels
+from transfuse._plan.holdings import Holdings
+from transfuse._plan.regions import lay_out
+from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
+from transfuse._state import manifest
+from transfuse._state.leaves.layout import Block, blocks_of
+from transfuse._wire import messages
+from transfuse._wire.memory_route import MemoryLease
+from transfuse._wire.messages import Message
 
 __all__ = ["OFFERS", "STATES", "Point", "offer_of", "seeds_for"]
 

@@ -21,26 +21,26 @@ import numpy as np
 import torch
 
 from fuzz.seeds import DESCRIBED, OFFERS, PARCEL, STATES
-from transfuse.errors import ProtocolError, TransfuseError
-from transfuse.limits import MIB, Limits
-from transfuse.options import Options
-from transfuse.plan import parcels
-from transfuse.plan.holdings import Holdings
-from transfuse.plan.match import prepare
-from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
-from transfuse.progress import Progress
-from transfuse.report import Report
-from transfuse.session import agreement, planning, source
-from transfuse.session.context import Context, Request
-from transfuse.session.remembered import Remembered
-from transfuse.session.threads import Caller
-from transfuse.state import trees
-from transfuse.state.leaves import values
-from transfuse.state.leaves.distributed import checked_coordinate, layout_of, read_meshes
-from transfuse.state.manifest import Manifest
-from transfuse.wire import messages
-from transfuse.wire.memory_route import Entry, Reader
-from transfuse.wire.route import Malformed, Unreadable
+from transfuse._errors import ProtocolError, TransfuseError
+from transfuse._limits import MIB, Limits
+from transfuse._options import Options
+from transfuse._plan import parcels
+from transfuse._plan.holdings import Holdings
+from transfuse._plan.match import prepare
+from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
+from transfuse._progress import Progress
+from transfuse._report import Report
+from transfuse._session import agreement, planning, source
+from transfuse._session.context import Context, Request
+from transfuse._session.remembered import Remembered
+from transfuse._session.threads import Caller
+from transfuse._state import trees
+from transfuse._state.leaves import values
+from transfuse._state.leaves.distributed import checked_coordinate, layout_of, read_meshes
+from transfuse._state.manifest import Manifest
+from transfuse._wire import messages
+from transfuse._wire.memory_route import Entry, Reader
+from transfuse._wire.route import Malformed, Unreadable
 
 __all__ = ["TARGETS", "mutate"]
 

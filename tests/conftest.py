@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from transfuse._timeouts import Patience
 from transfuse.testing.ranks import ProcessPool, preload
-from transfuse.timeouts import Patience
 from wires import over_streams
 
 # All that tests need in forks: there is one fork server for all of a run of pytest.

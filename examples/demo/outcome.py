@@ -27,7 +27,7 @@ from examples.demo.words import (
 )
 
 import transfuse
-from transfuse.report import Report
+from transfuse._report import Report
 
 __all__ = [
     "PARTS",

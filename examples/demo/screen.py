@@ -32,8 +32,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from transfuse._report import human_bytes
 from transfuse.cli.tables import Lines
-from transfuse.report import human_bytes
 
 __all__ = ["Screen", "spark"]
 

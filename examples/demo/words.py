@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from transfuse.report import Report
+from transfuse._report import Report
 
 __all__ = [
     "Begun",

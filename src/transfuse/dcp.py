@@ -32,20 +32,20 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from transfuse.arguments import check_step, ranks_of
-from transfuse.errors import StateError, TransfuseError, UnsupportedLeaf
-from transfuse.keeper.dcp_storage import KeeperReader, KeeperWriter
-from transfuse.limits import Limits
-from transfuse.memory import streams
-from transfuse.plan.apply_rules import Link
-from transfuse.plan.catalogue import Catalogue
-from transfuse.plan.cohorts import Cohort
-from transfuse.state import trees
-from transfuse.state.leaves import values
-from transfuse.state.leaves.registry import Registry
-from transfuse.state.leaves.spec import Spec, is_sharded, of_plain_tensors
-from transfuse.state.manifest import Leaf
-from transfuse.transport import PGTransport
+from transfuse._arguments import check_step, ranks_of
+from transfuse._errors import StateError, TransfuseError, UnsupportedLeaf
+from transfuse._keeper.dcp_storage import KeeperReader, KeeperWriter
+from transfuse._limits import Limits
+from transfuse._memory import streams
+from transfuse._plan.apply_rules import Link
+from transfuse._plan.catalogue import Catalogue
+from transfuse._plan.cohorts import Cohort
+from transfuse._state import trees
+from transfuse._state.leaves import values
+from transfuse._state.leaves.registry import Registry
+from transfuse._state.leaves.spec import Spec, is_sharded, of_plain_tensors
+from transfuse._state.manifest import Leaf
+from transfuse._transport import PGTransport
 
 __all__ = ["KeeperReader", "KeeperWriter", "PeerReader"]
 

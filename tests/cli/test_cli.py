@@ -34,13 +34,13 @@ from commands import Running
 from serving import wait_until
 from shards import shard
 from transfuse import cli
+from transfuse._hub import safetensors_layout
+from transfuse._limits import Limits
+from transfuse._state.manifest import describe
 from transfuse.cli import files, safetensors_file
 from transfuse.cli.app import app
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import bytes_of
-from transfuse.limits import Limits
-from transfuse.live_hub import safetensors_layout
-from transfuse.state.manifest import describe
 from transfuse.testing.exact import assert_exact
 
 DTYPES = tuple(safetensors_layout.DTYPES.values())

@@ -19,10 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shards import shard
 from states import Color, Pair, states
+from transfuse._limits import Limits
+from transfuse._state.manifest import Manifest, Wire, describe
 from transfuse.cli import contents
 from transfuse.cli.contents import Contents, Folded, Row, fold, printable
-from transfuse.limits import Limits
-from transfuse.state.manifest import Manifest, Wire, describe
 from transfuse.testing.ranks import ProcessPool
 
 PAIR = Pair(torch.zeros(2, dtype=torch.int8), torch.zeros(1), {"dtype": torch.float32})

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 import filtered
 from commands import Running
+from transfuse._wire import nixl_agent
 from transfuse.cli.app import app
 from transfuse.cli.doctor import command, network, nixl, permission, setup, trial
 from transfuse.cli.doctor.permission import Facts
-from transfuse.wire import nixl_agent
 
 THERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5"]}
 FREE = Facts(available=True, yama=None, filtered=False, capable=False, user_namespace=False, dumpable=True)

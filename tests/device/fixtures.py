@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from device import kind, phantom
-from transfuse.wire import switchboard
+from transfuse._wire import switchboard
 
 __all__ = ["accelerator", "device", "nothing_is_left"]
 

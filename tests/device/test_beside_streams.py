@@ -14,12 +14,12 @@ import torch
 import transfuse
 from device.group import DeviceRanks, backend_of
 from device.simple_moves import bits, causes_of, receive, send, state, zeros
-from transfuse.memory.digest import digest_of
-from transfuse.session import incoming
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import Group
-from transfuse.wire.operations import Operations
-from transfuse.wire.stream import Stream
+from transfuse._memory.digest import digest_of
+from transfuse._session import incoming
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import Group
+from transfuse._wire.operations import Operations
+from transfuse._wire.stream import Stream
 
 pytestmark = pytest.mark.usefixtures("device", "small_parcels", "nothing_is_left", "group_route")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import transfuse
-from transfuse.memory import streams
+from transfuse._memory import streams
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -12,7 +12,7 @@ import transfuse
 from device.kind import KIND
 from device.mirror import devices_of, to_cpu
 from device.moving import FEW, Setting, assert_same, beside, blank, changed, mine, move, sample, there, transport
-from transfuse.memory import fresh
+from transfuse._memory import fresh
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from device.moving import mine
-from transfuse.keeper import copying
-from transfuse.keeper.bundles import bundle
-from transfuse.keeper.commits import NO_SLOT
-from transfuse.keeper.copying import Memory
-from transfuse.limits import Limits
-from transfuse.state.manifest import describe
+from transfuse._keeper import copying
+from transfuse._keeper.bundles import bundle
+from transfuse._keeper.commits import NO_SLOT
+from transfuse._keeper.copying import Memory
+from transfuse._limits import Limits
+from transfuse._state.manifest import describe
 
 pytestmark = pytest.mark.usefixtures("accelerator", "nothing_is_left")
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from device.group import DeviceRanks
-from transfuse.errors import PeerLost
-from transfuse.limits import Limits
-from transfuse.memory.streams import Streams
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import Group
+from transfuse._errors import PeerLost
+from transfuse._limits import Limits
+from transfuse._memory.streams import Streams
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import Group
 
 pytestmark = pytest.mark.usefixtures("device", "nothing_is_left")
 

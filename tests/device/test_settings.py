@@ -9,7 +9,7 @@ import torch
 
 from device.mirror import devices_of
 from device.moving import SETTINGS, Setting, assert_same, beside, blank, mine, move, sample, there, transport
-from transfuse.wire.group import Group
+from transfuse._wire.group import Group
 
 pytestmark = pytest.mark.usefixtures("accelerator", "nothing_is_left")
 

@@ -15,7 +15,7 @@ from device.mirror import devices_of
 from device.moving import SETTINGS, Setting, assert_same, beside, blank, mine, move, sample, there, transport
 from shards import plain
 from shards import shard as shard_on_cpu
-from transfuse.wire import group as group_module
+from transfuse._wire import group as group_module
 
 pytestmark = pytest.mark.usefixtures("accelerator", "nothing_is_left")
 

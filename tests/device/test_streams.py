@@ -12,7 +12,7 @@ import transfuse
 from device import kind
 from device.kind import KIND, slow_fill_
 from device.moving import FEW, TIMEOUT, Setting, assert_same, mine, sample, there, transport
-from transfuse.memory import streams
+from transfuse._memory import streams
 
 pytestmark = pytest.mark.usefixtures("accelerator", "nothing_is_left")
 

@@ -113,7 +113,7 @@ class Copies:
 def test_digests_of_a_copy_that_is_freed_at_once() -> None:
     """A large block is unmapped when it is freed."""
     # Imported here: version 0.5.0 has it elsewhere, in transfuse.digest.
-    from transfuse.memory.digest import digest_of, wide_digest_of
+    from transfuse._memory.digest import digest_of, wide_digest_of
 
     data = torch.arange(32 * MIB, dtype=torch.uint8)
     assert digest_of(cast(Any, Copies(data))) == digest_of(data)

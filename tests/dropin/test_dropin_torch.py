@@ -35,7 +35,7 @@ from torch_transport import (
     torch_warns,
     transfer,
 )
-from transfuse.errors import PeerTimeout, ProtocolError, SendFailed, TargetMismatch, UnsupportedLeaf
+from transfuse._errors import PeerTimeout, ProtocolError, SendFailed, TargetMismatch, UnsupportedLeaf
 
 # ---------------------------------------------------------------------------------------------- wire
 

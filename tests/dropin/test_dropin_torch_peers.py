@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import transfuse.dropin.torch as ours
 from torch_transport import CPU, LONG, SHORT, assert_same, forged, groups, on_tape, play, together, transfer
-from transfuse.errors import PeerLost, PeerTimeout, SendFailed, TargetMismatch, UnsupportedLeaf
+from transfuse._errors import PeerLost, PeerTimeout, SendFailed, TargetMismatch, UnsupportedLeaf
 
 # --------------------------------------------------------------------------------------------- peers
 

@@ -11,12 +11,12 @@ import torch
 import transfuse
 from gathering import MIB, Wrapped, gather, state
 from moves import CPU, TIMEOUT
-from transfuse.limits import Limits
-from transfuse.memory.mutation import MutationWatch
-from transfuse.state.manifest import describe
+from transfuse._limits import Limits
+from transfuse._memory.mutation import MutationWatch
+from transfuse._state.manifest import describe
+from transfuse._wire import messages
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
-from transfuse.wire import messages
 
 pytestmark = pytest.mark.usefixtures("small_parcels")
 

@@ -53,7 +53,7 @@ from examples.demo.words import (
 from typer.testing import CliRunner
 
 from commands import DEMO, Running
-from transfuse.report import Report
+from transfuse._report import Report
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import RanksFailed, interrupts_held, loopback_store
 

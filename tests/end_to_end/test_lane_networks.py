@@ -29,9 +29,9 @@ from several_hosts import (
     second_address,
     small_parcels,
 )
+from transfuse._wire.channel import Channel
+from transfuse._wire.stream import Stream
 from transfuse.testing.exact import differences
-from transfuse.wire.channel import Channel
-from transfuse.wire.stream import Stream
 
 pytestmark = pytest.mark.usefixtures("needs_streams")
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import transfuse
+from transfuse._wire.channel import Channel
+from transfuse._wire.messages import Header, Message
 from transfuse.testing.ranks import Fleet, announce
-from transfuse.wire.channel import Channel
-from transfuse.wire.messages import Header, Message
 from wires import threads_left
 
 TIMEOUT = 3.0

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transfuse
 from gathering import MIB, Ending, Wrapped, blank, gather, state
 from moves import CPU, TIMEOUT
-from transfuse.memory.mutation import MutationWatch
+from transfuse._memory.mutation import MutationWatch
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Ranks
 

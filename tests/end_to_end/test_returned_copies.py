@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import transfuse
 from bringing import RANKS, Bring, Training, bring, fresh, home, threaded, trained  # noqa: F401
 from shards import mesh_of
-from transfuse.state.returned_copies import ReturnedCopies
+from transfuse._state.returned_copies import ReturnedCopies
 
 COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"clone": torch.clone, "half": torch.Tensor.half}
 

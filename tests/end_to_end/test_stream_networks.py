@@ -17,8 +17,8 @@ from benchmarks.hosts import LINK, Hosts, Unavailable, call
 
 from one_transport import Ended, Left, both, left, look, move, opens, set_up
 from several_hosts import SECOND, Connection, Firewall, add_second_network, make, ranks_on, second_address
+from transfuse._wire import pool
 from transfuse.testing.ranks import Fleet
-from transfuse.wire import pool
 
 pytestmark = [pytest.mark.usefixtures("needs_streams"), pytest.mark.timeout(200)]
 

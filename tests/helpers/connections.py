@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from transfuse.wire.stream import Stream
+from transfuse._wire.stream import Stream
 
 __all__ = [
     "WAIT",

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import transfuse
 from tampering import Tampering
-from transfuse.session import receive_from_one
-from transfuse.timeouts import Patience
+from transfuse._session import receive_from_one
+from transfuse._timeouts import Patience
 
 try:
     from torchft.checkpointing import HTTPTransport

@@ -119,7 +119,7 @@ RESTARTED: dict[Callable[[str], None], int] = {keep: 2}
 ELSEWHERE = {
     "keep_lightning": "integrations/test_lightning.py",
     "keep_transformers": "integrations/test_transformers.py",
-    "live_hub": "live_hub/test_hub_clients.py",
+    "live_hub": "hub/test_hub_clients.py",
     "observe": "session/test_progress.py",
     "ray_transport": "integrations/on_ray.py",
     "torchft_heal": "dropin/test_dropin_torchft.py",

@@ -28,23 +28,23 @@ import xxhash
 import hostile
 from hostile import CAP, CPU, LIMITS, PEER, Audit, Ground, Member, Wire
 from hostile_conversations import STATE, Liar, converse, new_transport, serve_by
-from transfuse.errors import ProtocolError, ReceiveFailed, TransfuseError
-from transfuse.limits import MIB
-from transfuse.options import Options
-from transfuse.plan import parcels
-from transfuse.plan.regions import lay_out
-from transfuse.progress import Progress
-from transfuse.report import Report
-from transfuse.session import agreement, planning, source
-from transfuse.session.context import Request
-from transfuse.session.threads import Caller
-from transfuse.state.leaves.codec import MeshDescription
-from transfuse.state.manifest import Leaf
-from transfuse.wire import messages
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
-from transfuse.wire.memory_route import Entry
-from transfuse.wire.messages import Agreed, Intent, Message
+from transfuse._errors import ProtocolError, ReceiveFailed, TransfuseError
+from transfuse._limits import MIB
+from transfuse._options import Options
+from transfuse._plan import parcels
+from transfuse._plan.regions import lay_out
+from transfuse._progress import Progress
+from transfuse._report import Report
+from transfuse._session import agreement, planning, source
+from transfuse._session.context import Request
+from transfuse._session.threads import Caller
+from transfuse._state.leaves.codec import MeshDescription
+from transfuse._state.manifest import Leaf
+from transfuse._wire import messages
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
+from transfuse._wire.memory_route import Entry
+from transfuse._wire.messages import Agreed, Intent, Message
 
 SEED = int(os.environ.get("TRANSFUSE_HOSTILE_SEED", "20260801"))
 

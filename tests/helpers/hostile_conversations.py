@@ -20,7 +20,7 @@ import xxhash
 
 import hostile
 from hostile import CPU
-from transfuse.errors import (
+from transfuse._errors import (
     CorruptData,
     PeerError,
     PeerRefused,
@@ -29,23 +29,23 @@ from transfuse.errors import (
     SourceMutated,
     TransfuseError,
 )
-from transfuse.limits import Limits
-from transfuse.memory import mutation
-from transfuse.options import Options
-from transfuse.progress import Progress
-from transfuse.report import Report
-from transfuse.session import source
-from transfuse.session.threads import Caller
+from transfuse._limits import Limits
+from transfuse._memory import mutation
+from transfuse._options import Options
+from transfuse._progress import Progress
+from transfuse._report import Report
+from transfuse._session import source
+from transfuse._session.threads import Caller
+from transfuse._transport import PGTransport
+from transfuse._wire import messages
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import Group
+from transfuse._wire.messages import Intent, Message
+from transfuse._wire.operations import Posted
+from transfuse._wire.route_table import Leases
+from transfuse._wire.stream import Part
+from transfuse._wire.switchboard import Waits
 from transfuse.testing.ranks import Ranks
-from transfuse.transport import PGTransport
-from transfuse.wire import messages
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import Group
-from transfuse.wire.messages import Intent, Message
-from transfuse.wire.operations import Posted
-from transfuse.wire.route_table import Leases
-from transfuse.wire.stream import Part
-from transfuse.wire.switchboard import Waits
 
 # ---------------------------------------------------------------------------------------------- whole conversations
 

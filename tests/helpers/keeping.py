@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 import transfuse
-from transfuse.errors import TransfuseError
-from transfuse.keeper import client, frames, runs
-from transfuse.keeper.attach import Lock
-from transfuse.keeper.client import Keep
-from transfuse.keeper.exchange import Exchange
-from transfuse.keeper.frames import Link
-from transfuse.keeper.process import SOCKET_NAME, Keeper
+from transfuse._errors import TransfuseError
+from transfuse._keeper import client, frames, runs
+from transfuse._keeper.attach import SOCKET_NAME, Lock
+from transfuse._keeper.client import Keep
+from transfuse._keeper.exchange import Exchange
+from transfuse._keeper.frames import Link
+from transfuse._keeper.process import Keeper
 from transfuse.testing.ranks import Ranks
 
 __all__ = [
@@ -62,7 +62,7 @@ def keepers_in(base: pathlib.Path) -> list[int]:
         if entry.name.isdigit():
             with suppress(OSError):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"transfuse.keeper.process" in words and any(
+                if b"transfuse._keeper.process" in words and any(
                     word.startswith(os.fsencode(base) + b"/") for word in words
                 ):
                     found.append(int(entry.name))

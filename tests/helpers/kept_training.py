@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import transfuse
-from transfuse.keeper import copying
-from transfuse.keeper.exchange import Exchange
+from transfuse._keeper import copying
+from transfuse._keeper.exchange import Exchange
 
 __all__ = ["MOMENTS", "Plan", "digest"]
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import transfuse
-from transfuse.limits import MIB
-from transfuse.session.rounds import RoundsIn, RoundsOut
+from transfuse._limits import MIB
+from transfuse._session.rounds import RoundsIn, RoundsOut
+from transfuse._wire.stream import Stream
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Outcome, Ranks
-from transfuse.wire.stream import Stream
 
 __all__ = ["NBYTES", "TIMEOUT", "Made", "before_each_round", "hold_back_the_group", "move", "reports", "state"]
 

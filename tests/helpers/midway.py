@@ -14,8 +14,8 @@ import torch.distributed as dist
 import transfuse
 from moves import CPU, TIMEOUT
 from tampering import Passing, Tampering
+from transfuse._wire import messages
 from transfuse.testing.ranks import Ranks, announce
-from transfuse.wire import messages
 from wires import over_streams
 
 SHORT = timedelta(seconds=1.5)

@@ -20,15 +20,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from transfuse.errors import TransfuseError
-from transfuse.keeper import frames, process
-from transfuse.keeper.attach import Lock
-from transfuse.keeper.bundles import KEY_BYTES, PRIVATE
-from transfuse.keeper.copying import DIGEST_BYTES
-from transfuse.keeper.frames import KeeperLost, Link
-from transfuse.keeper.process import SOCKET_NAME, Keeper
-from transfuse.keeper.runs import Process
-from transfuse.keeper.slots import Brief, Label, SlotView
+from transfuse._errors import TransfuseError
+from transfuse._keeper import frames, process
+from transfuse._keeper.attach import SOCKET_NAME, Lock
+from transfuse._keeper.bundles import KEY_BYTES, PRIVATE
+from transfuse._keeper.copying import DIGEST_BYTES
+from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.process import Keeper
+from transfuse._keeper.runs import Process
+from transfuse._keeper.slots import Brief, Label, SlotView
 from transfuse.testing import ranks
 
 __all__ = ["NBYTES", "SECONDS", "TOKEN", "Host", "Job", "Worker", "contents", "rings", "until"]
@@ -218,7 +218,7 @@ def _run_keeper(_: object, directory: str) -> None:
     os.dup2(log, 2)
     lock = Lock.take(pathlib.Path(directory))
     assert lock is not None
-    os._exit(process.main([directory, str(lock.fd)]))  # As `python -m transfuse.keeper.process` does.
+    os._exit(process.main([directory, str(lock.fd)]))  # As `python -m transfuse._keeper.process` does.
 
 
 @dataclass

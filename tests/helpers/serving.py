@@ -19,10 +19,8 @@ import torch
 from benchmarks.hosts import settle
 
 import transfuse
-from transfuse.remote.ends import READER, ServedStream, ToServer
-from transfuse.testing.exact import differences
-from transfuse.testing.ranks import Fleet, announce
-from transfuse.wire.handshake import (
+from transfuse._remote.ends import READER, ServedStream, ToServer
+from transfuse._wire.handshake import (
     HELLO_BYTES,
     MAGIC,
     VERSION,
@@ -34,7 +32,9 @@ from transfuse.wire.handshake import (
     key_of,
     split_address,
 )
-from transfuse.wire.messages import HEADER_BYTES
+from transfuse._wire.messages import HEADER_BYTES
+from transfuse.testing.exact import differences
+from transfuse.testing.ranks import Fleet, announce
 
 TOKEN = "correct horse battery staple"
 

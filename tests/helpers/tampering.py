@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from transfuse.wire.channel import Channel
-from transfuse.wire.lanes import Entrance
-from transfuse.wire.stream import Part, Stream
+from transfuse._wire.channel import Channel
+from transfuse._wire.lanes import Entrance
+from transfuse._wire.stream import Part, Stream
 
 __all__ = ["Passing", "Tampering"]
 

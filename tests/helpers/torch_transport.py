@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten_with_path
 
 import transfuse.dropin.torch as ours
-from transfuse.errors import TargetMismatch, TransfuseError
+from transfuse._errors import TargetMismatch, TransfuseError
 
 # What PyTorch's own ends warn about: the sender views immutable bytes as a tensor, the receiver unpickles a class that
 # is deprecated. Only tests with one of them let this pass.

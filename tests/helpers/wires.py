@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from transfuse import workers
-from transfuse.limits import allows_streams
+from transfuse import _workers
+from transfuse._limits import allows_streams
 
 __all__ = ["is_of_a_transfer", "over_streams", "threads_left"]
 
@@ -18,7 +18,7 @@ def over_streams() -> bool:
 
 def is_of_a_transfer(thread: threading.Thread) -> bool:
     """Whether this thread ends with its transfer. The process's port for streams stays, watches and workers linger."""
-    stays = thread.name.startswith(("transfuse-streams", "transfuse-watch", workers.IDLE))
+    stays = thread.name.startswith(("transfuse-streams", "transfuse-watch", _workers.IDLE))
     return thread.name.startswith("transfuse") and not stays
 
 

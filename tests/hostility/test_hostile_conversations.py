@@ -36,21 +36,21 @@ from hostile_conversations import (
     serve_by,
     use_wire,
 )
-from transfuse.errors import PeerError, PeerRefused, PeerTimeout, ProtocolError, SendFailed
-from transfuse.limits import Limits
-from transfuse.options import Options
-from transfuse.progress import Progress
-from transfuse.report import Report
-from transfuse.session import receive_from_one, relay, source
-from transfuse.session.context import Request
-from transfuse.session.threads import Caller
+from transfuse._errors import PeerError, PeerRefused, PeerTimeout, ProtocolError, SendFailed
+from transfuse._limits import Limits
+from transfuse._options import Options
+from transfuse._progress import Progress
+from transfuse._report import Report
+from transfuse._session import receive_from_one, relay, source
+from transfuse._session.context import Request
+from transfuse._session.threads import Caller
+from transfuse._wire import messages
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
+from transfuse._wire.messages import Agreed, Intent, Link, Message
+from transfuse._wire.pool import Pool
+from transfuse._wire.route_table import Leases
 from transfuse.testing.ranks import Fleet, Ranks
-from transfuse.wire import messages
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
-from transfuse.wire.messages import Agreed, Intent, Link, Message
-from transfuse.wire.pool import Pool
-from transfuse.wire.route_table import Leases
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),

@@ -37,21 +37,21 @@ from hostile_cases import (
     with_leaf,
     with_tree,
 )
-from transfuse.errors import CorruptData, TransfuseError
-from transfuse.limits import MIB
-from transfuse.options import Options
-from transfuse.report import Report
-from transfuse.session import planning
-from transfuse.session.context import Request
-from transfuse.state.leaves import values
-from transfuse.state.leaves.blobs import ArrayCodec
-from transfuse.state.leaves.codec import BuildContext, CannotCarry
-from transfuse.state.leaves.sparse import JaggedCodec
-from transfuse.state.leaves.subclass import WrapperCodec
-from transfuse.state.manifest import Leaf
-from transfuse.wire import messages
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import Group
+from transfuse._errors import CorruptData, TransfuseError
+from transfuse._limits import MIB
+from transfuse._options import Options
+from transfuse._report import Report
+from transfuse._session import planning
+from transfuse._session.context import Request
+from transfuse._state.leaves import values
+from transfuse._state.leaves.blobs import ArrayCodec
+from transfuse._state.leaves.codec import BuildContext, CannotCarry
+from transfuse._state.leaves.sparse import JaggedCodec
+from transfuse._state.leaves.subclass import WrapperCodec
+from transfuse._state.manifest import Leaf
+from transfuse._wire import messages
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import Group
 from wires import is_of_a_transfer
 
 pytestmark = [

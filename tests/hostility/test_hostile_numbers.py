@@ -18,17 +18,17 @@ import torch
 import hostile
 from hostile import PEER, Ground, Member, Wire
 from hostile_cases import Received, described, link, want
-from transfuse.errors import SourceMutated
-from transfuse.progress import Progress
-from transfuse.report import Report
-from transfuse.session import source
-from transfuse.session.relay import Chains
-from transfuse.session.threads import Caller
-from transfuse.wire import messages
-from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG
-from transfuse.wire.memory_route import MemoryLease, Reader
-from transfuse.wire.messages import Agreed, Message
-from transfuse.wire.route import Unreadable
+from transfuse._errors import SourceMutated
+from transfuse._progress import Progress
+from transfuse._report import Report
+from transfuse._session import source
+from transfuse._session.relay import Chains
+from transfuse._session.threads import Caller
+from transfuse._wire import messages
+from transfuse._wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG
+from transfuse._wire.memory_route import MemoryLease, Reader
+from transfuse._wire.messages import Agreed, Message
+from transfuse._wire.route import Unreadable
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),

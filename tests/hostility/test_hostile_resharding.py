@@ -37,7 +37,7 @@ from hostile_conversations import (
     serve_by,
     use_wire,
 )
-from transfuse.errors import (
+from transfuse._errors import (
     CorruptData,
     NotCovered,
     PeerError,
@@ -48,22 +48,22 @@ from transfuse.errors import (
     SourceMutated,
     TransfuseError,
 )
-from transfuse.limits import MIB
-from transfuse.options import Options
-from transfuse.plan import parcels
-from transfuse.plan.holdings import Holdings
-from transfuse.plan.wanted_blocks import MOST_TIMES, WantedBlocks, regions_in
-from transfuse.progress import Progress
-from transfuse.report import Report
-from transfuse.session import source
-from transfuse.session.context import Request
-from transfuse.session.threads import Caller
-from transfuse.state.leaves.codec import MeshDescription
-from transfuse.state.leaves.layout import MAX_RANKS, Layout
+from transfuse._limits import MIB
+from transfuse._options import Options
+from transfuse._plan import parcels
+from transfuse._plan.holdings import Holdings
+from transfuse._plan.wanted_blocks import MOST_TIMES, WantedBlocks, regions_in
+from transfuse._progress import Progress
+from transfuse._report import Report
+from transfuse._session import source
+from transfuse._session.context import Request
+from transfuse._session.threads import Caller
+from transfuse._state.leaves.codec import MeshDescription
+from transfuse._state.leaves.layout import MAX_RANKS, Layout
+from transfuse._wire import messages
+from transfuse._wire.group import FIRST_TAG
+from transfuse._wire.messages import Agreed, Message
 from transfuse.testing.ranks import Ranks
-from transfuse.wire import messages
-from transfuse.wire.group import FIRST_TAG
-from transfuse.wire.messages import Agreed, Message
 
 
 def shard(full: torch.Tensor, ranks: int, rank: int, placement: Placement | None = None) -> DTensor:

@@ -37,7 +37,7 @@ RUN_ELSEWHERE = {
     "docs/dcp.md": "dropin/test_dcp.py",
     "docs/cli.md": "cli/test_cli_docs.py",
     "docs/integrations/vllm.md": "integrations/test_vllm.py",
-    "docs/hub.md": "live_hub/test_hub_clients.py",
+    "docs/hub.md": "hub/test_hub_clients.py",
 }
 
 #: Words that begin a command which is what it says on any machine.
@@ -298,7 +298,7 @@ def test_the_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     missing = [name for name in transfuse.__all__ if f"::: transfuse.{name}\n" not in text]
     assert [name for name in missing if name != "__version__"] == []
-    for name in ("dcp.PeerReader", "dropin.torch.PGTransport", "dropin.torchft.PGTransport", "limits.Limits"):
+    for name in ("dcp.PeerReader", "dropin.torch.PGTransport", "dropin.torchft.PGTransport", "_limits.Limits"):
         assert f"::: transfuse.{name}\n" in text, name
 
 
@@ -326,12 +326,12 @@ def test_every_file_of_the_rooms_is_on_the_page_that_lists_them() -> None:
     design, keeper = ((ROOT / "docs" / name).read_text() for name in ("design.md", "keeper.md"))
     rooms = design[design.index("## Rooms") : design.index("## Decisions")]
     source = ROOT / "src" / "transfuse"
-    listed = [source, *(source / room for room in ("state", "state/leaves", "plan", "memory", "wire", "session"))]
-    files = [file for folder in (*listed, source / "remote", source / "live_hub") for file in folder.glob("*.py")]
+    listed = [source, *(source / room for room in ("_state", "_state/leaves", "_plan", "_memory", "_wire", "_session"))]
+    files = [file for folder in (*listed, source / "_remote", source / "_hub") for file in folder.glob("*.py")]
     missing = [str(file) for file in files if file.stem != "__init__" and f"`{file.stem}`" not in rooms]
     missing += [
         str(file)
-        for file in (source / "keeper").glob("*.py")
+        for file in (source / "_keeper").glob("*.py")
         if file.stem != "__init__" and f"`{file.name}`" not in keeper
     ]
     assert not missing

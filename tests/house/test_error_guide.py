@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 import transfuse
 from descriptor_limits import leaving
 from tampering import Tampering
-from transfuse import PGTransport, TransfuseError, errors
+from transfuse import PGTransport, TransfuseError, _errors
+from transfuse._wire import messages
 from transfuse.testing.ranks import Fleet, Outcome, Ranks
-from transfuse.wire import messages
 
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "errors.md"
 
@@ -296,9 +296,9 @@ def test_receive_failed() -> None:
 
 
 def test_every_error_has_its_section() -> None:
-    for name in errors.__all__:
+    for name in _errors.__all__:
         assert section(name).strip(), name
-    assert {name for name in transfuse.__all__ if _is_error(name)} == set(errors.__all__)
+    assert {name for name in transfuse.__all__ if _is_error(name)} == set(_errors.__all__)
 
 
 def _is_error(name: str) -> bool:

@@ -53,11 +53,11 @@ def test_everything_public_at_the_top_is_listed() -> None:
 
 
 def test_every_error_is_exported_and_has_one_root() -> None:
-    from transfuse import errors
+    from transfuse import _errors
 
-    for name in errors.__all__:
-        assert issubclass(getattr(errors, name), transfuse.TransfuseError)
-        assert getattr(transfuse, name) is getattr(errors, name)
+    for name in _errors.__all__:
+        assert issubclass(getattr(_errors, name), transfuse.TransfuseError)
+        assert getattr(transfuse, name) is getattr(_errors, name)
 
 
 def test_the_signature_is_torchs_plus_keywords() -> None:
@@ -115,29 +115,29 @@ def test_modules_import_only_from_below() -> None:
 #: The rooms of the package, bottom to top. A module imports from its own room and from those before it.
 ROOMS = (
     (
-        "errors",
-        "limits",
-        "sizes",
-        "timeouts",
-        "phases",
-        "rules",
-        "arguments",
-        "log",
-        "progress",
-        "report",
-        "workers",
+        "_errors",
+        "_limits",
+        "_sizes",
+        "_timeouts",
+        "_phases",
+        "_rules",
+        "_arguments",
+        "_log",
+        "_progress",
+        "_report",
+        "_workers",
     ),
-    ("state",),
-    ("options",),
-    ("plan",),
-    ("memory",),
-    ("wire",),
-    ("session",),
-    ("transport",),
-    ("healing",),
-    ("remote", "dropin"),
-    ("keeper",),
-    ("live_hub",),
+    ("_state",),
+    ("_options",),
+    ("_plan",),
+    ("_memory",),
+    ("_wire",),
+    ("_session",),
+    ("_transport",),
+    ("_heal",),
+    ("_remote", "dropin"),
+    ("_keeper",),
+    ("_hub",),
     ("dcp",),
     ("",),
     ("integrations",),

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import transfuse
-from transfuse.plan.apply_rules import link
-from transfuse.rules import Rule
+from transfuse._plan.apply_rules import link
+from transfuse._rules import Rule
 from transfuse.testing.ranks import Ranks
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from transfuse.keeper.books import Books, Generation, Kept, Layout, Wanted
-from transfuse.keeper.bundles import KEY_BYTES, PLACED, PLAIN, PRIVATE
-from transfuse.keeper.copying import DIGEST_BYTES
-from transfuse.keeper.slots import PAGE, Brief, Label, SlotFile
+from transfuse._keeper.books import Books, Generation, Kept, Layout, Wanted
+from transfuse._keeper.bundles import KEY_BYTES, PLACED, PLAIN, PRIVATE
+from transfuse._keeper.copying import DIGEST_BYTES
+from transfuse._keeper.slots import PAGE, Brief, Label, SlotFile
 
 SLOTS = 3
 

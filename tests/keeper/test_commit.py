@@ -16,10 +16,10 @@ import torch
 
 import transfuse
 from keeping import SECONDS, Home, Job, exact, home, same, snapshot, threaded  # noqa: F401
-from transfuse.errors import PeerRefused, TransfuseError
-from transfuse.keeper import commits, copying
-from transfuse.keeper.process import Keeper
-from transfuse.keeper.slots import SlotFile
+from transfuse._errors import PeerRefused, TransfuseError
+from transfuse._keeper import commits, copying
+from transfuse._keeper.process import Keeper
+from transfuse._keeper.slots import SlotFile
 
 pytestmark = pytest.mark.usefixtures("threaded")
 MIB = 1 << 20

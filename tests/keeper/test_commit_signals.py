@@ -13,10 +13,10 @@ import torch
 
 import transfuse
 from keeping import SECONDS, Home, home, until  # noqa: F401
-from transfuse.errors import TransfuseError
-from transfuse.keeper import client
-from transfuse.keeper.client import Keep
-from transfuse.keeper.process import Keeper
+from transfuse._errors import TransfuseError
+from transfuse._keeper import client
+from transfuse._keeper.client import Keep
+from transfuse._keeper.process import Keeper
 
 #: Seconds between two signals.
 BETWEEN = 0.003

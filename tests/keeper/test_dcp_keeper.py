@@ -28,9 +28,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import transfuse
 from keeping import SECONDS, Home, Job, home, threaded, until  # noqa: F401
+from transfuse._errors import StateError, UnsupportedLeaf
+from transfuse._keeper import commits
 from transfuse.dcp import KeeperReader, KeeperWriter
-from transfuse.errors import StateError, UnsupportedLeaf
-from transfuse.keeper import commits
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from ring_hosts import TOKEN
-from transfuse.keeper import frames, replicas, ring
-from transfuse.keeper.books import Books, Generation, Wanted
-from transfuse.keeper.bundles import KEY_BYTES, PRIVATE
-from transfuse.keeper.freeing import Freeing
-from transfuse.keeper.questions import LentSlot, Round, State
-from transfuse.keeper.slots import PAGE, Brief, Label, SlotFile
+from transfuse._keeper import frames, replicas, ring
+from transfuse._keeper.books import Books, Generation, Wanted
+from transfuse._keeper.bundles import KEY_BYTES, PRIVATE
+from transfuse._keeper.freeing import Freeing
+from transfuse._keeper.questions import LentSlot, Round, State
+from transfuse._keeper.slots import PAGE, Brief, Label, SlotFile
 
 SLOTS = 3
 SIZES = (4 * PAGE, 12 * PAGE)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from ring_hosts import SECONDS, TOKEN, Job, Worker, contents, until
-from transfuse.errors import TransfuseError
-from transfuse.keeper import door
-from transfuse.keeper.questions import Lend, Lent, No, Round, State, decode_answer
-from transfuse.keeper.slots import Label
-from transfuse.wire.handshake import Ask, Told, connect, key_of
-from transfuse.wire.listener import MAX_STRANGERS
+from transfuse._errors import TransfuseError
+from transfuse._keeper import door
+from transfuse._keeper.questions import Lend, Lent, No, Round, State, decode_answer
+from transfuse._keeper.slots import Label
+from transfuse._wire.handshake import Ask, Told, connect, key_of
+from transfuse._wire.listener import MAX_STRANGERS
 
 
 def test_the_door_stays_over_generations_and_a_later_keeper_opens_the_same(job: Job) -> None:

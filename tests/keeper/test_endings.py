@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 import transfuse
 from keeping import SECONDS, Home, home, until  # noqa: F401
+from transfuse._errors import StateError
+from transfuse._keeper import runs
+from transfuse._keeper.client import Keep
+from transfuse._keeper.runs import Process
 from transfuse.cli.app import app
-from transfuse.errors import StateError
-from transfuse.keeper import runs
-from transfuse.keeper.client import Keep
-from transfuse.keeper.runs import Process
 
 pytestmark = pytest.mark.usefixtures("home", "without_variables")
 

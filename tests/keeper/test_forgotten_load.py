@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from keeping import SECONDS, Home, Job, home, keepers_in, same, threaded, until  # noqa: F401
-from transfuse.keeper import runs
+from transfuse._keeper import runs
 
 
 class Training:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from keeping import SECONDS, Home, Job, home, same, threaded  # noqa: F401
-from transfuse.keeper import frames
-from transfuse.keeper.frames import KeeperLost, Link
-from transfuse.keeper.process import Keeper
+from transfuse._keeper import frames
+from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.process import Keeper
 
 
 @pytest.fixture

@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, snapshot, threaded, until  # noqa: F401
-from transfuse.errors import StateError, TransfuseError
-from transfuse.keeper import allotment, client, restored, restoring, runs
-from transfuse.keeper.files import HELD_NAME
-from transfuse.keeper.process import SOCKET_NAME, Keeper
+from transfuse._errors import StateError, TransfuseError
+from transfuse._keeper import allotment, client, restored, restoring, runs
+from transfuse._keeper.attach import SOCKET_NAME
+from transfuse._keeper.files import HELD_NAME
+from transfuse._keeper.process import Keeper
 from transfuse.testing.ranks import ProcessPool
 
 pytestmark = pytest.mark.usefixtures("threaded")
@@ -269,7 +270,7 @@ def test_values_that_differed_are_named_too(keeper: Keeper) -> None:
 
 def test_a_rank_never_gets_what_belonged_to_another_one(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rank 0 has committed a step: that is no state for rank 1."""
-    monkeypatch.setattr("transfuse.keeper.commits.PARTNER_SECONDS", 0.2)
+    monkeypatch.setattr("transfuse._keeper.commits.PARTNER_SECONDS", 0.2)
     with Job(2) as job:
         job.start(same(*[state_of(rank, 5) for rank in range(2)]))
         job.keeps[0].commit(5)
@@ -315,7 +316,7 @@ def test_one_process_may_keep_one_thing_after_the_other(home: Home) -> None:  # 
 
 
 def test_a_rank_is_attached_once(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfuse.keeper.process.CHANGE_SECONDS", 0.2)
+    monkeypatch.setattr("transfuse._keeper.process.CHANGE_SECONDS", 0.2)
     with Job(1) as job, Job(1) as second:
         job.start(same(state_of(0, 0)))
         with pytest.raises(TransfuseError, match="rank 0 of this run is attached already, by this process"):

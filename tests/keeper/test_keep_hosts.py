@@ -18,8 +18,8 @@ import pytest
 from benchmarks.hosts import LINK, Hosts
 
 import several_hosts
-from transfuse.keeper import frames
-from transfuse.keeper.frames import KeeperLost, Link
+from transfuse._keeper import frames
+from transfuse._keeper.frames import KeeperLost, Link
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 

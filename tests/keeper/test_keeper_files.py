@@ -19,13 +19,13 @@ import pytest
 
 import transfuse
 from keeping import SECONDS, Home, Job, home, keepers_in, threaded, until  # noqa: F401
-from transfuse.errors import TransfuseError
-from transfuse.keeper import attach, frames, runs
-from transfuse.keeper.attach import Lock
-from transfuse.keeper.files import remove_files
-from transfuse.keeper.frames import KeeperLost, Link
-from transfuse.keeper.process import Keeper
-from transfuse.keeper.runs import Process
+from transfuse._errors import TransfuseError
+from transfuse._keeper import attach, frames, runs
+from transfuse._keeper.attach import Lock
+from transfuse._keeper.files import remove_files
+from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.process import Keeper
+from transfuse._keeper.runs import Process
 
 pytestmark = pytest.mark.usefixtures("home")
 

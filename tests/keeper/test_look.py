@@ -9,10 +9,10 @@ import torch
 
 import transfuse
 from keeping import SECONDS, Home, Job, home, same, threaded  # noqa: F401
-from transfuse.errors import TransfuseError
-from transfuse.keeper import client
-from transfuse.keeper.exchange import Exchange
-from transfuse.keeper.process import Keeper
+from transfuse._errors import TransfuseError
+from transfuse._keeper import client
+from transfuse._keeper.exchange import Exchange
+from transfuse._keeper.process import Keeper
 
 pytestmark = pytest.mark.usefixtures("threaded")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from transfuse.errors import TransfuseError
-from transfuse.keeper.one_call import OneCall
+from transfuse._errors import TransfuseError
+from transfuse._keeper.one_call import OneCall
 
 
 class _Interrupt(Exception):

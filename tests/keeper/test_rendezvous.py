@@ -27,8 +27,8 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 import transfuse
 from keeping import Home, home  # noqa: F401
-from transfuse.errors import PeerTimeout, TransfuseError
-from transfuse.keeper import rendezvous, runs
+from transfuse._errors import PeerTimeout, TransfuseError
+from transfuse._keeper import rendezvous, runs
 from transfuse.testing.ranks import loopback_store, run_program
 
 HOST = "127.0.0.1"
@@ -306,7 +306,7 @@ def test_two_jobs_may_share_a_store(under_torchrun: None, agent: Agent, monkeypa
 
 GROUPS = """
 import os, torch.distributed as dist, transfuse
-from transfuse.keeper import rendezvous
+from transfuse._keeper import rendezvous
 
 def needed(method, **options):
     dist.init_process_group("gloo", method, **options)

@@ -16,10 +16,10 @@ import pytest
 
 import transfuse
 from ring_hosts import NBYTES, SECONDS, TOKEN, Job, contents, until
-from transfuse.keeper import door, frames, replicas
-from transfuse.keeper.questions import Answer, Lend, LentSlot, Question
-from transfuse.keeper.slots import PAGE, Label, room_for
-from transfuse.wire.handshake import connect, key_of
+from transfuse._keeper import door, frames, replicas
+from transfuse._keeper.questions import Answer, Lend, LentSlot, Question
+from transfuse._keeper.slots import PAGE, Label, room_for
+from transfuse._wire.handshake import connect, key_of
 
 
 @pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.soak)])

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from ring_hosts import SECONDS, Job, Worker, contents, rings, until
-from transfuse.errors import TransfuseError
-from transfuse.keeper import door, frames
-from transfuse.keeper.runs import Process
+from transfuse._errors import TransfuseError
+from transfuse._keeper import door, frames
+from transfuse._keeper.runs import Process
 
 
 def test_without_replicas_complete_on_all_hosts_is_enough(job: Job) -> None:

@@ -17,9 +17,9 @@ from dataclasses import replace
 import pytest
 
 import transfuse
-from transfuse.errors import TransfuseError
-from transfuse.keeper import runs
-from transfuse.keeper.runs import Process, Run, base_directory, find_run, list_runs, make_directory
+from transfuse._errors import TransfuseError
+from transfuse._keeper import runs
+from transfuse._keeper.runs import Process, Run, base_directory, find_run, list_runs, make_directory
 
 SECONDS = 120
 #: A program that prints what `find_run` finds. It leaves out the package's own imports: torch takes seconds.
@@ -28,7 +28,7 @@ import json, os, sys, types
 package = types.ModuleType("transfuse")
 package.__path__ = {list(transfuse.__path__)!r}
 sys.modules["transfuse"] = package
-from transfuse.keeper.runs import find_run
+from transfuse._keeper.runs import find_run
 run = find_run()
 print(json.dumps([run.name, run.is_named, run.agent, os.getpid(), os.getppid(), run.directory.name]), flush=True)
 """

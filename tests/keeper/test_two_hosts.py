@@ -19,9 +19,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, threaded, until  # noqa: F401
-from transfuse.errors import StateError
-from transfuse.keeper import client, door, frames
-from transfuse.keeper.frames import KeeperLost
+from transfuse._errors import StateError
+from transfuse._keeper import client, door, frames
+from transfuse._keeper.frames import KeeperLost
 from transfuse.testing.ranks import ProcessPool
 
 pytestmark = pytest.mark.usefixtures("threaded", "impatient")

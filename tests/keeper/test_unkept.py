@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import transfuse
 from keeping import SECONDS, Home, Job, home, same, threaded, until  # noqa: F401
-from transfuse.errors import TransfuseError
-from transfuse.keeper import allotment, commits, unkept
-from transfuse.keeper.frames import KeeperLost
+from transfuse._errors import TransfuseError
+from transfuse._keeper import allotment, commits, unkept
+from transfuse._keeper.frames import KeeperLost
 from transfuse.testing.ranks import ProcessPool
 
 
@@ -146,7 +146,7 @@ def test_a_lost_keeper_is_told_again_and_again(home: Home, monkeypatch: pytest.M
         job.start(same(state))
         assert job.commit(1) == ["committed"]
         os.kill(home.status()["pid"], signal.SIGSTOP)
-        monkeypatch.setattr("transfuse.keeper.client.ANSWER_SECONDS", 0.2)
+        monkeypatch.setattr("transfuse._keeper.client.ANSWER_SECONDS", 0.2)
         step = 1
 
         def is_told() -> bool:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from keeping import Home, Job, home, same, threaded  # noqa: F401
-from transfuse.keeper.bundles import bundle
-from transfuse.keeper.process import Keeper
-from transfuse.limits import Limits
-from transfuse.state.leaves.distributed import DTensorMeta
-from transfuse.state.manifest import describe
+from transfuse._keeper.bundles import bundle
+from transfuse._keeper.process import Keeper
+from transfuse._limits import Limits
+from transfuse._state.leaves.distributed import DTensorMeta
+from transfuse._state.manifest import describe
 
 pytestmark = pytest.mark.usefixtures("threaded")
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from transfuse.memory import available
+from transfuse._memory import available
 
 MIB = 1 << 20
 V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")

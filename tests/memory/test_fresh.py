@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moves import CPU, Pair, pair
-from transfuse.limits import KIB, MIB
-from transfuse.memory import arena
-from transfuse.memory.arena import ALIGNMENT, LARGE_BYTES, MAPPING_BYTES, Arena
-from transfuse.state.leaves.values import dtype_name
+from transfuse._limits import KIB, MIB
+from transfuse._memory import arena
+from transfuse._memory.arena import ALIGNMENT, LARGE_BYTES, MAPPING_BYTES, Arena
+from transfuse._state.leaves.values import dtype_name
 
 #: All but the quantized, and those of less than a byte.
 DTYPES = sorted(
@@ -230,8 +230,8 @@ RELEASE = """
 import gc, os
 import numpy as np, torch
 from pathlib import Path
-from transfuse.memory.arena import Arena
-from transfuse.limits import MIB
+from transfuse._memory.arena import Arena
+from transfuse._limits import MIB
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

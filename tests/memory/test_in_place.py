@@ -12,7 +12,7 @@ from torch import nn
 
 import transfuse
 from moves import CPU, TIMEOUT, Pair, pair
-from transfuse.plan import match as matching
+from transfuse._plan import match as matching
 from transfuse.testing.exact import assert_exact, differences
 
 pytestmark = pytest.mark.usefixtures("either_route")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import transfuse
 from moves import CPU, pair
-from transfuse.limits import KIB, MIB
+from transfuse._limits import KIB, MIB
 from transfuse.testing.ranks import Fleet
 
 #: How many tensors of how many floats. Several times the staging budget, or so many that each one's cost shows.

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import transfuse
+from transfuse._state.memory_maps import Mappings
 from transfuse.dcp import PeerReader
 from transfuse.dropin.torch import PGTransport as DropIn
-from transfuse.state.memory_maps import Mappings
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, ProcessPool
 
@@ -489,5 +489,5 @@ def test_windows_of_all_kinds() -> None:
 
 
 def test_a_system_that_lists_no_mappings_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfuse.state.memory_maps.MAPS", "/proc/self/no such list")
+    monkeypatch.setattr("transfuse._state.memory_maps.MAPS", "/proc/self/no such list")
     assert Mappings().faults(*ends(unmapped(PAGE)), write=True) == {}

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfuse import rules
-from transfuse.plan.apply_rules import Link, Linked, link
-from transfuse.rules import Concat, MapPath, Rename, Rule, Slice, Split, check
+from transfuse import _rules
+from transfuse._plan.apply_rules import Link, Linked, link
+from transfuse._rules import Concat, MapPath, Rename, Rule, Slice, Split, check
 
 Shape = tuple[int, ...]
 Leaves = Mapping[str, Shape | None]
@@ -580,7 +580,7 @@ def test_check_refuses_what_is_no_rule(rules: object, error: type[Exception], ma
 
 
 def test_examples_in_the_docstrings() -> None:
-    failed, tried = doctest.testmod(rules, extraglobs={"link": link})
+    failed, tried = doctest.testmod(_rules, extraglobs={"link": link})
     assert failed == 0
     assert tried >= 6
 

@@ -15,8 +15,8 @@ import transfuse
 from descriptor_limits import leaving
 from moves import CPU
 from serving import wait_until
+from transfuse._wire.handshake import split_address
 from transfuse.testing.ranks import Fleet, ProcessPool
-from transfuse.wire.handshake import split_address
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 FREE = range(8)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import transfuse
-from transfuse.limits import Limits
-from transfuse.memory import vm
-from transfuse.remote.client import fetch_if
-from transfuse.remote.in_process import InProcess
-from transfuse.session.remembered import Remembered
-from transfuse.state.manifest import Described
-from transfuse.state.mapped_file import MappedFile
+from transfuse._limits import Limits
+from transfuse._memory import vm
+from transfuse._remote.client import fetch_if
+from transfuse._remote.in_process import InProcess
+from transfuse._session.remembered import Remembered
+from transfuse._state.manifest import Described
+from transfuse._state.mapped_file import MappedFile
 from wires import is_of_a_transfer
 
 LONG = timedelta(seconds=60)

@@ -22,8 +22,8 @@ import transfuse
 from hub_asking import ask
 from serving import DEADLINE, LONG, TOKEN, Halt, big_state, plain_state, servers, some_state, zeros_like
 from shards import mesh_of, shard
+from transfuse._wire.handshake import split_address
 from transfuse.testing.exact import differences
-from transfuse.wire.handshake import split_address
 
 # What arrives
 

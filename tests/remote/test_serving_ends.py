@@ -37,10 +37,10 @@ from serving import (
     plain_state,
     wait_until,
 )
-from transfuse.session.source import OfferedState
+from transfuse._session.source import OfferedState
+from transfuse._wire.handshake import Ready, split_address
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
-from transfuse.wire.handshake import Ready, split_address
 
 # How it ends
 

@@ -27,13 +27,13 @@ from serving import (
     some_state,
     wait_until,
 )
-from transfuse.limits import Limits
-from transfuse.remote.ends import Servers
+from transfuse._limits import Limits
+from transfuse._remote.ends import Servers
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import OFFER_TAG, Group
+from transfuse._wire.messages import Message
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import OFFER_TAG, Group
-from transfuse.wire.messages import Message
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])

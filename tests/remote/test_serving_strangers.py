@@ -41,10 +41,8 @@ from serving import (
     some_state,
     wait_until,
 )
-from transfuse.testing.exact import differences
-from transfuse.testing.ranks import Fleet
-from transfuse.wire import listener
-from transfuse.wire.handshake import (
+from transfuse._wire import listener
+from transfuse._wire.handshake import (
     HELLO_BYTES,
     MAGIC,
     MAX_FRAME_BYTES,
@@ -55,6 +53,8 @@ from transfuse.wire.handshake import (
     key_of,
     split_address,
 )
+from transfuse.testing.exact import differences
+from transfuse.testing.ranks import Fleet
 
 
 def test_a_stranger_hears_a_hello_and_no_more() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from transfuse.remote.rwlock import RWLock
+from transfuse._remote.rwlock import RWLock
 
 SECONDS = 20.0
 

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import transfuse
 from tampering import Passing
-from transfuse import arguments
+from transfuse import _arguments
+from transfuse._options import FetchKeywords, ServeKeywords
+from transfuse._report import Report
 from transfuse.dcp import PeerReader
-from transfuse.options import FetchKeywords, ServeKeywords
-from transfuse.report import Report
 from transfuse.testing.ranks import Outcome, Ranks
 
 CPU = torch.device("cpu")
@@ -568,7 +568,7 @@ def test_a_wrong_fetch_asks_nobody_for_anything() -> None:
 
 def test_an_error_shows_short_values_only() -> None:
     with pytest.raises(TypeError) as raised:
-        arguments.whole("n", "x" * 10_000)
+        _arguments.whole("n", "x" * 10_000)
     assert len(str(raised.value)) < 200
     with pytest.raises(TypeError, match=r"got a Tensor of torch\.float32 and shape \(1000,\)$"):
-        arguments.whole("n", torch.zeros(1000))
+        _arguments.whole("n", torch.zeros(1000))

@@ -10,23 +10,23 @@ import pytest
 import torch
 
 from moves import CPU
-from transfuse.errors import PeerRefused
-from transfuse.limits import KIB, Limits
-from transfuse.memory.digest import digest_of
-from transfuse.memory.packing import Place
-from transfuse.plan import parcels
-from transfuse.plan.parcels import Most, Parcels
-from transfuse.plan.regions import lay_out
-from transfuse.progress import Progress
-from transfuse.session.bursts import BurstsIn, BurstsOut
-from transfuse.session.outgoing import ParcelSupply
-from transfuse.session.shape import Shape
-from transfuse.session.threads import Caller
-from transfuse.state.manifest import describe
+from transfuse._errors import PeerRefused
+from transfuse._limits import KIB, Limits
+from transfuse._memory.digest import digest_of
+from transfuse._memory.packing import Place
+from transfuse._plan import parcels
+from transfuse._plan.parcels import Most, Parcels
+from transfuse._plan.regions import lay_out
+from transfuse._progress import Progress
+from transfuse._session.bursts import BurstsIn, BurstsOut
+from transfuse._session.outgoing import ParcelSupply
+from transfuse._session.shape import Shape
+from transfuse._session.threads import Caller
+from transfuse._state.manifest import describe
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import FIRST_LINK_TAG, Group
+from transfuse._wire.messages import Message
 from transfuse.testing.ranks import Ranks
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import FIRST_LINK_TAG, Group
-from transfuse.wire.messages import Message
 
 PARCEL = 16 * KIB
 #: Six under way and one answer for three: the last answer is for two.

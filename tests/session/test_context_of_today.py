@@ -22,7 +22,7 @@ import transfuse
 from keeping import Home, Job, home, same, threaded  # noqa: F401
 from moves import CPU, TIMEOUT
 from states import Pair
-from transfuse.state import trees
+from transfuse._state import trees
 from transfuse.testing.exact import assert_exact, differences
 from transfuse.testing.ranks import Ranks
 

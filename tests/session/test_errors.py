@@ -17,9 +17,9 @@ import torch
 import transfuse
 from midway import SHORT, Slow, Untagged, big_state, tampered
 from moves import CPU, TIMEOUT, Pair, pair
+from transfuse._wire import messages
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
-from transfuse.wire import messages
 from wires import over_streams
 
 pytestmark = pytest.mark.usefixtures("group_route")

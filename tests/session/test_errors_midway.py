@@ -20,16 +20,16 @@ import hostile
 import transfuse
 from midway import SHORT, DamagedAnswer, big_state, cancel_at, die_after_the_last_burst, move_slowly
 from moves import CPU, TIMEOUT, Pair, pair
-from transfuse.limits import Limits
-from transfuse.memory import packing as places
-from transfuse.session import negotiation, planning, source
-from transfuse.session.outgoing import Outgoing
-from transfuse.session.receive_from_all import Receive
+from transfuse._limits import Limits
+from transfuse._memory import packing as places
+from transfuse._session import negotiation, planning, source
+from transfuse._session.outgoing import Outgoing
+from transfuse._session.receive_from_all import Receive
+from transfuse._wire import messages
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import FIRST_TAG, Group
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Ranks
-from transfuse.wire import messages
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import FIRST_TAG, Group
 from wires import is_of_a_transfer
 
 pytestmark = pytest.mark.usefixtures("group_route")

@@ -13,10 +13,10 @@ import torch
 import transfuse
 from moves import CPU
 from tampering import Passing, Tampering
-from transfuse.memory import half_healed
-from transfuse.report import Report
+from transfuse._memory import half_healed
+from transfuse._report import Report
+from transfuse._wire import roll_call
 from transfuse.testing.ranks import Outcome, Ranks
-from transfuse.wire import roll_call
 
 TIMEOUT = timedelta(seconds=10)
 #: Where somebody waits for it to pass.

@@ -12,7 +12,7 @@ import torch
 import transfuse
 from interrupts import HEAL, Interrupt
 from moves import CPU
-from transfuse.errors import StateError, TransfuseError
+from transfuse._errors import StateError, TransfuseError
 from transfuse.testing.ranks import Outcome, Ranks
 
 #: Far longer than anything takes: a rank that is not told waits for this long.

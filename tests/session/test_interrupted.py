@@ -13,11 +13,11 @@ import torch
 import transfuse
 from interrupts import Interrupt
 from moves import CPU
-from transfuse import workers
-from transfuse.errors import PeerRefused, SendFailed, TransfuseError
+from transfuse import _workers
+from transfuse._errors import PeerRefused, SendFailed, TransfuseError
+from transfuse._wire.switchboard import FirstWord
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Outcome, Ranks
-from transfuse.wire.switchboard import FirstWord
 
 #: Far longer than anything takes: an end that is not told waits for this long.
 TIMEOUT = 40.0
@@ -185,9 +185,9 @@ def test_an_error_of_progress_after_everything_has_arrived_says_so(ranks: Ranks)
 
 def test_a_second_interrupt_tells_nobody_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver would take a second refusal for the answer to its next receive."""
-    run, interrupts = workers.run, iter([KeyboardInterrupt("the second")])
+    run, interrupts = _workers.run, iter([KeyboardInterrupt("the second")])
 
-    def run_but_once(work: Callable[[workers.Job], object], name: str) -> workers.Job:
+    def run_but_once(work: Callable[[_workers.Job], object], name: str) -> _workers.Job:
         if name == "transfuse-peer-2" and (interrupt := next(interrupts, None)) is not None:
             raise interrupt
         return run(work, name)
@@ -197,7 +197,7 @@ def test_a_second_interrupt_tells_nobody_twice(monkeypatch: pytest.MonkeyPatch) 
 
     with Ranks(3, timeout=TIMEOUT) as three:
         transports = [transfuse.PGTransport(pg, TIMEOUT, CPU) for pg in three.pgs]
-        monkeypatch.setattr(workers, "run", run_but_once)
+        monkeypatch.setattr(_workers, "run", run_but_once)
 
         def move(rank: int, state: Any) -> Any:
             if rank == SOURCE:

@@ -16,13 +16,13 @@ import torch
 
 import transfuse
 from laned import NBYTES, TIMEOUT, before_each_round, move, reports, state
-from transfuse.session.rounds import RoundsIn, RoundsOut
+from transfuse._session.rounds import RoundsIn, RoundsOut
+from transfuse._timeouts import Patience
+from transfuse._wire.messages import Place
+from transfuse._wire.pool import Pool
+from transfuse._wire.stream import Stream
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
-from transfuse.timeouts import Patience
-from transfuse.wire.messages import Place
-from transfuse.wire.pool import Pool
-from transfuse.wire.stream import Stream
 
 pytestmark = pytest.mark.usefixtures("needs_streams")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import transfuse
 from transfuse import PGTransport
-from transfuse.errors import TransfuseError, let_go
+from transfuse._errors import TransfuseError, let_go
 from transfuse.testing.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("either_route")

@@ -16,24 +16,24 @@ import torch
 import transfuse
 from moves import CPU
 from schedules import Director, Judge, explore
-from transfuse.errors import NotCovered, PeerLost, ReceiveFailed, StepMismatch
-from transfuse.limits import Limits
-from transfuse.options import Options
-from transfuse.progress import Progress
-from transfuse.report import Report
-from transfuse.session import negotiation, planning
-from transfuse.session.context import Context, Request
-from transfuse.session.negotiation import Decide, Describe, Done, Negotiation, Wait
-from transfuse.session.planning import Described
-from transfuse.session.receive_from_all import Receive
-from transfuse.session.threads import Caller
-from transfuse.sizes import Sizes
-from transfuse.state.manifest import describe
+from transfuse._errors import NotCovered, PeerLost, ReceiveFailed, StepMismatch
+from transfuse._limits import Limits
+from transfuse._options import Options
+from transfuse._progress import Progress
+from transfuse._report import Report
+from transfuse._session import negotiation, planning
+from transfuse._session.context import Context, Request
+from transfuse._session.negotiation import Decide, Describe, Done, Negotiation, Wait
+from transfuse._session.planning import Described
+from transfuse._session.receive_from_all import Receive
+from transfuse._session.threads import Caller
+from transfuse._sizes import Sizes
+from transfuse._state.manifest import describe
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import Group
+from transfuse._wire.messages import Offer
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import Group
-from transfuse.wire.messages import Offer
 
 LIMITS = Limits()
 

@@ -1,4 +1,4 @@
-"""Options are listed once, in ``transfuse.options``: every other place that spells them out is compared with that."""
+"""Options are listed once, in ``transfuse._options``: every other place that spells them out is compared with that."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import transfuse
-from transfuse import PGTransport, healing
+from transfuse import PGTransport, _heal
+from transfuse._limits import Limits
+from transfuse._options import FetchKeywords, OptionKeywords, Options, ServeKeywords, slowest_rate
+from transfuse._remote import client, server
 from transfuse.cli.fetch import fetch as fetch_command
 from transfuse.cli.serve import serve as serve_command
-from transfuse.limits import Limits
-from transfuse.options import FetchKeywords, OptionKeywords, Options, ServeKeywords, slowest_rate
-from transfuse.remote import client, server
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -217,7 +217,7 @@ def test_the_torchft_drop_in_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_heal_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(healing, "PGTransport", catch)
+    monkeypatch.setattr(_heal, "PGTransport", catch)
     options: Any = OTHERS
     with pytest.raises(Caught) as caught:
         transfuse.heal(Nowhere(), TIMEOUT, CPU, dict, step=1, **options)

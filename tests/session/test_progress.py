@@ -24,9 +24,9 @@ import tqdm.auto
 
 import transfuse
 from tampering import Tampering
-from transfuse.phases import Phase, trace_name
-from transfuse.progress import Bar, Progress
-from transfuse.session import receive_from_one
+from transfuse._phases import Phase, trace_name
+from transfuse._progress import Bar, Progress
+from transfuse._session import receive_from_one
 from transfuse.testing.ranks import Outcome, Ranks, run_program
 from wires import over_streams
 

@@ -14,17 +14,17 @@ import torch.distributed as dist
 import transfuse
 from moves import CPU
 from tampering import Tampering
-from transfuse.limits import KIB, MIB, Limits
-from transfuse.plan import parcels
-from transfuse.plan.regions import lay_out
-from transfuse.session import receive_from_one, relay
-from transfuse.session.relay import Chains
-from transfuse.sizes import Sizes
-from transfuse.state.manifest import describe
+from transfuse._limits import KIB, MIB, Limits
+from transfuse._plan import parcels
+from transfuse._plan.regions import lay_out
+from transfuse._session import receive_from_one, relay
+from transfuse._session.relay import Chains
+from transfuse._sizes import Sizes
+from transfuse._state.manifest import describe
+from transfuse._timeouts import Patience
+from transfuse._wire.messages import Agreed
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, Outcome, Ranks, announce
-from transfuse.timeouts import Patience
-from transfuse.wire.messages import Agreed
 
 TIMEOUT = timedelta(seconds=10)
 NBYTES = 5 * MIB

@@ -17,11 +17,11 @@ from torch import nn
 
 import transfuse
 from moves import CPU, TIMEOUT
-from transfuse.report import Report
-from transfuse.session.remembered import Remembered
+from transfuse._report import Report
+from transfuse._session.remembered import Remembered
+from transfuse._wire.channel import Channel
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
-from transfuse.wire.channel import Channel
 
 MANY = 6000  # leaves: the description is long, so that it is not sent when it is known
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from transfuse import workers
-from transfuse.workers import Job, run
+from transfuse import _workers
+from transfuse._workers import Job, run
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,9 @@ def no_idle_workers() -> Iterator[None]:
 
 
 def wait_for_the_end() -> None:
-    while any(thread.name == workers.IDLE for thread in threading.enumerate()):
+    while any(thread.name == _workers.IDLE for thread in threading.enumerate()):
         time.sleep(0.05)
-    assert not workers._idle
+    assert not _workers._idle
 
 
 def test_one_thread_runs_one_job_after_another() -> None:
@@ -47,7 +47,7 @@ def test_jobs_at_the_same_time_have_a_thread_each() -> None:
     jobs = [run(lambda _: all_here.wait(20), "together") for _ in range(4)]
     for job in jobs:
         job.join()
-    assert len(workers._idle) == 4
+    assert len(_workers._idle) == 4
 
 
 def test_a_worker_that_waits_holds_nothing_of_what_it_has_run() -> None:
@@ -61,7 +61,7 @@ def test_a_worker_that_waits_holds_nothing_of_what_it_has_run() -> None:
     del held, job
     gc.collect()
     assert gone() is None
-    assert workers._idle
+    assert _workers._idle
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -77,7 +77,7 @@ def test_a_job_that_raises_ends_its_thread_and_no_other() -> None:
 
 def test_a_forked_child_has_workers_of_its_own() -> None:
     run(lambda _: None, "before").join()
-    with workers._lock:  # The child must not find it held.
+    with _workers._lock:  # The child must not find it held.
         child = os.fork()
         if not child:
             ran = threading.Event()

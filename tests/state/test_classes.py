@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from transfuse.state import class_names
+from transfuse._state import class_names
 
 
 class Outer:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import transfuse
-from transfuse.state.leaves.dtensors import is_dtensor
+from transfuse._state.leaves.dtensors import is_dtensor
 
 FETCH = """
 import sys, transfuse

@@ -22,9 +22,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import transfuse
 from moves import Pair, pair
-from transfuse.state.leaves import dense
-from transfuse.state.leaves.blobs import ObjectCodec
-from transfuse.state.leaves.codec import BuildContext, CannotCarry
+from transfuse._state.leaves import dense
+from transfuse._state.leaves.blobs import ObjectCodec
+from transfuse._state.leaves.codec import BuildContext, CannotCarry
 from transfuse.testing.exact import assert_exact
 
 pytestmark = pytest.mark.usefixtures("either_route")

@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from states import like, states
-from transfuse.errors import TargetMismatch, UnsupportedLeaf
-from transfuse.limits import Limits
-from transfuse.plan import parcels
-from transfuse.plan.match import Match, Prepared, match, prepare
-from transfuse.plan.regions import Regions, lay_out
-from transfuse.state import live_tensors, trees
-from transfuse.state.leaves import dense
-from transfuse.state.leaves.codec import BuildContext
-from transfuse.state.leaves.registry import Registry
-from transfuse.state.manifest import Described, Manifest, Wire, describe
-from transfuse.state.region import Budget, canonical, cover, crowds
-from transfuse.state.tensors import Ints, Shapes
+from transfuse._errors import TargetMismatch, UnsupportedLeaf
+from transfuse._limits import Limits
+from transfuse._plan import parcels
+from transfuse._plan.match import Match, Prepared, match, prepare
+from transfuse._plan.regions import Regions, lay_out
+from transfuse._state import live_tensors, trees
+from transfuse._state.leaves import dense
+from transfuse._state.leaves.codec import BuildContext
+from transfuse._state.leaves.registry import Registry
+from transfuse._state.manifest import Described, Manifest, Wire, describe
+from transfuse._state.region import Budget, Ints, canonical, cover, crowds
+from transfuse._state.tensors import Shapes
 
 relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=150)
 
@@ -477,7 +477,7 @@ def test_trees_of_leaves_are_matched_whatever_their_keys() -> None:
         [4, None, [], "\0"],
         [4, None, [], 1],
         [7, 1, [], b"\0\0"],
-        [8, ["transfuse.limits:Limits", None], ["a"], b"\0\0"],
+        [8, ["transfuse._limits:Limits", None], ["a"], b"\0\0"],
         b"\0",
         1,
         -1,

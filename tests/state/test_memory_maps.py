@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from transfuse.state import memory_maps
-from transfuse.state.memory_maps import Mappings
+from transfuse._state import memory_maps
+from transfuse._state.memory_maps import Mappings
 
 PAGES = 16
 

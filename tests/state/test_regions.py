@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfuse.limits import Limits
-from transfuse.plan import parcels
-from transfuse.plan.regions import lay_out
-from transfuse.state.manifest import describe
-from transfuse.state.region import Budget, Region, blocks, canonical, cover
+from transfuse._limits import Limits
+from transfuse._plan import parcels
+from transfuse._plan.regions import lay_out
+from transfuse._state.manifest import describe
+from transfuse._state.region import Budget, Region, blocks, canonical, cover
 
 
 def bytes_of(region: Region) -> list[int]:

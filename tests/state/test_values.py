@@ -27,8 +27,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from transfuse.state.leaves import values
-from transfuse.state.leaves.values import MAX_DEPTH, Unencodable, decode, dtype_name, dtype_named, encode
+from transfuse._state.leaves import values
+from transfuse._state.leaves.values import MAX_DEPTH, Unencodable, decode, dtype_name, dtype_named, encode
 
 
 class Color(enum.Enum):

@@ -14,10 +14,10 @@ import torch
 from torch.distributed.checkpoint import _pg_transport as pytorch
 
 import transfuse
-from transfuse.arguments import INSTALL_NIXL
+from transfuse._arguments import INSTALL_NIXL
+from transfuse._wire import nixl_agent
 from transfuse.dropin import torch as dropin
 from transfuse.testing import CASES, Case, Factory, Results, assert_conforms, check
-from transfuse.wire import nixl_agent
 
 BY_NAME = {case.name: case for case in CASES}
 

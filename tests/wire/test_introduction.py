@@ -16,16 +16,16 @@ import transfuse
 from connections import WAIT, descriptors
 from laned import hold_back_the_group
 from serving import wait_until
-from transfuse.errors import TransfuseError
+from transfuse._errors import TransfuseError
+from transfuse._wire import pool as pools
+from transfuse._wire.channel import Channel
+from transfuse._wire.handshake import key_of
+from transfuse._wire.meeting import Expected, NoPort, dial, own_port
+from transfuse._wire.messages import MOST_KNOWN, Message, Place
+from transfuse._wire.pool import Pool
+from transfuse._wire.stream import Stream
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Outcome, Ranks
-from transfuse.wire import pool as pools
-from transfuse.wire.channel import Channel
-from transfuse.wire.handshake import key_of
-from transfuse.wire.meeting import Expected, NoPort, dial, own_port
-from transfuse.wire.messages import MOST_KNOWN, Message, Place
-from transfuse.wire.pool import Pool
-from transfuse.wire.stream import Stream
 
 pytestmark = pytest.mark.usefixtures("group_route", "small_parcels")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from transfuse.wire.turns import Line
+from transfuse._wire.turns import Line
 
 
 def order(line: Line, sources: list[int], stays: frozenset[int] = frozenset()) -> list[int]:

@@ -22,9 +22,8 @@ import transfuse
 from connections import WAIT, InThread, descriptors, ended, forked
 from descriptor_limits import leaving
 from serving import all_it_says, hello, wait_until
-from transfuse.testing.ranks import Ranks
-from transfuse.wire import meeting
-from transfuse.wire.handshake import (
+from transfuse._wire import meeting
+from transfuse._wire.handshake import (
     HELLO_BYTES,
     MAX_FRAME_BYTES,
     PROOF_BYTES,
@@ -39,9 +38,10 @@ from transfuse.wire.handshake import (
     key_of,
     split_address,
 )
-from transfuse.wire.listener import MAX_STRANGERS, Listener
-from transfuse.wire.meeting import Expected, NoPort, OwnPort, dial, dial_place, new_number, own_port
-from transfuse.wire.messages import Place
+from transfuse._wire.listener import MAX_STRANGERS, Listener
+from transfuse._wire.meeting import Expected, NoPort, OwnPort, dial, dial_place, new_number, own_port
+from transfuse._wire.messages import Place
+from transfuse.testing.ranks import Ranks
 
 HERE = "127.0.0.1"
 

@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 import transfuse
 from moves import CPU, Pair, pair
-from transfuse.memory import vm
+from transfuse._memory import vm
+from transfuse._wire import memory_route
+from transfuse._wire.memory_route import MemoryLease, Reader
+from transfuse._wire.route import Unreadable
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, ProcessPool, Ranks, announce
-from transfuse.wire import memory_route
-from transfuse.wire.memory_route import MemoryLease, Reader
-from transfuse.wire.route import Unreadable
 
 TIMEOUT = timedelta(seconds=10)
 NONE = np.zeros(0, dtype=np.int64)

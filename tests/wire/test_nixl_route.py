@@ -26,17 +26,17 @@ import torch.distributed as dist
 from benchmarks.hosts import Hosts, Unavailable, settle
 
 import transfuse
-from transfuse.arguments import INSTALL_NIXL
-from transfuse.limits import Limits
-from transfuse.memory import vm
-from transfuse.state.manifest import Described, describe
+from transfuse._arguments import INSTALL_NIXL
+from transfuse._limits import Limits
+from transfuse._memory import vm
+from transfuse._state.manifest import Described, describe
+from transfuse._wire import nixl_agent, nixl_route
+from transfuse._wire.memory_route import TOKEN_BYTES
+from transfuse._wire.nixl_agent import Agent
+from transfuse._wire.nixl_route import Entry, NixlLease, NixlReader
+from transfuse._wire.route import Malformed, Pull, Unreadable
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, announce
-from transfuse.wire import nixl_agent, nixl_route
-from transfuse.wire.memory_route import TOKEN_BYTES
-from transfuse.wire.nixl_agent import Agent
-from transfuse.wire.nixl_route import Entry, NixlLease, NixlReader
-from transfuse.wire.route import Malformed, Pull, Unreadable
 
 pytestmark = pytest.mark.skipif(nixl_agent.installed() is None, reason=f"NIXL is not installed: {INSTALL_NIXL}")
 
@@ -513,7 +513,7 @@ def test_storages_stay_registered_while_they_live(monkeypatch: pytest.MonkeyPatc
 ALONE = """
 import os, sys, time
 import torch
-from transfuse.wire import nixl_agent
+from transfuse._wire import nixl_agent
 agent = nixl_agent.get(60)
 data = torch.ones(1 << 20)
 agent.register([(data.data_ptr(), data.nbytes)])

@@ -12,11 +12,11 @@ import torch
 
 import transfuse
 from moves import CPU, pair
-from transfuse.limits import Limits
-from transfuse.sizes import Sizes
+from transfuse._limits import Limits
+from transfuse._sizes import Sizes
+from transfuse._wire.rate_limit import RateLimit
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Ranks
-from transfuse.wire.rate_limit import RateLimit
 
 TIMEOUT = timedelta(seconds=10)
 
@@ -37,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("transfuse.wire.rate_limit.time", clock)
+    monkeypatch.setattr("transfuse._wire.rate_limit.time", clock)
     return clock
 
 

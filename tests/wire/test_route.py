@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 
 import transfuse
-from transfuse.memory import packing
-from transfuse.memory.vm import Ranges
-from transfuse.sizes import Sizes
-from transfuse.state.manifest import Described
+from transfuse._memory import packing
+from transfuse._memory.vm import Ranges
+from transfuse._sizes import Sizes
+from transfuse._state.manifest import Described
+from transfuse._wire import route_table
+from transfuse._wire.memory_route_read import Reading
+from transfuse._wire.route import Malformed, Pull, Puller, Route, Unreadable
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import ProcessPool
-from transfuse.wire import route_table
-from transfuse.wire.memory_route_read import Reading
-from transfuse.wire.route import Malformed, Pull, Puller, Route, Unreadable
 
 TIMEOUT = timedelta(seconds=20)
 TOKEN_BYTES = 16

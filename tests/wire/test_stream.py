@@ -23,8 +23,8 @@ import torch
 
 from connections import WAIT, InThread, connected, descriptors, ended, forked, interrupting, one_byte_at_a_time, streams
 from serving import wait_until
-from transfuse.wire import stream as module
-from transfuse.wire.stream import Stream
+from transfuse._wire import stream as module
+from transfuse._wire.stream import Stream
 
 CANARY = 0x5A
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from transfuse.limits import Limits
-from transfuse.wire import switchboard
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import Group
-from transfuse.wire.switchboard import FirstWord, switchboard_of
+from transfuse._limits import Limits
+from transfuse._wire import switchboard
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import Group
+from transfuse._wire.switchboard import FirstWord, switchboard_of
 
 CPU = torch.device("cpu")
 

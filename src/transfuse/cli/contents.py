@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from transfuse.plan.regions import lay_out
-from transfuse.state import trees
-from transfuse.state.leaves import spec as specs
-from transfuse.state.leaves import values
-from transfuse.state.leaves.blobs import ArrayMeta
-from transfuse.state.leaves.codec import Coordinate, MeshDescription
-from transfuse.state.leaves.dense import Flags
-from transfuse.state.leaves.distributed import DTensorMeta, ShardedTensorCodec, layout_of
-from transfuse.state.leaves.layout import Block, blocks_of
-from transfuse.state.leaves.sparse import CompressedMeta, CooMeta
-from transfuse.state.leaves.spec import Spec
-from transfuse.state.leaves.subclass import WrapperMeta
-from transfuse.state.manifest import Leaf, Manifest
+from transfuse._plan.regions import lay_out
+from transfuse._state import trees
+from transfuse._state.leaves import spec as specs
+from transfuse._state.leaves import values
+from transfuse._state.leaves.blobs import ArrayMeta
+from transfuse._state.leaves.codec import Coordinate, MeshDescription
+from transfuse._state.leaves.dense import Flags
+from transfuse._state.leaves.distributed import DTensorMeta, ShardedTensorCodec, layout_of
+from transfuse._state.leaves.layout import Block, blocks_of
+from transfuse._state.leaves.sparse import CompressedMeta, CooMeta
+from transfuse._state.leaves.spec import Spec
+from transfuse._state.leaves.subclass import WrapperMeta
+from transfuse._state.manifest import Leaf, Manifest
 
 __all__ = ["Contents", "Folded", "Row", "Sharding", "Totals", "fold", "printable"]
 

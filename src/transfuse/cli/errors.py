@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from transfuse._errors import TransfuseError
+from transfuse._log import SPEAKER
 from transfuse.cli.contents import printable
-from transfuse.errors import TransfuseError
-from transfuse.log import SPEAKER
 
 __all__ = ["DEBUG_VARIABLE", "Command", "Commands", "Exit", "Failed", "reading", "warnings_shown"]
 

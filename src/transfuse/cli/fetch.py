@@ -14,6 +14,14 @@ import typer
 from torch import nn
 
 import transfuse
+from transfuse._errors import PeerError
+from transfuse._limits import Limits
+from transfuse._plan.regions import lay_out
+from transfuse._report import Report, human_bytes
+from transfuse._state import trees
+from transfuse._state.leaves.dtensors import is_dtensor
+from transfuse._state.manifest import Manifest, describe
+from transfuse._wire.handshake import split_address
 from transfuse.cli import files, keepers, safetensors_file
 from transfuse.cli.errors import Failed, warnings_shown
 from transfuse.cli.files import SUFFIXES, Format
@@ -28,14 +36,6 @@ from transfuse.cli.options import (
     token_of,
 )
 from transfuse.cli.tables import count_leaves
-from transfuse.errors import PeerError
-from transfuse.limits import Limits
-from transfuse.plan.regions import lay_out
-from transfuse.report import Report, human_bytes
-from transfuse.state import trees
-from transfuse.state.leaves.dtensors import is_dtensor
-from transfuse.state.manifest import Manifest, describe
-from transfuse.wire.handshake import split_address
 
 __all__ = ["fetch"]
 

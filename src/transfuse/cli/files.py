@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
+from transfuse._limits import Limits
+from transfuse._report import human_bytes
+from transfuse._state.leaves import pickles
+from transfuse._state.manifest import describe
 from transfuse.cli import safetensors_file
 from transfuse.cli.contents import Contents, printable
 from transfuse.cli.errors import Failed, reading
-from transfuse.limits import Limits
-from transfuse.report import human_bytes
-from transfuse.state.leaves import pickles
-from transfuse.state.manifest import describe
 
 __all__ = ["SUFFIXES", "Format", "check_place", "check_room", "contents_of", "format_of", "load", "save"]
 

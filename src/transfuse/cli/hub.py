@@ -13,6 +13,10 @@ from typing import Annotated
 import typer
 
 import transfuse
+from transfuse._errors import TransfuseError
+from transfuse._hub.hub import DEFAULT_NAME, MAX_SHARD_BYTES, Hub, Settings, check_shard_bytes
+from transfuse._hub.sources import Reached, ServerSource
+from transfuse._wire.handshake import is_loopback, split_address
 from transfuse.cli import files, keepers
 from transfuse.cli.errors import Failed, warnings_shown
 from transfuse.cli.options import (
@@ -25,10 +29,6 @@ from transfuse.cli.options import (
     duration_of,
     token_of,
 )
-from transfuse.errors import TransfuseError
-from transfuse.live_hub.hub import DEFAULT_NAME, MAX_SHARD_BYTES, Hub, Settings, check_shard_bytes
-from transfuse.live_hub.sources import Reached, ServerSource
-from transfuse.wire.handshake import is_loopback, split_address
 
 __all__ = ["hub"]
 

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 import typer
 
 import transfuse
+from transfuse._report import human_bytes
+from transfuse._wire.handshake import split_address
 from transfuse.cli import files, keepers
 from transfuse.cli.contents import Contents, Folded, Row, fold, printable
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import AsJson, Seconds, TokenFile, check_settings, duration_of
 from transfuse.cli.tables import Column, count_leaves, say, show
-from transfuse.report import human_bytes
-from transfuse.wire.handshake import split_address
 
 __all__ = ["inspect"]
 

@@ -14,18 +14,18 @@ from typing import Annotated, Any
 
 import typer
 
+from transfuse._errors import TransfuseError
+from transfuse._keeper import attach, runs
+from transfuse._keeper.files import read_past
+from transfuse._keeper.frames import Link
+from transfuse._keeper.process import Keeper, go_before_training
+from transfuse._keeper.runs import Run
+from transfuse._report import human_bytes
 from transfuse.cli.contents import printable
 from transfuse.cli.errors import Failed
 from transfuse.cli.keepers import ALIVE, DEAD, Found, find, list_keepers, stop
 from transfuse.cli.options import LONGEST_SECONDS, AsJson, Seconds, check_settings
 from transfuse.cli.tables import Column, say, show
-from transfuse.errors import TransfuseError
-from transfuse.keeper import attach, runs
-from transfuse.keeper.files import read_past
-from transfuse.keeper.frames import Link
-from transfuse.keeper.process import Keeper, go_before_training
-from transfuse.keeper.runs import Run
-from transfuse.report import human_bytes
 
 __all__ = ["keep"]
 

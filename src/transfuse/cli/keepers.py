@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transfuse._errors import TransfuseError
+from transfuse._keeper import frames, runs
+from transfuse._keeper.attach import SOCKET_NAME, Lock
+from transfuse._keeper.files import HELD_NAME, TOKEN_NAME, remove_files
+from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.runs import Run
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import token_of
-from transfuse.errors import TransfuseError
-from transfuse.keeper import frames, runs
-from transfuse.keeper.attach import SOCKET_NAME, Lock
-from transfuse.keeper.files import HELD_NAME, TOKEN_NAME, remove_files
-from transfuse.keeper.frames import KeeperLost, Link
-from transfuse.keeper.runs import Run
 
 __all__ = ["PREFIX", "Found", "find", "list_keepers", "served", "stop"]
 

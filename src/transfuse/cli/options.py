@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from transfuse import arguments
+from transfuse import _arguments
+from transfuse._limits import check_environment
 from transfuse.cli.errors import Failed, reading
-from transfuse.limits import check_environment
 
 __all__ = [
     "TOKEN_VARIABLE",
@@ -70,7 +70,7 @@ def check_settings() -> None:
 def check_step(step: int | None) -> None:
     """Check the options before a file is read or a server is asked."""
     try:
-        arguments.check_step(step)
+        _arguments.check_step(step)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--step") from None
 

@@ -18,18 +18,18 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from transfuse._hub.safetensors_layout import DTYPES, why_not
+from transfuse._limits import Limits
+from transfuse._plan.regions import lay_out
+from transfuse._state import trees
+from transfuse._state.leaves import values
+from transfuse._state.leaves.dense import Flags
+from transfuse._state.leaves.spec import Spec, is_dtensor, of_plain_tensors
+from transfuse._state.manifest import Leaf, Manifest
+from transfuse._state.region import crowds
+from transfuse._state.trees import Kind
 from transfuse.cli.contents import Contents, Row, printable
 from transfuse.cli.errors import Failed
-from transfuse.limits import Limits
-from transfuse.live_hub.safetensors_layout import DTYPES, why_not
-from transfuse.plan.regions import lay_out
-from transfuse.state import trees
-from transfuse.state.leaves import values
-from transfuse.state.leaves.dense import Flags
-from transfuse.state.leaves.spec import Spec, is_dtensor, of_plain_tensors
-from transfuse.state.manifest import Leaf, Manifest
-from transfuse.state.region import crowds
-from transfuse.state.trees import Kind
 
 __all__ = ["SafetensorError", "contents_of", "load", "misfits", "save"]
 

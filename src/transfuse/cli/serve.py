@@ -12,6 +12,10 @@ from typing import Annotated
 import typer
 
 import transfuse
+from transfuse._limits import Limits
+from transfuse._report import Report, human_bytes
+from transfuse._state.manifest import describe
+from transfuse._wire.handshake import is_loopback
 from transfuse.cli import files
 from transfuse.cli.contents import Contents
 from transfuse.cli.errors import Failed, warnings_shown
@@ -26,10 +30,6 @@ from transfuse.cli.options import (
     token_of,
 )
 from transfuse.cli.tables import count_leaves
-from transfuse.limits import Limits
-from transfuse.report import Report, human_bytes
-from transfuse.state.manifest import describe
-from transfuse.wire.handshake import is_loopback
 
 __all__ = ["serve"]
 

@@ -55,7 +55,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path, tree_unflatten
 
-from transfuse.errors import (
+from transfuse._errors import (
     PeerError,
     PeerLost,
     PeerTimeout,
@@ -65,8 +65,8 @@ from transfuse.errors import (
     TransfuseError,
     UnsupportedLeaf,
 )
-from transfuse.state import live_tensors
-from transfuse.state.memory_maps import Mappings
+from transfuse._state import live_tensors
+from transfuse._state.memory_maps import Mappings
 
 __all__ = [
     "PGTransport",

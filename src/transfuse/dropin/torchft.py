@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from transfuse import transport
-from transfuse.arguments import whole
-from transfuse.errors import ProtocolError, TransfuseError
-from transfuse.options import OptionKeywords, check_names
-from transfuse.report import Report
-from transfuse.session.remembered import Remembered
-from transfuse.state.leaves.codec import MeshDescription
-from transfuse.wire.group import ProcessGroupLike, WorkLike
+from transfuse import _transport
+from transfuse._arguments import whole
+from transfuse._errors import ProtocolError, TransfuseError
+from transfuse._options import OptionKeywords, check_names
+from transfuse._report import Report
+from transfuse._session.remembered import Remembered
+from transfuse._state.leaves.codec import MeshDescription
+from transfuse._wire.group import ProcessGroupLike, WorkLike
 
 try:
     from torchft.checkpointing.transport import CheckpointTransport
@@ -76,10 +76,10 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
         self._pg = _unwrapped(pg)
         self._timeout = timeout
         # A new transport for each call: the group and the timeout may differ every time.
-        self._make = partial(transport.PGTransport, device=device, state_dict=state_dict, **options)
+        self._make = partial(_transport.PGTransport, device=device, state_dict=state_dict, **options)
         # Refuse wrong options here, not when a replica needs healing.
         self._make(self._pg, timeout)
-        self._last: transport.PGTransport | None = None
+        self._last: _transport.PGTransport | None = None
         self._remembered = Remembered()
         #: Targets that a failed receive has half-written. Until a receive succeeds, this replica cannot be a source.
         self._torn: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
                 self._changed.wait_for(lambda: self._under_way == 0)
 
     @contextmanager
-    def _transfer(self, timeout: timedelta | float | None) -> Iterator[transport.PGTransport]:
+    def _transfer(self, timeout: timedelta | float | None) -> Iterator[_transport.PGTransport]:
         with self._changed:
             if self._closed:
                 raise TransfuseError("this checkpoint transport was shut down: make a new one")

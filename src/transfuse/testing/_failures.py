@@ -17,8 +17,6 @@ from transfuse.testing._states import numbers
 from transfuse.testing.exact import assert_exact, differences
 from transfuse.testing.ranks import Died, Late, Outcome
 
-__all__ = ["FAILURES"]
-
 FAILURES = Cases()
 _case = FAILURES.case
 

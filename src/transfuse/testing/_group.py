@@ -17,8 +17,6 @@ from transfuse.testing.ranks.outcome import Outcome
 from transfuse.testing.ranks.threads import ThreadedRanks, gloo_group, in_threads
 from transfuse.testing.ranks.worker import HOST
 
-__all__ = ["CPU", "Factory", "Group", "GroupRanks", "Job", "Transport"]
-
 CPU = torch.device("cpu")
 
 # No transport uses this tag, so nothing ever arrives on it.

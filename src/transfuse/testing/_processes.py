@@ -14,8 +14,6 @@ from torch._C._distributed_c10d import PrefixStore
 from transfuse.testing._group import Factory, Group
 from transfuse.testing.ranks import Died, Fleet, Late, Outcome, RemoteError, store
 
-__all__ = ["die", "run_processes"]
-
 # Importing torch takes seconds, and is not part of the test.
 _START = 60.0
 

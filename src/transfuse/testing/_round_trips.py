@@ -26,8 +26,6 @@ from transfuse.testing._states import (
 )
 from transfuse.testing.exact import assert_exact, differences
 
-__all__ = ["ROUND_TRIPS"]
-
 ROUND_TRIPS = Cases()
 _case = ROUND_TRIPS.case
 

@@ -13,8 +13,6 @@ from transfuse.testing._states import quiet
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Late, Outcome
 
-__all__ = ["PATIENCE", "Case", "Cases", "Stage", "expect", "expect_failed", "expect_name", "expect_rank", "value"]
-
 PATIENCE = 5.0
 
 

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-__all__ = ["DTYPES", "LAYOUTS", "ROLES", "SPARSE", "TREES", "VALUES", "bits", "jagged", "numbers", "quiet", "training"]
-
 
 def _dtypes(*names: str) -> tuple[torch.dtype, ...]:
     return tuple(getattr(torch, name) for name in names if hasattr(torch, name))

@@ -13,7 +13,7 @@ import torch
 
 from chaos.scenarios import HEADER, Kind, Scenario
 from tampering import Passing
-from transfuse.wire.messages import MAGIC
+from transfuse._wire.messages import MAGIC
 
 # ------------------------------------------------------------------------------------------------------------ wires
 

@@ -22,11 +22,11 @@ import transfuse
 from chaos.scenarios import KIB, MIB, Fault, Plant, Scenario
 from chaos.states import build, memory_of, raw, target_for, tensors_of, walk
 from chaos.wires import Boom, Wire
-from transfuse.session import receive_from_one as receiver_module
-from transfuse.session.relay import this_host
+from transfuse._session import receive_from_one as receiver_module
+from transfuse._session.relay import this_host
+from transfuse._wire import meeting, switchboard
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import announce
-from transfuse.wire import meeting, switchboard
 from wires import threads_left
 
 # --------------------------------------------------------------------------------------------- what a worker does

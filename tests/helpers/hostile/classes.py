@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from transfuse.errors import TransfuseError
-from transfuse.limits import MIB, Limits
+from transfuse._errors import TransfuseError
+from transfuse._limits import MIB, Limits
 
 CPU = torch.device("cpu")
 

@@ -25,18 +25,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hostile.classes import CPU, PEER, Access, Colour, Config, Listed, Moments, Nowhere, Plain, Point, Scaled
-from transfuse.limits import KIB, Limits
-from transfuse.options import Options
-from transfuse.session import source
-from transfuse.state import manifest, trees
-from transfuse.state.leaves import dense, values
-from transfuse.state.leaves.codec import BuildContext
-from transfuse.state.leaves.registry import Registry
-from transfuse.state.manifest import Leaf, Manifest
-from transfuse.transport import PGTransport
-from transfuse.wire import messages
-from transfuse.wire.memory_route import MemoryLease
-from transfuse.wire.route_table import Leases
+from transfuse._limits import KIB, Limits
+from transfuse._options import Options
+from transfuse._session import source
+from transfuse._state import manifest, trees
+from transfuse._state.leaves import dense, values
+from transfuse._state.leaves.codec import BuildContext
+from transfuse._state.leaves.registry import Registry
+from transfuse._state.manifest import Leaf, Manifest
+from transfuse._transport import PGTransport
+from transfuse._wire import messages
+from transfuse._wire.memory_route import MemoryLease
+from transfuse._wire.route_table import Leases
 
 # ------------------------------------------------------------------------------------------------- what is carried
 

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from hostile.classes import Scaled
 from hostile.forging import _PAGE, INTS, _map_up_to_a_hole
-from transfuse.errors import TransfuseError
-from transfuse.limits import Limits
-from transfuse.state import trees
-from transfuse.state.leaves import dense
-from transfuse.state.leaves.codec import BuildContext
-from transfuse.state.leaves.registry import Registry
+from transfuse._errors import TransfuseError
+from transfuse._limits import Limits
+from transfuse._state import trees
+from transfuse._state.leaves import dense
+from transfuse._state.leaves.codec import BuildContext
+from transfuse._state.leaves.registry import Registry
 
 # ----------------------------------------------------------------------------------------------------------- results
 

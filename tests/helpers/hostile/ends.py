@@ -25,35 +25,35 @@ from torch import Tensor
 from hostile.classes import CAP, CPU, LIMITS, MAX_PLANNED, PEER, Nowhere, TooMuch, _Done
 from hostile.corpus import Member
 from hostile.forging import ABSENT_PID, INTS
-from transfuse.errors import PeerLost, ProtocolError, ReceiveFailed, TransfuseError
-from transfuse.limits import Limits
-from transfuse.memory.arena import ALIGNMENT
-from transfuse.memory.digest import WIDE_BYTES, digest_of, wide_digest_of
-from transfuse.options import Options
-from transfuse.plan import parcels
-from transfuse.plan.holdings import Holdings
-from transfuse.plan.parcels import Extent, Parcels
-from transfuse.plan.wanted_blocks import WantedBlocks, regions_in
-from transfuse.progress import Progress
-from transfuse.report import Report
-from transfuse.session import negotiation, planning, receive_from_one, threads
-from transfuse.session.context import Context, Request
-from transfuse.session.partial import Partial
-from transfuse.session.planning import Accepted
-from transfuse.session.receive_from_all import Receive
-from transfuse.session.relay import Chains
-from transfuse.session.threads import Caller
-from transfuse.state import memory_maps
-from transfuse.wire import messages
-from transfuse.wire.channel import Channel
-from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
-from transfuse.wire.memory_route import Entry
-from transfuse.wire.messages import Agreed, Header, Intent, Link, Message
-from transfuse.wire.operations import Posted
-from transfuse.wire.pool import Pool
-from transfuse.wire.rate_limit import RateLimit
-from transfuse.wire.route import Malformed
-from transfuse.wire.switchboard import Waits
+from transfuse._errors import PeerLost, ProtocolError, ReceiveFailed, TransfuseError
+from transfuse._limits import Limits
+from transfuse._memory.arena import ALIGNMENT
+from transfuse._memory.digest import WIDE_BYTES, digest_of, wide_digest_of
+from transfuse._options import Options
+from transfuse._plan import parcels
+from transfuse._plan.holdings import Holdings
+from transfuse._plan.parcels import Extent, Parcels
+from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
+from transfuse._progress import Progress
+from transfuse._report import Report
+from transfuse._session import negotiation, planning, receive_from_one, threads
+from transfuse._session.context import Context, Request
+from transfuse._session.partial import Partial
+from transfuse._session.planning import Accepted
+from transfuse._session.receive_from_all import Receive
+from transfuse._session.relay import Chains
+from transfuse._session.threads import Caller
+from transfuse._state import memory_maps
+from transfuse._wire import messages
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
+from transfuse._wire.memory_route import Entry
+from transfuse._wire.messages import Agreed, Header, Intent, Link, Message
+from transfuse._wire.operations import Posted
+from transfuse._wire.pool import Pool
+from transfuse._wire.rate_limit import RateLimit
+from transfuse._wire.route import Malformed
+from transfuse._wire.switchboard import Waits
 
 
 class Recorder(Nowhere):

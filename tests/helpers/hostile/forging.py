@@ -18,14 +18,14 @@ import torch
 
 from hostile.classes import CAP, LIMITS, Access, Colour, Columns, Config, Listed, Moments, Plain, Point, Scaled
 from hostile.corpus import Guarded, Member, get, lease, paths_of, put
-from transfuse.limits import MIB
-from transfuse.state import manifest
-from transfuse.state.leaves import values
-from transfuse.state.manifest import Leaf, Manifest
-from transfuse.wire import messages
-from transfuse.wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG
-from transfuse.wire.memory_route import TOKEN_BYTES
-from transfuse.wire.messages import Message
+from transfuse._limits import MIB
+from transfuse._state import manifest
+from transfuse._state.leaves import values
+from transfuse._state.manifest import Leaf, Manifest
+from transfuse._wire import messages
+from transfuse._wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG
+from transfuse._wire.memory_route import TOKEN_BYTES
+from transfuse._wire.messages import Message
 
 # --------------------------------------------------------------------------------------------------------- mutations
 

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from transfuse._limits import allows_same_host, allows_streams
+from transfuse._report import human_bytes
 from transfuse.cli.contents import printable
 from transfuse.cli.doctor import network, nixl, permission, setup, trial
 from transfuse.cli.doctor.finding import Finding
 from transfuse.cli.errors import Exit
 from transfuse.cli.options import AsJson
-from transfuse.limits import allows_same_host, allows_streams
-from transfuse.report import human_bytes
 
 __all__ = ["doctor"]
 

@@ -10,11 +10,11 @@ import time
 
 import numpy as np
 
-from transfuse.arguments import INSTALL_NIXL
+from transfuse._arguments import INSTALL_NIXL
+from transfuse._memory import vm
+from transfuse._wire import nixl_agent
+from transfuse._wire.nixl_agent import Agent, NixlFailed
 from transfuse.cli.doctor.finding import Finding
-from transfuse.memory import vm
-from transfuse.wire import nixl_agent
-from transfuse.wire.nixl_agent import Agent, NixlFailed
 
 __all__ = ["look"]
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transfuse.memory import vm
+from transfuse._memory import vm
 
 __all__ = ["Facts", "facts", "reasons"]
 

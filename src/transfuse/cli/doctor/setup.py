@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 import transfuse
+from transfuse._limits import OTHER_VARIABLES, Limits, check_environment
+from transfuse._report import human_bytes
+from transfuse._wire.messages import WIRE_VERSION
 from transfuse.cli.doctor.finding import Finding
 from transfuse.cli.errors import DEBUG_VARIABLE
 from transfuse.cli.options import TOKEN_VARIABLE, available_bytes
-from transfuse.limits import OTHER_VARIABLES, Limits, check_environment
-from transfuse.report import human_bytes
-from transfuse.wire.messages import WIRE_VERSION
 
 __all__ = ["look_around", "variables"]
 
@@ -145,7 +145,7 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name in given:
         if name not in known:
             alike = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {alike[0]}?" if alike else "remove it; transfuse.limits names those that there are"
+            remedy = f"did you mean {alike[0]}?" if alike else "remove it; transfuse._limits names those that there are"
             yield Finding("warn", "setting", f"{name} is not a setting of transfuse", remedy)
         elif name == TOKEN_VARIABLE:
             yield Finding("note", "setting", f"{name} is set")

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 import transfuse
+from transfuse._limits import allows_streams
+from transfuse._wire.group import Group
+from transfuse._wire.meeting import own_port
+from transfuse._wire.memory_route import Entry, MemoryLease, Reader
+from transfuse._wire.route import Unreadable
 from transfuse.cli.doctor import network
-from transfuse.limits import allows_streams
 from transfuse.testing.ranks import Late, RanksFailed, listening, say
-from transfuse.wire.group import Group
-from transfuse.wire.meeting import own_port
-from transfuse.wire.memory_route import Entry, MemoryLease, Reader
-from transfuse.wire.route import Unreadable
 
 __all__ = ["Outcome", "Tried", "try_routes"]
 

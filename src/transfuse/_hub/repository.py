@@ -1,0 +1,264 @@
+"""The answers of a Hub with one repository, without HTTP: what a method, a path and headers lead to.
+
+The requests are those of ``huggingface_hub`` 2.4; ``docs/hub.md`` lists them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from transfuse._errors import TransfuseError, as_utf8
+from transfuse._hub.assets import Assets
+from transfuse._hub.commits import MAIN, Commit, Commits, Visitor
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_RANGE = re.compile(r"bytes=(\d{0,99})-(\d{0,99})")
+
+#: What a client is told in ``X-Error-Code``, and what it raises then.
+NO_REPO, NO_REVISION, NO_ENTRY = "RepoNotFound", "RevisionNotFound", "EntryNotFound"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request."""
+
+    method: str
+    target: str
+    #: By names in small letters.
+    headers: Mapping[str, str]
+    body: bytes = b""
+
+
+@dataclass
+class Answer:
+    """A response. ``body`` is sent if the method is not HEAD; its length is announced anyway."""
+
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes | memoryview = b""
+    #: The commit that the body lies in.
+    commit: Commit | None = None
+
+
+class Repository:
+    """One repository with one branch, ``main``."""
+
+    def __init__(self, name: str, commits: Commits, assets: Assets) -> None:
+        self.name = name
+        self._parts = name.split("/")
+        self._commits = commits
+        self._assets = assets
+
+    @contextmanager
+    def answer(self, question: Question, visitor: Visitor) -> Iterator[Answer]:
+        """The answer to a request. Its body is valid within this block."""
+        split = urlsplit("//host" + question.target if question.target.startswith("/") else "//host/")
+        # Split first: an encoded slash is no separator.
+        parts = [unquote(part) for part in split.path.split("/")[1:]]
+        query = parse_qs(split.query)
+        count = len(self._parts)
+        if parts[:2] == ["api", "models"] and parts[2 : 2 + count] == self._parts:
+            rest, is_file = parts[2 + count :], False
+        elif parts[:count] == self._parts and parts[count : count + 1] == ["resolve"]:
+            rest, is_file = parts[count:], True
+        else:
+            yield _refuse(404, NO_REPO, f"this hub has one repository: {self.name}")
+            return
+        revision = rest[1] if len(rest) > 1 and rest[0] != "refs" else MAIN
+        known = ("resolve",) if is_file else ("revision", "tree", "paths-info", "commits")
+        if rest and rest != ["refs"] and (rest[0] not in known or len(rest) < 2):
+            yield _refuse(404, NO_ENTRY, "this hub does not answer that")
+            return
+        allowed = ("POST",) if rest[:1] == ["paths-info"] else ("GET", "HEAD")
+        if question.method not in allowed:
+            yield Answer(405, {"Allow": ", ".join(allowed)})
+            return
+        if revision != MAIN and not _COMMIT.fullmatch(revision):
+            yield _refuse(404, NO_REVISION, f"there is one branch, {MAIN}, and commits of 40 hex digits")
+            return
+        with ExitStack() as stack:
+            try:
+                lists = rest[:1] in (["tree"], ["paths-info"])
+                commit = stack.enter_context(self._commits.reading(revision, visitor, lists=lists))
+            except TransfuseError as error:
+                answer = _refuse(503, "", str(error), {"Retry-After": "1"})
+            else:
+                if commit is None:
+                    answer = _refuse(404, NO_REVISION, f"commit {revision} is not held any more; ask for {MAIN} again")
+                else:
+                    answer = self._of(commit, rest, query, question)
+            yield answer
+
+    def _of(
+        self, commit: Commit, rest: Sequence[str], query: Mapping[str, Sequence[str]], question: Question
+    ) -> Answer:
+        what = rest[0] if rest else "revision"
+        if what == "resolve":
+            return self._file(commit, "/".join(rest[2:]) if all("/" not in part for part in rest[2:]) else "", question)
+        if what == "tree":
+            return self._tree(
+                commit, "/".join(rest[2:]), recursive=query.get("recursive") in (["true"], ["True"], ["1"])
+            )
+        if what == "paths-info":
+            return self._paths(commit, question)
+        if what == "commits":
+            return _json(commit, [self._about(commit)])
+        if what == "refs":
+            branch = {"name": MAIN, "ref": f"refs/heads/{MAIN}", "targetCommit": commit.id}
+            return _json(commit, {"branches": [branch], "converts": [], "tags": [], "pullRequests": []})
+        return self._info(commit, blobs="true" in query.get("blobs", ()))
+
+    # ------------------------------------------------------------------------------------------------ what there is
+
+    def _sizes(self, commit: Commit) -> dict[str, int]:
+        return {**self._assets.sizes(), **commit.sizes()}
+
+    def _etag(self, commit: Commit, name: str) -> str | None:
+        return commit.etags.get(name) or self._assets.etag(name)
+
+    def _info(self, commit: Commit, *, blobs: bool) -> Answer:
+        siblings: list[dict[str, Any]] = []
+        for name, size in self._sizes(commit).items():
+            more = {"size": size, "blobId": self._etag(commit, name)} if blobs else {}
+            siblings.append({"rfilename": name, **more})
+        about = {
+            "_id": commit.id[:24],
+            "id": self.name,
+            "modelId": self.name,
+            "author": self._parts[0] if len(self._parts) > 1 else None,
+            "sha": commit.id,
+            "lastModified": _date(commit),
+            "private": False,
+            "gated": False,
+            "disabled": False,
+            "downloads": 0,
+            "likes": 0,
+            "library_name": "transformers",
+            "tags": ["safetensors"],
+            "siblings": siblings,
+        }
+        return _json(commit, about)
+
+    def _about(self, commit: Commit) -> dict[str, Any]:
+        title = "a state without a step" if commit.step is None else f"step {commit.step}"
+        if commit.is_loose:
+            title += " and changes outside of mutating(): perhaps half of a step"
+        return {
+            "id": commit.id,
+            "title": title,
+            "message": "",
+            "authors": [{"user": "transfuse"}],
+            "date": _date(commit),
+        }
+
+    def _entry(self, commit: Commit, name: str, size: int) -> dict[str, Any]:
+        return {"type": "file", "path": name, "size": size, "oid": self._etag(commit, name) or ""}
+
+    def _tree(self, commit: Commit, folder: str, *, recursive: bool) -> Answer:
+        sizes = self._sizes(commit)
+        start = f"{folder.strip('/')}/" if folder.strip("/") else ""
+        listed: list[dict[str, Any]] = []
+        folders = set()
+        for name, size in sizes.items():
+            if not name.startswith(start):
+                continue
+            inner = name[len(start) :].split("/")[:-1]
+            depth = len(inner) if recursive else min(1, len(inner))
+            folders |= {start + "/".join(inner[: i + 1]) for i in range(depth)}
+            if recursive or not inner:
+                listed.append(self._entry(commit, name, size))
+        listed += [_folder(name) for name in sorted(folders)]
+        if start and not listed:
+            return _refuse(404, NO_ENTRY, f"there is no directory {folder}", {"X-Repo-Commit": commit.id})
+        return _json(commit, listed)
+
+    def _paths(self, commit: Commit, question: Question) -> Answer:
+        wanted: Any
+        try:
+            if question.headers.get("content-type", "").startswith("application/json"):
+                wanted = json.loads(question.body).get("paths", [])
+            else:
+                wanted = parse_qs(question.body.decode(), max_num_fields=10_000).get("paths", [])
+        except (ValueError, AttributeError, RecursionError):
+            return _refuse(400, "", "the body is neither JSON nor a form with paths")
+        names = [wanted] if isinstance(wanted, str) else wanted
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return _refuse(400, "", "paths must be a list of names")
+        sizes = self._sizes(commit)
+        folders = {name.rsplit("/", i)[0] for name in sizes for i in range(1, name.count("/") + 1)}
+        found = [self._entry(commit, name, sizes[name]) for name in dict.fromkeys(names) if name in sizes]
+        return _json(commit, found + [_folder(name) for name in dict.fromkeys(names) if name in folders])
+
+    # ------------------------------------------------------------------------------------------------ files
+
+    def _file(self, commit: Commit, name: str, question: Question) -> Answer:
+        headers = {"X-Repo-Commit": commit.id}
+        body: bytes | memoryview | None = commit.bytes(name)
+        etag = commit.etags.get(name)
+        if body is None or etag is None:
+            asset = self._assets.read(name)
+            if asset is None:
+                return _refuse(404, NO_ENTRY, "there is no such file", headers)
+            body, etag = asset.data, asset.etag
+        headers |= {"ETag": f'"{etag}"', "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        headers["Content-Disposition"] = f'inline; filename="{as_name(name)}"'
+        asked = question.headers.get("range") if question.method == "GET" else None
+        if asked is None or question.headers.get("if-range", headers["ETag"]) != headers["ETag"]:
+            return Answer(200, headers, body, commit)
+        part = range_of(asked, len(body))
+        if part is None:
+            return Answer(200, headers, body, commit)
+        if not part:
+            headers["Content-Range"] = f"bytes */{len(body)}"
+            return Answer(416, headers)
+        headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{len(body)}"
+        return Answer(206, headers, memoryview(body)[part.start : part.stop], commit)
+
+
+def range_of(text: str, size: int) -> range | None:
+    """The bytes that a Range header asks for; empty if there are none; None if the header is to be ignored.
+
+    Headers that are malformed or ask for several ranges are ignored, as RFC 9110 allows: the answer is the whole file.
+    """
+    found = _RANGE.fullmatch(text.strip())
+    if found is None or not (found[1] or found[2]):
+        return None
+    if not found[1]:
+        return range(max(0, size - int(found[2])), size)
+    first, last = int(found[1]), int(found[2]) if found[2] else size - 1
+    if found[2] and last < first:
+        return None
+    return range(first, min(last + 1, size)) if first < size else range(0)
+
+
+def as_name(name: str) -> str:
+    """A name that can stand in a header."""
+    return re.sub(r"[^\w.-]", "_", name.rpartition("/")[2], flags=re.ASCII)
+
+
+def _folder(name: str) -> dict[str, Any]:
+    return {"type": "directory", "path": name, "size": 0, "oid": "0" * 40}
+
+
+def _date(commit: Commit) -> str:
+    return datetime.fromtimestamp(commit.made_at, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+def _json(commit: Commit, said: object) -> Answer:
+    headers = {"Content-Type": "application/json; charset=utf-8", "X-Repo-Commit": commit.id}
+    return Answer(200, headers, json.dumps(said).encode())
+
+
+def _refuse(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Answer:
+    # A header is one line of Latin letters.
+    line = re.sub(r"[^\x20-\x7e]+", " ", message)[:1000]
+    errors = ({"X-Error-Code": code} if code else {}) | {"X-Error-Message": line}
+    body = json.dumps({"error": as_utf8(message)}).encode()
+    return Answer(status, {"Content-Type": "application/json; charset=utf-8", **errors, **(headers or {})}, body)

@@ -1,0 +1,127 @@
+"""Bundles: the units in which a state is copied, compared and shared between the ranks of a host.
+
+A bundle is one large storage, or several small ones that follow each other. Its *mode* says on what ground two ranks
+may share one copy of it:
+
+    PLAIN       only if their digests are equal: every rank may have values of its own (BatchNorm)
+    PLACED      DTensors: ranks at the same place of the mesh hold the same shard
+    DECLARED    the caller has declared that all ranks hold the same
+    PRIVATE     never: it belongs to the rank (``own=``)
+
+Bundles with the same key have the same leaves, sizes and layout, and if they are PLACED the same place in the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from transfuse._keeper.slots import round_up
+from transfuse._state.leaves.distributed import DTensorMeta
+from transfuse._state.leaves.spec import Spec, is_dtensor
+from transfuse._state.manifest import Manifest
+from transfuse._state.region import Ints
+
+PLAIN, PLACED, DECLARED, PRIVATE = range(4)
+KEY_BYTES = 16
+#: Storages smaller than this are put together, into bundles of about this size.
+BUNDLE_BYTES = 1 << 20
+#: Where a storage may begin in a bundle.
+ALIGNMENT = 64
+
+#: Tells by its path whether a leaf is declared to be the same on all ranks.
+IsShared = Callable[[str], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Bundles:
+    """The bundles of a state, as columns, and the bundle of each storage."""
+
+    keys: bytes
+    nbytes: Ints
+    modes: Ints
+    #: For each storage of the state, then of what belongs to the rank alone: its bundle, and its place in it.
+    of_storage: Ints
+    place: Ints
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def key(self, number: int) -> bytes:
+        return self.keys[KEY_BYTES * number : KEY_BYTES * (number + 1)]
+
+
+def bundle(manifest: Manifest, own: Manifest | None, is_shared: IsShared) -> Bundles:
+    """Put the storages of a state into bundles."""
+    modes, words = _storages(manifest, is_shared, "state")
+    sizes = manifest.storages.nbytes.tolist()
+    if own is not None:
+        _, more = _storages(own, lambda path: False, "own")
+        modes += [PRIVATE] * len(more)
+        words += more
+        sizes += own.storages.nbytes.tolist()
+    result: list[tuple[int, int, Any]] = []
+    of_storage, place = [], []
+    for mode, word, nbytes in zip(modes, words, sizes, strict=True):
+        room = nbytes if nbytes >= BUNDLE_BYTES else round_up(nbytes, ALIGNMENT)
+        if result and result[-1][0] == mode and result[-1][1] + room <= BUNDLE_BYTES:
+            place.append(result[-1][1])
+            result[-1][2].update(word)
+            result[-1] = (mode, result[-1][1] + room, result[-1][2])
+        else:
+            place.append(0)
+            digest = xxhash.xxh3_128(word)
+            result.append((mode, room, digest))
+        of_storage.append(len(result) - 1)
+    return Bundles(
+        b"".join(digest.digest() for _, _, digest in result),
+        np.array([nbytes for _, nbytes, _ in result], dtype=np.int64),
+        np.array([mode for mode, _, _ in result], dtype=np.int64),
+        np.array(of_storage, dtype=np.int64),
+        np.array(place, dtype=np.int64),
+    )
+
+
+def _storages(manifest: Manifest, is_shared: IsShared, tree: str) -> tuple[list[int], list[bytes]]:
+    """For each storage its mode, and bytes that say which leaves it has, how they lie in it, and of which place."""
+    tensors, paths = manifest.tensors, manifest.paths
+    columns = np.stack([tensors.dtype, tensors.flags, tensors.offset, tensors.numel], axis=1)
+    placed: dict[int, bool] = {}
+    declared: dict[int, bool] = {}
+    # What belongs to the rank alone may have the same paths as the state.
+    words: list[list[Any]] = [[tree, int(nbytes)] for nbytes in manifest.storages.nbytes.tolist()]
+    leaves = manifest.leaves_of(np.arange(len(tensors))).tolist()
+    for row, (storage, leaf) in enumerate(zip(tensors.storage.tolist(), leaves, strict=True)):
+        detail = manifest.detail(leaf)
+        placed[storage] = placed.get(storage, True) and is_dtensor(detail)
+        declared[storage] = declared.get(storage, True) and is_shared(paths[leaf])
+        words[storage] += [paths[leaf], columns[row].tolist(), tensors.shape(row), tensors.stride(row)]
+        if is_dtensor(detail):
+            words[storage].append(_place(manifest, Spec(*detail)))
+    modes = [
+        PLACED if placed.get(number) else DECLARED if declared.get(number) else PLAIN for number in range(len(words))
+    ]
+    return modes, [msgspec.msgpack.encode(word) for word in words]
+
+
+def _place(manifest: Manifest, spec: Spec) -> list[Any]:
+    """The place of a DTensor's shard: the mesh, and this rank's coordinate along its dimensions that do not replicate.
+
+    The mesh counts with its ranks: two meshes of one shape may hold models that have drifted apart (local SGD, stages).
+    """
+    meta = msgspec.convert(spec.meta, DTensorMeta)
+    own: Sequence[int] | None = manifest.coordinates[meta.mesh] if meta.mesh < len(manifest.coordinates) else None
+    mesh = msgspec.to_builtins(manifest.shared[meta.mesh])
+    if own is None:
+        return [meta.shape, meta.placements, mesh]
+    where = [-1 if code[0] == REPLICATE else at for code, at in zip(meta.placements, own, strict=True)]
+    return [meta.shape, meta.placements, mesh, where]
+
+
+#: How a description says that a dimension of the mesh replicates.
+REPLICATE = "R"

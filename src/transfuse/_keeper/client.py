@@ -1,0 +1,721 @@
+"""``keep()``, and what it returns: a worker commits its state to the keeper of its host, and restores it later."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import msgspec
+import numpy as np
+
+from transfuse import _arguments
+from transfuse._errors import TransfuseError, as_utf8
+from transfuse._keeper import commits, copying, frames, rendezvous, restoring, runs
+from transfuse._keeper.attach import attach
+from transfuse._keeper.books import ranks_and_have
+from transfuse._keeper.bundles import IsShared, bundle
+from transfuse._keeper.commits import (
+    ANSWER_SECONDS,
+    BRIEF_BYTES,
+    NO_SLOT,
+    CommitReport,
+    Copy,
+    Layout,
+    Taken,
+    Who,
+    timed,
+)
+from transfuse._keeper.exchange import Exchange
+from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.one_call import OneCall
+from transfuse._keeper.own_address import own_address
+from transfuse._keeper.settings import Settings, at_least, is_shared, own_of
+from transfuse._keeper.slots import Label, SlotView, column
+from transfuse._keeper.unkept import Unkept
+from transfuse._keeper.unrestorable import Unrestorable
+from transfuse._limits import Limits
+from transfuse._options import FetchKeywords, check_names
+from transfuse._session.remembered import Remembered
+from transfuse._state.region import Ints
+
+logger = logging.getLogger("transfuse")
+
+#: How often a lost keeper is looked for.
+REVIVE_SECONDS = 5.0
+
+
+def keep(
+    state_dict: Callable[[], object] | None = None,
+    *,
+    load: Callable[[Any], object] | None = None,
+    own: Any = None,
+    load_own: Callable[[Any], object] | None = None,
+    shared: bool | str | Sequence[str] | IsShared = False,
+    run: str | None = None,
+    group: Any = None,
+    every: int = 1,
+    slots: int | None = None,
+    replicas: int = 1,
+    max_bytes: int | None = None,
+    reserve: int | None = None,
+    max_bytes_per_second: float | None = None,
+    linger: timedelta | float = timedelta(minutes=10),
+    digests: bool = True,
+    timeout: timedelta | float = timedelta(seconds=60),
+    on_report: Callable[[CommitReport], object] | None = None,
+    **options: Unpack[FetchKeywords],
+) -> Keep:
+    """Join the keeper of this host and run, or start it. Every rank calls this, after ``init_process_group``.
+
+    A job of one process needs no group. Under torchrun, keep() forms the default group if there is none. A job that
+    torchrun may restart forms its group by ``init_method="transfuse://"``: a group that could not be formed again is
+    refused.
+
+    Args:
+        state_dict: a callable that returns the state. It is called at each commit, and by :meth:`Keep.restore` only if
+            there is something to restore: twice, since tensors that lie elsewhere the second time are copies. The bytes
+            land in the tensors that it returns. Copies need ``load``; after it this is called once more, and copies
+            that do not hold what was restored are an error that names them. Leave it out if every commit
+            is given its state, as by :class:`transfuse.dcp.KeeperWriter`.
+        load: called by :meth:`Keep.restore` with the whole state. Without it, leaves that the callback's state does not
+            have (moments of a new optimizer), and values that differ from the callback's, are an error that names them.
+        own: what belongs to the rank itself (random number generators, data loader, counters): a callable that returns
+            a tree, or an object with ``state_dict()`` and ``load_state_dict()``. It is committed in the same slot, and
+            restored to the rank of the same number.
+        load_own: called by :meth:`Keep.restore` with what ``own`` had returned, on the rank of the same number.
+        shared: which leaves hold the same values on all ranks: True for all, patterns (``"model.*"``), or a callable
+            that gets a path. Ranks of one host share the copying of these, and nothing is hashed to find that out.
+        run: the run's name. A later job of the same name goes on from this one's memory. None: ``TRANSFUSE_RUN``, an
+            explicit ``--rdzv-id``, or the agent that started this worker.
+        group: the process group. None: the default group.
+        every: commit only steps that are a multiple of this.
+        slots: how many steps of each rank the keeper has room for. None: 3, and with replicas 4.
+        replicas: on how many other hosts each host's states are kept, too.
+        max_bytes: the most memory that the keeper of this host may take. None: what is free.
+        reserve: how many bytes this rank will commit. The keeper allocates its memory now, and refuses now what does
+            not fit. None: at the first commit, when the size is known.
+        max_bytes_per_second: the most that a keeper sends to other hosts.
+        linger: how long a keeper that holds steps stays when its job has ended without :meth:`Keep.close`.
+        digests: hash what is committed. Restoring compares digests if ``verify=True``. Leaves that are not ``shared``
+            are hashed in any case.
+        timeout: how long a call may go without progress.
+        on_report: called with the :class:`CommitReport` of each commit, when it says all that training waited for:
+            with ``commit(wait=False)`` by the next :meth:`Keep.mutating`, commit or close.
+        **options: the options of ``fetch`` for :meth:`Keep.restore`: ``cast``, ``map_path``, ``strict``, ``verify``, …
+    """
+    check_names(keep, options, FetchKeywords)
+    _arguments.check_callable("state_dict", state_dict)
+    for name, value in (("load", load), ("load_own", load_own), ("on_report", on_report)):
+        _arguments.check_callable(name, value)
+    settings = Settings(
+        state_dict=state_dict,
+        load=load,
+        own=own_of(own),
+        load_own=load_own or getattr(own, "load_state_dict", None),
+        is_shared=is_shared(shared),
+        run=runs.find_run(run),
+        group=group,
+        every=at_least("every", every, 1),
+        slots=None if slots is None else at_least("slots", slots, 2),
+        replicas=at_least("replicas", replicas, 0),
+        max_bytes=None if max_bytes is None else at_least("max_bytes", max_bytes, 1),
+        reserve=None if reserve is None else at_least("reserve", reserve, 1),
+        rate=max_bytes_per_second,
+        linger=_arguments.duration(linger, "linger").total_seconds(),
+        digests=digests,
+        timeout=_arguments.duration(timeout),
+        on_report=on_report,
+        options=options,
+    )
+    rendezvous.check_group(group)
+    return Keep(settings)
+
+
+class _NoRoom(TransfuseError):
+    """The keeper has no room for a state that has changed, or came back and has no room any more."""
+
+
+class _LeftOut(TransfuseError):
+    """This step cannot be complete on this host."""
+
+
+class Keep:
+    """A worker's connection to the keeper of its host, made by :func:`keep`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._run = settings, settings.run
+        self._seconds = settings.timeout.total_seconds()
+        self._exchange = Exchange(settings.group, settings.timeout)
+        self.rank, self.world_size = self._exchange.rank, self._exchange.size
+        self._who = Who(self.rank, self.world_size, settings.digests, self._ask)
+        self._limits = Limits.from_environment()
+        self._remembered, self._remembered_own = Remembered(), Remembered()
+        self._link: Link | None = None
+        self._asking = threading.RLock()
+        self._call = OneCall()
+        self._layout: Layout | None = None
+        self._copying: threading.Thread | None = None
+        self._reviving: threading.Thread | None = None
+        self._warned = self._warned_of_room = False
+        self._unkept = Unkept(self.rank)
+        #: None: with ``load=``, without ``restore()``, or after one, there is nothing to say.
+        self._unrestorable = (
+            Unrestorable(self.rank) if settings.load is None and settings.state_dict is not None else None
+        )
+        #: Whether this rank has committed nothing yet, and the keeper was not lost either.
+        self._is_new = True
+        #: Whether it has been asked to allocate slots.
+        self._needs_memory = False
+        #: What the keeper has last said about replicas.
+        self._noted = ""
+        #: Whether :meth:`close` was called, and whether it has ended, or :meth:`detach` was called.
+        self._closed = self._detached = False
+        #: Ends the pause between two looks for a lost keeper.
+        self._hurry = threading.Event()
+        #: The newest step that was committed since the last :meth:`restore`.
+        self._newest: int | None = None
+        #: The newest step for which :meth:`commit` was called.
+        self._reached: int | None = None
+        #: The state of the last commit, and the versions of its tensors then.
+        self._taken: Taken | None = None
+        self._versions: list[int] = []
+        #: The same state, and the versions of its tensors at the end of the last ``mutating()``.
+        self._last: tuple[Taken, list[int]] | None = None
+        self._report: CommitReport | None = None
+        #: The keepers of the job. Generation 0: not known yet.
+        self._peers = frames.Peers(0, self.world_size, [], [], 0, "", 0, None)
+        #: By rank of the job before: what ``own`` had returned there, after :meth:`restore`.
+        self.own: Mapping[int, Any] = {}
+        try:
+            self.members = self._meet()
+        except BaseException:
+            self.detach()
+            raise
+
+    # ------------------------------------------------------------------------------------------------- attaching
+
+    def _meet(self) -> restoring.Members:
+        """Attach to this host's keeper, and let all keepers of the job know each other."""
+        exchange, link, failure, mine = self._exchange, None, "", b""
+        found = exchange.gather(msgspec.msgpack.encode(self._run), "finding the run of the job")
+        self._run = runs.agreed(self._run, [msgspec.msgpack.decode(row, type=runs.Run) for row in found])
+        try:
+            link, welcome = self._attach()
+            # The keeper's own secret, hashed: containers of one machine may have the same pids and paths.
+            host = hashlib.sha256(welcome.token.encode()).hexdigest()
+            mine = msgspec.msgpack.encode([host, welcome.generation, welcome.token, ""])
+        except (TransfuseError, OSError) as error:
+            failure = as_utf8(str(error))
+            mine = msgspec.msgpack.encode(["", 0, "", failure])
+        self._link = link
+        rows = [msgspec.msgpack.decode(row) for row in exchange.gather(mine, "finding the keepers of the job")]
+        failures = {rank: row[3] for rank, row in enumerate(rows) if row[3]}
+        if failures:
+            raise TransfuseError("\n".join(f"rank {rank}: {why}" for rank, why in failures.items()))
+        hosts = list(dict.fromkeys(row[0] for row in rows))
+        ranks = [[rank for rank, row in enumerate(rows) if row[0] == host] for host in hosts]
+        index = hosts.index(rows[self.rank][0])
+        token, address = rows[0][2], restoring.LOOPBACK
+        doors = [""]
+        if len(hosts) > 1:
+            door = ""
+            try:
+                address = own_address()
+                door = self._ask(frames.Expose(address, token), frames.Exposed).address
+            except (TransfuseError, OSError) as error:
+                failure = as_utf8(str(error))
+            doors_by_rank = exchange.gather(door.encode(), "finding the keepers' addresses")
+            doors = [doors_by_rank[some[0]].decode() for some in ranks]
+        self._peers = frames.Peers(
+            generation=max(row[1] for row in rows) + 1,
+            world_size=self.world_size,
+            keepers=doors,
+            ranks=ranks,
+            index=index,
+            token=token,
+            replicas=min(self._settings.replicas, len(hosts) - 1),
+            rate=self._settings.rate,
+        )
+        try:
+            if not failure:
+                self._ask(self._peers, frames.Done)
+            if self._settings.reserve is not None:
+                self._ask(frames.Reserve(self._settings.reserve), frames.Done)
+        except TransfuseError as error:
+            failure = as_utf8(str(error))
+        refusals = exchange.gather(failure.encode(), "joining the keepers")
+        if any(refusals):
+            lines = [f"rank {rank}: {why.decode()}" for rank, why in enumerate(refusals) if why]
+            raise TransfuseError("\n".join(lines))
+        return restoring.Members(exchange, ranks, index, token, address)
+
+    def _attach(self) -> tuple[Link, frames.Welcome]:
+        """Connect to this host's keeper, and say who this is. If the keeper was about to end, find or start another."""
+        until = time.monotonic() + self._seconds
+        while True:
+            link = attach(self._run, self._seconds)
+            try:
+                return link, self._greet(link)
+            except BaseException as error:
+                link.close()
+                if not isinstance(error, KeeperLost) or time.monotonic() > until:
+                    raise
+            time.sleep(0.05)
+
+    def _greet(self, link: Link) -> frames.Welcome:
+        settings, here = self._settings, runs.Process.of(os.getpid())
+        assert here is not None
+        run, agent = self._run, self._run.agent or here
+        hello = frames.Hello(
+            version=frames.VERSION,
+            rank=self.rank,
+            world_size=self.world_size,
+            pid=here.pid,
+            started=here.started,
+            agent_pid=agent.pid,
+            agent_started=agent.started,
+            is_named=run.is_named,
+            linger=settings.linger,
+            max_bytes=settings.max_bytes,
+            slots=settings.slots or 0,
+            generation=self._peers.generation,
+            stays=run.stays(settings.linger),
+        )
+        return link.ask(hello, frames.Welcome, self._seconds)
+
+    def _ask(self, question: Any, expected: Any, seconds: float | None = None) -> Any:
+        return self._ask_for_files(question, expected, seconds)[0]
+
+    def _ask_for_files(self, question: Any, expected: Any, seconds: float | None = None) -> tuple[Any, list[int]]:
+        with self._asking:
+            if self._link is None:
+                raise KeeperLost("the keeper of this host is lost")
+            return self._link.ask_for_files(question, expected, self._seconds if seconds is None else seconds)
+
+    # ---------------------------------------------------------------------------------------------- restoring
+
+    def look(self) -> restoring.KeptStep | None:
+        """The step that :meth:`restore` would try first, and what belonged to the ranks; None if there is none.
+
+        Every rank calls this. Nothing is touched: neither the state nor what ``own`` belongs to.
+        """
+        return self._call.run("look", lambda: restoring.look(self.members, self._link, self._asking, self._seconds))
+
+    def restore(self, *, missing_ok: bool = False) -> int | None:
+        """Restore the newest step that the keepers hold whole, in place, on all ranks. Every rank calls this.
+
+        Returns the step; None if this run has never held one: then nothing was touched. Other numbers of ranks and
+        other shardings than before are fine. If a step cannot be restored on some rank, all ranks go to the next older
+        one. If none can be restored, all ranks raise the same error, and nothing was touched; with ``missing_ok`` they
+        return None instead.
+        """
+        return self._call.run("restore", lambda: self._restore(missing_ok))
+
+    def _restore(self, missing_ok: bool) -> int | None:
+        if self._settings.state_dict is None:
+            raise TransfuseError("restore() needs the callable that returns the state: keep(state_dict)")
+        began = time.monotonic()
+        # A copy that goes on meanwhile would see half of what is restored.
+        self._join()
+        self._last = None
+        restored = restoring.restore(
+            self.members,
+            self._link,
+            self._asking,
+            restoring.Wish(
+                state_dict=self._settings.state_dict,
+                load=self._settings.load,
+                load_own=self._settings.load_own,
+                seconds=self._seconds,
+                missing_ok=missing_ok,
+                options=self._settings.options,
+                again=runs.how_to_come_again(self._settings.run, self._settings.linger),
+            ),
+        )
+        if restored is None:
+            return None
+        self.own, self._unrestorable = restored.own, None
+        self._begin_anew()
+        hosts = len(self.members.ranks)
+        keepers = "the keeper of this host" if hosts == 1 else f"the keepers of {hosts} hosts"
+        seconds = time.monotonic() - began
+        logger.warning("rank %d restored step %d from %s in %.2f s", self.rank, restored.step, keepers, seconds)
+        return restored.step
+
+    def _begin_anew(self) -> None:
+        """What is committed after a restore is another course than what was committed before: a new generation."""
+        flags = self._exchange.gather(b"1" if self._newest is not None else b"", "ending the restore")
+        if not any(flags):
+            return
+        self._peers = msgspec.structs.replace(self._peers, generation=self._peers.generation + 1)
+        self._layout, self._newest, self._reached = None, None, None
+        try:
+            self._ask(self._peers, frames.Done)
+        except KeeperLost as error:
+            self._lose(CommitReport(0), error)
+        self._exchange.gather(b"", "beginning a new generation")
+
+    # ---------------------------------------------------------------------------------------------- committing
+
+    @property
+    def report(self) -> CommitReport | None:
+        """The report of the last commit. With ``wait=False`` it is filled in when the copy has ended."""
+        return self._report
+
+    def commit(self, step: int, *, wait: bool = True, state: object = None) -> CommitReport | None:
+        """Commit the state of a step. Returns when this rank's state has been copied, not when it is replicated.
+
+        With ``wait=False`` the copy goes on while the next forward and backward pass run; then change the state only
+        within :meth:`mutating`, which waits for the copy. What was seen to change outside of it is copied at once.
+        Steps must rise, except after :meth:`restore`. Returns None for steps that ``every=`` leaves out. ``state`` is
+        committed in place of what ``state_dict`` returns. Do not call this in a signal handler: while a commit is under
+        way that is refused, and between two commits it keeps a state in the middle of a step.
+        """
+        return self._call.run("commit", lambda: self._commit_step(step, wait=wait, state=state))
+
+    def _commit_step(self, step: int, *, wait: bool, state: object) -> CommitReport | None:
+        number = _arguments.whole("step", step)
+        if self._closed:
+            raise TransfuseError("commit() after close()")
+        self._exchange.check_same_ranks()
+        if state is None and self._settings.state_dict is None:
+            raise TransfuseError("commit() needs a state: keep(state_dict), or commit(step, state=...)")
+        if number % self._settings.every:
+            return None
+        if self._newest is not None and number < self._newest:
+            raise ValueError(f"commit() of step {number} after step {self._newest}: steps must rise")
+        report = CommitReport(number)
+        self._end_copy(report, "the copy before")
+        self._report = report
+        try:
+            self._commit(report, number, state, wait=wait)
+        except KeeperLost as error:
+            if self._is_new and self._needs_memory and not isinstance(error.__cause__, TimeoutError):
+                self._link = None
+                raise self._out_of_memory(error) from error
+            self._lose(report, error)
+        if self._copying is None:
+            self._tell(report)
+        return report
+
+    def _out_of_memory(self, error: KeeperLost) -> TransfuseError:
+        return TransfuseError(
+            f"rank {self.rank}: the keeper of this host was lost while it allocated memory for its first slots: "
+            f"{error}. Most likely the kernel has ended it because memory ran out (dmesg tells). Set max_bytes= to "
+            "what the keeper may take, lower slots=, or raise the memory limit of the control group. Nothing is kept"
+        )
+
+    def _commit(self, report: CommitReport, step: int, state: object, *, wait: bool) -> None:
+        with self._asking:
+            self._reached = step
+            is_lost = self._link is None
+        if is_lost:
+            self._revive()
+            report.outcome, report.why = "skipped", "the keeper of this host is lost"
+            return
+        if self._newest is not None and step <= self._newest:
+            report.outcome, report.why = "skipped", f"step {self._newest} has been committed already"
+            return
+        label = Label(self._peers.generation, step)
+        state_is_ours = state is None
+        with timed(report, "state_dict"):
+            if state is None and self._settings.state_dict is not None:
+                state = self._settings.state_dict()
+            own = None if self._settings.own is None else self._settings.own()
+        with timed(report, "describe"):
+            taken = Taken(
+                self._remembered.describe(state, self._limits),
+                None if own is None else self._remembered_own.describe(own, self._limits),
+            )
+            structure = taken.structure
+        if self._unrestorable is not None and state_is_ours and self.members.speaks:
+            self._unrestorable.look(taken.described.manifest)
+        try:
+            with timed(report, "keeper"):
+                layout, slot = self._begin(taken, structure, label)
+        except _LeftOut as error:
+            report.outcome, report.why = "skipped", str(error)
+            return
+        except _NoRoom as error:
+            report.outcome, report.why = "skipped", str(error)
+            if not self._warned_of_room:
+                self._warned_of_room = True
+                logger.warning("rank %d: the state is not kept any more, until there is room: %s", self.rank, error)
+            return
+        number = slot.number
+        self._warn_of_replicas(report, slot.notes)
+        self._unkept.hear(None if slot.complete is None else Label(*slot.complete), slot.why)
+        if number is None:
+            why = f": {slot.why}" if slot.why else ""
+            report.outcome, report.why = "skipped", f"all slots hold steps that are not complete everywhere yet{why}"
+            return
+        if slot.absent:
+            report.outcome, report.why = "pending", f"{ranks_and_have(slot.absent)} not called commit() yet"
+        job = Copy(self._who, taken, layout, number, label, report)
+        self._taken, self._versions = taken, taken.versions()
+        try:
+            with timed(report, "copy"):
+                if job.begin(None if wait else self._volatile(taken, layout)):
+                    job.finish()
+                    self._newest = step
+                    return
+        except KeeperLost:
+            raise
+        except BaseException:
+            job.drop()
+            raise
+        then, report.outcome, report.why = (report.outcome, report.why), "pending", "the copy goes on"
+        self._copying = threading.Thread(
+            target=self._go_on, args=(job, step, then), name="transfuse-commit", daemon=True
+        )
+        self._copying.start()
+
+    def _go_on(self, job: Copy, step: int, then: tuple[str, str]) -> None:
+        """The rest of a commit, while training goes on, in its own thread. ``then``: the outcome if all goes well."""
+        report = job.report
+        try:
+            if job.go_on():
+                self._newest = step
+                report.outcome, report.why = then
+        except KeeperLost as error:
+            self._lose(report, error)
+        except Exception as error:
+            report.outcome, report.why = "dropped", f"{type(error).__name__}: {error}"
+            logger.warning("step %d was not kept: %s", report.step, report.why)
+            job.drop()
+
+    def _begin(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> tuple[Layout, frames.Slot]:
+        """The layout for a state, and the slot that the keeper has for it."""
+        layout = self._layout
+        if layout is None or layout.structure != structure or not layout.fits(taken.text(layout.bundles)):
+            layout = self._lay(taken, structure, label)
+        slot = self._ask(frames.Begin(*label), frames.Slot, ANSWER_SECONDS)
+        if slot.renew:
+            layout = self._lay(taken, structure, label)
+            slot = self._ask(frames.Begin(*label), frames.Slot, ANSWER_SECONDS)
+        return layout, slot
+
+    def _warn_of_replicas(self, report: CommitReport, notes: str) -> None:
+        """Say once, on each host that is concerned, what is wrong with its replicas."""
+        report.unreplicated = notes
+        if notes and notes != self._noted and self.members.speaks:
+            logger.warning("rank %d commits step %d, but %s", self.rank, report.step, notes)
+        self._noted = notes
+
+    def _lay(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> Layout:
+        own = None if taken.own is None else taken.own.manifest
+        bundles = bundle(taken.described.manifest, own, self._settings.is_shared)
+        nowhere = np.full(len(bundles), -1, dtype=np.int64)
+        digests = copying.copy(taken.memory, bundles, nowhere, NO_SLOT, digests=False)
+        question = frames.Lay(
+            *label,
+            bundles.keys,
+            bundles.nbytes.astype("<i8").tobytes(),
+            bundles.modes.astype("<u1").tobytes(),
+            digests,
+            len(taken.text(bundles)) + BRIEF_BYTES * len(bundles),
+            min(commits.PARTNER_SECONDS, self._seconds / 2),
+        )
+        self._needs_memory = self._link is not None and not self._link.gone()
+        try:
+            laid, descriptors = self._ask_for_files(question, frames.Laid | frames.Slot)
+        except KeeperLost:
+            raise
+        except TransfuseError as error:
+            if self._is_new:
+                raise  # Nothing has been kept yet, and the caller should know before hours of training are at stake.
+            raise _NoRoom(str(error)) from error
+        if isinstance(laid, frames.Slot):
+            raise _LeftOut(laid.why)
+        self._unkept.name(label.step, laid.absent, question.patience)
+        self._warned_of_room = False
+        try:
+            views = {laid.first + i: SlotView(fd, writable=True, populate=True) for i, fd in enumerate(descriptors)}
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+        before = self._layout
+        volatile = before.volatile if before is not None and before.structure == structure else set()
+        self._layout = Layout(
+            structure, bundles, column(laid.owners, "<i4"), column(laid.places, "<i8"), views, volatile
+        )
+        return self._layout
+
+    def _volatile(self, taken: Taken, layout: Layout) -> Ints | None:
+        """The storages that must be copied before ``commit`` returns; None: all of them."""
+        last, self._last = self._last, None
+        if last is None or last[0].structure != taken.structure:
+            return None
+        now, before = np.array(taken.versions()), np.array(last[1])
+        changed = taken.described.manifest.tensors.storage[now != before]
+        layout.volatile |= set(changed.tolist())
+        return np.array(sorted(layout.volatile), dtype=np.int64)
+
+    @contextmanager
+    def mutating(self) -> Iterator[None]:
+        """Change the state within this block. It waits until the copy that ``commit(wait=False)`` began has ended."""
+        self._call.run("mutating", self._wait_to_change)
+        try:
+            yield
+        finally:
+            with suppress(Exception):
+                taken = self._taken
+                if taken is not None:
+                    self._last = taken, taken.versions()
+
+    def _wait_to_change(self) -> None:
+        if self._report is not None:
+            self._end_copy(self._report, "the copy")
+        taken, layout = self._taken, self._layout
+        if taken is not None and layout is not None and layout.structure == taken.structure:
+            # What has changed since the commit has changed outside of such a block.
+            changed = np.array(taken.versions()) != np.array(self._versions)
+            layout.volatile |= set(taken.described.manifest.tensors.storage[changed].tolist())
+
+    def _end_copy(self, report: CommitReport, cause: str) -> None:
+        """Wait for a copy that goes on, and note in this report for how long. Then the copy's own report is told."""
+        thread, ended = self._copying, self._report
+        if thread is None:
+            return
+        with timed(report, cause):
+            thread.join()
+        self._copying = None
+        assert ended is not None
+        self._tell(ended)
+
+    def _join(self) -> None:
+        """As `_end_copy`, where training is not what waits."""
+        self._end_copy(CommitReport(0), "")
+
+    def _tell(self, report: CommitReport) -> None:
+        logger.info("%s", report.line(), extra={"transfuse_report": report})
+        self._unkept.note(report)
+        if report.outcome in ("committed", "pending"):
+            self._is_new = False
+        if self._settings.on_report is not None:
+            self._settings.on_report(report)
+
+    # ------------------------------------------------------------------------------------------ a lost keeper
+
+    def _lose(self, report: CommitReport, error: KeeperLost) -> None:
+        """Go on without the keeper. One warning; commits go on when it is back."""
+        report.outcome, report.why = "skipped", str(error)
+        with self._asking:
+            link, self._link = self._link, None
+            self._layout, self._is_new = None, False
+        if link is not None:
+            link.close()
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "rank %d goes on without the keeper of its host, and looks for it every %g s: %s. Until it is back, "
+                "nothing is kept",
+                self.rank,
+                REVIVE_SECONDS,
+                error,
+            )
+        self._revive()
+
+    def _revive(self) -> None:
+        if self._reviving is None or not self._reviving.is_alive():
+            self._reviving = threading.Thread(target=self._look, name="transfuse-revive", daemon=True)
+            try:
+                self._reviving.start()
+            except KeyError as error:
+                # A signal handler has raised when the thread had begun, and what threading does then has failed.
+                raise error.__context__ or error from None
+
+    def _look(self) -> None:
+        """Look for the keeper, or start it again, until it answers. If this rank closes meanwhile, tell it that."""
+        while self._link is None and not self._detached:
+            try:
+                link, _ = self._attach()
+                try:
+                    if len(self._peers.keepers) > 1:
+                        # A new keeper opens the door of the old one, which the keepers of the other hosts know.
+                        link.ask(frames.Expose(self.members.address, self._peers.token), frames.Exposed, self._seconds)
+                    link.ask(self._peers, frames.Done, self._seconds)
+                    with self._asking:
+                        if self._closed:
+                            if not self._detached:
+                                link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+                            link.close()
+                            return
+                        if self._reached is not None:
+                            # The other ranks of this host need not wait for these.
+                            left = frames.LeaveOut(self._peers.generation, self._reached)
+                            link.ask(left, frames.Done, ANSWER_SECONDS)
+                        self._link = link
+                except BaseException:
+                    link.close()
+                    raise
+                logger.warning("rank %d has found the keeper of its host again", self.rank)
+                self._warned = False
+                return
+            except (TransfuseError, OSError) as error:
+                logger.debug("looking for the keeper: %s", error)
+                if self._closed:
+                    time.sleep(0.1)
+                self._hurry.wait(REVIVE_SECONDS)
+
+    # -------------------------------------------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """This rank has done its work. When all ranks of all hosts have closed, the keepers forget, and end."""
+        self._call.run("close", self._close)
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._join()
+        with self._asking:
+            self._closed, link = True, self._link
+            if link is not None:
+                try:
+                    link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+                except TransfuseError as error:
+                    logger.warning("rank %d says close() again: %s", self.rank, error)
+                    link.close()
+                    link = self._link = None
+        if link is None:
+            # Keepers of this host and of others wait for this rank: the one that comes back has to hear of it.
+            self._hurry.set()
+            self._revive()
+            assert self._reviving is not None
+            self._reviving.join(self._seconds)
+            if self._reviving.is_alive():
+                logger.warning(
+                    "rank %d has closed, but the keeper of its host did not hear of it within %g s. It may stay: "
+                    "transfuse keep --status lists it, transfuse keep --stop ends it",
+                    self.rank,
+                    self._seconds,
+                )
+        self.detach()
+
+    def detach(self) -> None:
+        """Leave the keeper as it is. It keeps what it has, as after the end of this process."""
+        self._closed = self._detached = True
+        self._hurry.set()
+        self._join()
+        with self._asking:
+            link, self._link = self._link, None
+        self._layout = None
+        if link is not None:
+            link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.detach()

@@ -1,0 +1,181 @@
+"""How the keepers of different hosts talk: one listens at its door, another connects and asks.
+
+Both ends prove the job's token first (:mod:`transfuse._wire.handshake`). A connection that does not gets nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from transfuse._errors import PeerTimeout, TransfuseError, as_utf8
+from transfuse._keeper.questions import Answer, No, Question, Round, State, decode_answer, decode_question
+from transfuse._wire.handshake import Ask, ControlConnection, Told, connect, key_of
+from transfuse._wire.listener import Listener
+
+logger = logging.getLogger("transfuse.keeper")
+
+#: How long a question to another keeper may take.
+ASK_SECONDS = 5.0
+#: A keeper that cannot be reached is asked again after the first, then twice as much, at most the second.
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+#: A connection to the door: how long it has to prove the token.
+PROVE_SECONDS = 10.0
+#: How often a connection looks whether it is still needed.
+LISTEN_SECONDS = 0.5
+
+
+# ------------------------------------------------------------------------------------------------------------ asking
+
+
+def ask(control: ControlConnection, question: Question, seconds: float) -> Answer:
+    control.send(Ask(msgspec.msgpack.encode(question)), seconds)
+    told = control.expect(Told, seconds, "waiting for an answer", most_waits=0)
+    try:
+        answer = decode_answer(told.body)
+    except TransfuseError as error:
+        raise TransfuseError(f"the keeper at {control.name} gave {error}") from error
+    if isinstance(answer, No):
+        raise TransfuseError(f"the keeper at {control.name} refused: {as_utf8(answer.why[:1000])}")
+    return answer
+
+
+class Peer:
+    """The leader's connection to another keeper."""
+
+    def __init__(self, index: int, address: str, key: bytes) -> None:
+        self.index, self.address = index, address
+        self._key = key
+        self._control: ControlConnection | None = None
+        self._pause, self._again = FIRST_PAUSE, 0.0
+        self.is_lost = False
+
+    def ask(self, question: Round) -> State | None:
+        """Its state; None if it cannot be reached now."""
+        if time.monotonic() < self._again:
+            return None
+        for is_fresh in [True] if self._control is None else [False, True]:
+            try:
+                control = self._control
+                if control is None:
+                    control = self._control = connect(self.address, self._key, ASK_SECONDS, self.index)
+                state = ask(control, question, ASK_SECONDS)
+                if not isinstance(state, State):
+                    raise TransfuseError(f"it answered with {type(state).__name__}")
+            except (TransfuseError, OSError, ValueError) as error:
+                self.close()
+                # A connection may be old, if the keeper was started again. One that is silent is not asked twice.
+                if is_fresh or isinstance(error, PeerTimeout):
+                    self._lose(error)
+                    return None
+                continue
+            if self.is_lost:
+                logger.info("the keeper of host %d is back", self.index)
+            self.is_lost, self._pause = False, FIRST_PAUSE
+            return state
+        return None
+
+    def _lose(self, error: Exception) -> None:
+        if not self.is_lost:
+            logger.warning(
+                "the keeper of host %d (%s) cannot be reached; no step is confirmed until it is back: %s",
+                self.index,
+                self.address,
+                as_utf8(str(error)),
+            )
+        self.is_lost = True
+        self._again = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def close(self) -> None:
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
+
+
+# --------------------------------------------------------------------------------------------------------- answering
+
+
+class Visit(Protocol):
+    """One connection of another keeper that has proved the token: who answers it."""
+
+    def answer(self, question: Question) -> Answer:
+        """Answer, or raise why not."""
+
+    def may_stay(self, silent: float) -> bool:
+        """Whether the connection is still needed, after so many seconds without a question."""
+
+    def end(self) -> None:
+        """The connection is closed."""
+
+
+class Door:
+    """Where the keepers of other hosts ask. ``receive`` begins a visit for each of their connections."""
+
+    def __init__(self, host: str, token: str, port: int, receive: Callable[[], Visit]) -> None:
+        """``port``: the one to listen on, if it is free."""
+        self._receive = receive
+        self.host, self.token = host, token
+        self._threads: Sequence[threading.Thread] = ()
+        try:
+            self._listener = self._listen_on(port)
+        except OSError:
+            if not port:
+                raise
+            self._listener = self._listen_on(0)
+        self.port, self.address = self._listener.port, self._listener.address
+        self._listener.start()
+
+    def _listen_on(self, port: int) -> Listener:
+        return Listener(
+            (self.host, port),
+            key_of(self.token),
+            self._attend,
+            name="ring-door",
+            rank=-1,
+            prove_seconds=PROVE_SECONDS,
+            complain=self._complain,
+        )
+
+    def close(self) -> None:
+        self._threads = self._listener.close(cancel=True)
+
+    def join(self, until: float) -> None:
+        """Wait for those who were here when it was closed."""
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _complain(self, what: str, error: Exception) -> None:
+        logger.debug("the door at %s: %s: %s", self.address, what, as_utf8(str(error)))
+
+    def _attend(self, control: ControlConnection) -> None:
+        visit = self._receive()
+        try:
+            self._converse(control, visit)
+        except (TransfuseError, OSError, ValueError) as error:
+            self._complain("a connection ends", error)
+        except Exception:
+            logger.exception("a question of another keeper could not be answered")
+        finally:
+            visit.end()
+
+    def _converse(self, control: ControlConnection, visit: Visit) -> None:
+        heard_at = time.monotonic()
+        while not self._listener.is_closed:
+            if not control.has_news(LISTEN_SECONDS):
+                if not visit.may_stay(time.monotonic() - heard_at):
+                    return
+                continue
+            question = control.expect(Ask, ASK_SECONDS, "waiting for a question", most_waits=0)
+            heard_at = time.monotonic()
+            answer: Answer | No
+            try:
+                answer = visit.answer(decode_question(question.body))
+            except (TransfuseError, ValueError, OSError) as error:
+                answer = No(as_utf8(str(error)[:1000]))
+            control.send(Told(msgspec.msgpack.encode(answer)), ASK_SECONDS)

@@ -1,0 +1,387 @@
+"""What a worker and the keeper of its host say to each other, over a unix socket. msgpack, and descriptors beside it.
+
+A worker asks, and the keeper answers each question with the frame named beside it, or with ``Refused``.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+
+from transfuse._errors import TransfuseError
+
+#: The version of what they say.
+VERSION = 3
+_LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 256 << 20
+MAX_DESCRIPTORS = 250
+
+
+class KeeperLost(TransfuseError):
+    """The keeper does not answer: it was killed, or hangs."""
+
+
+class _Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Address(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Where a rank's state is served."""
+
+    rank: int
+    address: str
+    #: Where what belongs to the rank alone is served; empty if there is nothing.
+    own: str = ""
+
+
+class Held(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """One committed state that a keeper holds."""
+
+    generation: int
+    step: int
+    rank: int
+    world_size: int
+    nbytes: int
+    #: Whether all that it refers to is here, too.
+    whole: bool
+    #: Whether it is a copy of what another host's keeper holds.
+    replica: bool = False
+
+
+class Hello(_Frame):
+    """Worker: I am this rank. Answered by ``Welcome``."""
+
+    version: int
+    rank: int
+    world_size: int
+    pid: int
+    started: int
+    agent_pid: int
+    agent_started: int
+    is_named: bool
+    linger: float
+    max_bytes: int | None
+    #: 0: as many as the keeper thinks right.
+    slots: int
+    #: The generation that it belongs to; 0: it is new.
+    generation: int = 0
+    #: How many seconds the newest step stays when all ranks have closed, as long as the agent lives: a new worker is a
+    #: restart then, and not another training.
+    stays: float = 0.0
+
+
+class Welcome(_Frame):
+    """The run's token, the highest generation so far, and the address of this keeper for other hosts' keepers."""
+
+    token: str
+    generation: int
+    keeper: str
+    pid: int
+
+
+class Expose(_Frame):
+    """Worker: listen for the keepers of other hosts, on this address. Answered by ``Exposed``."""
+
+    host: str
+    token: str
+
+
+class Exposed(_Frame):
+    address: str
+
+
+class Peers(_Frame):
+    """Worker: all keepers of the job, in the order of their hosts, and which of them this one is. ``Done``."""
+
+    generation: int
+    world_size: int
+    keepers: list[str]
+    ranks: list[list[int]]
+    index: int
+    token: str
+    replicas: int
+    rate: float | None
+
+
+class Reserve(_Frame):
+    """Worker: allocate slots for a state of so many bytes now. ``Done``."""
+
+    nbytes: int
+
+
+class Lay(_Frame):
+    """Worker: I want to commit bundles like these. Answered by ``Laid``, with descriptors of the slots.
+
+    Or by ``Slot`` without a number, if other ranks of the host cannot commit this step.
+    """
+
+    generation: int
+    step: int
+    keys: bytes
+    nbytes: bytes
+    modes: bytes
+    digests: bytes
+    text_bytes: int
+    #: How many seconds to wait for the other ranks of this host.
+    patience: float
+
+
+class Laid(_Frame):
+    """For each bundle the rank that holds it, and its place in this rank's own slots, or -1."""
+
+    owners: bytes
+    places: bytes
+    slots: int
+    #: The number of the first of these slots.
+    first: int
+    #: The ranks of this host that others have waited for, and that have not committed anything yet.
+    absent: list[int]
+
+
+class Begin(_Frame):
+    """Worker: I want to commit this step. Answered by ``Slot``."""
+
+    generation: int
+    step: int
+
+
+class Slot(_Frame):
+    """The slot to write to; None: none is free, and this commit is left out. ``renew``: ``Lay`` again first."""
+
+    number: int | None
+    renew: bool = False
+    #: Why none is free; else what the rank's oldest step that is not complete waits for.
+    why: str = ""
+    #: What the user should know about replicas.
+    notes: str = ""
+    #: The newest step, with its generation, that all ranks of the job have committed.
+    complete: tuple[int, int] | None = None
+    #: As in ``Laid``.
+    absent: list[int] = []
+
+
+class Committed(_Frame):
+    """Worker: this slot holds this step now. ``Done``."""
+
+    number: int
+    generation: int
+    step: int
+
+
+class Drop(_Frame):
+    """Worker: what I have begun in this slot is not to count. ``Done``."""
+
+    number: int
+
+
+class LeaveOut(_Frame):
+    """Worker: I have left out this step and those before, since I could not reach you. ``Done``."""
+
+    generation: int
+    step: int
+
+
+class Inventory(_Frame):
+    """Worker: what do you hold? Answered by ``Holdings``."""
+
+
+class Holdings(_Frame):
+    states: list[Held]
+    #: Whether this run has ever held a complete step.
+    has_held: bool
+    #: What became of steps that were held; empty if some are here.
+    past: str = ""
+    #: What somebody should know who goes on from what is here.
+    notes: str = ""
+
+
+class Open(_Frame):
+    """Worker: let me map these ranks' states of a step. Answered by ``Mapped``, with descriptors. Until ``Done``."""
+
+    generation: int
+    step: int
+    ranks: list[int]
+
+
+class Mapped(_Frame):
+    """The ranks in the order of the descriptors."""
+
+    ranks: list[int]
+
+
+class Serve(_Frame):
+    """Worker: serve all that you hold of a step, for other hosts. Answered by ``Serving``."""
+
+    generation: int
+    step: int
+    host: str
+    token: str
+
+
+class Serving(_Frame):
+    addresses: list[Address]
+
+
+class Restored(_Frame):
+    """Worker: all ranks have restored this step. ``Done``."""
+
+    generation: int
+    step: int
+
+
+class Status(_Frame):
+    """Anybody of this user: how are you? Answered by ``Told``."""
+
+
+class Told(_Frame):
+    text: bytes
+
+
+class Close(_Frame):
+    """Worker: this rank has done its work. ``Done``."""
+
+
+class Done(_Frame):
+    """Both: that is done. From a worker: the states that I have opened, or that you serve, are no longer needed."""
+
+
+class Refused(_Frame):
+    why: str
+
+
+Attaching = Hello | Expose | Peers | Status | Close | Done
+Committing = Reserve | Lay | Begin | Committed | Drop | LeaveOut
+Reading = Inventory | Open | Serve | Restored
+Answers = Welcome | Exposed | Laid | Slot | Holdings | Mapped | Serving | Told | Refused
+Frame = Attaching | Committing | Reading | Answers
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+_F = TypeVar("_F")
+
+
+class Link:
+    """One connection between a worker and the keeper."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    @classmethod
+    def to(cls, path: str, seconds: float) -> Link:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.settimeout(seconds)
+            sock.connect(path)
+        except OSError as error:
+            sock.close()
+            raise KeeperLost(f"no keeper answers at {path}: {error}") from error
+        return cls(sock)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def peer_pid(self) -> int:
+        """The process at the other end; 0 if it is not of our namespace of pids."""
+        size = struct.calcsize("3i")
+        return int(struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0])
+
+    def gone(self) -> bool:
+        """Whether the other end has closed. Call it only while nothing is due from that end."""
+        try:
+            look = select.poll()
+            look.register(self._socket, select.POLLIN)
+            return bool(look.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):
+            return True
+
+    def ask(self, question: Frame, expected: type[_F], seconds: float) -> _F:
+        answer, descriptors = self.ask_for_files(question, expected, seconds)
+        for fd in descriptors:
+            os.close(fd)
+        return answer
+
+    def ask_for_files(self, question: Frame, expected: type[_F], seconds: float) -> tuple[_F, list[int]]:
+        """Ask, and return the answer with its descriptors. Raises what the keeper refused with."""
+        try:
+            self.send(question, seconds=seconds)
+            answer, descriptors = self.hear(seconds)
+        except BaseException:
+            # The answer may still come, and would be taken for the answer to the next question.
+            self.close()
+            raise
+        if isinstance(answer, expected):
+            return answer, descriptors
+        for fd in descriptors:
+            os.close(fd)
+        if isinstance(answer, Refused):
+            raise TransfuseError(f"the keeper of this host refused: {answer.why}")
+        raise KeeperLost(f"the keeper answered {type(question).__name__} with {type(answer).__name__}")
+
+    def send(self, frame: Frame, descriptors: Sequence[int] = (), *, seconds: float) -> None:
+        body = msgspec.msgpack.encode(frame)
+        head = _LENGTH.pack(len(body)) + _LENGTH.pack(len(descriptors))
+        try:
+            self._socket.settimeout(seconds)
+            self._socket.sendall(head + body)
+            for low in range(0, len(descriptors), MAX_DESCRIPTORS):
+                socket.send_fds(self._socket, [b"\0"], descriptors[low : low + MAX_DESCRIPTORS])
+        except OSError as error:
+            raise self._broken(error, seconds) from error
+
+    def hear(self, seconds: float | None) -> tuple[Frame, list[int]]:
+        until = None if seconds is None else time.monotonic() + seconds
+        descriptors: list[int] = []
+        try:
+            head = self._read(2 * _LENGTH.size, until)
+            (length,), (count,) = _LENGTH.unpack(head[:4]), _LENGTH.unpack(head[4:])
+            if length > MAX_FRAME_BYTES or count > 1 << 16:
+                raise KeeperLost(f"a frame of {length} bytes with {count} descriptors was announced")
+            body = self._read(length, until)
+            while len(descriptors) < count:
+                self._wait(until)
+                data, some, flags, _ = socket.recv_fds(self._socket, 1, MAX_DESCRIPTORS)
+                descriptors += some
+                if flags & socket.MSG_CTRUNC:
+                    raise KeeperLost("this process has no descriptors left for the keeper's slots: raise ulimit -n")
+                if not data:
+                    raise KeeperLost("the other end closed the connection")
+            return _decoder.decode(body), descriptors
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, TransfuseError) as error:
+            for fd in descriptors:
+                os.close(fd)
+            if isinstance(error, TransfuseError):
+                raise
+            raise self._broken(error, seconds) from error
+
+    def _broken(self, error: Exception, seconds: float | None) -> KeeperLost:
+        why = str(error) or type(error).__name__
+        if isinstance(error, TimeoutError):
+            pid = 0
+            with suppress(OSError):
+                pid = self.peer_pid()
+            who, cure = (f"process {pid}", f" (kill -CONT {pid} lets it go on)") if pid else ("the other end", "")
+            why = f"{who} has not answered within {seconds or 0:g} s: it was stopped{cure}, or the machine is too busy"
+        return KeeperLost(f"the connection to the keeper broke: {why}")
+
+    def _wait(self, until: float | None) -> None:
+        if until is not None and time.monotonic() >= until:
+            raise TimeoutError("it does not answer in time")
+        self._socket.settimeout(None if until is None else until - time.monotonic())
+
+    def _read(self, count: int, until: float | None) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            self._wait(until)
+            chunk = self._socket.recv(min(count - len(data), 1 << 20))
+            if not chunk:
+                raise KeeperLost("the other end closed the connection")
+            data += chunk
+        return bytes(data)

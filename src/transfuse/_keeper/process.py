@@ -1,0 +1,709 @@
+"""The keeper's process: one for each host and run. It outlives the workers, and answers them over a unix socket.
+
+``python -m transfuse._keeper.process DIRECTORY LOCK`` is what a worker starts, detached; ``transfuse keep`` runs the
+same in the foreground. The directory belongs to the run (:mod:`transfuse._keeper.runs`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from transfuse._errors import TransfuseError
+from transfuse._keeper import files, frames
+from transfuse._keeper.allotment import Allotment, Tenant
+from transfuse._keeper.attach import CANNOT_WRITE, SOCKET_NAME, Lock, cannot_write
+from transfuse._keeper.books import Books, Generation, ranks_and_have
+from transfuse._keeper.frames import Address, Frame, KeeperLost, Link
+from transfuse._keeper.freeing import Freeing
+from transfuse._keeper.readers import Readers
+from transfuse._keeper.ring import Ring
+from transfuse._keeper.runs import RUN_FILE, Process, Run, remake_directory
+from transfuse._keeper.slots import Label
+from transfuse._keeper.worker import Worker, uid_of
+from transfuse._remote.live_state import AskedState
+from transfuse._remote.server import serve
+
+logger = logging.getLogger("transfuse.keeper")
+
+#: How often the keeper looks whether it is still needed.
+LOOK_SECONDS = 0.25
+#: How long a worker has to attach before a keeper that nobody needs ends.
+FIRST_SECONDS = 60.0
+#: How often the newest step is noted, for a keeper that comes after this one.
+NOTE_SECONDS = 5.0
+#: How long a worker that takes an ended worker's place waits until its connection is closed.
+CHANGE_SECONDS = 10.0
+ANSWER_SECONDS = 30.0
+#: How long a reader on another host may go without progress.
+SERVE_SECONDS = 60.0
+#: Slots of a rank that did not say how many it wants.
+SLOTS = 3
+#: What the keeper's ``oom_score_adj`` is raised to.
+OOM_SCORE = "500"
+
+
+class Keeper:
+    """Answers workers until nobody needs it any more."""
+
+    def __init__(self, lock: Lock, *, in_foreground: bool = False, linger: float | None = None) -> None:
+        """``lock``: of the run's directory. The keeper holds it, so there is no other one, until its files are removed.
+
+        ``linger``: in the foreground, how long it stays when workers and agents have ended. None: for ever.
+        """
+        self._lock, self.directory = lock, lock.directory
+        directory = self.directory
+        self._in_foreground, self._linger = in_foreground, linger
+        self.token = secrets.token_hex(32)
+        self.books = Books()
+        self.freeing = Freeing()
+        self._changed = threading.Condition()
+        self._readers = Readers(self._changed, self.books)
+        self._workers: dict[int, Worker] = {}
+        self._allotment = Allotment(self._changed, self.books, self.freeing, attached=self._workers)
+        #: By rank: the agent that started its worker, and the worker itself.
+        self._agents: dict[int, Process] = {}
+        self._processes: dict[int, Process] = {}
+        #: By rank: the processes that have closed this generation.
+        self._closed: dict[int, Process | None] = {}
+        #: When all ranks of all hosts had closed, and the step at which the run has ended. It may go on.
+        self._ended_since: float | None = None
+        self._ended_at: int | None = None
+        #: Who has made the newest commit, when, and in which generation.
+        self._commit: tuple[Process, float, int] | None = None
+        #: What a keeper of this run before this one has held, and the step that this one has noted as held, and when.
+        self._past = files.read_past(directory)
+        self._noted: tuple[int | None, float] | None = None
+        #: Whether nobody has come for too long after the job of a named run had ended without closing.
+        self._is_forsaken = ""
+        self._hello: frames.Hello | None = None
+        self._since = time.monotonic()
+        self._alone_since: float | None = None
+        self._over = threading.Event()
+        self.ring = Ring(self)
+        #: What the directory says about the run, in case that the directory is deleted.
+        self._note = b""
+        with suppress(FileNotFoundError):
+            self._note = (directory / RUN_FILE).read_bytes()
+        lock.note(os.getpid())
+        self._server = serve(
+            AskedState(self._readers.newest, self._readers.newest_step, SERVE_SECONDS), token=self.token, same_host=True
+        )
+        try:
+            self._socket = self._bind()
+        except BaseException:
+            self._server.close(cancel=True)
+            raise
+
+    def _bind(self) -> socket.socket:
+        """Write what workers need to find this keeper, and listen for them."""
+        path = self.directory / SOCKET_NAME
+        with suppress(KeeperLost):
+            Link.to(str(path), ANSWER_SECONDS).close()
+            raise TransfuseError(f"another keeper listens at {path}")
+        files.write(self.directory, files.TOKEN_NAME, self.token)
+        files.write(self.directory, files.ADDRESS_NAME, self._server.address)
+        with suppress(FileNotFoundError):
+            path.unlink()  # Of a keeper that was killed: nobody listens there.
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            made.bind(str(path))
+            made.listen(128)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    # ------------------------------------------------------------------------------------------------ its life
+
+    def run(self) -> None:
+        """Answer workers until it is over."""
+        threading.Thread(target=self._listen, name="transfuse-keeper", daemon=True).start()
+        while not self._over.wait(LOOK_SECONDS):
+            self._mend_files()
+            with self._changed:
+                self._bury()
+                self._note_held()
+                self._note_end()
+                why = self._why_end()
+                if why is not None:
+                    self._over.set()  # From now on no worker is welcome: it finds, or starts, another keeper.
+                    logger.info("the keeper ends: %s", why)
+        self.close()
+
+    @property
+    def _has_held(self) -> bool:
+        """Whether this run has held a complete step: in this process, or in a keeper before it that is gone."""
+        return self._past is not None or self._noted is not None or self.ring.has_held or self._step is not None
+
+    @property
+    def _step(self) -> int | None:
+        return None if self.books.confirmed is None else self.books.confirmed.step
+
+    def _note_held(self, why: str = "") -> None:
+        """Note now and then which step this run has held: if this process is gone, the run must not begin anew.
+
+        ``why``: this process is about to end, for this reason. Called under the lock.
+        """
+        now, step = time.monotonic(), self._step
+        if step is None and not self.ring.has_held:
+            return
+        if why or self._noted is None or (self._noted[0] != step and now - self._noted[1] > NOTE_SECONDS):
+            self._noted = step, now
+            with suppress(OSError):
+                files.note_past(self.directory, step, why)
+
+    def _note_end(self) -> None:
+        """Note that all ranks of all hosts have closed. Only the newest step is kept from now on."""
+        if self._has_ended() and self._ended_since is None:
+            self._ended_since, self._ended_at = time.monotonic(), self._step
+            self.freeing.add(self.books.free_all())
+
+    def _bury(self) -> None:
+        """Close the connections of workers that are dead: children that they have forked may hold them open."""
+        for worker in self._workers.values():
+            if worker.process is not None and not worker.process.alive():
+                worker.link.close()
+
+    def _mend_files(self) -> None:
+        """Make again what was deleted, by a cleaner of /tmp: else the next worker starts an empty keeper."""
+        is_locked = self._lock.counts()
+        if is_locked and (self.directory / SOCKET_NAME).exists():
+            return
+        try:
+            if not is_locked:
+                remake_directory(self.directory, self._note)
+                if (lock := Lock.take(self.directory)) is None:
+                    return  # A worker is starting another keeper there.
+                self._lock.close()
+                self._lock = lock
+                lock.note(os.getpid())
+            before, self._socket = self._socket, self._bind()
+            with suppress(OSError):
+                before.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits for connections.
+            before.close()
+            self._noted = None  # It is noted again at once.
+        except (OSError, TransfuseError) as error:
+            logger.warning("files of this keeper were deleted, and cannot be made again: %s", error)
+
+    def stop(self) -> None:
+        self._over.set()
+
+    @property
+    def address(self) -> str:
+        """Where readers on this host find the newest complete step."""
+        return self._server.address
+
+    def close(self) -> None:
+        self._remove_files()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the thread that listens.
+        self._socket.close()
+        self.ring.close()
+        self._server.close(cancel=True)
+
+    def _remove_files(self) -> None:
+        """Remove the directory and what is in it, and give the lock back. Another keeper's files are left alone.
+
+        A job that has kept steps and runs on must not begin at 0 when it is restarted: the note of it stays.
+        """
+        with self._lock as lock:
+            if not lock.counts():
+                return
+            with self._changed:
+                self._note_held(self._is_forsaken)
+                is_remembered = self._has_held and (bool(self._is_forsaken) or self._job_runs())
+            files.remove_files(self.directory, with_note=not is_remembered)
+
+    def _job_runs(self) -> bool:
+        """Whether somebody is there who has not closed: workers, or an agent that may start some."""
+        is_there = bool(self._workers) or any(agent.alive() for agent in self._agents.values())
+        return is_there and not self._has_ended() and self._why_end() is None
+
+    def _has_ended(self) -> bool:
+        """Whether all ranks of all hosts have closed. A worker that has not belongs to the next job."""
+        return all(worker.has_closed for worker in self._workers.values()) and (
+            self.ring.is_over() or (self._all_closed() and self.books.is_alone())
+        )
+
+    def _may_be_restarted(self) -> bool:
+        """Whether the agent of a run that has ended may start it again, as torchrun does after any error."""
+        hello, since = self._hello, self._ended_since
+        if hello is None or since is None or self._ended_at is None or time.monotonic() - since > hello.stays:
+            return False
+        return any(agent.alive() for agent in self._agents.values() if agent not in self._processes.values())
+
+    def _why_end(self) -> str | None:
+        """Why the keeper is no longer needed; None: it is."""
+        with self._changed:
+            hello, now = self._hello, time.monotonic()
+            if self._has_ended():
+                return None if self._may_be_restarted() else "all ranks have closed"
+            if self._workers:
+                self._alone_since = None
+                return None
+            if hello is None:
+                gone = now - self._since > FIRST_SECONDS
+                return "no worker has come" if gone and not self._in_foreground else None
+            if any(agent.alive() for agent in self._agents.values()):
+                self._alone_since = None
+                return None
+            if not self._in_foreground and not hello.is_named and not (self._has_held or self.ring.has_held):
+                return "the agent that started the workers is gone, and nothing is kept"
+            linger = self._linger if self._in_foreground else hello.linger
+            self._alone_since = now if self._alone_since is None else self._alone_since
+            if linger is None or now - self._alone_since <= linger:
+                return None
+            why = f"nobody has come for {linger:g} s"
+            # Nobody can begin a run without a name by mistake again: nothing has to be remembered of it.
+            self._is_forsaken = why if hello.is_named or self._in_foreground else ""
+            return why
+
+    def _all_closed(self) -> bool:
+        generation = self.books.current()
+        return generation is not None and self._closed.keys() >= set(generation.ranks)
+
+    @property
+    def all_closed(self) -> bool:
+        with self._changed:
+            return self._all_closed()
+
+    # -------------------------------------------------------------------------------------------------- workers
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                if self._over.is_set() or self._socket.fileno() < 0:
+                    return
+                time.sleep(0.1)
+                continue
+            if uid_of(sock) not in (os.getuid(), 0):
+                sock.close()  # The directory keeps others out. This is for a directory that was opened up later.
+                continue
+            try:
+                threading.Thread(target=self._talk, args=(Link(sock),), name="transfuse-worker", daemon=True).start()
+            except RuntimeError as error:
+                # No thread could be started, and that may pass. The worker comes again.
+                sock.close()
+                logger.warning("a worker could not be answered: %s", error)
+
+    def _talk(self, link: Link) -> None:
+        worker = Worker(link)
+        try:
+            while True:
+                question, descriptors = link.hear(None)
+                for fd in descriptors:
+                    os.close(fd)
+                try:
+                    answer, files = self._answer(worker, question)
+                except KeeperLost:
+                    raise
+                except Exception as error:
+                    if not isinstance(error, TransfuseError):
+                        logger.exception("a question of a worker could not be answered")
+                    answer, files = frames.Refused(f"{error}" or type(error).__name__), []
+                link.send(answer, files, seconds=ANSWER_SECONDS)
+        except KeeperLost:
+            pass
+        finally:
+            self._detach(worker)
+            link.close()
+
+    def _detach(self, worker: Worker) -> None:
+        self._release(worker)
+        with self._changed:
+            if worker.hello is not None and self._workers.get(worker.hello.rank) is worker:
+                rank = worker.hello.rank
+                del self._workers[rank]
+                self._allotment.forget(rank)
+                self.books.detach(rank)
+                self._changed.notify_all()
+
+    def _release(self, worker: Worker) -> None:
+        for server in worker.servers:
+            server.close(cancel=True)
+        worker.servers = []
+        self._readers.unpin(worker.pinned)
+
+    def _answer(self, worker: Worker, question: Frame) -> tuple[Frame, list[int]]:
+        for kind, answer in _ANSWERS.items():
+            if isinstance(question, kind):
+                result = answer(self, worker, question)
+                return result if isinstance(result, tuple) else (result, [])
+        raise TransfuseError(f"{type(question).__name__} is no question")
+
+    def _hear_hello(self, worker: Worker, hello: frames.Hello) -> Frame:
+        if hello.version != frames.VERSION:
+            raise TransfuseError(
+                f"the keeper of this run speaks version {frames.VERSION}, this worker version {hello.version}: end the "
+                "keeper (transfuse keep --stop), or use the version of transfuse that started it"
+            )
+        process = worker.process or Process(hello.pid, hello.started)
+        agent = Process(hello.agent_pid, hello.agent_started)
+        with self._changed:
+            if self._over.is_set():
+                raise KeeperLost("the keeper ends just now")
+            if not hello.generation and self._closed.get(hello.rank) == process:
+                self._end_for(worker)
+            before, here = self._agents.get(hello.rank), self._processes.get(hello.rank)
+            if before not in (None, agent) and before.alive() and here is not None and here.alive():
+                raise _belongs(hello.rank, self.directory.name, before)
+            until = time.monotonic() + CHANGE_SECONDS
+            while (
+                (other := self._workers.get(hello.rank)) is not None
+                and other is not worker
+                and time.monotonic() < until
+            ):
+                self._changed.wait(0.1)
+            if other is not None and other is not worker:
+                same = self._processes.get(hello.rank) == process
+                by = "this process: keep it once" if same else "another process"
+                raise TransfuseError(f"rank {hello.rank} of this run is attached already, by {by}")
+            writer = self._processes.get(hello.rank)
+            worker.is_only_writer = writer is None or writer == process or not writer.alive()
+            self._workers[hello.rank] = worker
+            self._processes[hello.rank] = process
+            worker.agent = agent
+            worker.hello = self._hello = hello
+            self._changed.notify_all()
+            return frames.Welcome(self.token, self.books.generation, self._server.address, os.getpid())
+
+    def _end_for(self, worker: Worker) -> None:
+        """A process that has closed begins another training: this keeper ends, once all ranks have closed."""
+        while not self._has_ended() and not worker.link.gone():
+            self._changed.wait(0.1)
+        if self._has_ended():
+            self._over.set()
+        raise KeeperLost("the keeper ends just now")
+
+    def _meet_peers(self, worker: Worker, peers: frames.Peers) -> Frame:
+        rank, ranks = self._rank_of(worker), tuple(peers.ranks[peers.index])
+        with self._changed:
+            self._wait_for_others(worker, lambda: peers.generation > self.books.generation)
+            if peers.generation > self.books.generation:
+                self._take_over(worker)
+                self._allotment.begin_generation(ranks)
+                self._closed = dict.fromkeys(files.closed_before(self.directory, peers.generation))
+                self._ended_since = None
+            self.books.begin_generation(Generation(peers.generation, peers.world_size, ranks, len(peers.keepers)))
+            assert worker.agent is not None
+            self._agents[rank], worker.has_joined = worker.agent, True
+            self._changed.notify_all()
+        self.ring.join(peers)
+        return frames.Done()
+
+    def _wait_for_others(self, worker: Worker, begins_anew: Callable[[], bool]) -> None:
+        """Before a worker begins something new here: wait for the job before to go. Refuse if it runs, or its agent.
+
+        Ranks do not tell two jobs of one name apart: the second one may have other ranks on this host.
+        """
+        until = time.monotonic() + CHANGE_SECONDS
+        while not worker.has_joined and begins_anew():
+            newcomers = {one.agent for one in self._workers.values() if not one.has_joined}
+            for rank, agent in self._agents.items():
+                if agent not in newcomers and agent.alive():
+                    raise _belongs(rank, self.directory.name, agent)
+            others = [rank for rank, one in self._workers.items() if one.has_joined]
+            if not others:
+                return
+            if time.monotonic() > until:
+                raise TransfuseError(f"rank {others[0]} of this run is attached already, by another process")
+            self._changed.wait(0.1)
+
+    def _take_over(self, worker: Worker) -> None:
+        """A new generation begins. Note it if another agent has started it."""
+        assert worker.agent is not None
+        if self._agents and not worker.has_joined and worker.agent not in self._agents.values():
+            before = next(iter(self._agents.values()))
+            logger.info("agent %d takes this run over from agent %d, which has ended", worker.agent.pid, before.pid)
+        self._agents.clear()
+
+    def _expose(self, worker: Worker, question: frames.Expose) -> Frame:
+        with self._changed:
+            self._wait_for_others(worker, lambda: not self.ring.listens(question.host, question.token))
+        return frames.Exposed(self.ring.listen(question.host, question.token))
+
+    # -- layouts
+
+    def _lay(self, worker: Worker, lay: frames.Lay) -> tuple[Frame, list[int]]:
+        return self._allotment.lay(self._tenant(worker), lay)
+
+    def _reserve(self, worker: Worker, reserve: frames.Reserve) -> Frame:
+        self._allotment.reserve(self._tenant(worker), reserve.nbytes)
+        return frames.Done()
+
+    def _tenant(self, worker: Worker) -> Tenant:
+        if worker.hello is None:
+            raise TransfuseError("say Hello first")
+        hello, replicas = worker.hello, self.ring.replicas
+        # The last complete step, one being written, one between; one more for replicas.
+        slots = hello.slots or SLOTS + bool(replicas)
+        return Tenant(hello.rank, slots, hello.max_bytes, replicas, worker.is_only_writer)
+
+    def room(self) -> int:
+        """How many bytes more the keeper may take. Called under the lock."""
+        return self._allotment.room(None if self._hello is None else self._hello.max_bytes)
+
+    # -- commits
+
+    def _begin(self, worker: Worker, begin: frames.Begin) -> Frame:
+        rank = self._rank_of(worker)
+        with self._changed:
+            if begin.generation != self.books.generation:
+                raise TransfuseError(
+                    f"rank {rank} commits for generation {begin.generation}, but the job is at "
+                    f"{self.books.generation}: it was started again without this process"
+                )
+            number, renew = self.books.begin(rank, Label(begin.generation, begin.step))
+            why, complete = self._why_incomplete(rank), self.books.newest_everywhere()
+            return frames.Slot(number, renew, why, self.ring.notes(), complete, self._allotment.absent)
+
+    def _why_incomplete(self, rank: int) -> str:
+        """What a rank's oldest step that is not confirmed waits for. Called under the lock."""
+        found = self.books.waits_for(rank)
+        if found is None:
+            return ""
+        label, missing = found
+        if missing:
+            return f"{ranks_and_have(missing)} not committed step {label.step}"
+        if not self.books.is_complete(label):
+            return f"the ranks of this host refer to contents of step {label.step} that differ"
+        return self.ring.why_incomplete(label)
+
+    def _committed(self, worker: Worker, committed: frames.Committed) -> Frame:
+        rank, label = self._rank_of(worker), Label(committed.generation, committed.step)
+        with self._changed:
+            kept = self.books.slot(rank, committed.number)
+            contents = kept.file.contents()
+            if contents is None or contents.label != label:
+                raise TransfuseError(f"slot {committed.number} of rank {rank} does not hold step {committed.step}")
+            self.books.commit(rank, committed.number, label, kept.file.brief())
+            self._commit, self._ended_at = (self._processes[rank], time.time(), label.generation), None
+            self._note_held()
+            self.freeing.add(self.books.free_ranks())
+            self._changed.notify_all()
+        self.ring.wake()
+        return frames.Done()
+
+    def _drop(self, worker: Worker, drop: frames.Drop) -> Frame:
+        with self._changed:
+            self.books.drop(self._rank_of(worker), drop.number)
+        return frames.Done()
+
+    def _leave_out(self, worker: Worker, left: frames.LeaveOut) -> Frame:
+        with self._changed:
+            self.books.leave_out(self._rank_of(worker), Label(left.generation, left.step))
+            self._changed.notify_all()
+        return frames.Done()
+
+    # -- restoring
+
+    def _inventory(self, worker: Worker, _: frames.Inventory) -> Frame:
+        with self._changed:
+            states = self.books.holdings()
+            past = "" if self._past is None or states else self._past.tell(self._run())
+            return frames.Holdings(states, self._has_held, past, self._notes(worker))
+
+    def _run(self) -> Run | None:
+        """The run, as its directory says."""
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(self._note, type=Run)
+        return None
+
+    def _notes(self, worker: Worker) -> str:
+        """What a worker should know that goes on from what is here. Called under the lock."""
+        stop = f"transfuse keep --stop {os.getpid()}"
+        if self._ended_at is not None:
+            return (
+                f"this run has ended at step {self._ended_at}: all ranks have closed it. It was started again, and "
+                f"goes on from its end: no step is trained again. For another training choose another name, or {stop}"
+            )
+        hello, commit = worker.hello, self._commit
+        if hello is None or hello.is_named or hello.stays or commit is None or commit[2] == self.books.generation:
+            return ""
+        process, at, _ = commit
+        if process == self._processes[hello.rank]:
+            return ""
+        return (
+            f"process {process.pid} has committed it at {files.local_time(at)}. This run has no name, and process "
+            f"{hello.agent_pid} has started the same command before. If this is another job, name it (run=, or "
+            f"TRANSFUSE_RUN); to begin anew, end the keeper: {stop}"
+        )
+
+    def _open(self, worker: Worker, question: frames.Open) -> tuple[Frame, list[int]]:
+        label = Label(question.generation, question.step)
+        with self._changed:
+            ranks: set[int] = set()
+            for rank in question.ranks:
+                needed = self.books.needed_for(rank, label)
+                if needed is None:
+                    raise TransfuseError(f"step {label.step} of rank {rank} is not here, or not whole")
+                ranks |= set(needed)
+            found = [(rank, self.books.find(rank, label)) for rank in sorted(ranks)]
+            for _, kept in found:
+                assert kept is not None
+                kept.pins += 1
+                worker.pinned.append(kept)
+            return frames.Mapped([rank for rank, _ in found]), [kept.file.fd for _, kept in found if kept is not None]
+
+    def _restored(self, worker: Worker, restored: frames.Restored) -> Frame:
+        with self._changed:
+            self.books.restored = Label(restored.generation, restored.step)
+        self.ring.wake()
+        return frames.Done()
+
+    def _serve(self, worker: Worker, question: frames.Serve) -> Frame:
+        """Serve every rank's state of a step that is whole here, for workers on other hosts."""
+        label = Label(question.generation, question.step)
+        addresses = []
+        for rank in self._readers.ranks_of(label):
+            restored = self._readers.pin(worker.pinned, rank, label)
+            if restored is None:
+                continue
+            served = partial(serve, host=question.host, token=question.token, max_readers=16, timeout=SERVE_SECONDS)
+            server = served(restored.state, step=label.step)
+            worker.servers.append(server)
+            own = ""
+            if restored.own is not None:
+                worker.servers.append(served(restored.own))
+                own = worker.servers[-1].address
+            addresses.append(Address(rank, server.address, own))
+        return frames.Serving(addresses)
+
+    def _done(self, worker: Worker, _: frames.Done) -> Frame:
+        self._release(worker)
+        return frames.Done()
+
+    def _close(self, worker: Worker, _: frames.Close) -> Frame:
+        with self._changed:
+            worker.has_closed = True
+            rank = self._rank_of(worker)
+            self._closed[rank] = self._processes[rank]
+            files.note_closed(self.directory, self.books.generation, self._closed)
+            self._changed.notify_all()
+        self.ring.wake()
+        return frames.Done()
+
+    def _rank_of(self, worker: Worker) -> int:
+        if worker.hello is None:
+            raise TransfuseError("say Hello first")
+        return worker.hello.rank
+
+    # -- what it says about itself
+
+    def _status(self, worker: Worker, _: frames.Status) -> Frame:
+        return frames.Told(json.dumps(self.status()).encode())
+
+    def status(self) -> dict[str, Any]:
+        with self._changed:
+            books = self.books
+            newest = books.newest_complete()
+            return {
+                "pid": os.getpid(),
+                "address": self._server.address,
+                "directory": str(self.directory),
+                "generation": books.generation,
+                "attached": sorted(self._workers),
+                "closed": sorted(self._closed),
+                "ended_step": self._ended_at,
+                "agents": sorted({agent.pid for agent in self._agents.values() if agent.alive()}),
+                "confirmed_step": None if books.confirmed is None else books.confirmed.step,
+                "complete": None if newest is None else {"generation": newest.generation, "step": newest.step},
+                "bytes": self._allotment.nbytes,
+                "states": [
+                    {
+                        "rank": held.rank,
+                        "generation": held.generation,
+                        "step": held.step,
+                        "bytes": held.nbytes,
+                        "whole": held.whole,
+                        "replica": held.replica,
+                        "host": self.ring.host_of(held.rank),
+                    }
+                    for held in sorted(books.holdings(), key=lambda held: (held.rank, held.generation, held.step))
+                ],
+                "replicas": self.ring.status(),
+            }
+
+
+_ANSWERS: Mapping[type, Callable[..., Any]] = {
+    frames.Hello: Keeper._hear_hello,
+    frames.Expose: Keeper._expose,
+    frames.Peers: Keeper._meet_peers,
+    frames.Reserve: Keeper._reserve,
+    frames.Lay: Keeper._lay,
+    frames.Begin: Keeper._begin,
+    frames.Committed: Keeper._committed,
+    frames.Drop: Keeper._drop,
+    frames.LeaveOut: Keeper._leave_out,
+    frames.Inventory: Keeper._inventory,
+    frames.Open: Keeper._open,
+    frames.Serve: Keeper._serve,
+    frames.Restored: Keeper._restored,
+    frames.Done: Keeper._done,
+    frames.Close: Keeper._close,
+    frames.Status: Keeper._status,
+}
+
+
+def _belongs(rank: int, run: str, agent: Process) -> TransfuseError:
+    return TransfuseError(
+        f"rank {rank} of the run {run} belongs to the running agent {agent.pid}: give this job a name of its own "
+        "(run=), or end the other one first"
+    )
+
+
+def detach() -> None:
+    """Be nobody's helper: all cores, no limit on threads that a launcher set, the first to go if memory runs out."""
+    os.chdir("/")
+    with suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    go_before_training()
+
+
+def go_before_training() -> None:
+    """Tell the kernel to end this process before training, if memory runs out."""
+    with suppress(OSError):
+        pathlib.Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+
+
+def main(argv: list[str]) -> int:
+    """Run a keeper in a directory, whose lock is the inherited descriptor of this number."""
+    detach()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("transfuse").setLevel(logging.WARNING)
+    logger.setLevel(logging.INFO)
+    lock = Lock.inherit(pathlib.Path(argv[0]), int(argv[1]))
+    try:
+        keeper = Keeper(lock)
+    except OSError as error:
+        logger.info("%s", cannot_write(lock.directory, error))
+        return CANNOT_WRITE
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: keeper.stop())
+    logger.info("keeper %d serves %s", os.getpid(), argv[0])
+    keeper.run()
+    return 0
+
+
+if __name__ == "__main__":
+    # No wait for threads that readers have left behind.
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)

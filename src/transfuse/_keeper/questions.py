@@ -1,0 +1,108 @@
+"""What the keepers of a job's hosts ask each other, and answer. Each question has one answer, or ``No``."""
+
+from __future__ import annotations
+
+import msgspec
+
+from transfuse._errors import TransfuseError
+from transfuse._keeper.slots import Label
+
+
+class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Refill(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A host that lacks these ranks' slots, and one that has them."""
+
+    host: int
+    source: int
+    ranks: list[int]
+
+
+class Round(_Message):
+    """Leader: this is decided. Answered by ``State``."""
+
+    generation: int
+    confirmed: Label | None
+    #: Whether all keepers of the generation have been heard. Before that, the rest is not to be used.
+    settled: bool
+    agreed: Label | None
+    floor: Label | None
+    over: bool
+    has_held: bool
+    #: The hosts that have no room for replicas, and those that the leader cannot reach.
+    bare: list[int]
+    lost: list[int]
+    #: The hosts that do not have the oldest step that another host waits with.
+    behind: list[int] = []
+    #: The step that was restored, and who pulls which ranks' slots of it from whom, so that there are replicas again.
+    restored: Label | None = None
+    refill: list[Refill] = []
+
+
+class State(_Message):
+    generation: int
+    confirmed: Label | None
+    #: Steps that are complete here, and those that are or may become so.
+    complete: list[Label]
+    hopeful: list[Label]
+    #: The newest step that a rank of this host has come to, and whether one found no free slot.
+    reached: Label | None
+    starved: bool
+    #: The agreed step whose replicas are here, or that cannot be replicated here for want of memory (``bare``).
+    replicated: Label | None
+    bare: bool
+    #: Whether all ranks of this host have closed.
+    closed: bool
+    has_held: bool
+    #: The step that was restored, and the ranks whose slots of it are here.
+    restored: Label | None = None
+    held: list[int] = []
+
+
+class Lend(_Message):
+    """Puller: serve me your slots of this step, as long as this connection lasts. Answered by ``Lent``."""
+
+    generation: int
+    step: int
+    #: A frame has no room for the slots of many ranks: the puller asks again, with how many it has heard of so far.
+    first: int = 0
+    #: The ranks whose slots are wanted; empty: those of the host.
+    ranks: list[int] = []
+
+
+class LentSlot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    rank: int
+    nbytes: int
+    head: bytes
+
+
+class Lent(_Message):
+    address: str
+    token: str
+    slots: list[LentSlot]
+
+
+class No(_Message):
+    why: str
+
+
+Question = Round | Lend
+Answer = State | Lent
+_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answers: msgspec.msgpack.Decoder[Answer | No] = msgspec.msgpack.Decoder(Answer | No)
+
+
+def decode_question(body: bytes) -> Question:
+    try:
+        return _questions.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TransfuseError(str(error)) from error
+
+
+def decode_answer(body: bytes) -> Answer | No:
+    try:
+        return _answers.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TransfuseError(f"a strange answer: {error}") from error

@@ -1,0 +1,653 @@
+"""Restore a job's state from what all reachable keepers hold. All ranks decide together, and none is touched alone.
+
+every rank        what its keeper holds                              gathered: all ranks choose the same step
+one of each host  addresses at which other hosts can fetch it        gathered, if somebody needs them
+every rank        plans, checks its targets; from other hosts it     asked before a target is touched: if one rank
+                  also receives, aside                               cannot, all go to the next older step
+every rank        lands                                              gathered: the same result, or the same error
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import product
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from transfuse._errors import StateError, TargetMismatch, TransfuseError, as_utf8
+from transfuse._keeper import frames
+from transfuse._keeper.bundles import KEY_BYTES, PLAIN
+from transfuse._keeper.copying import DIGEST_BYTES, digests_at
+from transfuse._keeper.exchange import Exchange
+from transfuse._keeper.frames import Held, Link
+from transfuse._keeper.restored import Restored, describe_slots
+from transfuse._keeper.slots import Label, SlotView, column
+from transfuse._options import FetchKeywords
+from transfuse._plan.cohorts import Cohort
+from transfuse._plan.holdings import Holdings, Whole
+from transfuse._plan.left_over import LOST, check_all_finds_its_place
+from transfuse._plan.match import Prepared
+from transfuse._remote.client import fetch_if
+from transfuse._remote.in_process import InProcess
+from transfuse._state.leaves.layout import Block
+from transfuse._state.leaves.own_mesh import own_mesh
+from transfuse._state.manifest import Described
+from transfuse._state.returned_copies import ReturnedCopies
+
+logger = logging.getLogger("transfuse")
+
+LOOPBACK = "127.0.0.1"
+#: The most characters of a reason, and the most reasons, in an error.
+MOST, MOST_REASONS = 2000, 5
+
+
+class Members(NamedTuple):
+    """The ranks of the job, by host."""
+
+    exchange: Exchange
+    ranks: list[list[int]]
+    #: This host's number.
+    host: int
+    token: str
+    #: This host's address, for the others.
+    address: str
+
+    def host_of(self, rank: int) -> int:
+        return next(host for host, ranks in enumerate(self.ranks) if rank in ranks)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for its host."""
+        return self.exchange.rank == self.ranks[self.host][0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the caller wants restored, and how."""
+
+    state_dict: Callable[[], object]
+    load: Callable[[Any], object] | None
+    load_own: Callable[[Any], object] | None
+    seconds: float
+    missing_ok: bool
+    options: FetchKeywords
+    #: How a corrected program comes to the same keepers.
+    again: str = ""
+
+
+class KeptStep(NamedTuple):
+    """A step that the keepers hold."""
+
+    step: int
+    #: By rank of the job that committed it: what ``own`` had returned. In a job of as many ranks, only this rank's.
+    own: Mapping[int, Any]
+    #: How many ranks have committed it.
+    ranks: int
+
+
+class Holding(msgspec.Struct, array_like=True):
+    """What a host's keeper holds, as its first rank tells the others."""
+
+    states: list[Held]
+    has_held: bool
+    failure: str
+    #: As in ``frames.Holdings``.
+    past: str = ""
+    notes: str = ""
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A step that may be restored: who holds which rank's state of it."""
+
+    label: Label
+    world_size: int
+    #: By rank of the job before: the hosts whose keepers hold its state whole.
+    holders: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.holders]
+
+
+class Forbidden(TransfuseError):
+    """Some rank cannot restore this step. No rank has been touched."""
+
+    @property
+    def why(self) -> str:
+        """The reasons alone: nothing was received that could be of use."""
+        return str(self.args[0])
+
+
+class Unfit(Forbidden):
+    """The step is whole, and does not fit this job: what a rank's ``state_dict`` returns, or the number of ranks."""
+
+
+def restore(members: Members, link: Link | None, asking: threading.RLock, wish: Wish) -> KeptStep | None:
+    """Restore the newest step that can be restored on all ranks; None if there never was one."""
+    exchange = members.exchange
+    told = exchange.gather(tell(members, link, asking, wish.seconds), "gathering what the keepers hold")
+    holdings = [msgspec.msgpack.decode(row, type=Holding) for row in told]
+    candidates = candidates_in(members, holdings)
+    # A step that some ranks have never committed is no loss: nobody was told that it is kept.
+    has_held = any(one.has_held for one in holdings) or any(not candidate.missing for candidate in candidates)
+    reasons: list[str] = [one.failure for one in holdings if one.failure]
+    if reasons and not has_held and not wish.missing_ok:
+        raise StateError(
+            f"{not_known(reasons, wish.seconds)}\nStart the job again, load a checkpoint, or begin anew with "
+            "restore(missing_ok=True). Nothing was touched"
+        )
+    if not has_held:
+        # Only steps that some ranks have never committed. Nothing is called that could touch the state.
+        candidates = []
+    steps: dict[str, list[int]] = {}
+    is_unfit = False
+    for candidate in candidates:
+        try:
+            restored = _attempt(members, link, asking, wish, candidate)
+            mine = holdings[exchange.rank]
+            if mine.notes:
+                logger.warning("rank %d has restored step %d: %s", exchange.rank, restored.step, mine.notes)
+            if steps:
+                lines = _lines([f"{_numbered('step', numbers)}: {why}" for why, numbers in steps.items()])
+                logger.warning("step %d is restored: newer ones cannot be restored:%s", restored.step, lines)
+            return restored
+        except Forbidden as error:
+            is_unfit = is_unfit or isinstance(error, Unfit)
+            steps.setdefault(error.why, []).append(candidate.label.step)
+    reasons += [f"{_numbered('step', numbers)}: {why}" for why, numbers in steps.items()]
+    if not has_held or wish.missing_ok:
+        return None
+    if reasons and all("TargetMismatch: " in reason or LOST in reason for reason in reasons):
+        raise TargetMismatch(
+            reasons,
+            intro="this run has kept steps, and none of them fits what state_dict() returns now",
+            advice="What you can do: start the job with the model and the optimizer that were kept, or do what is said "
+            f"above, and start it again: the kept steps are whole{wish.again}",
+        )
+    reasons += [f"host {members.host_of(rank)}: {one.past}" for rank, one in enumerate(holdings) if one.past]
+    lines = _lines(reasons or ["no keeper holds a step any more"])
+    answered = len(members.ranks) - sum(bool(one.failure) for one in holdings)
+    hosts = "" if answered == len(members.ranks) else "start the missing hosts again, "
+    anew = "begin anew with restore(missing_ok=True), or give a new training another name (run=)"
+    cure = f"{hosts}load a checkpoint, {anew}"
+    if is_unfit:
+        cure = f"{hosts}correct the program as said above, and start it again: the kept steps are whole{wish.again}"
+    raise StateError(
+        f"this run has kept steps, and none of them can be restored now ({answered} of {len(members.ranks)} hosts "
+        f"answered, within {wish.seconds:g} s):{lines}\nNothing was touched. What you can do: {cure}"
+    )
+
+
+def look(members: Members, link: Link | None, asking: threading.RLock, seconds: float) -> KeptStep | None:
+    """The newest step that is whole, and what belonged to the ranks. No state is touched."""
+    told = members.exchange.gather(tell(members, link, asking, seconds), "gathering what the keepers hold")
+    candidates = candidates_in(members, [msgspec.msgpack.decode(row, type=Holding) for row in told])
+    wish = Wish(state_dict=dict, load=None, load_own=None, seconds=seconds, missing_ok=True, options={})
+    for candidate in candidates:
+        if candidate.missing:
+            break
+        with ExitStack() as stack, suppress(Forbidden):
+            return Attempt(members, link, asking, wish, candidate, stack).look()
+    return None
+
+
+def not_known(reasons: Sequence[str], seconds: float) -> str:
+    """What to say if keepers do not answer, and the others know of no step: those may have held some."""
+    lines = _lines(reasons)
+    return f"it is not known whether this run has kept steps: a keeper has not answered within {seconds:g} s:{lines}"
+
+
+def _lines(reasons: Sequence[str]) -> str:
+    shown = [reason if len(reason) <= MOST else f"{reason[:MOST]} …" for reason in reasons[:MOST_REASONS]]
+    if len(reasons) > MOST_REASONS:
+        shown.append(f"… and {len(reasons) - MOST_REASONS} more")
+    return "".join(f"\n  {reason}" for reason in shown)
+
+
+def _numbered(what: str, numbers: Sequence[int]) -> str:
+    """For example "rank 0", "steps 3, 2, 1"."""
+    return f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _of_ranks(failures: Mapping[int, str]) -> str:
+    """What has gone wrong on which ranks, each reason once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, why in failures.items():
+        ranks.setdefault(why, []).append(rank)
+    return "; ".join(f"{_numbered('rank', some)}: {why}" for why, some in ranks.items())
+
+
+def _attempt(
+    members: Members, link: Link | None, asking: threading.RLock, wish: Wish, candidate: Candidate
+) -> KeptStep:
+    with ExitStack() as stack:
+        attempt = Attempt(members, link, asking, wish, candidate, stack)
+        try:
+            return attempt.run()
+        except Forbidden as error:
+            # As many ranks as before, but other shards. All ranks have heard the same reasons.
+            if not attempt.same or not any(kind in error.why for kind in ("NotCovered: ", "TargetMismatch: ")):
+                raise
+            alone = error
+    with ExitStack() as stack:
+        attempt = Attempt(members, link, asking, wish, candidate, stack)
+        attempt.same = False
+        try:
+            return attempt.run()
+        except Forbidden as error:
+            if error.why == alone.why:
+                raise alone from error
+            kind = Unfit if isinstance(alone, Unfit) else Forbidden
+            raise kind(f"{alone.why}\n  If other shards are wanted, from all ranks together: {error.why}") from error
+
+
+def tell(members: Members, link: Link | None, asking: threading.RLock, seconds: float) -> bytes:
+    holding = Holding([], False, "")
+    if members.speaks:
+        try:
+            if link is None:
+                raise TransfuseError("the keeper of this host is lost")
+            with asking:
+                # The other ranks wait for this one as long as the timeout: it has to know before.
+                answer = link.ask(frames.Inventory(), frames.Holdings, seconds / 2)
+            holding = Holding(answer.states, answer.has_held, "", answer.past, answer.notes)
+        except TransfuseError as error:
+            holding.failure = f"host {members.host}: {as_utf8(str(error))}"
+    return msgspec.msgpack.encode(holding)
+
+
+def candidates_in(members: Members, holdings: Sequence[Holding]) -> list[Candidate]:
+    """The steps to try, best first: whole ones before those of which ranks are missing, newest first."""
+    found: dict[Label, Candidate] = {}
+    for host, ranks in enumerate(members.ranks):
+        for held in holdings[ranks[0]].states:
+            label = Label(held.generation, held.step)
+            candidate = found.setdefault(label, Candidate(label, held.world_size))
+            if held.whole:
+                candidate.holders.setdefault(held.rank, []).append(host)
+    usable = [candidate for candidate in found.values() if candidate.holders]
+    return sorted(usable, key=lambda one: (not one.missing, one.label), reverse=True)
+
+
+class Attempt:
+    """Restore one step, or raise :class:`Forbidden` on all ranks."""
+
+    def __init__(
+        self,
+        members: Members,
+        link: Link | None,
+        asking: threading.RLock,
+        wish: Wish,
+        candidate: Candidate,
+        stack: ExitStack,
+    ) -> None:
+        self._members, self._link, self._asking, self._wish = members, link, asking, wish
+        self._candidate, self._stack = candidate, stack
+        self._exchange = members.exchange
+        #: Whether every rank gets the state of the rank of the same number.
+        self.same = candidate.world_size == self._exchange.size and not candidate.missing
+        self._voted = False
+        self._state: Any = None
+        self._copies = ReturnedCopies(None, None)
+
+    def look(self) -> KeptStep:
+        """Only what belonged to the ranks."""
+        return KeptStep(self._candidate.label.step, self._begin()[2], self._candidate.world_size)
+
+    def _begin(self) -> tuple[list[int], dict[int, Restored], dict[int, Any], dict[int, frames.Address]]:
+        """Whose states this rank needs, those of them that are here, what belonged to ranks, who serves the others."""
+        sources = [self._exchange.rank] if self.same else sorted(self._candidate.holders)
+        local = [rank for rank in sources if self._members.host in self._candidate.holders[rank]]
+        failure = ""
+        restored: dict[int, Restored] = {}
+        own: dict[int, Any] = {}
+        try:
+            restored = self._open(local)
+            own = self._own(restored)
+        except Exception as reason:
+            # Whatever it is, descriptors or memory perhaps: the other ranks wait for a word.
+            kind = "" if isinstance(reason, TransfuseError) else f"{type(reason).__name__}: "
+            failure = as_utf8(f"{kind}{reason}")
+        elsewhere = self._serve(failure)
+        self._own_elsewhere(own, [elsewhere[rank] for rank in sources if rank not in local and rank in elsewhere])
+        return sources, restored, own, elsewhere
+
+    def run(self) -> KeptStep:
+        sources, restored, own, elsewhere = self._begin()
+        local = list(restored)
+        if not self.same:
+            self._compare(restored)
+        self._check_sources(elsewhere)
+        here = [self._stack.enter_context(self._serve_here(restored[rank])) for rank in local]
+        remote = [elsewhere[rank].address for rank in sources if rank not in local and rank in elsewhere]
+        error = self._land([*here, *remote], atomic=bool(remote))
+        if error is None:
+            error = self._load(own)
+        self._agree(error)
+        if self._members.speaks:
+            # Hosts that were replaced get replicas of it at once.
+            with suppress(TransfuseError):
+                self._ask(frames.Restored(*self._candidate.label), frames.Done)
+        return KeptStep(self._candidate.label.step, own, self._candidate.world_size)
+
+    def _ask(self, question: Any, expected: Any) -> tuple[Any, list[int]]:
+        if self._link is None:
+            raise TransfuseError("the keeper of this host is lost")
+        with self._asking:
+            return self._link.ask_for_files(question, expected, self._wish.seconds)
+
+    def _open(self, ranks: Sequence[int]) -> dict[int, Restored]:
+        """Map the states of these ranks, which this host's keeper holds."""
+        if not ranks:
+            return {}
+        self._stack.callback(self._release)
+        mapped, descriptors = self._ask(frames.Open(*self._candidate.label, list(ranks)), frames.Mapped)
+        try:
+            views = {rank: SlotView(fd, writable=False) for rank, fd in zip(mapped.ranks, descriptors, strict=True)}
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+        restored = {rank: describe_slots(rank, views) for rank in ranks}
+        if self._wish.options.get("verify"):
+            for rank, one in restored.items():
+                damaged = one.damaged()
+                if damaged:
+                    raise TransfuseError(
+                        f"the kept state of rank {rank} is damaged: {len(damaged)} leaves differ from their digests: "
+                        f"{', '.join(damaged[:10])}"
+                    )
+        return restored
+
+    def _release(self) -> None:
+        with suppress(TransfuseError):
+            self._ask(frames.Done(), frames.Done)
+
+    def _serve(self, failure: str) -> dict[int, frames.Address]:
+        """Have what other hosts need served by this host's keeper. Returns the addresses of all, by rank."""
+        members, candidate = self._members, self._candidate
+        if len(members.ranks) == 1 or self._all_local():
+            self._agree_to("opening the kept states", failure)
+            return {}
+        addresses: list[frames.Address] = []
+        if members.speaks and not failure:
+            try:
+                question = frames.Serve(*candidate.label, members.address, members.token)
+                self._stack.callback(self._release)
+                addresses = self._ask(question, frames.Serving)[0].addresses
+            except TransfuseError as error:
+                failure = str(error)
+        rows = self._agree_to("opening the kept states", failure, msgspec.msgpack.encode(addresses))
+        found: dict[int, frames.Address] = {}
+        for row in rows:
+            for one in msgspec.msgpack.decode(row, type=list[frames.Address]):
+                found.setdefault(one.rank, one)
+        return found
+
+    def _check_sources(self, elsewhere: Mapping[int, frames.Address]) -> None:
+        """If every rank gets its own: refuse, on all ranks, if some rank's state is neither on its host nor served."""
+        hosts = enumerate(self._members.ranks) if self.same else ()
+        nowhere = [
+            rank
+            for host, ranks in hosts
+            for rank in ranks
+            if host not in self._candidate.holders[rank] and rank not in elsewhere
+        ]
+        if nowhere:
+            raise Forbidden(f"no keeper that holds the state of ranks {nowhere} can be reached")
+
+    def _all_local(self) -> bool:
+        """Whether every rank finds its own state on its own host."""
+        if not self.same:
+            return False
+        return all(
+            host in self._candidate.holders[rank] for host, ranks in enumerate(self._members.ranks) for rank in ranks
+        )
+
+    def _agree_to(self, what: str, failure: str, data: bytes = b"") -> list[bytes]:
+        """Gather data; raise on all ranks if one has failed."""
+        rows = self._exchange.gather(msgspec.msgpack.encode([failure, data]), what)
+        decoded = [msgspec.msgpack.decode(row, type=tuple[str, bytes]) for row in rows]
+        failures = {rank: why for rank, (why, _) in enumerate(decoded) if why}
+        if failures:
+            raise Forbidden(_of_ranks(failures))
+        return [row for _, row in decoded]
+
+    def _compare(self, restored: Mapping[int, Restored]) -> None:
+        """With another number of ranks: leaves in which the ranks differed cannot be given to anybody."""
+        mine = restored if self._members.speaks else {}
+        self._agree_to("looking for what is lost", self._find_lost(mine))
+        if self._candidate.missing:
+            self._check_coverage(mine)
+        rows = self._agree_to(
+            "comparing the kept states", "", msgspec.msgpack.encode([_plain(one) for one in mine.values()])
+        )
+        states = [state for row in rows for state in msgspec.msgpack.decode(row, type=list[dict[bytes, bytes]])]
+        seen: dict[bytes, set[bytes]] = {}
+        for state in states:
+            for key, digest in state.items():
+                seen.setdefault(key, set()).add(digest)
+        # A bundle that only some ranks have may hold leaves that others have in other bundles.
+        suspects = {key for key, digests in seen.items() if len(digests) > 1 or any(key not in one for one in states)}
+        if not suspects:
+            return
+        details = [_storage_digests(one, suspects) for one in mine.values()]
+        rows = self._agree_to("comparing the kept leaves", "", msgspec.msgpack.encode(details))
+        leaves: dict[str, set[bytes]] = {}
+        for row in rows:
+            for leaf in msgspec.msgpack.decode(row, type=list[dict[str, bytes]]):
+                for path, digest in leaf.items():
+                    leaves.setdefault(path, set()).add(digest)
+        differing = sorted(path for path, digests in leaves.items() if len(digests) > 1)
+        if differing:
+            count, now = self._candidate.world_size, self._exchange.size
+            kind = Forbidden if self._candidate.missing else Unfit
+            raise kind(
+                f"{len(differing)} leaves differed between the {count} ranks that committed them: "
+                f"{', '.join(differing[:10])}{', …' if len(differing) > 10 else ''}. Nobody can say whose the "
+                f"{now} ranks of now should get: {'' if count == now else f'start {count} ranks, or '}"
+                "commit them with own=, and choose from keep.own"
+            )
+
+    def _find_lost(self, restored: Mapping[int, Restored]) -> str:
+        """If ranks are missing, name the leaves of which every rank may have had values of its own."""
+        if not self._candidate.missing:
+            return ""
+        if self._candidate.world_size == self._exchange.size and any(one.own is not None for one in restored.values()):
+            return f"what belonged to ranks {self._candidate.missing} alone (own=) is lost"
+        for one in restored.values():
+            plain = np.flatnonzero(column(one.brief.modes, "<u1") == PLAIN)
+            leaves = one.leaves_of(plain.tolist())
+            if leaves:
+                return (
+                    f"what ranks {self._candidate.missing} had committed is not here, and may have differed in "
+                    f"{len(leaves)} leaves: {', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}. Declare with "
+                    "shared= what is the same on all ranks"
+                )
+        return ""
+
+    def _check_coverage(self, restored: Mapping[int, Restored]) -> None:
+        """If ranks are missing, name the leaves whose shards only they had. Nobody's ``state_dict`` was called yet."""
+        rows = self._agree_to(
+            "looking for lost shards", "", msgspec.msgpack.encode([_shards(one) for one in restored.values()])
+        )
+        held: dict[str, tuple[int, set[Block]]] = {}
+        for row in rows:
+            for shards in msgspec.msgpack.decode(row, type=list[dict[str, tuple[int, list[Block]]]]):
+                for path, (numel, blocks) in shards.items():
+                    held.setdefault(path, (numel, set()))[1].update(blocks)
+        # Ranks hold the same shard or shards that have nothing in common.
+        lost = [path for path, (numel, blocks) in held.items() if sum(block.numel for block in blocks) < numel]
+        if lost:
+            raise Forbidden(
+                f"only ranks {self._candidate.missing}, whose state is not here, had shards of {len(lost)} leaves: "
+                f"{', '.join(sorted(lost)[:10])}{', …' if len(lost) > 10 else ''}"
+            )
+
+    def _serve_here(self, restored: Restored) -> InProcess:
+        """Serve a mapped state to this process itself: from there on it is a source like any other."""
+        return self._in_process(restored.state, f"the kept state of rank {restored.rank}", self._candidate.label.step)
+
+    def _in_process(self, state: Described, name: str, step: int | None = None) -> InProcess:
+        timeout, verify = timedelta(seconds=self._wish.seconds), self._wish.options.get("verify")
+        return InProcess(state, name, step=step, timeout=timeout, verify=verify)
+
+    def _own(self, restored: Mapping[int, Restored]) -> dict[int, Any]:
+        """What belonged to the ranks themselves, in fresh tensors."""
+        found: dict[int, Any] = {}
+        for rank, one in restored.items():
+            if one.own is not None:
+                with self._in_process(one.own, f"what belongs to rank {rank} alone") as server:
+                    found[rank] = self._fetch_own(server)
+        return found
+
+    def _own_elsewhere(self, own: dict[int, Any], addresses: Sequence[frames.Address]) -> None:
+        """The same for ranks whose states other hosts hold. All ranks come here, or none."""
+        if len(self._members.ranks) == 1 or self._all_local():
+            return
+        failure = ""
+        try:
+            own.update({one.rank: self._fetch_own(one.own) for one in addresses if one.own})
+        except Exception as error:
+            failure = as_utf8(f"{type(error).__name__}: {error}")
+        self._agree_to("fetching what belongs to single ranks", failure)
+
+    def _fetch_own(self, address: str | InProcess) -> Any:
+        return fetch_if(None, [address], token=self._members.token, timeout=self._wish.seconds)
+
+    def _land(self, addresses: Sequence[str | InProcess], *, atomic: bool) -> BaseException | None:
+        """Plan, vote, and land. Returns what went wrong after the vote; raises :class:`Forbidden` if it is lost."""
+        options: Any = {**self._wish.options}
+        options["atomic"] = atomic or options.get("atomic", False)
+        if not atomic:
+            options["verify"] = False  # Nothing leaves this process, and `_open` has compared the digests if asked to.
+        try:
+            if not addresses:
+                raise TransfuseError("no keeper that holds this rank's state can be reached")
+            target = self._wish.state_dict()
+            self._copies = ReturnedCopies(target, self._wish.state_dict())
+            if options.get("mesh") is None:
+                options["mesh"] = own_mesh(target)
+            self._state = fetch_if(
+                self._permit,
+                addresses,
+                target,
+                token=self._members.token,
+                timeout=self._wish.seconds,
+                step=self._candidate.label.step,
+                **options,
+            )
+        except Forbidden:
+            raise
+        except BaseException as error:
+            if not self._voted:
+                if not isinstance(error, Exception):
+                    with suppress(Exception):
+                        self._vote(f"interrupted by {type(error).__name__}")
+                    raise
+                self._vote(as_utf8(f"{type(error).__name__}: {error}"))
+            return error
+        return None
+
+    def _permit(self, cohorts: Sequence[Cohort], target: Prepared) -> None:
+        """Everything is planned, and no target has been touched. Go on only if all ranks have come so far."""
+        failure = ""
+        try:
+            if self._wish.load is None:
+                self._copies.refuse()
+            check_all_finds_its_place(cohorts, target, self._wish.options, has_load=self._wish.load is not None)
+        except StateError as error:
+            failure = str(error)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        self._vote(failure)
+
+    def _vote(self, failure: str) -> None:
+        self._voted = True
+        try:
+            self._agree_to("voting on the step", failure)
+        except Forbidden as error:
+            raise Unfit(error.why) from None
+
+    def _load(self, own: Mapping[int, Any]) -> BaseException | None:
+        """Hand over what does not land in place."""
+        try:
+            if self._wish.load is not None:
+                self._wish.load(self._state)
+                self._copies.check_taken(self._wish.state_dict)
+            rank = self._exchange.rank
+            if self._wish.load_own is not None and self._candidate.world_size == self._exchange.size and rank in own:
+                self._wish.load_own(own[rank])
+        except Exception as error:
+            return error
+        return None
+
+    def _agree(self, error: BaseException | None) -> None:
+        """Tell the others how it has ended. If one has failed, all raise."""
+        failure = "" if error is None else as_utf8(f"{type(error).__name__}: {error}")
+        try:
+            self._agree_to("ending the restore", failure)
+        except Forbidden as all_of_them:
+            if error is not None:
+                raise error from None
+            raise StateError(
+                f"step {self._candidate.label.step} was restored here, but not everywhere: {all_of_them}. End this "
+                "process: the ranks are at different states"
+            ) from all_of_them
+
+
+def _plain(restored: Restored) -> dict[bytes, bytes]:
+    """The digests of the bundles of which every rank may have values of its own."""
+    brief = restored.brief
+    numbers = np.flatnonzero(column(brief.modes, "<u1") == PLAIN).tolist()
+    return {
+        brief.keys[KEY_BYTES * n : KEY_BYTES * (n + 1)]: brief.digests[DIGEST_BYTES * n : DIGEST_BYTES * (n + 1)]
+        for n in numbers
+    }
+
+
+def _shards(restored: Restored) -> dict[str, tuple[int, list[Block]]]:
+    """For each sharded leaf: how many elements it has in all, and the blocks of it that this state holds."""
+    manifest, found = restored.state.manifest, {}
+    holdings = Holdings(manifest)
+    for leaf, path in enumerate(manifest.paths):
+        for number in range(holdings.count(leaf)):
+            holding = holdings.of(leaf, number)
+            if isinstance(holding, Whole):
+                continue
+            blocks = [
+                Block(tuple(low for low, _ in runs), tuple(length for _, length in runs))
+                for _, dims in holding.shards
+                for runs in product(*dims)
+            ]
+            found[path] = math.prod(holding.shape), [block for block in blocks if block.numel]
+    return found
+
+
+def _storage_digests(restored: Restored, keys: set[bytes]) -> dict[str, bytes]:
+    """The digests of single leaves in these bundles."""
+    brief, state = restored.brief, restored.state
+    chosen = [
+        number
+        for number in range(len(brief.keys) // KEY_BYTES)
+        if brief.keys[KEY_BYTES * number : KEY_BYTES * (number + 1)] in keys
+    ]
+    manifest = state.manifest
+    storages = np.flatnonzero(np.isin(restored.of_storage[: len(manifest.storages)], np.array(chosen, dtype=np.int64)))
+    digests = digests_at(state.addresses[storages], manifest.storages.nbytes[storages], state.files)
+    of = dict(zip(storages.tolist(), digests, strict=True))
+    leaves = manifest.leaves_of(np.arange(len(manifest.tensors))).tolist()
+    return {
+        manifest.paths[leaf]: of[storage]
+        for leaf, storage in zip(leaves, manifest.tensors.storage.tolist(), strict=True)
+        if storage in of
+    }

@@ -1,0 +1,103 @@
+"""For calls that bring a whole state: leaves of the source that have no place in the target, before it is written.
+
+Some of them go to ``load``: leaves that arrive fresh, and values that differ. Others say that the target is another
+model or another optimizer than the source's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from transfuse._errors import StateError, TargetMismatch
+from transfuse._options import FetchKeywords, OptionKeywords
+from transfuse._plan.cohorts import Cohort
+from transfuse._plan.match import Prepared
+from transfuse._state import trees
+from transfuse._state.leaves import values
+
+#: How an error about removed leaves begins.
+LOST = "the target lacks tensors that the source has beside others that fit"
+
+
+def check_all_finds_its_place(
+    cohorts: Sequence[Cohort], target: Prepared, options: FetchKeywords | OptionKeywords, *, has_load: bool
+) -> None:
+    """Raise if the target is not that of a whole state like the sources', or needs a ``load`` and there is none."""
+    if options.get("strict") is not False and options.get("map_path") is None:
+        _check_nothing_was_removed(cohorts, target)
+    if not has_load:
+        _check_nothing_is_left_over(cohorts, target)
+
+
+def _check_nothing_was_removed(cohorts: Sequence[Cohort], target: Prepared) -> None:
+    """Raise if a mapping of the source has tensors that land in the target, and others for which it has no place.
+
+    So a layer was removed, or an optimizer keeps less for each parameter. An optimizer that is new, or has stepped with
+    some of its parameters only, lacks whole containers. At the root a caller puts together what it likes, so there only
+    a module's own state dict counts. Stages that complete each other have leaves of other ranks.
+    """
+    if len(cohorts) > 1:
+        return
+    cohort = cohorts[0]
+    manifest = cohort.manifest
+    partner = trees.merge(manifest.root, target.root).partner
+    if -1 not in partner:
+        return
+    removed: list[int] = []
+    for node, leaves in trees.mappings(manifest.root):
+        if node is manifest.root and not (node.kind is trees.Kind.ORDERED_DICT and node.extra is not None):
+            continue
+        tensors = [leaf for leaf in leaves if not cohort.is_value(leaf) and not cohort.is_blob(leaf)]
+        if any(partner[leaf] >= 0 for leaf in tensors):
+            removed += [leaf for leaf in tensors if partner[leaf] < 0]
+    if removed:
+        raise TargetMismatch(
+            [f"{manifest.paths[leaf]}: missing in the target" for leaf in removed],
+            intro=LOST,
+            advice="Were layers removed, or is an optimizer made with other arguments? Go on with the model and the "
+            "optimizer that the source has, or give load= that takes these leaves, and strict=False",
+        )
+
+
+def _check_nothing_is_left_over(cohorts: Sequence[Cohort], target: Prepared) -> None:
+    """For callers without a ``load``: raise if some leaves cannot land in the target, and name them."""
+    left = _left_over(cohorts, target)
+    if left:
+        raise StateError(
+            f"{len(left)} leaves cannot land in what state_dict() returns, and there is no load= to get them: "
+            f"{', '.join(left[:10])}{', …' if len(left) > 10 else ''}"
+        )
+
+
+def _left_over(cohorts: Sequence[Cohort], target: Prepared) -> list[str]:
+    """Leaves that the target's own tree does not have, values in which it differs, and ends of lists that are longer.
+
+    Leaves that only a later cohort has are received if the target has them, and not otherwise: other ranks' stages.
+    """
+    paths = trees.paths(target.root)
+    here = {path: number for number, path in enumerate(paths)}
+    left: dict[str, None] = {}
+    for position, cohort in enumerate(cohorts):
+        manifest = cohort.manifest
+        for leaf, path in enumerate(manifest.paths):
+            number = here.get(path)
+            if number is None and position:
+                continue
+            if number is None or cohort.is_blob(leaf):
+                differs = True
+            else:
+                differs = cohort.is_value(leaf) and not _is_the_same(manifest.detail(leaf), target.leaves[number])
+            if differs:
+                left[path] = None
+    left.update(dict.fromkeys(paths[leaf] for leaf in trees.merge(cohorts[0].manifest.root, target.root).beyond))
+    return list(left)
+
+
+def _is_the_same(encoded: object, value: object) -> bool:
+    """Whether a value is the encoded one, by its bytes on the wire: for Python, True equals 1, and no NaN itself."""
+    try:
+        return msgspec.msgpack.encode(values.encode(value)) == msgspec.msgpack.encode(encoded)
+    except Exception:
+        return False

@@ -1,0 +1,344 @@
+"""The reader's side: fetch a state from servers outside this process's own group."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, SupportsIndex, Unpack
+
+import torch
+
+from transfuse import _arguments
+from transfuse._arguments import check_step
+from transfuse._errors import PeerTimeout, ProtocolError, ReceiveFailed, TransfuseError
+from transfuse._limits import Limits
+from transfuse._options import FetchKeywords, check_names
+from transfuse._plan.catalogue import Late
+from transfuse._remote.ends import READER, ReaderEnd, ServedStream, Servers, ToServer
+from transfuse._remote.in_process import InProcess
+from transfuse._report import Report
+from transfuse._session import receive_from_one, threads
+from transfuse._session.context import Permit
+from transfuse._session.partial import Partial
+from transfuse._session.planning import read_offer
+from transfuse._session.remembered import Remembered
+from transfuse._state.manifest import Manifest
+from transfuse._timeouts import Patience
+from transfuse._transport import PGTransport, check_resume
+from transfuse._wire import messages
+from transfuse._wire.channel import Channel
+from transfuse._wire.group import OFFER_TAG, Group
+from transfuse._wire.handshake import WAIT_SECONDS, Come, ControlConnection, Ready, connect, key_of, split_address
+from transfuse._wire.messages import Message
+
+logger = logging.getLogger("transfuse")
+
+CPU = torch.device("cpu")
+#: The longest key that a reader may ask for: it travels in one frame of the control connection.
+MAX_ENTRY_BYTES = 4096
+
+
+#: What all fetches of this process remember: most fetch the same structure again and again.
+_remembered = Remembered()
+
+
+def fetch(
+    address: str | Sequence[str],
+    state_dict: object | None = None,
+    *,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = timedelta(seconds=30),
+    step: SupportsIndex | None = None,
+    entry: str | None = None,
+    resume: Partial | None = None,
+    on_report: Callable[[Report], object] | None = None,
+    **options: Unpack[FetchKeywords],
+) -> Any:
+    """Fetch a state from one server, or from several at once that hold replicas, shards or stages of one state.
+
+    Args:
+        address: ``host:port`` of a server, or several. In errors and reports, rank ``i`` is the server of the
+            i-th address, counted from 0.
+        state_dict: the tree whose tensors the bytes land in, or a callable that returns it. Without it, every tensor is
+            newly allocated.
+        token: the secret that the servers were started with.
+        timeout: how long the fetch may go without progress, as a timedelta or in seconds.
+        step: the step that every server must serve. A server with another step, or with none, is refused. None accepts
+            any step.
+        entry: fetch this entry alone of a state that is a mapping, as if the server served ``state[entry]``: nothing
+            else is described or sent, and ``state_dict`` is a target for the entry.
+        resume: ``error.partial`` of an earlier fetch that failed.
+        on_report: called with the :class:`Report` of the transfer, also if the transfer failed.
+        **options: the receiver's options of :class:`PGTransport`: all but ``relay``, ``streams`` and
+            ``max_bytes_per_second``.
+
+    If some of several servers are absent, the fetch goes on with the others, as long as those hold all that is needed.
+    """
+    check_names(fetch, options, FetchKeywords)
+    return fetch_if(
+        None,
+        address,
+        state_dict,
+        token=token,
+        timeout=timeout,
+        step=step,
+        entry=entry,
+        resume=resume,
+        on_report=on_report,
+        **options,
+    )
+
+
+def fetch_if(
+    permit: Permit | None,
+    address: str | Sequence[str | InProcess],
+    state_dict: object | None = None,
+    *,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = timedelta(seconds=30),
+    step: SupportsIndex | None = None,
+    entry: str | None = None,
+    resume: Partial | None = None,
+    on_report: Callable[[Report], object] | None = None,
+    late: Late | None = None,
+    **options: Unpack[FetchKeywords],
+) -> Any:
+    """As :func:`fetch`, but ``permit`` is asked before a target is written, and may raise.
+
+    In the place of an address there may be a server of this process.
+    ``late`` chooses the target in place of ``state_dict``, when the servers have said what they have.
+    """
+    addresses, timeout, step = _check(address), _arguments.duration(timeout), check_step(step)
+    _arguments.check_no_module(state_dict, "fetch(address, model.state_dict)")
+    _arguments.check_callable("on_report", on_report)
+    check_resume(resume)
+    entry = _check_entry(entry)
+    with _Visit(addresses, key_of(token), timeout.total_seconds(), entry) as visit:
+        transport = PGTransport(
+            Servers(visit.groups, len(addresses)),
+            timeout,
+            CPU,
+            None if state_dict is None else lambda: tree,
+            **options,
+        )
+        transport.remembered = _remembered
+        # Call it before any server holds its state still for this reader, and after all other arguments were checked.
+        tree = state_dict() if callable(state_dict) else state_dict
+        ranks = visit.begin()
+        try:
+            with transport:
+                return transport.receive(ranks, step=step, resume=resume, late=late, absent=visit.absent, permit=permit)
+        except TransfuseError as error:
+            visit.explain(error)
+            raise
+        finally:
+            if on_report is not None and transport.report is not None:
+                on_report(transport.report)
+
+
+@dataclass(frozen=True)
+class Peeked:
+    """The description of a server's state, without any tensor data."""
+
+    step: int | None
+    manifest: Manifest
+
+
+def peek(
+    address: str, *, token: str | bytes | None = None, timeout: timedelta | float = timedelta(seconds=30)
+) -> Peeked:
+    """Ask a server for the description of its state. No tensor moves."""
+    seconds, limits = _arguments.duration(timeout).total_seconds(), Limits.from_environment()
+    found: list[messages.Offer] = []
+    with _Visit(_check([address]), key_of(token), seconds) as visit:
+        visit.begin()
+        group = Group(Servers(visit.groups, 1), CPU)
+
+        def talk() -> None:
+            with Channel(group, 0, seconds, limits) as channel:
+                channel.phase = "waiting for the offer"
+                _, body = channel.expect(Message.OFFER, tag=OFFER_TAG)
+                found.append(receive_from_one.describe(channel, read_offer(body, limits, 0)))
+                # This reader wants no parcels, so everything it wants is here.
+                channel.ask_last(Message.VERDICT, messages.encode(messages.Verdict()), Message.AGREED)
+
+        failed = threads.run({0: talk}, threads.Caller(watching=False), lambda: None)
+        if failed:
+            raise failed[0]
+        (offer,) = found
+        try:
+            return Peeked(offer.step, Manifest.decode(offer.described, limits, offer.coordinates))
+        except ValueError as error:
+            raise ProtocolError(0, f"{address} sent an invalid description of its state: {error}") from error
+
+
+def _check(address: str | Sequence[str | InProcess]) -> tuple[str | InProcess, ...]:
+    takes = "host:port, or several of these"
+    if isinstance(address, bytes | bytearray) or not isinstance(address, str | Iterable):
+        _arguments.check_text("address", address, takes)
+    addresses = (address,) if isinstance(address, str) else tuple(address)
+    if not addresses:
+        raise ValueError("address is empty: give host:port of at least one server")
+    for one in addresses:
+        if not isinstance(one, InProcess):
+            _arguments.check_text("address", one, takes)
+            split_address(one)
+    if len(set(addresses)) != len(addresses):
+        raise ValueError(f"an address appears twice in {list(addresses)}: give each server once")
+    return addresses
+
+
+def _check_entry(entry: str | None) -> str | None:
+    if entry is None:
+        return None
+    _arguments.check_text("entry", entry, "a key of the state's mapping")
+    try:
+        nbytes = len(entry.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"entry is a text that UTF-8 cannot write, got {entry[:200]!a}") from None
+    if nbytes > MAX_ENTRY_BYTES:
+        raise ValueError(f"entry is at most {MAX_ENTRY_BYTES} bytes long, got {nbytes}")
+    return str.__str__(entry)  # A class that is derived from str cannot be sent.
+
+
+class _Visit:
+    """What precedes the conversation: connect to every server at once, and wait until each holds its state still."""
+
+    def __init__(
+        self, addresses: Sequence[str | InProcess], key: bytes, seconds: float, entry: str | None = None
+    ) -> None:
+        self._addresses = addresses
+        self._key = key
+        self._entry = entry
+        self._seconds = seconds
+        self._patience = Patience(seconds)
+        # The most `Wait` frames to accept: in all, as long as signs of life in a conversation are believed.
+        self._waits = self._patience.signs_of_life(Limits.from_environment().max_working_records, WAIT_SECONDS)
+        self._controls: dict[int, ControlConnection] = {}
+        self._ready: dict[int, ReaderEnd] = {}
+        self._causes: dict[int, BaseException] = {}
+        #: Numbers of the servers that this reader has given up.
+        self._left: set[int] = set()
+        self._lock = threading.Lock()
+        #: By address number: the stream to each server that is ready.
+        self.groups: dict[int, ReaderEnd] = {}
+
+    def __enter__(self) -> _Visit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in range(len(self._addresses)):
+            self._leave(number)
+
+    def begin(self) -> list[int]:
+        """Connect to every server. Return the numbers of those that hold still now."""
+        # A connected server waits for this reader's word, so the others may use only part of that server's patience.
+        met = self._all(self._meet, range(len(self._addresses)), "the others were there", self._patience.other_servers)
+
+        # A server that is ready holds up its own training, so the others get little time.
+        ready = self._all(self._get_ready, sorted(met), "the others were ready", self._patience.other_states)
+        if not ready:
+            causes = self._causes
+            raise causes[0] if len(self._addresses) == 1 else ReceiveFailed(causes)
+        for address, cause in self.absent.items():
+            logger.warning("going on without %s: %s", address, str(cause))
+        self.groups.update((number, self._ready[number]) for number in ready)
+        return sorted(ready)
+
+    @property
+    def absent(self) -> dict[str, BaseException]:
+        """The servers that the fetch goes on without: a map from address to cause."""
+        return {str(self._addresses[number]): cause for number, cause in sorted(self._causes.items())}
+
+    def explain(self, error: TransfuseError) -> None:
+        """Add notes to the error: which address each rank is, and which servers were absent."""
+        if len(self._addresses) > 1:
+            error.add_note("; ".join(f"rank {rank} is {name}" for rank, name in enumerate(self._addresses)))
+            for address, cause in self.absent.items():
+                error.add_note(f"{address} was not there: {cause}")
+
+    def _meet(self, number: int) -> None:
+        """Connect to a server, and wait until it has room for this reader."""
+        server = self._addresses[number]
+        if isinstance(server, InProcess):
+            return
+        control = connect(server, self._key, self._seconds, number, partial(self._connected, number))
+        control.send(Come(), self._seconds)
+        control.expect(Come, self._seconds, "waiting for the server to have room", self._waits)
+
+    def _connected(self, number: int, control: ControlConnection) -> None:
+        with self._lock:
+            self._controls[number] = control
+            left = number in self._left
+        if left:
+            control.close()
+
+    def _get_ready(self, number: int) -> None:
+        """Wait until a server holds its state still. From then on its connection is the conversation's stream."""
+        server = self._addresses[number]
+        end: ReaderEnd
+        if isinstance(server, InProcess):
+            end = server.begin()
+        else:
+            control = self._controls[number]
+            control.send(Ready(self._entry), self._seconds)
+            control.expect(Ready, self._seconds, "waiting for the server's state to hold still", self._waits)
+            end = ServedStream(control, READER, self._seconds, ToServer(server, self._key))
+        with self._lock:
+            self._ready[number] = end
+            left = number in self._left
+        if left:
+            end.close()
+
+    def _leave(self, number: int) -> None:
+        with self._lock:
+            self._left.add(number)
+            control, end = self._controls.get(number), self._ready.get(number)
+        if control is not None:
+            control.close()
+        if end is not None:
+            end.close()
+
+    def _all(self, task: Callable[[int], None], numbers: Sequence[int], phase: str, patience: float) -> list[int]:
+        """Run ``task`` for all ``numbers`` at once; return the numbers of those that succeeded.
+
+        Once one has succeeded, the others get ``patience`` seconds more.
+        """
+        if len(numbers) == 1 and isinstance(self._addresses[numbers[0]], InProcess):
+            task(numbers[0])  # Nothing to wait for.
+            return list(numbers)
+        results: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+
+        def work(number: int) -> None:
+            try:
+                task(number)
+                results.put((number, None))
+            except BaseException as error:
+                results.put((number, error))
+
+        for number in numbers:
+            threading.Thread(target=work, args=(number,), name=f"transfuse-visit-{number}", daemon=True).start()
+        done: list[int] = []
+        waiting = set(numbers)
+        until = float("inf")
+        while waiting and time.monotonic() < until:
+            # Wait in slices, so that Ctrl-C takes effect.
+            with suppress(queue.Empty):
+                number, error = results.get(timeout=Patience.SLICE_SECONDS)
+                waiting.discard(number)
+                if error is None:
+                    done.append(number)
+                    until = min(until, time.monotonic() + patience)
+                else:
+                    self._causes[number] = error
+        for number in waiting:
+            self._leave(number)
+            self._causes[number] = PeerTimeout(number, f"{phase} ({self._addresses[number]})", patience)
+        return done

@@ -1,0 +1,154 @@
+"""A state that training changes and other threads read, in turns: what :func:`serve` and :func:`hub` share.
+
+The user's callables are called in the user's own threads only: once at the start, and where a block that changes the
+state begins and ends. In another thread, FSDP2's ``state_dict()`` would reshard a module that is computing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+import torch
+
+from transfuse._arguments import check_step
+from transfuse._errors import TransfuseError, as_utf8
+from transfuse._memory import streams
+from transfuse._memory.mutation import MutationWatch
+from transfuse._remote.rwlock import RWLock
+
+logger = logging.getLogger("transfuse")
+
+
+@dataclass(eq=False)
+class Seen:
+    """The state as readers find it between two blocks that change it."""
+
+    state: object
+    step: int | None
+    #: How many blocks have changed the state so far.
+    changes: int
+    #: A reader's own watch over the state since it looked: a job may forget to change it within a block.
+    watch: MutationWatch | None = None
+
+
+class LiveState:
+    """The caller's state and step, each given or returned by a callable, and the lock between training and readers."""
+
+    def __init__(
+        self, state_dict: object, step: SupportsIndex | Callable[[], SupportsIndex | None] | None, seconds: float
+    ) -> None:
+        self._state_dict = state_dict
+        self._step = step if callable(step) else check_step(step)
+        self._seconds = seconds
+        self.rwlock = RWLock()
+        #: How many blocks the owner of the lock is in.
+        self._depth = 0
+        #: What readers find, or why they find nothing.
+        self.seen: Seen | Exception = Seen(*self._ask(), 0)
+        self._last_change = _Moment(self.seen)
+        #: How many blocks have changed the state and ended. A block within another one is a part of it.
+        self.changes = 0
+        self._has_warned = False
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the state within this block. It waits until no reader is active, and readers wait until it ends."""
+        with self.rwlock.changing():
+            before = self.seen
+            if not self._depth:
+                self._check_step_stayed()
+                # What readers find if an interrupt keeps this thread from looking again.
+                self.seen = TransfuseError("the last change of the state was interrupted: wait for the next mutating()")
+            self._depth += 1
+            try:
+                yield
+            finally:
+                try:
+                    if self._depth == 1:
+                        self._look(were_refused=isinstance(before, Exception))
+                finally:
+                    self._depth -= 1
+
+    @contextmanager
+    def reading(self, meanwhile: Callable[[], object]) -> Iterator[Seen]:
+        """Read the state within this block. ``meanwhile`` is called now and then during the wait; it may raise."""
+        with self.rwlock.reading(meanwhile):
+            if isinstance(self.seen, Exception):
+                raise self.seen.with_traceback(None)
+            # Nothing else orders this thread's work after training's.
+            self._last_change.wait(self._seconds)
+            yield self.seen
+
+    def forget(self) -> None:
+        """Hold the state no longer: nobody reads any more."""
+        self._state_dict = self._step = None
+        self.seen = Seen(None, None, self.changes)
+
+    def _ask(self) -> tuple[object, int | None]:
+        state = self._state_dict() if callable(self._state_dict) else self._state_dict
+        return state, self._ask_step()
+
+    def _ask_step(self) -> int | None:
+        return check_step(self._step(), "what step() gives") if callable(self._step) else self._step
+
+    def _look(self, *, were_refused: bool) -> None:
+        """Note what readers will find from now on. If a callable raises, they are told; training goes on."""
+        self.changes += 1
+        try:
+            self.seen = Seen(*self._ask(), self.changes)
+        except Exception as error:
+            if not were_refused:
+                said = as_utf8(f"{type(error).__name__}: {error}")
+                logger.warning("readers are refused until the next mutating(): the state cannot be had: %s", said)
+            self.seen = error.with_traceback(None)
+        finally:
+            self._last_change = _Moment(self.seen)
+
+    def _check_step_stayed(self) -> None:
+        """Warn once if the step has moved on since the last block: readers were told another one meanwhile."""
+        if self._has_warned or not callable(self._step) or isinstance(self.seen, Exception):
+            return
+        with suppress(Exception):  # The end of this block will tell.
+            step = self._ask_step()
+            if step != self.seen.step:
+                self._has_warned = True
+                logger.warning(
+                    "the step went from %s to %s outside of mutating(), and readers were told %s until now. Change "
+                    "it together with the weights: with server.mutating(): optimizer.step(); step += 1",
+                    self.seen.step,
+                    step,
+                    self.seen.step,
+                )
+
+
+class AskedState(LiveState):
+    """A state that every reader's thread asks for: that of a process in which nobody trains, such as the keeper."""
+
+    def __init__(self, state_dict: Callable[[], object], step: Callable[[], int | None], seconds: float) -> None:
+        super().__init__(None, None, seconds)
+        self._state_dict, self._step = state_dict, step
+
+    @contextmanager
+    def reading(self, meanwhile: Callable[[], object]) -> Iterator[Seen]:
+        with self.rwlock.reading(meanwhile):
+            yield Seen(*self._ask(), self.changes)
+
+
+class _Moment:
+    """Marks the accelerator work that this thread has queued so far; another thread can wait for that work."""
+
+    def __init__(self, seen: Seen | Exception) -> None:
+        lies_on = streams.devices_of(seen.state) if isinstance(seen, Seen) else set()
+        devices = lies_on.union(streams.current())
+        self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
+
+    def wait(self, seconds: float) -> None:
+        """Raise after so many seconds."""
+        until = time.monotonic() + seconds
+        if not all(streams.poll(event.query, until) for event in self._events):
+            raise TransfuseError(f"the work that training had queued on the accelerator has not ended in {seconds:g} s")

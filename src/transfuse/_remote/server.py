@@ -1,0 +1,339 @@
+"""Serve a state to readers outside the job's group: the usual conversation, over each reader's own connection."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Self, SupportsIndex, Unpack
+
+import torch
+
+from transfuse import _arguments
+from transfuse._errors import PeerLost, PeerTimeout, SendFailed, StateError, TransfuseError, as_utf8
+from transfuse._options import ServeKeywords, check_names
+from transfuse._progress import Progress
+from transfuse._remote.ends import READER, AtServer, ServedStream, Servers, server_end
+from transfuse._remote.live_state import LiveState
+from transfuse._remote.rwlock import RWLock
+from transfuse._report import Report
+from transfuse._session.remembered import Remembered
+from transfuse._timeouts import Patience
+from transfuse._transport import PGTransport
+from transfuse._wire.handshake import WAIT_SECONDS, Come, ControlConnection, Join, Ready, Refused, Wait, key_of
+from transfuse._wire.listener import Listener
+
+logger = logging.getLogger("transfuse")
+
+MAX_PORT = 65535
+#: The server logs at most one warning about strangers in so many seconds.
+COMPLAINT_SECONDS = 1.0
+#: How long the end of the interpreter waits for readers to be told.
+END_SECONDS = 3.0
+
+
+def serve(
+    state_dict: object,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = timedelta(seconds=30),
+    step: SupportsIndex | Callable[[], SupportsIndex | None] | None = None,
+    max_readers: int = 4,
+    on_report: Callable[[Report], object] | None = None,
+    **options: Unpack[ServeKeywords],
+) -> Server:
+    """Serve a state from a background thread, until the returned server is closed.
+
+    Args:
+        state_dict: the state, or a callable that returns it, such as ``model.state_dict``. The callable is called here,
+            and at the end of each :meth:`Server.mutating`, in the thread that is there, and nowhere else: readers get
+            the tensors that it returned last, as they are by then. It must not need other ranks.
+        host: the address to listen on, loopback by default. The guide on serving says what the network must provide
+            for other addresses.
+        port: 0 takes a free one; :attr:`Server.address` says which.
+        token: a secret that the server and its readers share. Long and random: ``secrets.token_hex(32)``.
+        timeout: how long a reader may go without progress, and so how long a stalled reader holds up training; a
+            timedelta, or seconds.
+        step: the step to tell readers, or a callable that returns it, which is called when ``state_dict`` is. Without
+            it, readers that ask for a certain step refuse.
+        max_readers: how many read at once; others wait for their turn. With a rate limit, one reads at a time.
+        on_report: called with the :class:`Report` of every transfer, in the thread that served it.
+        **options: the options of :class:`PGTransport` for a server: ``same_host`` (readers on this host may read
+            straight from memory), ``nixl``, ``verify``, ``lanes`` and ``max_bytes_per_second`` (the rate limit).
+    """
+    check_names(serve, options, ServeKeywords)
+    return Server(
+        state_dict,
+        host=host,
+        port=port,
+        token=token,
+        timeout=timeout,
+        step=step,
+        max_readers=max_readers,
+        on_report=on_report,
+        **options,
+    )
+
+
+class Server:
+    """A served state, made by :func:`serve`. As a context manager it closes the server on exit.
+
+    Change the state only within :meth:`mutating`.
+    """
+
+    def __init__(
+        self,
+        state_dict: object,
+        *,
+        host: str,
+        port: int,
+        token: str | bytes | None,
+        timeout: timedelta | float,
+        step: SupportsIndex | Callable[[], SupportsIndex | None] | None,
+        max_readers: int,
+        on_report: Callable[[Report], object] | None,
+        **options: Unpack[ServeKeywords],
+    ) -> None:
+        max_readers = _arguments.whole("max_readers", max_readers)
+        if max_readers < 1:
+            raise ValueError(f"max_readers must be at least 1, got {max_readers}")
+        _arguments.check_text("host", host, "an address to listen on")
+        if not host:
+            raise ValueError("host is empty, which would mean every interface: if you want that, pass 0.0.0.0")
+        port = _arguments.whole("port", port)
+        _arguments.check_no_module(state_dict, "serve(model.state_dict)")
+        _arguments.check_callable("on_report", on_report)
+        timeout = _arguments.duration(timeout)
+        self._key = key_of(token)
+        self._seconds = timeout.total_seconds()
+        self._live = state_dict if isinstance(state_dict, LiveState) else LiveState(state_dict, step, self._seconds)
+        self._transport = partial(PGTransport, timeout=timeout, device=torch.device("cpu"), relay=False, **options)
+        self._transport(Servers({}, 0))  # Refuse wrong options here, before the first reader comes.
+        self._on_report = on_report
+        #: What the transports of all readers remember of the state.
+        self._remembered = Remembered()
+        self._places = threading.Semaphore(max_readers if options.get("max_bytes_per_second") is None else 1)
+        #: Once the server closes: the cause for waiting readers. If it also cancels: the cause for active readers.
+        self._closing: str | None = None
+        self._cut: str | None = None
+        self._streams: weakref.WeakSet[ServedStream] = weakref.WeakSet()
+        #: Further connections of readers.
+        self._meeting = AtServer()
+        self._complained_at = float("-inf")
+        if not 0 <= _arguments.whole("port", port) <= MAX_PORT:
+            raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
+        self._listener = Listener(
+            (host, port),
+            self._key,
+            self._answer,
+            name="server",
+            rank=READER,
+            prove_seconds=Patience(self._seconds).handshake,
+            complain=self._complain,
+        )
+        self._address = self._listener.address
+        self._listener.start()
+        self._process = os.getpid()
+        atexit.register(self._end)
+
+    @property
+    def address(self) -> str:
+        """``host:port``, for :func:`fetch`."""
+        return self._address
+
+    @contextmanager
+    def mutating(self) -> Iterator[None]:
+        """Change the state within this block. It waits until no reader is active, and readers wait until it ends.
+
+        It waits for the readers that are active now; a stalled one delays it by at most the server's timeout.
+        Blocks may be nested. At the end of the outermost one the callables that :func:`serve` was given are called:
+        an empty block is enough to have them called.
+        """
+        with self._live.changing():
+            yield
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Accept no more readers. Active readers may finish, unless ``cancel``. Waiting readers are told."""
+        if self._is_fork():
+            return
+        for thread in self._stop(cancel=cancel):
+            if thread is threading.current_thread():
+                continue  # ``on_report`` or another callable of the user's called this: the thread ends after it.
+            try:
+                thread.join()
+            except BaseException:
+                self._cut = self._closing
+                raise
+        atexit.unregister(self._end)
+        # This object and its listener refer to each other: until Python collects them, they would hold the state.
+        self._live.forget()
+        self._remembered = Remembered()
+
+    def _stop(self, *, cancel: bool) -> Sequence[threading.Thread]:
+        """Stop listening and tell the readers. Return the threads that end then."""
+        self._closing = self._closing or f"the server at {self._address} was closed"
+        if cancel:
+            self._cut = self._closing
+        return self._listener.close(cancel=cancel)
+
+    def _is_fork(self) -> bool:
+        """Whether this process is a fork of the serving one: a socket shut down here would be shut down there too."""
+        return os.getpid() != self._process
+
+    def _end(self) -> None:
+        """Stop before the interpreter ends."""
+        if self._is_fork():
+            return
+        until = time.monotonic() + END_SECONDS
+        for thread in self._stop(cancel=True):
+            thread.join(max(0.0, until - time.monotonic()))
+        # A reader that does not listen may have left a thread in a wait.
+        for stream in list(self._streams):
+            stream.cut()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(cancel=error is not None)
+
+    # ------------------------------------------------------------------------------------------------- connections
+
+    def _answer(self, control: ControlConnection) -> None:
+        """Serve a reader that has proved the token."""
+        try:
+            try:
+                self._receive(control)
+            except Exception as error:
+                # An error after a cancel is a consequence of the cancel.
+                if self._cut is not None:
+                    self._tell(control, TransfuseError(self._cut))
+                    raise TransfuseError(self._cut) from error
+                self._tell(control, error)
+                raise
+        except SendFailed as error:
+            # Log text, not the error: a handler that keeps the record would keep all that the traceback holds.
+            logger.warning("reader %s: %s", control.name, as_utf8(str(error.causes[READER])))
+        except TransfuseError as error:
+            logger.warning("reader %s: %s", control.name, as_utf8(str(error)))
+        except Exception:
+            logger.error("reader %s: the server failed\n%s", control.name, as_utf8(traceback.format_exc()))
+
+    def _tell(self, control: ControlConnection, error: Exception) -> None:
+        if control.is_released:
+            return  # The conversation has told the reader.
+        with suppress(TransfuseError):
+            control.send(Refused(type(error).__name__, as_utf8(str(error)[:2000])), self._seconds)
+
+    def _receive(self, control: ControlConnection) -> None:
+        """Serve a reader that has proved the token: wait for a free slot, take the lock, send."""
+        first: Come | Join = control.expect((Come, Join), self._seconds, "waiting for the first word", most_waits=0)
+        if isinstance(first, Join):
+            self._meeting.expected.bring(first.number, control)
+            return
+        meanwhile = _Meanwhile(control, self._seconds, lambda: self._closing)
+        with self._place(meanwhile):
+            control.send(Come(), self._seconds)
+            entry = control.expect(Ready, self._seconds, "waiting for the reader to begin", most_waits=0).entry
+            meanwhile()  # The server may have closed since.
+            with self._live.reading(meanwhile) as seen:
+                state = seen.state
+                if entry is not None:
+                    control.name += f" (entry {entry[:200]!r})"
+                    state = _entry_of(state, entry)
+                control.send(Ready(), self._seconds)
+                with closing(server_end(control, self._seconds, self._meeting)) as stream:
+                    self._streams.add(stream)
+                    self._send(stream, state, seen.step)
+
+    @contextmanager
+    def _place(self, meanwhile: _Meanwhile) -> Iterator[None]:
+        while not self._places.acquire(timeout=WAIT_SECONDS):
+            meanwhile()
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    def _send(self, stream: ServedStream, state: object, step: int | None) -> None:
+        guard = _Guard(self._live.rwlock, self._seconds, lambda: self._cut)
+        transport = self._transport(stream, progress=guard)
+        transport.remembered = self._remembered
+        try:
+            with transport:
+                transport.send_checkpoint([READER], state, step=step)
+        finally:
+            if self._on_report is not None and transport.report is not None:
+                self._on_report(transport.report)
+
+    def _complain(self, what: str, error: Exception) -> None:
+        """Log a complaint about a stranger, as a warning at most once a second: strangers must not fill a log."""
+        now = time.monotonic()
+        loud = now - self._complained_at > COMPLAINT_SECONDS
+        if loud:
+            self._complained_at = now
+        logger.log(
+            logging.WARNING if loud else logging.DEBUG, "the server at %s: %s: %s", self._address, what, str(error)
+        )
+
+
+def _entry_of(state: object, entry: str) -> object:
+    """The entry of a state that a reader asked for."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"the state is a {type(state).__name__} and has no entries: fetch it without entry=")
+    # Not only ``state[entry]``: a defaultdict would make the entry. Another thread may remove it between the two.
+    if entry in state:
+        with suppress(KeyError):
+            return state[entry]
+    raise StateError(f"the state has no entry {entry[:200]!r}")
+
+
+class _Meanwhile:
+    """Called while a reader waits: tell the reader so, and notice if it has left or the server closes."""
+
+    def __init__(self, control: ControlConnection, seconds: float, closing: Callable[[], str | None]) -> None:
+        self._control = control
+        self._seconds = seconds
+        self._closing = closing
+        self._said_at = time.monotonic()
+
+    def __call__(self) -> None:
+        if (closing := self._closing()) is not None:
+            raise TransfuseError(closing)
+        if self._control.gone():
+            raise PeerLost(READER, f"{self._control.name} closed its connection while it waited for its turn")
+        if time.monotonic() - self._said_at >= WAIT_SECONDS:
+            self._control.send(Wait(), self._seconds)
+            self._said_at = time.monotonic()
+
+
+class _Guard:
+    """Watches a transfer's progress: while training waits, only bytes buy a reader more time, not signs of life."""
+
+    def __init__(self, rwlock: RWLock, seconds: float, cut: Callable[[], str | None]) -> None:
+        self._rwlock = rwlock
+        self._seconds = seconds
+        self._cut = cut
+        self._bytes = 0
+        self._since = time.monotonic()
+
+    def __call__(self, progress: dict[int, Progress]) -> None:
+        if (cut := self._cut()) is not None:
+            raise TransfuseError(cut)
+        now, nbytes = time.monotonic(), sum(one.bytes for one in progress.values())
+        if nbytes > self._bytes:
+            self._bytes, self._since = nbytes, now
+        idle = min(now - self._since, self._rwlock.held_up())
+        if idle > self._seconds:
+            raise PeerTimeout(READER, "the state could not be changed because it was being read", idle)

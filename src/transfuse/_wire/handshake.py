@@ -1,0 +1,398 @@
+"""The control connection: both ends prove that they know the secret before they say anything else.
+
+    reader                                     server
+      | -- hello: magic, version, a nonce ------> |
+      | <- hello: magic, version, a nonce ------- |
+      | -- proof: HMAC of both hellos ----------> |  wrong: the server closes and has revealed nothing
+      | <- proof: HMAC of both hellos ----------- |  wrong: the reader closes and has revealed nothing
+      | <- frames, each with an HMAC -----------> |  under a key of this connection's own
+
+The reader proves first: a stranger that only connects gets nothing that was made with the secret. After the frames the
+connection can become a stream (:meth:`ControlConnection.release`), over which two ends hold a conversation. Nothing is
+encrypted.
+
+Here *server* is the end that listens, and *reader* the end that connects.
+"""
+
+from __future__ import annotations
+
+import encodings.idna  # noqa: F401 - sockets import it at their first connection, which may be too late to read files
+import errno
+import hashlib
+import hmac
+import ipaddress
+import os
+import resource
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from transfuse import _arguments
+from transfuse._errors import LimitExceeded, PeerLost, PeerRefused, PeerTimeout, ProtocolError
+
+MAGIC = b"TFUSDOOR"
+VERSION = 2
+NONCE_BYTES = PROOF_BYTES = 32
+HELLO_BYTES = len(MAGIC) + 1 + NONCE_BYTES
+#: Frames carry only addresses and causes of failures, so they are short.
+MAX_FRAME_BYTES = 16 << 10
+#: The key of those who have no token. It is public, so everybody can prove it.
+PUBLIC_KEY = hashlib.sha256(b"no token").digest()
+#: What a reader is told whose proof was not accepted. The server says nothing to strangers.
+NO_TOKEN = (
+    "no token was given here, and the server was started with one (or is ending): pass token= (for a hub: "
+    "server_token=), or set TRANSFUSE_TOKEN for a command"
+)
+WRONG_TOKEN = "it was started with another token than the one given here, or with none, or is ending"
+#: How often the server tells a waiting reader that it still has to wait.
+WAIT_SECONDS = 0.5
+
+_LENGTH = struct.Struct("<I")
+_COUNTER = struct.Struct("<Q")
+
+
+class Wait(msgspec.Struct, tag="wait", frozen=True, forbid_unknown_fields=True):
+    """Server to reader: wait, I am alive."""
+
+
+class Come(msgspec.Struct, tag="come", frozen=True, forbid_unknown_fields=True):
+    """Reader to server: may I come in? Server to reader: there is room, come in."""
+
+
+class Join(msgspec.Struct, tag="join", frozen=True, forbid_unknown_fields=True):
+    """The end that connects: this is the connection of that number, which you expect. It is a stream from now on."""
+
+    number: int
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Reader to server: I can begin. Server to reader: the state holds still, begin."""
+
+    #: From a reader that wants one entry of the state, a mapping: the entry's key.
+    entry: str | None = None
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):
+    """Server to reader: refused, with the cause."""
+
+    kind: str
+    cause: str
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True, forbid_unknown_fields=True):
+    """Keeper to keeper: a question (:mod:`transfuse._keeper.questions`)."""
+
+    body: bytes
+
+
+class Told(msgspec.Struct, tag="told", frozen=True, forbid_unknown_fields=True):
+    """Keeper to keeper: the answer."""
+
+    body: bytes
+
+
+Frame = Wait | Come | Join | Ready | Refused | Ask | Told
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+_F = TypeVar("_F", Come, Join, Ready, Ask, Told)
+_G = TypeVar("_G", Come, Join, Ready, Ask, Told)
+_T = TypeVar("_T")
+
+
+class ControlConnection:
+    """One control connection. ``name`` is the other end's name for messages; ``rank`` is its rank in errors."""
+
+    def __init__(self, sock: socket.socket, name: str, rank: int) -> None:
+        _sockets.add(sock)
+        self._socket = sock
+        self.name = name
+        self.rank = rank
+        self._sending = self._receiving = b""
+        self._sent = self._received = 0
+        #: Whether the socket was given away.
+        self.is_released = False
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def local_host(self) -> str:
+        """This machine's address on the interface that leads to the other end."""
+        return str(self._socket.getsockname()[0])
+
+    def release(self) -> socket.socket:
+        """Give the socket away: no frames follow. It belongs to the caller now, and closing this does nothing."""
+        self.is_released = True
+        return self._socket
+
+    def hang_up(self) -> None:
+        """Called from another thread: stop receiving, which ends a wait for the other end. Sending still works."""
+        if not self.is_released:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RD)
+
+    def close(self) -> None:
+        if self.is_released:
+            return
+        # Shut down first: this wakes a thread that waits for the other end.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def gone(self) -> bool:
+        """Whether the other end has closed. Call it only while no frame is due from that end."""
+        try:
+            return self.has_news(0.0) and not self._socket.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):
+            return True
+
+    def has_news(self, seconds: float) -> bool:
+        """Wait so long: whether the other end has sent something, or closed."""
+        # Not select(): it takes descriptors up to 1023 only, and a training process may have more.
+        look = select.poll()
+        look.register(self._socket, select.POLLIN)
+        return bool(look.poll(seconds * 1000))
+
+    # ---------------------------------------------------------------------------------------------------- frames
+
+    def send(self, frame: Frame, seconds: float) -> None:
+        body = msgspec.msgpack.encode(frame)
+        head = _LENGTH.pack(len(body))
+        mark = hmac.digest(self._sending, _COUNTER.pack(self._sent) + head + body, hashlib.sha256)
+        self._sent += 1
+        self._send_bytes(head + body + mark, time.monotonic() + seconds, "sending a frame")
+
+    @overload
+    def expect(self, kind: type[_F], seconds: float, phase: str, most_waits: int) -> _F: ...
+
+    @overload
+    def expect(self, kind: tuple[type[_F], type[_G]], seconds: float, phase: str, most_waits: int) -> _F | _G: ...
+
+    def expect(self, kind: Any, seconds: float, phase: str, most_waits: int) -> Any:
+        """Return the next frame, which must be a ``kind``; raise a refusal. A ``Wait`` frame buys ``seconds`` more."""
+        started = time.monotonic()
+        for _ in range(most_waits + 1):
+            frame = self._receive(time.monotonic() + seconds, phase)
+            if isinstance(frame, Refused):
+                raise PeerRefused(self.rank, frame.kind[:200], frame.cause[:4000], name=self.name)
+            if isinstance(frame, kind):
+                return frame
+            if not isinstance(frame, Wait):
+                raise ProtocolError(self.rank, f"{self.name} sent {type(frame).__name__} while {phase}")
+            if most_waits == 0:
+                raise ProtocolError(self.rank, f"{self.name} sent Wait while {phase}: only a server may")
+        raise PeerTimeout(self.rank, f"{phase} ({self.name})", time.monotonic() - started)
+
+    def _receive(self, deadline: float, phase: str) -> Frame:
+        head = self._receive_bytes(_LENGTH.size, deadline, phase)
+        (length,) = _LENGTH.unpack(head)
+        if length > MAX_FRAME_BYTES:
+            raise ProtocolError(self.rank, f"{self.name} announced a frame of {length} bytes while {phase}")
+        body = self._receive_bytes(length, deadline, phase)
+        mark = self._receive_bytes(PROOF_BYTES, deadline, phase)
+        due = hmac.digest(self._receiving, _COUNTER.pack(self._received) + head + body, hashlib.sha256)
+        self._received += 1
+        if not hmac.compare_digest(mark, due):
+            raise ProtocolError(self.rank, f"{self.name} sent a frame with a wrong HMAC: somebody else wrote it")
+        try:
+            return _decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(self.rank, f"{self.name} sent a malformed frame: {error}") from error
+
+    # ----------------------------------------------------------------------------------------------------- bytes
+
+    def _send_bytes(self, data: bytes, deadline: float, phase: str) -> None:
+        self._do(partial(self._socket.sendall, data), deadline, phase)
+
+    def _receive_bytes(self, count: int, deadline: float, phase: str) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            chunk = self._do(partial(self._socket.recv, count - len(data)), deadline, phase)
+            if not chunk:
+                raise PeerLost(self.rank, f"{self.name} closed the connection while {phase}")
+            data += chunk
+        return bytes(data)
+
+    def _do(self, operation: Callable[[], _T], deadline: float, phase: str) -> _T:
+        started = time.monotonic()
+        try:
+            if deadline <= started:
+                raise TimeoutError
+            self._socket.settimeout(deadline - started)
+            return operation()
+        except TimeoutError:
+            raise PeerTimeout(self.rank, f"{phase} ({self.name})", time.monotonic() - started) from None
+        except OSError as error:
+            raise PeerLost(self.rank, f"{self.name}: connection lost while {phase}: {error}") from error
+
+    # ------------------------------------------------------------------------------------------------- handshake
+
+    def admit(self, key: bytes, deadline: float) -> None:
+        """The server's side: admit a reader that proves that it knows ``key``."""
+        theirs = self._hear_hello(deadline)
+        mine = self._say_hello(deadline)
+        self._compare_versions(theirs)
+        said = theirs + mine
+        proof = self._receive_bytes(PROOF_BYTES, deadline, "waiting for a proof of the token")
+        if not hmac.compare_digest(proof, _proof(key, b"reader", said)):
+            raise ProtocolError(self.rank, f"{self.name} {_fault(key, proof, said)}")
+        self._send_bytes(_proof(key, b"server", said), deadline, "proving the token")
+        self._open(key, said, b"to reader", b"to server")
+
+    def enter(self, key: bytes, deadline: float) -> None:
+        """The reader's side: prove that this end knows ``key``, then check that the server does."""
+        mine = self._say_hello(deadline)
+        theirs = self._hear_hello(deadline)
+        self._compare_versions(theirs)
+        said = mine + theirs
+        self._send_bytes(_proof(key, b"reader", said), deadline, "proving the token")
+        try:
+            proof = self._receive_bytes(PROOF_BYTES, deadline, "waiting for the server's proof of the token")
+        except PeerLost as error:
+            kind, cause = ("NoToken", NO_TOKEN) if key == PUBLIC_KEY else ("WrongToken", WRONG_TOKEN)
+            raise PeerRefused(self.rank, kind, cause, name=self.name) from error
+        if not hmac.compare_digest(proof, _proof(key, b"server", said)):
+            raise ProtocolError(self.rank, f"{self.name} does not know the token: it is another server, or a false one")
+        self._open(key, said, b"to server", b"to reader")
+
+    def _say_hello(self, deadline: float) -> bytes:
+        hello = MAGIC + bytes([VERSION]) + secrets.token_bytes(NONCE_BYTES)
+        self._send_bytes(hello, deadline, "saying hello")
+        return hello
+
+    def _hear_hello(self, deadline: float) -> bytes:
+        hello = self._receive_bytes(HELLO_BYTES, deadline, "waiting for a hello")
+        if not hello.startswith(MAGIC):
+            raise ProtocolError(
+                self.rank, f"{self.name} does not speak transfuse's protocol for readers: is it another service?"
+            )
+        return hello
+
+    def _compare_versions(self, theirs: bytes) -> None:
+        """Compare versions. Called once both ends have said hello, so that both learn of a difference."""
+        version = theirs[len(MAGIC)]
+        if version != VERSION:
+            raise ProtocolError(
+                self.rank,
+                f"{self.name} speaks version {version} for readers, this end version {VERSION}: upgrade the older end",
+            )
+
+    def _open(self, key: bytes, said: bytes, sending: bytes, receiving: bytes) -> None:
+        session = hmac.digest(key, b"session " + said, hashlib.sha256)
+        self._sending = hmac.digest(session, sending, hashlib.sha256)
+        self._receiving = hmac.digest(session, receiving, hashlib.sha256)
+
+
+#: The sockets of all connections, whoever has them now.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In the child of a fork: all connections are the parent's. Copies would hide its death from the other ends."""
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _proof(key: bytes, who: bytes, said: bytes) -> bytes:
+    return hmac.digest(key, b"transfuse " + who + b" " + said, hashlib.sha256)
+
+
+def _fault(key: bytes, proof: bytes, said: bytes) -> str:
+    """What is wrong with a reader's token."""
+    if key == PUBLIC_KEY:
+        return "gave a token, and this server was started without one"
+    if hmac.compare_digest(proof, _proof(PUBLIC_KEY, b"reader", said)):
+        return "gave no token, and this server was started with one"
+    return "does not know the token"
+
+
+def key_of(token: str | bytes | None) -> bytes:
+    """The key for a token. Without a token the key is public, so everybody can prove it."""
+    if token is None:
+        return PUBLIC_KEY
+    _arguments.check_token(token)
+    return hashlib.sha256(b"token " + (token.encode() if isinstance(token, str) else token)).digest()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split ``host:port`` or ``[host]:port``."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or (":" in host and host[0] + host[-1] != "[]"):
+        raise ValueError(f"an address is host:port, or [host]:port with IPv6, got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name of a host is this machine's own."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_descriptors(error: OSError, purpose: str) -> None:
+    """Raise :class:`LimitExceeded` if this process, or its host, has no file descriptors left."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise LimitExceeded(
+            f"{purpose} takes a file descriptor, and none is free: raise the limit of the process (ulimit -n, now "
+            f"{most}), or close files that it does not need"
+        ) from error
+
+
+def _connected(where: tuple[str, int], seconds: float) -> socket.socket:
+    """A socket that is connected to one of the addresses that a name stands for."""
+    found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
+    for number, (family, kind, protocol, _, address) in enumerate(found, start=1):
+        sock = socket.socket(family, kind, protocol)
+        _sockets.add(sock)  # Not create_connection(): a fork while it connects would leave a copy in the child.
+        try:
+            sock.settimeout(seconds)
+            sock.connect(address)
+        except BaseException as error:
+            sock.close()
+            if number == len(found) or not isinstance(error, OSError):
+                raise
+        else:
+            return sock
+    raise OSError("the name stands for no address")
+
+
+def connect(
+    address: str,
+    key: bytes,
+    seconds: float,
+    rank: int,
+    connected: Callable[[ControlConnection], object] = lambda _: None,
+) -> ControlConnection:
+    """Connect to a server as a reader, and prove the token. ``connected`` gets the connection before that."""
+    started = time.monotonic()
+    deadline = started + seconds
+    try:
+        sock = _connected(split_address(address), seconds)
+    except TimeoutError:
+        raise PeerTimeout(rank, f"connecting to {address}", time.monotonic() - started) from None
+    except OSError as error:
+        check_descriptors(error, f"connecting to {address}")
+        raise PeerLost(rank, f"{address} cannot be reached: {error}; is a server there, on this interface?") from error
+    control = ControlConnection(sock, address, rank)
+    try:
+        connected(control)
+        control.enter(key, deadline)
+    except BaseException:
+        control.close()
+        raise
+    return control

@@ -1,0 +1,236 @@
+"""The memory route: a receiver on the source's host reads straight from the source's address space.
+
+The source gives a :class:`MemoryLease`. The receiver opens the source's :class:`Entry` with a :class:`Reader`. Host
+names prove nothing, and process ids are reused. The proof that a receiver reads the right memory is a random token at
+the address that the offer names. The source wipes the token before its call returns, and the receiver reads the token
+again after the last byte: while the token is there, so are the tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hmac
+import os
+import secrets
+import select
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from transfuse._memory import vm
+from transfuse._memory.vm import Ranges
+from transfuse._state.manifest import Described
+from transfuse._state.mapped_file import MappedFile
+from transfuse._wire.memory_route_read import Reading
+from transfuse._wire.route import Malformed, Pull, SourceEnded, Unreadable
+
+TOKEN_BYTES = 32
+#: Above all user-space addresses, and low enough that adding an offset within a storage does not overflow.
+HIGHEST_ADDRESS = 1 << 62
+
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Where a source's bytes lie, for receivers that can read them there."""
+
+    pid: int
+    #: A receiver that finds ``token`` at this address of that process reads the right memory.
+    token_address: int
+    token: bytes
+    #: For each storage, the address of its window's first byte (u64 each); 0: not readable.
+    storages: bytes
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Entry:
+        try:
+            return _decoder.decode(data)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise Malformed(f"a malformed description of memory: {error}") from error
+
+
+# Made once, at import: if two threads make msgspec inspect a type at the same time, the process ends.
+_decoder = msgspec.msgpack.Decoder(Entry)
+
+
+def addresses_in(data: bytes, storages: int, token_address: int, token: bytes) -> npt.NDArray[np.uint64]:
+    """The addresses of this many storages, as an entry has them. :class:`Malformed` if they or the token cannot be."""
+    if len(data) % 8:
+        raise Malformed("a malformed description of memory: its addresses are not 8 bytes each")
+    addresses = np.frombuffer(data, dtype="<u8")
+    if len(addresses) != storages or len(token) != TOKEN_BYTES:
+        raise Malformed(
+            f"a malformed description of memory: {len(addresses)} addresses for {storages} storages, "
+            f"a token of {len(token)} bytes (expected {TOKEN_BYTES})"
+        )
+    highest = max(token_address, int(addresses.max(initial=0)))
+    if token_address < 0 or highest >= HIGHEST_ADDRESS:
+        raise Malformed(
+            f"a malformed description of memory: an impossible address (the token at {token_address:#x}, "
+            f"the highest at {highest:#x})"
+        )
+    return addresses
+
+
+class _Permission:
+    """Permits other processes to read this process's memory while it serves. Yama allows only ancestors otherwise."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+
+    def take(self) -> None:
+        with self._lock:
+            self._holders += 1
+            if self._holders == 1:
+                self._set(_PR_SET_PTRACER_ANY)
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                self._set(ctypes.c_ulong(0))
+
+    @staticmethod
+    def _set(who: ctypes.c_ulong) -> None:
+        # Without Yama this call fails, and no permission is needed.
+        libc: Any = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PTRACER, who, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+_permission = _Permission()
+
+#: For leases of this very process whose memory is mapped from files, by token: the storages, and the files.
+_mapped: dict[bytes, tuple[bytes, Sequence[MappedFile]]] = {}
+
+
+class MemoryLease:
+    """A source's permission to read its memory. It begins with ``with`` and ends with :meth:`end` or the block."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._page = ctypes.create_string_buffer(TOKEN_BYTES)
+
+    def __enter__(self) -> MemoryLease:
+        _permission.take()
+        ctypes.memmove(self._page, self._token, TOKEN_BYTES)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        _permission.give_back()
+
+    def end(self) -> None:
+        """Wipe the token, so that a receiver that still reads will notice."""
+        _mapped.pop(self._token, None)
+        ctypes.memset(self._page, 0, TOKEN_BYTES)
+
+    def export(self, described: Described) -> bytes | None:
+        if not described.addresses.any():
+            return None
+        entry = self.describe(described.addresses)
+        if described.files:
+            _mapped[self._token] = entry.storages, described.files
+        return entry.encode()
+
+    def describe(self, storages: npt.NDArray[np.int64]) -> Entry:
+        """The entry for an offer, given the address of each storage."""
+        return Entry(os.getpid(), ctypes.addressof(self._page), self._token, storages.astype("<u8").tobytes())
+
+
+class Reader:
+    """Reads a source's memory, proven by the token. Raises :class:`Unreadable` if that is impossible here."""
+
+    def __init__(self, memory: Entry, storages: int, call_bytes: int = 0) -> None:
+        if not vm.AVAILABLE:
+            raise Unreadable("this system has no process_vm_readv")
+        self._memory = memory
+        self._call_bytes = call_bytes
+        #: The address of each storage's window, or 0.
+        self.storages = addresses_in(memory.storages, storages, memory.token_address, memory.token)
+        if not 0 < memory.pid < 1 << 31:
+            raise Malformed(f"a malformed description of memory: process {memory.pid}")
+        #: A pidfd: becomes readable when the source's process ends, even if the process id is in use again.
+        self._process: int | None = None
+        if memory.pid != os.getpid():
+            with suppress(OSError, AttributeError):
+                self._process = os.pidfd_open(memory.pid)
+        try:
+            self.recheck()
+        except Unreadable:
+            self.close()
+            raise
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
+
+    def recheck(self) -> None:
+        """Raise unless the lease is still good. If it is, everything read until now was read under the lease."""
+        self._check_alive()
+        found = np.zeros(TOKEN_BYTES, dtype=np.uint8)
+        at = np.array([self._memory.token_address], dtype=np.uint64)
+        size = np.array([TOKEN_BYTES])
+        failed = self.read(vm.ranges(at, size), vm.ranges(np.array([found.ctypes.data]), size))
+        if len(failed) or not hmac.compare_digest(found.tobytes(), self._memory.token):
+            raise Unreadable(f"process {self._memory.pid} of this host does not hold the token")
+        # The process is still alive, so no other process had its id in between.
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self._process is None:
+            return
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        if poll.poll(0):
+            raise SourceEnded(f"the source's process {self._memory.pid} has ended")
+
+    def read(self, theirs: Ranges, mine: Ranges, **watchers: Any) -> npt.NDArray[np.int64]:
+        """Read ranges of the source's memory into our own, as :func:`vm.read` does. Return the rows that failed."""
+        try:
+            pid, calls = self._memory.pid, self._call_bytes
+            storages, files = _mapped.get(self._memory.token, (b"", ()))
+            if storages != self._memory.storages:
+                files = ()
+            return vm.read(pid, theirs, mine, workers=vm.threads(), call_bytes=calls, files=files, **watchers)
+        except vm.ReadFailed as error:
+            pid = self._memory.pid
+            if error.errno == errno.ESRCH:
+                raise SourceEnded(f"there is no process {pid} on this host") from error
+            if error.errno == errno.EPERM:
+                raise Unreadable(
+                    f"reading the memory of process {pid} is not permitted (another user, Yama's ptrace_scope, or a "
+                    "container without CAP_SYS_PTRACE)"
+                ) from error
+            raise Unreadable(f"process_vm_readv of process {pid} failed: {error.strerror}") from error
+
+
+class MemoryRoute:
+    name = "memory"
+    same_host = True
+    opt_in = False
+    compared = False
+
+    def lease(self) -> MemoryLease:
+        return MemoryLease()
+
+    def open(self, entry: bytes, pull: Pull) -> Reading:
+        call_bytes = pull.at_once(vm.CALL_BYTES)
+        return Reading(Reader(Entry.decode(entry), len(pull.manifest.storages), call_bytes), pull)

@@ -1,0 +1,283 @@
+"""Read parcels out of a source's memory, straight to their places.
+
+This module serves every route that can read ranges of the source's memory by address. Such a route only has to
+implement :class:`RangeReader`.
+
+If a region is one run of memory at both ends, its bytes are read straight to where they belong, many ranges in one
+call, in several threads. All other regions are read into a small buffer in linear order and unpacked from there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from transfuse._memory import packing, streams, vm
+from transfuse._plan.parcels import Extent
+from transfuse._plan.regions import Cast
+from transfuse._state.region import Ints, Region
+from transfuse._wire.route import Pull
+
+#: The cost of one more range, and of one more item copied out of a span that was read whole. The unit is bytes: how
+#: many could be read in the same time. benchmarks/ranges.py measures 3,400 to 4,500 and 13 to 18 (2026-11-16, one core
+#: of an AMD EPYC, 8 GB/s).
+RANGE_COST = 3500
+ITEM_COST = 16
+#: The most runs, and the most bytes of a span, that are handled at a time. The columns that describe them take memory
+#: too.
+MAX_RUNS = 1 << 15
+SPAN_BYTES = 1 << 20
+
+Bools = npt.NDArray[np.bool_]
+
+_ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+class RangeReader(Protocol):
+    """Reads ranges of a source's memory."""
+
+    @property
+    def storages(self) -> npt.NDArray[Any]:
+        """The address of each storage's window, in the address space that the source's entry names; 0: no address."""
+
+    def read(
+        self,
+        theirs: vm.Ranges,
+        mine: vm.Ranges,
+        *,
+        begins: Callable[[int], object] = ...,
+        went_on: Callable[[int], object] = ...,
+    ) -> npt.NDArray[np.int64]:
+        """Read ranges of the source's memory into ranges of our own. Return the rows that failed.
+
+        ``begins(upto)`` is called before ``mine`` is written: from then on its first ``upto`` bytes, counted over all
+        ranges, may be written. ``went_on(nbytes)`` is called after ``nbytes`` were read.
+        """
+
+    def recheck(self) -> None:
+        """See :meth:`.route.Puller.recheck`."""
+
+    def close(self) -> None: ...
+
+
+class Reading:
+    """Reads parcels from one source: the :class:`.route.Puller` of routes that read by address."""
+
+    def __init__(self, reader: RangeReader, pull: Pull) -> None:
+        self._reader = reader
+        self._cut = pull.cut
+        self._landing = pull.landing
+        self._staging_bytes = pull.staging_bytes
+        self._rate_limit = pull.rate_limit
+        self._went_on = pull.went_on
+        self._timeout = pull.timeout
+        regions = pull.cut.regions
+        base = reader.storages[regions.storage].astype(np.uint64)
+        #: The address of each region at the source, or 0.
+        self._theirs = np.where(base > 0, base + regions.start.astype(np.uint64), 0)
+
+    def recheck(self) -> None:
+        self._reader.recheck()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def readable(self) -> list[int]:
+        """Numbers of the parcels whose regions all have an address at the source."""
+        return np.flatnonzero(self._cut.of_all_regions(self._theirs > 0)).tolist()
+
+    def pull(self, numbers: Sequence[int]) -> list[int]:
+        """Read these parcels to their places. Return the numbers of the parcels that could not be read."""
+        chosen = np.array(numbers, dtype=np.int64)
+        straight = self._cut.of_all_regions(self._straight)[chosen]
+        failed = self._read_straight(chosen[straight])
+        return sorted(failed + self._each(chosen[~straight].tolist(), self._read_aside))
+
+    @property
+    def _straight(self) -> Bools:
+        """For each region, whether it is one run of memory at both ends."""
+        result = (self._landing.addresses > 0) & (self._theirs > 0)
+        result[list(self._cut.regions.strided)] = False
+        return result
+
+    def _read_straight(self, chosen: npt.NDArray[np.int64]) -> list[int]:
+        cut = self._cut
+        if not len(chosen):
+            return []
+        # A parcel of several regions has them whole. A parcel of one region may be a range of it.
+        count = cut.count[chosen]
+        parcel = np.repeat(chosen, count)
+        region = np.repeat(cut.first[chosen] - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
+        alone = cut.count[parcel] == 1
+        low = np.where(alone, cut.low[parcel], 0)
+        nbytes = np.where(alone, cut.nbytes[parcel], cut.regions.nbytes[region])
+        theirs = vm.ranges(self._theirs[region] + low.astype(np.uint64), nbytes)
+        mine = vm.ranges(self._landing.addresses[region] + low, nbytes)
+        begun = [0]
+        try:
+            if not len(self._reader.read(*vm.join(theirs, mine), begins=begun.append, went_on=self._went_on)):
+                return []
+        finally:
+            self._landing.touch(region[np.cumsum(nbytes) - nbytes < max(begun)])
+        # Rare. Read again without joining neighbours, to find out exactly which ranges cannot be read.
+        failed = self._reader.read(theirs, mine, went_on=self._rate_limit)
+        packing.check_reach(self._landing, region[failed], mine[failed], write=True)
+        return sorted({int(parcel[row]) for row in failed})
+
+    def _read_aside(self, number: int, buffer: torch.Tensor) -> bool:
+        """Read one parcel by way of a buffer. Return whether that was possible."""
+        if not self.fetch(number, buffer):
+            return False
+        first = int(self._cut.first[number])
+        self._landing.touch(range(first, first + int(self._cut.count[number])))
+        packing.unpack(self._landing, self._cut, number, buffer)
+        self._went_on(int(self._cut.payload[number]))
+        return True
+
+    def differing(self, numbers: Sequence[int]) -> list[int]:
+        """Read these parcels a second time and compare with what has landed. Return the numbers that differ."""
+
+        def same(number: int, buffer: torch.Tensor) -> bool:
+            size = int(self._cut.nbytes[number])
+            self._rate_limit(size)
+            landed = packing.as_bytes(self._landing, self._cut, number, buffer.device)
+            if landed is None:
+                landed = packing.pack(self._landing, self._cut, number, torch.empty(size, dtype=torch.uint8))
+            return self.fetch(number, buffer) and torch.equal(landed, buffer[:size])
+
+        unconverted = self._cut.of_all_regions(~self._landing.convert)
+        numbers = [number for number in numbers if unconverted[number]]
+
+        return sorted(self._each(numbers, same))
+
+    def _each(self, numbers: Sequence[int], task: Callable[[int, torch.Tensor], bool]) -> list[int]:
+        """Run a task for each parcel, in several threads with a buffer each. Return the parcels that got False."""
+        supply = iter(list(numbers))
+        failed: list[int] = []
+        errors: list[BaseException] = []
+        largest = max((int(self._cut.nbytes[n]) for n in numbers), default=0)
+        inherited = streams.inherit()
+
+        def work() -> None:
+            buffer = torch.empty(largest, dtype=torch.uint8)
+            try:
+                with inherited(), torch.inference_mode(False), torch.no_grad():
+                    while not errors and (number := next(supply, None)) is not None:
+                        if not task(number, buffer):
+                            failed.append(number)
+                    streams.complete(self._timeout)
+            except BaseException as error:
+                errors.append(error)
+
+        # A thread may hold two buffers, and columns that describe runs.
+        most = self._staging_bytes // (4 * max(largest, 1))
+        helpers = [
+            threading.Thread(target=work, name="transfuse-reader", daemon=True)
+            for _ in range(min(vm.threads(), len(numbers) // 4, most) - 1)
+        ]
+        vm.run_in(helpers, work)
+        if errors:
+            raise errors[0]
+        return failed
+
+    # -- one parcel in linear order
+
+    def fetch(self, number: int, buffer: torch.Tensor) -> bool:
+        """Read a parcel into a buffer, as it would arrive over the group. Return whether that was possible."""
+        data = buffer.numpy()[: int(self._cut.nbytes[number])]
+        data[:] = 0
+        theirs: list[vm.Ranges] = []
+        mine: list[vm.Ranges] = []
+        for extent in self._cut.extents(number):
+            base = int(self._theirs[extent.region])
+            cast = self._cut.regions.casts.get(extent.region)
+            if cast is not None:
+                if not self._fetch_cast(base, cast, extent, buffer):
+                    return False
+                continue
+            region = self._cut.regions.strided.get(extent.region)
+            if region is not None:
+                if not self._fetch_strided(base, region, extent, data):
+                    return False
+                continue
+            size = np.array([extent.high - extent.low])
+            theirs.append(vm.ranges(np.array([base + extent.low]), size))
+            mine.append(vm.ranges(np.array([extent.position + data.ctypes.data]), size))
+        return not theirs or not len(self._reader.read(*vm.join(np.concatenate(theirs), np.concatenate(mine))))
+
+    def _fetch_cast(self, base: int, cast: Cast, extent: Extent, buffer: torch.Tensor) -> bool:
+        """Read an extent of a region whose items have another dtype in the source's memory, and convert it."""
+        item, wire = cast.region.item, cast.wire.itemsize
+        low, high = extent.low // wire * item, extent.high // wire * item
+        raw = torch.empty(high - low, dtype=torch.uint8)
+        if not self._fetch_strided(base, cast.region, Extent(extent.region, low, high, 0), raw.numpy()):
+            return False
+        converted = buffer[extent.position : extent.position + extent.high - extent.low].view(cast.wire)
+        converted.copy_(raw.view(cast.memory))
+        return True
+
+    def _fetch_strided(self, base: int, region: Region, extent: Extent, data: npt.NDArray[np.uint8]) -> bool:
+        """Read an extent of a region that is many runs of memory, up to ``MAX_RUNS`` of them at a time."""
+        run = region.item * (region.sizes[-1] if region.sizes and region.strides[-1] == 1 else 1)
+        step = max(run, MAX_RUNS * run)
+        for low in range(extent.low // run * run, extent.high, step):
+            first, last = max(low, extent.low), min(low + step, extent.high)
+            starts, sizes = _runs(region, first, last)
+            into = data[extent.position + first - extent.low :][: last - first]
+            if _span_is_cheaper(region, starts, sizes):
+                done = self._fetch_span(base, region.item, starts, sizes, into)
+            else:
+                theirs = vm.ranges(starts + base, sizes)
+                mine = vm.ranges(np.cumsum(sizes) - sizes + into.ctypes.data, sizes)
+                done = not len(self._reader.read(*vm.join(theirs, mine)))
+            if not done:
+                return False
+        return True
+
+    def _fetch_span(self, base: int, item: int, starts: Ints, sizes: Ints, into: npt.NDArray[np.uint8]) -> bool:
+        """Read all memory from the first run to the last, about ``SPAN_BYTES`` at a time, and copy out the runs."""
+        dtype = _ITEMS[item]
+        spacing = max(1, int(starts.max() + sizes.max() - starts.min()) // len(starts))
+        step, at = max(1, SPAN_BYTES // spacing), 0
+        for i in range(0, len(starts), step):
+            some, lengths = starts[i : i + step], sizes[i : i + step]
+            low = int(some.min())
+            span = np.empty(int((some + lengths).max()) - low, dtype=np.uint8)
+            theirs = vm.ranges(np.array([base + low]), np.array([span.nbytes]))
+            if len(self._reader.read(theirs, vm.ranges(np.array([span.ctypes.data]), np.array([span.nbytes])))):
+                return False
+            counts = lengths // item
+            first = (some - low) // item - (np.cumsum(counts) - counts)
+            picked = np.repeat(first, counts) + np.arange(int(counts.sum()))
+            nbytes = int(lengths.sum())
+            into[at : at + nbytes].view(dtype)[:] = span.view(dtype)[picked]
+            at += nbytes
+        return True
+
+
+def _runs(region: Region, low: int, high: int) -> tuple[Ints, Ints]:
+    """Bytes ``[low, high)`` of a region's linear order as runs of memory: the offset and the length of each run."""
+    outer, strides, run = region.sizes, region.strides, region.item
+    if strides and strides[-1] == 1:
+        outer, strides, run = outer[:-1], strides[:-1], run * outer[-1]
+    first, last = low // run, -(-high // run)
+    index = np.unravel_index(np.arange(first, last), outer) if outer else ()
+    starts = np.zeros(last - first, dtype=np.int64)
+    for position, stride in zip(index, strides, strict=True):
+        starts += position * (stride * region.item)
+    sizes = np.full(last - first, run, dtype=np.int64)
+    starts[0] += low - first * run
+    sizes[0] -= low - first * run
+    sizes[-1] -= last * run - high
+    return starts, sizes
+
+
+def _span_is_cheaper(region: Region, starts: Ints, sizes: Ints) -> bool:
+    nbytes = int(sizes.sum())
+    span = int((starts + sizes).max() - starts.min())
+    return span + nbytes // region.item * ITEM_COST < nbytes + len(starts) * RANGE_COST

@@ -1,0 +1,319 @@
+"""Streams: TCP connections of our own. To a channel, a stream is a process group whose only other rank is the peer.
+
+Bytes go straight between the kernel and the tensors: each call sends from, or receives into, several runs of memory.
+Nothing is framed here. Both ends know every length, because messages announce theirs and parcels have been planned.
+
+What a socket does and does not do, and what follows from it:
+
+- ``close()`` neither wakes nor stops a call that another thread is in. ``shutdown()`` does, but a new call after it
+  still delivers what the kernel had received before. So :meth:`Stream.cut` sets a flag that every call looks at first,
+  then shuts the connection down. The memory of a receive is free when its call has returned.
+- The kernel's own timeouts count a whole call. So calls last a slice of a second at most, and a clock here counts since
+  the last byte.
+- A peer that has filled the window of a connection which is shut down and then read empty learns nothing of its end:
+  it asks whether there is room, and hears that there is none. So what is broken off is closed by a reset.
+- A host that is gone sends no word of it. So the kernel asks idle peers whether they are there (keepalive), and gives
+  up on bytes that nobody acknowledges. A peer that lives and does not read acknowledges, and has the whole timeout.
+- A forked child holds copies of all descriptors, which would hide the parent's death from the peers. So the child
+  closes them.
+- A call that ends in the middle, by Ctrl-C for example, leaves the connection at a place that neither end knows. So
+  it is of no more use, and says so to whoever wants to use it next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from transfuse._memory.digest import Run
+
+#: What is sent, or received into. Bytes are only sent.
+Part: TypeAlias = torch.Tensor | Run | bytes | bytearray
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in (_libc.sendmsg, _libc.recvmsg):
+    _call.restype, _call.argtypes = ctypes.c_ssize_t, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+
+#: The most runs of memory, and the most bytes, that the kernel takes in one call.
+MOST_RUNS, MOST_BYTES = 1024, 1 << 30
+#: Bytes that are dropped at a time.
+MOST_DROPPED = 1 << 20
+#: How many bytes are read of what a peer said before a write failed.
+MOST_LAST = 1 << 20
+#: A call into the kernel returns after this many seconds at the latest, and after a quarter of the timeout.
+SLICE_SECONDS = 0.1
+#: How many questions to an idle peer may go unanswered before its host counts as gone, and the longest time between
+#: them that the kernel takes.
+QUESTIONS, MOST_SECONDS = 3, 32767
+
+
+class _Head(ctypes.Structure):
+    """``struct msghdr``: what ``sendmsg`` and ``recvmsg`` take."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("namelen", ctypes.c_uint32),
+        ("runs", ctypes.c_void_p),
+        ("count", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("controllen", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+_CUT = ConnectionAbortedError, ("this end has cut the connection",)
+_INTERRUPTED = ConnectionAbortedError, ("a call on this connection was interrupted in the middle",)
+
+
+class Stream:
+    """One connection to one peer. One thread at a time receives on it; any thread may send, or cut it."""
+
+    #: See :meth:`transfuse._wire.switchboard.Switchboard.pin`.
+    outlives_waits = True
+
+    def __init__(
+        self, sock: socket.socket, *, seconds: float, rank: int | None = None, size: int | None = None
+    ) -> None:
+        """``seconds``: how long the peer may take none of the bytes that are sent. ``rank``, ``size``: of the group."""
+        self._socket = sock
+        self._rank, self._size = rank, size
+        #: A number by which both ends know this connection.
+        self.number = 0
+        #: Whether the source of the conversation has dialled, because the receiver could not.
+        self.source_dials = False
+        #: When bytes last came.
+        self.heard_at = 0.0
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+        #: Held for moments: after the socket is closed, its number may be another one's.
+        self._ending = threading.Lock()
+        self._is_cut = False
+        self._look = select.poll()
+        self._look.register(sock, select.POLLIN)
+        #: Why the connection is of no more use: the type of the error and its arguments. (An error that has been raised
+        #: holds all that its frames hold, and would keep the tensors of a failed call from being freed.)
+        self._failure: tuple[type[OSError], tuple[Any, ...]] | None = None
+        sock.setblocking(True)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.set_patience(seconds)
+        _all.add(self)
+
+    def set_patience(self, seconds: float) -> None:
+        """The peer may take none of the bytes that are sent for this long, and its host may be gone for this long."""
+        self._seconds = seconds
+        part = min(SLICE_SECONDS, seconds / 4)
+        microseconds = max(int(1e6 * part), 1000)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._set(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(microseconds, 1_000_000)))
+        question = min(max(int(seconds / (QUESTIONS + 1)), 1), MOST_SECONDS)
+        self._set(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._set(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, question)
+        self._set(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, question)
+        self._set(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, QUESTIONS)
+        self._set(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(1000 * seconds), 1 << 30))
+
+    def _set(self, level: int, option: int, value: int | bytes) -> None:
+        with suppress(OSError):  # The connection may be gone. The next call says so.
+            self._socket.setsockopt(level, option, value)
+
+    # -------------------------------------------------------------------------------- the methods of a process group
+
+    def rank(self) -> int | None:
+        return self._rank
+
+    def size(self) -> int | None:
+        return self._size
+
+    def stream_to(self, rank: int) -> Stream:
+        return self
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "stream"
+
+    # ------------------------------------------------------------------------------------------------------- bytes
+
+    def write(self, parts: Sequence[Part]) -> None:
+        """Send these, one after another. Returns when the kernel has them."""
+        runs = _runs(parts)
+        with self._writing:
+            try:
+                self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, runs, self._seconds)
+            except BaseException:
+                self._failure = self._failure or _INTERRUPTED
+                raise
+
+    def read(self, parts: Sequence[Part], seconds: float) -> None:
+        """Fill these, one after another. ``seconds``: how long no byte may come."""
+        runs = _runs(parts)
+        with self._reading:
+            try:
+                self._move(_libc.recvmsg, socket.MSG_WAITALL, runs, seconds)
+            except BaseException:
+                self._failure = self._failure or _INTERRUPTED
+                raise
+
+    def _move(self, call: ctypes._NamedFuncPointer, flags: int, runs: list[int], seconds: float) -> None:
+        """Move all of these runs of memory: address, length, address, length, …"""
+        table = (ctypes.c_uint64 * len(runs))(*runs)
+        head, at, moved_at = _Head(), 0, time.monotonic()
+        while at < len(table):
+            self._check()
+            head.runs = ctypes.addressof(table) + ctypes.sizeof(ctypes.c_uint64) * at
+            head.count = min((len(table) - at) // 2, MOST_RUNS)
+            moved = call(self._socket.fileno(), ctypes.byref(head), flags)
+            if moved > 0:
+                moved_at = time.monotonic()
+                if call is _libc.recvmsg:
+                    self.heard_at = moved_at
+                at = _advance(table, at, moved)
+            elif moved == 0:
+                self._fail(ConnectionResetError("the peer has closed the connection"))
+            else:
+                self._look_at(ctypes.get_errno(), time.monotonic() - moved_at > seconds)
+
+    def _look_at(self, number: int, is_late: bool) -> None:
+        """Go on after a call that has moved nothing, or fail."""
+        if number not in (errno.EAGAIN, errno.EINTR):
+            # An address that cannot be written or read is the caller's fault: the connection itself is good, but
+            # nobody knows any more where in it the next message begins.
+            self._fail(OSError(number, os.strerror(number)))
+        elif is_late:
+            self._fail(TimeoutError("timed out"))
+
+    def _check(self) -> None:
+        """Fail if the connection is of no more use."""
+        if self._is_cut and self._failure is None:
+            self._failure = _CUT
+        if self._failure is not None:
+            kind, arguments = self._failure
+            raise kind(*arguments)
+
+    def _fail(self, error: OSError) -> None:
+        # A call that was woken by a cut fails in other ways.
+        if not self._is_cut and self._failure is None:
+            self._failure = type(error), error.args
+        self._check()
+
+    # -------------------------------------------------------------------------------------------------------- ends
+
+    def has_news(self) -> bool:
+        """Whether bytes are here that nobody has read, or the end of the connection."""
+        return self._is_cut or bool(self._look.poll(0))
+
+    def can_write(self) -> bool:
+        """Whether a short write would not have to wait, as far as can be seen."""
+        with self._ending:
+            if self._is_cut or self._failure is not None or self._writing.locked():
+                return False
+            look = select.poll()
+            look.register(self._socket, select.POLLOUT)
+            return bool(look.poll(0))
+
+    def last_words(self) -> bytes:
+        """What the peer has sent and nobody has read, for a caller whose write has failed. Empty if it is read now."""
+        words = bytearray()
+        if self._reading.acquire(blocking=False):
+            try:
+                with suppress(OSError):
+                    while len(words) < MOST_LAST and (some := self._socket.recv(MOST_LAST, socket.MSG_DONTWAIT)):
+                        words += some
+            finally:
+                self._reading.release()
+        return bytes(words)
+
+    def is_alive(self) -> bool:
+        """Whether the peer has neither closed the connection nor sent anything. For connections that are not in use."""
+        return not self._is_cut and self._failure is None and not self.has_news()
+
+    def cut(self, rank: int = 0) -> None:
+        """End all calls, now and from now on, in any thread. When they have returned, their memory is free."""
+        self._is_cut = True
+        with self._ending, suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def stop(self) -> None:
+        """Cut the connection, and wait until no call uses any memory."""
+        self.cut()
+        with self._reading, self._writing:
+            pass
+
+    def say_goodbye(self, seconds: float) -> None:
+        """Send no more, and drop what still comes until the peer sends no more either, for these seconds at most.
+
+        So the peer can read the last message. A socket that is closed while bytes have not been read ends with a reset,
+        which may overtake what was sent before it.
+        """
+        with suppress(OSError), self._reading:
+            self._socket.shutdown(socket.SHUT_WR)
+            until, scratch = time.monotonic() + seconds, bytearray(MOST_DROPPED)
+            while not self._is_cut and (left := until - time.monotonic()) > 0:
+                if self._look.poll(1000 * left) and not self._socket.recv_into(scratch):
+                    return
+
+    def close(self) -> None:
+        """Cut the connection, wait until no thread uses it, and free its descriptor."""
+        breaks_off = self._is_cut
+        self.cut()
+        with self._reading, self._writing, self._ending:
+            if breaks_off or self._failure is not None:
+                self._set(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # Close by a reset.
+            self._socket.close()
+
+    def _leave_to_parent(self) -> None:
+        """In the child of a fork: the connection is the parent's."""
+        self._failure = ConnectionAbortedError, ("the connection belongs to the process that has forked this one",)
+        self._is_cut = True
+        self._reading, self._writing, self._ending = threading.Lock(), threading.Lock(), threading.Lock()
+        self._socket.close()
+
+
+def _runs(parts: Sequence[Part]) -> list[int]:
+    """Where these lie in memory: address, length, address, length, …"""
+    runs: list[int] = []
+    for part in parts:
+        if isinstance(part, tuple):
+            address, left = part
+        elif isinstance(part, torch.Tensor):
+            address, left = part.data_ptr(), part.numel() * part.element_size()
+        else:
+            address, left = np.frombuffer(part, np.uint8).__array_interface__["data"][0] if part else 0, len(part)
+        while left > 0:
+            runs += (address, min(left, MOST_BYTES))
+            address, left = address + MOST_BYTES, left - MOST_BYTES
+    return runs
+
+
+def _advance(table: ctypes.Array[ctypes.c_uint64], at: int, moved: int) -> int:
+    """Count these bytes as moved, from the run at ``at`` on. Return where the first run begins that is not done."""
+    while moved:
+        left = table[at + 1]
+        if moved < left:
+            table[at] += moved
+            table[at + 1] -= moved
+            return at
+        moved -= left
+        at += 2
+    return at
+
+
+_all: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for stream in list(_all):
+        stream._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
