@@ -14,6 +14,7 @@ import torch
 from hub_asking import step_in
 from transfuse._hub import commits as commits_module
 from transfuse._hub.commits import Commit, Commits, Unavailable, Visitor
+from transfuse._hub.safetensors_layout import Layout
 from transfuse._hub.sources import Buffer, LiveSource, Taken
 from transfuse._remote.live_state import LiveState
 
@@ -42,6 +43,9 @@ class Job:
         self.copies += 1
         time.sleep(self.seconds)
         return self._source.take(buffer, meanwhile)
+
+    def glance(self, meanwhile: Callable[[], object]) -> tuple[Layout, int | None]:
+        return self._source.glance(meanwhile)
 
     def _fill(self) -> None:
         for i, tensor in enumerate(self.state.values()):

@@ -27,7 +27,7 @@ def committed(state: object, *, prefix: str = "", max_shard_bytes: int = 1 << 30
 
 
 def files_of(commit: Commit) -> dict[str, bytes]:
-    found = {name: commit.bytes(name) for name in commit.sizes()}
+    found = {name: commit.bytes(name) for name in commit.layout.sizes()}
     return {name: bytes(data) for name, data in found.items() if data is not None}
 
 

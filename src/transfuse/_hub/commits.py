@@ -80,11 +80,6 @@ class Commit:
     def file(self, name: str) -> File | None:
         return next((file for file in self.layout.files if file.name == name), None)
 
-    def sizes(self) -> dict[str, int]:
-        """The names and sizes of all files."""
-        sizes = {file.name: file.nbytes for file in self.layout.files}
-        return sizes if self.layout.index is None else sizes | {INDEX_NAME: len(self.layout.index)}
-
     def bytes(self, name: str) -> memoryview | None:
         """The bytes of a file. They are valid as long as a visitor reads this commit."""
         if name == INDEX_NAME and self.layout.index is not None:
@@ -215,6 +210,20 @@ class Commits:
                     self._start(number)
                     self._begun = number
                 self._changed.wait(until - time.monotonic())
+
+    def glance(self) -> tuple[Layout, int | None]:
+        """The state's files and its step now. Nothing is copied, and no commit is made or held."""
+        until = time.monotonic() + WAIT_SECONDS
+
+        def meanwhile() -> None:
+            self._check_open()
+            if time.monotonic() > until:
+                raise TimeoutError(f"the state has been changing for {WAIT_SECONDS:g} s")
+
+        try:
+            return self._source.glance(meanwhile)
+        except Exception as error:
+            raise Unavailable(f"{type(error).__name__}: {error}") from error
 
     # ---------------------------------------------------------------------------------------------------- making
 

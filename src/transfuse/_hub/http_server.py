@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, suppress
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+from transfuse._hub import page
 from transfuse._hub.commits import Visitor
 from transfuse._hub.repository import Answer, Question
 from transfuse._wire.handshake import is_loopback
@@ -281,19 +282,21 @@ class _Handler(BaseHTTPRequestHandler):
         if int(length) > MAX_BODY_BYTES:
             self.close_connection = True
             return self._finish(Answer(413))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        shown = page.is_wanted(self.command, headers.get("accept"))
         if not self._hub.is_allowed(self.headers.get("Authorization")):
             self.close_connection = True
             given = "another token was sent" if "Authorization" in self.headers else "no token was sent"
             advice = f"{given}: set HF_TOKEN to the token that this hub was started with"
-            return self._finish(Answer(401, {"WWW-Authenticate": "Bearer", "X-Error-Message": advice}))
+            said = {"WWW-Authenticate": "Bearer", "X-Error-Message": advice}
+            return self._finish(Answer(401, said | page.HEADERS, page.locked(headers)) if shown else Answer(401, said))
         if not self._hub.is_expected(self.headers.get("Host")):
             self.close_connection = True
-            return self._finish(Answer(403))
+            return self._finish(Answer(403, page.HEADERS, page.wrong_name()) if shown else Answer(403))
         body = self._stream.read(int(length))
         if len(body) < int(length):
             self.close_connection = True
             return None
-        headers = {name.lower(): value for name, value in self.headers.items()}
         question = Question(self.command, self.path, headers, body)
         with self._hub.answer(question, self._connection.visitor) as answer:
             self._finish(answer)

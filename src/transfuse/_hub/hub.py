@@ -160,7 +160,9 @@ class Hub:
             settings.port,
             token=settings.token,
             seconds=settings.seconds,
-            answer=Repository(settings.name, self._commits, settings.assets).answer,
+            answer=Repository(
+                settings.name, self._commits, settings.assets, needs_token=settings.token is not None
+            ).answer,
             leave=self._commits.leave,
             upkeep=self._commits.tidy,
         )

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from transfuse._errors import TransfuseError, as_utf8
+from transfuse._hub import page
 from transfuse._hub.assets import Assets
 from transfuse._hub.commits import MAIN, Commit, Commits, Visitor
 
@@ -50,8 +51,8 @@ class Answer:
 class Repository:
     """One repository with one branch, ``main``."""
 
-    def __init__(self, name: str, commits: Commits, assets: Assets) -> None:
-        self.name = name
+    def __init__(self, name: str, commits: Commits, assets: Assets, *, needs_token: bool) -> None:
+        self.name, self._needs_token = name, needs_token
         self._parts = name.split("/")
         self._commits = commits
         self._assets = assets
@@ -68,6 +69,9 @@ class Repository:
             rest, is_file = parts[2 + count :], False
         elif parts[:count] == self._parts and parts[count : count + 1] == ["resolve"]:
             rest, is_file = parts[count:], True
+        elif page.is_wanted(question.method, question.headers.get("accept")):
+            yield self._page(parts, question)
+            return
         else:
             yield _refuse(404, NO_REPO, f"this hub has one repository: {self.name}")
             return
@@ -115,10 +119,24 @@ class Repository:
             return _json(commit, {"branches": [branch], "converts": [], "tags": [], "pullRequests": []})
         return self._info(commit, blobs="true" in query.get("blobs", ()))
 
+    def _page(self, parts: Sequence[str], question: Question) -> Answer:
+        """What a browser gets."""
+        if [part for part in parts if part] not in ([], self._parts):
+            there = page.notice("There is no such page", f"This Hub has one repository, {self.name}.")
+            return Answer(404, page.HEADERS, there)
+        try:
+            layout, step = self._commits.glance()
+        except TransfuseError as error:
+            body = page.notice(self.name, "The job's state cannot be read now. Load this page again.", str(error))
+            return Answer(503, page.HEADERS | {"Retry-After": "1"}, body)
+        sizes = {**layout.sizes(), **self._assets.sizes()}
+        body = page.overview(self.name, step, sizes, question.headers, needs_token=self._needs_token)
+        return Answer(200, page.HEADERS, body)
+
     # ------------------------------------------------------------------------------------------------ what there is
 
     def _sizes(self, commit: Commit) -> dict[str, int]:
-        return {**self._assets.sizes(), **commit.sizes()}
+        return {**self._assets.sizes(), **commit.layout.sizes()}
 
     def _etag(self, commit: Commit, name: str) -> str | None:
         return commit.etags.get(name) or self._assets.etag(name)

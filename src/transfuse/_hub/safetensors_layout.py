@@ -98,6 +98,11 @@ class Layout:
     #: The index of several files; None if there is one.
     index: bytes | None
 
+    def sizes(self) -> dict[str, int]:
+        """The names and sizes of all files."""
+        sizes = {file.name: file.nbytes for file in self.files}
+        return sizes if self.index is None else sizes | {INDEX_NAME: len(self.index)}
+
 
 def why_not(dtype: torch.dtype, *, signed_view: bool) -> str | None:
     """Why the format cannot hold a tensor; None if it can."""

@@ -98,6 +98,9 @@ class Source(Protocol):
     def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> Taken:
         """Write the state into the buffer. ``meanwhile`` is called now and then while this waits; it may raise."""
 
+    def glance(self, meanwhile: Callable[[], object]) -> tuple[Layout, int | None]:
+        """The state's files and step, without its bytes."""
+
 
 class _Layouts:
     """Makes layouts, and uses the last one again if the state looks as it did then."""
@@ -160,6 +163,10 @@ class LiveSource:
                     _copy({entry.name: tensor for entry, tensor in found}, layout, buffer)
                     return Taken(layout, seen.step, (seen.changes, False), self._was_forgotten(seen) or is_loose)
             buffer.grow(layout.nbytes)  # Here, where training goes on: it takes as long as the copy.
+
+    def glance(self, meanwhile: Callable[[], object]) -> tuple[Layout, int | None]:
+        with self._live.reading(meanwhile) as seen:
+            return self._layouts.of([entry for entry, _ in _tensors(seen.state, self._layouts.prefix)]), seen.step
 
     def _was_forgotten(self, seen: Seen) -> bool:
         """Whether tensors have changed, and nobody was in ``mutating()`` since the last look. One warning."""
@@ -330,27 +337,38 @@ class ServerSource:
     def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> Taken:
         with self._reach() as reached:
             self._peek(reached, buffer)
-            for left in reversed(range(TRIES)):
-                meanwhile()
-                try:
-                    return self._fetch(reached, buffer)
-                except (SourcesDiffer, NotCovered, StepMismatch) as error:
-                    # Some servers' ranks had done the next step, others had not.
-                    if not left or len(reached.addresses) == 1:
-                        raise
-                    logger.debug("the hub asks its servers again: %s", str(error))
-                    time.sleep(BETWEEN_SECONDS)
+            return self._fetch_one_step(reached, buffer, meanwhile)
+
+    def glance(self, meanwhile: Callable[[], object]) -> tuple[Layout, int | None]:
+        with self._reach() as reached:
+            taken = self._fetch_one_step(reached, None, meanwhile)
+        return taken.layout, taken.step
+
+    def _fetch_one_step(self, reached: Reached, buffer: Buffer | None, meanwhile: Callable[[], object]) -> Taken:
+        for left in reversed(range(TRIES)):
+            meanwhile()
+            try:
+                return self._fetch(reached, buffer)
+            except (SourcesDiffer, NotCovered, StepMismatch) as error:
+                # Some servers' ranks had done the next step, others had not.
+                if not left or len(reached.addresses) == 1:
+                    raise
+                logger.debug("the hub asks its servers again: %s", str(error))
+                time.sleep(BETWEEN_SECONDS)
         raise AssertionError("unreachable")
 
-    def _fetch(self, reached: Reached, buffer: Buffer) -> Taken:
+    def _fetch(self, reached: Reached, buffer: Buffer | None) -> Taken:
+        """Everything into the buffer. Without one: what there is, and no bytes of it."""
         chosen: list[Layout] = []
         reports: list[Report] = []
 
         def late(catalogue: Catalogue) -> tuple[object, list[Link]]:
             numbers = {entry.name: number for number, entry in self._entries(catalogue)}
             layout = self._layouts.of([entry for _, entry in self._entries(catalogue)])
-            buffer.grow(layout.nbytes)
             chosen.append(layout)
+            if buffer is None:
+                return {}, []
+            buffer.grow(layout.nbytes)
             target: dict[str, torch.Tensor] = {}
             links = []
             for file in layout.files:
