@@ -5,14 +5,12 @@ from __future__ import annotations
 import pathlib
 import re
 
-import numpy as np
 import pytest
 import torch
 
 from device.moving import mine
 from transfuse._keeper import copying
 from transfuse._keeper.bundles import bundle
-from transfuse._keeper.commits import NO_SLOT
 from transfuse._keeper.copying import Memory
 from transfuse._limits import Limits
 from transfuse._state.manifest import describe
@@ -22,10 +20,10 @@ pytestmark = pytest.mark.usefixtures("accelerator", "nothing_is_left")
 MIB = 1 << 20
 
 
-def digests(state: object) -> bytes:
+def digests(state: object) -> list[bytes]:
     described = describe(state, Limits())
-    bundles = bundle(described.manifest, None, lambda path: False)
-    return copying.copy(Memory([described]), bundles, np.full(len(bundles), -1), NO_SLOT, digests=True)
+    bundles, storages = bundle(described.manifest, None, lambda path: False)
+    return copying.copy(Memory([described]), bundles, storages, None, digests=True)
 
 
 def resident(most: bool = False) -> int:

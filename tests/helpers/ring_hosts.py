@@ -23,8 +23,7 @@ import numpy as np
 from transfuse._errors import TransfuseError
 from transfuse._keeper import frames, process
 from transfuse._keeper.attach import SOCKET_NAME, Lock
-from transfuse._keeper.bundles import KEY_BYTES, PRIVATE
-from transfuse._keeper.copying import DIGEST_BYTES
+from transfuse._keeper.bundle_table import KEY_BYTES, PRIVATE, Bundles
 from transfuse._keeper.frames import KeeperLost, Link
 from transfuse._keeper.process import Keeper
 from transfuse._keeper.runs import Process
@@ -100,10 +99,10 @@ class Worker:
         self.slots.clear()
 
     def lay(self, step: int) -> None:
-        key, size = f"rank {self.rank}".encode().ljust(KEY_BYTES), np.array([self.nbytes], "<i8").tobytes()
-        question = frames.Lay(self.generation, step, key, size, bytes([PRIVATE]), bytes(DIGEST_BYTES), 200, SECONDS)
+        bundles = Bundles.of([f"rank {self.rank}".encode().ljust(KEY_BYTES)], [self.nbytes], [PRIVATE])
+        question = frames.Lay(self.generation, step, bundles, 200, SECONDS)
         laid, descriptors = self.link.ask_for_files(question, frames.Laid, SECONDS)
-        self.place = int(np.frombuffer(laid.places, "<i8")[0])
+        self.bundles, self.place = laid.bundles, int(laid.bundles.places[0])
         for number, fd in enumerate(descriptors, laid.first):
             self.slots[number] = SlotView(fd, writable=True)
             os.close(fd)
@@ -124,9 +123,7 @@ class Worker:
         view, label = self.slots[number], Label(self.generation, step)
         view.begin(label)
         view.bytes[self.place : self.place + self.nbytes] = contents(self.rank, step, self.nbytes)
-        size, place = np.array([self.nbytes], "<i8").tobytes(), np.array([self.place], "<i8").tobytes()
-        key, owner = f"rank {self.rank}".encode().ljust(KEY_BYTES), np.array([self.rank], "<i4").tobytes()
-        brief = Brief(self.rank, 1, key, size, bytes([PRIVATE]), owner, place, bytes(DIGEST_BYTES))
+        brief = Brief(self.rank, 1, self.bundles)
         view.commit(label, msgspec.msgpack.encode(brief), b"text")
         self.link.ask(frames.Committed(number, *label), frames.Done, SECONDS)
         return True
@@ -160,8 +157,8 @@ class Worker:
         (fd,) = opened[1]
         view = SlotView(fd, writable=False)
         os.close(fd)
-        place = int(np.frombuffer(view.brief().places, "<i8")[0])
-        size = int(np.frombuffer(view.brief().nbytes, "<i8")[0])
+        bundles = view.brief().bundles
+        place, size = int(bundles.places[0]), int(bundles.nbytes[0])
         data = view.bytes[place : place + size].copy()
         self.link.ask(frames.Done(), frames.Done, SECONDS)
         return data

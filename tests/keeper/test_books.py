@@ -6,15 +6,15 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 
-from transfuse._keeper.books import Books, Generation, Kept, Layout, Wanted
-from transfuse._keeper.bundles import KEY_BYTES, PLACED, PLAIN, PRIVATE
-from transfuse._keeper.copying import DIGEST_BYTES
+from transfuse._keeper.books import Books, Generation, Kept, slot_bytes
+from transfuse._keeper.bundle_table import DIGEST_BYTES, KEY_BYTES, PLACED, PLAIN, PRIVATE, Bundles
+from transfuse._keeper.frames import Lay
 from transfuse._keeper.slots import PAGE, Brief, Label, SlotFile
 
 SLOTS = 3
+TEXT_BYTES = 100
 
 
 def key(name: str) -> bytes:
@@ -32,7 +32,7 @@ class Host:
     books: Books = field(default_factory=Books)
     generation: int = 0
     ranks: tuple[int, ...] = ()
-    layouts: dict[int, Layout] = field(default_factory=dict)
+    layouts: dict[int, Bundles] = field(default_factory=dict)
     #: By rank: the slot that it writes to.
     writing: dict[int, tuple[int, Label]] = field(default_factory=dict)
     #: The model: by file, the step and the values of the bundles that are in it. A file that is written holds nothing.
@@ -46,18 +46,17 @@ class Host:
         self.books.begin_generation(Generation(self.generation, len(self.ranks) * hosts, self.ranks, hosts))
         self.layouts.clear()
 
-    def wanted(self, rank: int, values: dict[str, object]) -> Wanted:
+    def wanted(self, values: dict[str, object]) -> Lay:
         names = sorted(values)
         modes = [PRIVATE if name[0] == "p" else PLACED if name[0] == "s" else PLAIN for name in names]
-        digests = [digest(values[name]) for name in names]
-        sizes = np.full(len(names), PAGE, dtype=np.int64)
-        return Wanted([key(name) for name in names], sizes, np.array(modes, dtype=np.int64), digests, 100)
+        bundles = Bundles.of([key(name) for name in names], [PAGE] * len(names), modes)
+        return Lay(self.generation, 0, bundles.hashed([digest(values[name]) for name in names]), TEXT_BYTES, 0.0)
 
     def lay(self, values: dict[int, dict[str, object]]) -> None:
         """These ranks ask for a layout together."""
-        layouts = self.books.lay_out({rank: self.wanted(rank, some) for rank, some in values.items()})
+        layouts = self.books.lay_out({rank: self.wanted(some) for rank, some in values.items()})
         for rank, layout in layouts.items():
-            fresh = [SlotFile(layout.slot_bytes) for _ in range(SLOTS)]
+            fresh = [SlotFile(slot_bytes(layout, TEXT_BYTES)) for _ in range(SLOTS)]
             self.files += fresh
             self.forget(self.books.free_slots(rank, but=()))
             self.books.take_layout(rank, layout, (), fresh)
@@ -79,16 +78,7 @@ class Host:
     def commit(self, rank: int, values: dict[str, object]) -> None:
         number, label = self.writing.pop(rank)
         layout, names = self.layouts[rank], sorted(values)
-        brief = Brief(
-            rank,
-            len(self.ranks),
-            b"".join(key(name) for name in names),
-            np.full(len(names), PAGE, dtype="<i8").tobytes(),
-            np.array([PRIVATE if n[0] == "p" else PLACED if n[0] == "s" else PLAIN for n in names], "<u1").tobytes(),
-            layout.owners.astype("<i4").tobytes(),
-            layout.places.astype("<i8").tobytes(),
-            b"".join(digest(values[name]) for name in names),
-        )
+        brief = Brief(rank, len(self.ranks), layout.hashed([digest(values[name]) for name in names]))
         held = {key(n): values[n] for n, o in zip(names, layout.owners.tolist(), strict=True) if o == rank}
         self.memory[id(self.books.slot(rank, number).file)] = label, held
         self.books.commit(rank, number, label, brief)
@@ -103,10 +93,9 @@ class Host:
         assert kept is not None
         assert kept.brief is not None
         found: dict[str, object] = {}
-        owners = np.frombuffer(kept.brief.owners, "<i4").tolist()
-        keys = [kept.brief.keys[at : at + KEY_BYTES] for at in range(0, len(kept.brief.keys), KEY_BYTES)]
+        bundles = kept.brief.bundles
         for name in names:
-            owner = owners[keys.index(key(name))]
+            owner = int(bundles.owners[bundles.keys.index(key(name))])
             theirs = self.books.find(owner, label)
             assert theirs is not None
             at, held = self.memory[id(theirs.file)]
@@ -155,9 +144,9 @@ def test_ranks_share_what_is_equal_and_a_step_is_confirmed_when_all_have_it(host
     host.start([0, 1])
     values = {rank: values_of(rank, 1) for rank in (0, 1)}
     host.lay(values)
-    sizes = [layout.slot_bytes for layout in host.layouts.values()]
-    everything = host.books.lay_out({0: host.wanted(0, {f"p{n}": n for n in range(4)})})[0].slot_bytes
-    assert max(sizes) < everything
+    everything = host.books.lay_out({0: host.wanted({f"p{n}": n for n in range(4)})})[0]
+    sizes = [slot_bytes(layout, TEXT_BYTES) for layout in host.layouts.values()]
+    assert max(sizes) < slot_bytes(everything, TEXT_BYTES)
     host.begin(0, 1)
     host.commit(0, values[0])
     assert host.books.confirmed is None

@@ -496,7 +496,7 @@ class Gate:
         self.open.set()
         copy = copying.copy
 
-        def gated(*args: Any, **options: Any) -> bytes:
+        def gated(*args: Any, **options: Any) -> list[bytes]:
             if threading.current_thread().name == "transfuse-commit":
                 self.waits.set()
                 assert self.open.wait(SECONDS)

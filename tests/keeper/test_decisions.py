@@ -11,8 +11,9 @@ import pytest
 
 from ring_hosts import TOKEN
 from transfuse._keeper import frames, replicas, ring
-from transfuse._keeper.books import Books, Generation, Wanted
-from transfuse._keeper.bundles import KEY_BYTES, PRIVATE
+from transfuse._keeper.books import Books, Generation
+from transfuse._keeper.bundle_table import KEY_BYTES, PRIVATE, Bundles
+from transfuse._keeper.frames import Lay
 from transfuse._keeper.freeing import Freeing
 from transfuse._keeper.questions import LentSlot, Round, State
 from transfuse._keeper.slots import PAGE, Brief, Label, SlotFile
@@ -114,9 +115,8 @@ class Simulation:
         books, self.at[index] = self.rings[index].stock.books, self.at[index] + 1
         label = Label(self.generation, self.at[index])
         if not self.laid[index]:
-            size = np.array([PAGE], dtype=np.int64)
-            wanted = Wanted([bytes(KEY_BYTES)], size, np.array([PRIVATE], dtype=np.int64), [], 10)
-            layout = books.lay_out({index: wanted})[index]
+            lay = Lay(*label, Bundles.of([bytes(KEY_BYTES)], [PAGE], [PRIVATE]), 10, 0.0)
+            layout = books.lay_out({index: lay})[index]
             # As the keeper does: slots are used again, whatever they hold, or are made anew.
             slot_bytes = SIZES[0] if self.luck() < 0.7 else self._rng.choice(SIZES)
             reused = books.reusable(index, slot_bytes)[-SLOTS:]
@@ -131,10 +131,8 @@ class Simulation:
         if self.luck() < 0.05:
             books.detach(index)
             return
-        sizes = np.array([PAGE], "<i8").tobytes()
-        brief = Brief(
-            index, 1, bytes(KEY_BYTES), sizes, bytes([PRIVATE]), np.array([index], "<i4").tobytes(), sizes, b""
-        )
+        bundles = Bundles.of([bytes(KEY_BYTES)], [PAGE], [PRIVATE])
+        brief = Brief(index, 1, bundles.laid(np.array([index]), np.array([PAGE])))
         file.commit(label, msgspec.msgpack.encode(brief), b"text")
         file.bytes[-PAGE:] = self.at[index] % 251
         books.commit(index, number, label, file.brief())

@@ -39,13 +39,13 @@ def test_what_belongs_to_the_rank_may_look_like_the_state(keeper: Keeper) -> Non
 def test_meshes_of_other_ranks_hold_other_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs of local SGD on one host: same names, shapes and coordinates, other meshes."""
 
-    def keys(ranks: tuple[int, ...]) -> bytes:
+    def keys(ranks: tuple[int, ...]) -> list[bytes]:
         manifest = describe({"w": torch.zeros(4)}, Limits()).manifest
         spec = ["dtensor", 0, DTensorMeta((8,), (1,), (("S", 0),), 0), []]
         monkeypatch.setattr(manifest, "detail", lambda leaf: spec, raising=False)
         manifest.shared = [("cpu", (2,), ranks, None)]  # type: ignore[list-item]
         manifest.coordinates = [(0,)]
-        return bundle(manifest, None, lambda path: False).keys
+        return bundle(manifest, None, lambda path: False)[0].keys
 
     assert keys((0, 1)) == keys((0, 1)) != keys((2, 3))
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper import frames
-from transfuse._keeper.books import Books, Layout, Wanted
-from transfuse._keeper.bundles import KEY_BYTES
-from transfuse._keeper.copying import DIGEST_BYTES
+from transfuse._keeper.books import Books, slot_bytes
+from transfuse._keeper.bundle_table import Bundles
 from transfuse._keeper.frames import Frame
 from transfuse._keeper.freeing import Freeing
-from transfuse._keeper.slots import Label, SlotFile, column, make_slots, round_up
+from transfuse._keeper.slots import Label, SlotFile, make_slots, round_up
 from transfuse._memory.available import free_memory
 from transfuse._report import human_bytes
 
@@ -42,8 +41,8 @@ class Allotment:
         """``changed``: the keeper's lock. ``attached``: the ranks that are attached, now and later."""
         self._changed, self._books, self._freeing, self._attached = changed, books, freeing, attached
         #: By rank: what it wants to commit at which step, and what was decided for it.
-        self._wanted: dict[int, tuple[Label, Wanted]] = {}
-        self._laid: dict[int, Layout] = {}
+        self._wanted: dict[int, frames.Lay] = {}
+        self._laid: dict[int, Bundles] = {}
         #: Ranks that others have waited for, and that have not asked for anything yet.
         self._missed: set[int] = set()
         #: Slots that were reserved before their layout is known; bytes that are being allocated.
@@ -53,21 +52,14 @@ class Allotment:
     def lay(self, tenant: Tenant, lay: frames.Lay) -> tuple[Frame, list[int]]:
         """Decide with the other ranks of the host who holds what, and make the rank's slots."""
         rank = tenant.rank
-        label = Label(lay.generation, lay.step)
-        wanted = Wanted(
-            _split(lay.keys, KEY_BYTES),
-            column(lay.nbytes, "<i8"),
-            column(lay.modes, "<u1"),
-            _split(lay.digests, DIGEST_BYTES),
-            lay.text_bytes,
-        )
+        label = _label(lay)
         until = time.monotonic() + lay.patience
         with self._changed:
             self._laid.pop(rank, None)
             self._missed.discard(rank)
-            self._wanted[rank] = label, wanted
+            self._wanted[rank] = lay
             self._changed.notify_all()
-            partners = self._books.needs_partners(rank, wanted)
+            partners = self._books.needs_partners(rank, lay.bundles)
             while rank not in self._laid and not self._are_here(label, partners) and time.monotonic() < until:
                 absent = [one for one in self._local_ranks() if one != rank and self._leaves_out(one, label)]
                 if absent:
@@ -79,20 +71,21 @@ class Allotment:
                 self._changed.wait(0.1)
             if rank not in self._laid:
                 # This rank is the last to come, or has waited long enough: it decides for all that are here.
-                here = {one: what for one, (of, what) in self._wanted.items() if of == label} if partners else {}
+                here = {rank: lay}
                 if partners:
+                    here |= {one: theirs for one, theirs in self._wanted.items() if _label(theirs) == label}
                     silent = {one for one in self._local_ranks() if not self._books.has_come(one)}
                     self._missed |= silent - set(self._wanted)
-                self._laid.update(self._books.lay_out(here or {rank: wanted}))
+                self._laid.update(self._books.lay_out(here))
                 self._changed.notify_all()
             layout = self._laid.pop(rank)
             self._wanted.pop(rank, None)
-        return self._allocate(tenant, layout)
+        return self._allocate(tenant, layout, slot_bytes(layout, lay.text_bytes))
 
     def _are_here(self, label: Label, partners: bool) -> bool:
         """Whether nobody is to be waited for. Called under the lock."""
         return not partners or all(
-            self._wanted.get(rank, (None,))[0] == label
+            (rank in self._wanted and _label(self._wanted[rank]) == label)
             or rank in self._missed
             or (self._books.has_layout(rank) and (rank not in self._attached or self._books.is_past(rank, label)))
             for rank in self._local_ranks()
@@ -103,28 +96,25 @@ class Allotment:
         if self._books.has_layout(rank):
             return False
         wanted = self._wanted.get(rank)
-        is_further = self._books.is_past(rank, label) if wanted is None else wanted[0] > label
+        is_further = self._books.is_past(rank, label) if wanted is None else _label(wanted) > label
         return rank not in self._attached or is_further
 
     def _local_ranks(self) -> tuple[int, ...]:
         generation = self._books.current()
         return () if generation is None else generation.ranks
 
-    def _allocate(self, tenant: Tenant, layout: Layout) -> tuple[Frame, list[int]]:
+    def _allocate(self, tenant: Tenant, layout: Bundles, nbytes: int) -> tuple[Frame, list[int]]:
         rank = tenant.rank
         with self._changed:
             # What another process may still write to is not used again.
-            reused = self._books.reusable(rank, layout.slot_bytes) if tenant.is_only_writer else []
+            reused = self._books.reusable(rank, nbytes) if tenant.is_only_writer else []
             reused = reused[-tenant.slots :]
             self._freeing.add(self._books.free_slots(rank, reused))
-        new = self._make_files(tenant, layout.slot_bytes, tenant.slots - len(reused))
+        new = self._make_files(tenant, nbytes, tenant.slots - len(reused))
         with self._changed:
             files = [self._books.slot(rank, number).file for number in reused] + new
             first = self._books.take_layout(rank, layout, reused, new)
-        laid = frames.Laid(
-            layout.owners.astype("<i4").tobytes(), layout.places.astype("<i8").tobytes(), len(files), first, self.absent
-        )
-        return laid, [file.fd for file in files]
+        return frames.Laid(layout, first, self.absent), [file.fd for file in files]
 
     def _make_files(self, tenant: Tenant, slot_bytes: int, count: int) -> list[SlotFile]:
         """Slots for a rank. To allocate memory takes time: no lock is held meanwhile."""
@@ -210,5 +200,5 @@ class Allotment:
             self._freeing.add(self._spare.pop(rank))
 
 
-def _split(data: bytes, size: int) -> list[bytes]:
-    return [data[at : at + size] for at in range(0, len(data), size)]
+def _label(lay: frames.Lay) -> Label:
+    return Label(lay.generation, lay.step)

@@ -14,38 +14,15 @@ has left it out (no slot was free when that rank came to it) or because ranks re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from transfuse._keeper.bundles import KEY_BYTES, PLAIN, PRIVATE
-from transfuse._keeper.copying import DIGEST_BYTES
-from transfuse._keeper.frames import Held
-from transfuse._keeper.slots import PAGE, Brief, Label, SlotFile, column, room_for, round_up
+from transfuse._keeper.bundle_table import PLAIN, PRIVATE, Bundles
+from transfuse._keeper.frames import Held, Lay
+from transfuse._keeper.slots import PAGE, Brief, Label, SlotFile, room_for, round_up
 from transfuse._state.region import Ints
-
-
-@dataclass(frozen=True, eq=False)
-class Wanted:
-    """The bundles that a rank wants to commit."""
-
-    keys: Sequence[bytes]
-    nbytes: Ints
-    modes: Ints
-    #: For each bundle its digest; empty if there is none.
-    digests: Sequence[bytes]
-    text_bytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Who holds each bundle of a rank, and where in the rank's own slots it lies (-1: in another rank's)."""
-
-    keys: Sequence[bytes]
-    owners: Ints
-    places: Ints
-    slot_bytes: int
 
 
 @dataclass(eq=False)
@@ -63,15 +40,6 @@ class Kept:
     #: How many readers use it now.
     pins: int = 0
     is_replica: bool = False
-    _own: tuple[Brief, dict[bytes, int]] | None = None
-
-    def own(self) -> dict[bytes, int]:
-        """The bundles that the rank holds itself: from key to number."""
-        assert self.brief is not None
-        if self._own is None or self._own[0] is not self.brief:
-            numbers = np.flatnonzero(column(self.brief.owners, "<i4") == self.rank).tolist()
-            self._own = self.brief, {_part(self.brief.keys, KEY_BYTES, number): number for number in numbers}
-        return self._own[1]
 
 
 @dataclass(frozen=True)
@@ -88,7 +56,7 @@ class Generation:
 @dataclass(eq=False)
 class _Rank:
     slots: dict[int, Kept] = field(default_factory=dict)
-    layout: Layout | None = None
+    layout: Bundles | None = None
     layouts: int = 0
     next_number: int = 0
     #: Keys of bundles that turned out to differ from what another rank holds: this rank keeps its own from now on.
@@ -181,18 +149,19 @@ class Books:
         reached = self._book(rank).reached
         return reached is not None and reached >= label
 
-    def needs_partners(self, rank: int, wanted: Wanted) -> bool:
+    def needs_partners(self, rank: int, bundles: Bundles) -> bool:
         """Whether a rank wants bundles that other ranks may share, and of which nobody knows yet who holds them."""
         book = self._book(rank)
         known = set(book.layout.keys) if book.layout is not None else set()
         return any(
             mode != PRIVATE and key not in known and key not in book.split
-            for key, mode in zip(wanted.keys, wanted.modes.tolist(), strict=True)
+            for key, mode in zip(bundles.keys, bundles.modes.tolist(), strict=True)
         )
 
-    def lay_out(self, wanted: Mapping[int, Wanted]) -> dict[int, Layout]:
+    def lay_out(self, lays: Mapping[int, Lay]) -> dict[int, Bundles]:
         """Decide who holds what, for ranks that ask at the same time. The ranks share the copying."""
-        owners = {rank: np.full(len(one.keys), rank, dtype=np.int64) for rank, one in wanted.items()}
+        wanted = {rank: lay.bundles for rank, lay in lays.items()}
+        owners = {rank: np.full(len(one), rank, dtype=np.int64) for rank, one in wanted.items()}
         load = dict.fromkeys(wanted, 0)
         groups: dict[tuple[bytes, bytes], list[tuple[int, int]]] = {}
         for rank, one in sorted(wanted.items()):
@@ -215,7 +184,7 @@ class Books:
                 owners[rank][number] = owner
                 if rank == owner:
                     load[rank] += int(wanted[rank].nbytes[number])
-        return {rank: _place(rank, one, owners[rank]) for rank, one in wanted.items()}
+        return {rank: _place(rank, lay, owners[rank]) for rank, lay in lays.items()}
 
     def reusable(self, rank: int, slot_bytes: int) -> list[int]:
         """The slots of a rank, by number, that a layout with slots of so many bytes can use, whatever they hold now."""
@@ -230,7 +199,7 @@ class Books:
         book.must_renew = book.must_renew or bool(gone)
         return [self._give_up(book.slots.pop(number)) for number in gone]
 
-    def take_layout(self, rank: int, layout: Layout, reused: Sequence[int], files: Sequence[SlotFile]) -> int:
+    def take_layout(self, rank: int, layout: Bundles, reused: Sequence[int], files: Sequence[SlotFile]) -> int:
         """Use this layout from now on, in slots that are there and in new ones. Returns the first slot's new number."""
         book = self._book(rank)
         book.layout, book.must_renew = layout, False
@@ -447,19 +416,32 @@ class Books:
         kept = self.find(rank, label)
         if kept is None or kept.brief is None:
             return None
-        brief, ranks = kept.brief, {rank}
-        owners, modes = column(brief.owners, "<i4"), column(brief.modes, "<u1")
-        for number in np.flatnonzero(owners != rank).tolist():
-            key, owner = _part(brief.keys, KEY_BYTES, number), int(owners[number])
-            theirs = self.find(owner, label)
-            where = None if theirs is None or theirs.brief is None else theirs.own().get(key)
-            if where is None or theirs is None or theirs.brief is None:
-                return None
-            mine = _part(brief.digests, DIGEST_BYTES, number)
-            if modes[number] == PLAIN and mine != _part(theirs.brief.digests, DIGEST_BYTES, where):
+        ranks = {rank}
+        for _, owner, is_there in self._left_to_others(kept, label):
+            if not is_there:
                 return None
             ranks.add(owner)
         return sorted(ranks)
+
+    def _left_to_others(self, kept: Kept, label: Label) -> Iterator[tuple[bytes, int, bool | None]]:
+        """The bundles of a rank's slot that other ranks hold: key, rank, whether it is there and has the same contents.
+
+        None instead of the last if that rank's slot is not here.
+        """
+        assert kept.brief is not None
+        mine = kept.brief.bundles
+        for number in np.flatnonzero(mine.owners != kept.rank).tolist():
+            key, owner = mine.keys[number], int(mine.owners[number])
+            holder = self.find(owner, label)
+            if holder is None or holder.brief is None:
+                yield key, owner, None
+                continue
+            theirs, where = holder.brief.bundles, holder.brief.own.get(key)
+            yield (
+                key,
+                owner,
+                where is not None and (mine.modes[number] != PLAIN or mine.digest(number) == theirs.digest(where)),
+            )
 
     def is_complete(self, label: Label) -> bool:
         """Whether all ranks of this host have committed a step, and nothing is missing."""
@@ -493,19 +475,9 @@ class Books:
             kept = self.find(rank, label)
             if kept is None or kept.brief is None or book.layout is None:
                 continue
-            brief = kept.brief
-            owners, modes = column(brief.owners, "<i4"), column(brief.modes, "<u1")
-            for number in np.flatnonzero(owners != rank).tolist():
-                key, theirs = _part(brief.keys, KEY_BYTES, number), self.find(int(owners[number]), label)
-                if theirs is None or theirs.brief is None:
-                    continue
-                where = theirs.own().get(key)
-                mine = _part(brief.digests, DIGEST_BYTES, number)
-                if where is None or (
-                    modes[number] == PLAIN and mine != _part(theirs.brief.digests, DIGEST_BYTES, where)
-                ):
-                    book.split.add(key)
-                    book.must_renew = True
+            split = {key for key, _, is_there in self._left_to_others(kept, label) if is_there is False}
+            book.split |= split
+            book.must_renew = book.must_renew or bool(split)
 
     def _book(self, rank: int) -> _Rank:
         return self._ranks.setdefault(rank, _Rank())
@@ -553,14 +525,17 @@ def ranks_and_have(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
 
 
-def _place(rank: int, wanted: Wanted, owners: Ints) -> Layout:
-    start = PAGE + room_for(wanted.text_bytes)
+def _place(rank: int, lay: Lay, owners: Ints) -> Bundles:
+    start = PAGE + room_for(lay.text_bytes)
     places = np.full(len(owners), -1, dtype=np.int64)
     for number in np.flatnonzero(owners == rank).tolist():
         places[number] = start
-        start += round_up(int(wanted.nbytes[number]))
-    return Layout(list(wanted.keys), owners, places, round_up(max(start, 2 * PAGE)))
+        start += round_up(int(lay.bundles.nbytes[number]))
+    return lay.bundles.laid(owners, places)
 
 
-def _part(data: bytes, size: int, number: int) -> bytes:
-    return data[size * number : size * (number + 1)]
+def slot_bytes(layout: Bundles, text_bytes: int) -> int:
+    """How large a slot has to be for a layout and a description."""
+    held = layout.places >= 0
+    ends = (layout.places[held] + layout.nbytes[held]).tolist()
+    return round_up(max(ends, default=PAGE + room_for(text_bytes)))

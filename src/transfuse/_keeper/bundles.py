@@ -1,34 +1,24 @@
 """Bundles: the units in which a state is copied, compared and shared between the ranks of a host.
 
-A bundle is one large storage, or several small ones that follow each other. Its *mode* says on what ground two ranks
-may share one copy of it:
-
-    PLAIN       only if their digests are equal: every rank may have values of its own (BatchNorm)
-    PLACED      DTensors: ranks at the same place of the mesh hold the same shard
-    DECLARED    the caller has declared that all ranks hold the same
-    PRIVATE     never: it belongs to the rank (``own=``)
-
-Bundles with the same key have the same leaves, sizes and layout, and if they are PLACED the same place in the mesh.
+A bundle is one large storage, or several small ones that follow each other. What is known of each is in a table
+(:mod:`.bundle_table`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 
+from transfuse._keeper.bundle_table import DECLARED, PLACED, PLAIN, PRIVATE, Bundles, Storages
 from transfuse._keeper.slots import round_up
 from transfuse._state.leaves.distributed import DTensorMeta
 from transfuse._state.leaves.spec import Spec, is_dtensor
 from transfuse._state.manifest import Manifest
-from transfuse._state.region import Ints
 
-PLAIN, PLACED, DECLARED, PRIVATE = range(4)
-KEY_BYTES = 16
 #: Storages smaller than this are put together, into bundles of about this size.
 BUNDLE_BYTES = 1 << 20
 #: Where a storage may begin in a bundle.
@@ -38,25 +28,7 @@ ALIGNMENT = 64
 IsShared = Callable[[str], bool]
 
 
-@dataclass(frozen=True, eq=False)
-class Bundles:
-    """The bundles of a state, as columns, and the bundle of each storage."""
-
-    keys: bytes
-    nbytes: Ints
-    modes: Ints
-    #: For each storage of the state, then of what belongs to the rank alone: its bundle, and its place in it.
-    of_storage: Ints
-    place: Ints
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-    def key(self, number: int) -> bytes:
-        return self.keys[KEY_BYTES * number : KEY_BYTES * (number + 1)]
-
-
-def bundle(manifest: Manifest, own: Manifest | None, is_shared: IsShared) -> Bundles:
+def bundle(manifest: Manifest, own: Manifest | None, is_shared: IsShared) -> tuple[Bundles, Storages]:
     """Put the storages of a state into bundles."""
     modes, words = _storages(manifest, is_shared, "state")
     sizes = manifest.storages.nbytes.tolist()
@@ -78,13 +50,12 @@ def bundle(manifest: Manifest, own: Manifest | None, is_shared: IsShared) -> Bun
             digest = xxhash.xxh3_128(word)
             result.append((mode, room, digest))
         of_storage.append(len(result) - 1)
-    return Bundles(
-        b"".join(digest.digest() for _, _, digest in result),
-        np.array([nbytes for _, nbytes, _ in result], dtype=np.int64),
-        np.array([mode for mode, _, _ in result], dtype=np.int64),
-        np.array(of_storage, dtype=np.int64),
-        np.array(place, dtype=np.int64),
+    bundles = Bundles.of(
+        [digest.digest() for _, _, digest in result],
+        [nbytes for _, nbytes, _ in result],
+        [mode for mode, _, _ in result],
     )
+    return bundles, Storages.of(of_storage, place)
 
 
 def _storages(manifest: Manifest, is_shared: IsShared, tree: str) -> tuple[list[int], list[bytes]]:

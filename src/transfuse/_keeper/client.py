@@ -21,11 +21,10 @@ from transfuse._errors import TransfuseError, as_utf8
 from transfuse._keeper import commits, copying, frames, rendezvous, restoring, runs
 from transfuse._keeper.attach import attach
 from transfuse._keeper.books import ranks_and_have
+from transfuse._keeper.bundle_table import ROW_BYTES
 from transfuse._keeper.bundles import IsShared, bundle
 from transfuse._keeper.commits import (
     ANSWER_SECONDS,
-    BRIEF_BYTES,
-    NO_SLOT,
     CommitReport,
     Copy,
     Layout,
@@ -38,7 +37,7 @@ from transfuse._keeper.frames import KeeperLost, Link
 from transfuse._keeper.one_call import OneCall
 from transfuse._keeper.own_address import own_address
 from transfuse._keeper.settings import Settings, at_least, is_shared, own_of
-from transfuse._keeper.slots import Label, SlotView, column
+from transfuse._keeper.slots import Label, SlotView
 from transfuse._keeper.unkept import Unkept
 from transfuse._keeper.unrestorable import Unrestorable
 from transfuse._limits import Limits
@@ -495,7 +494,7 @@ class Keep:
     def _begin(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> tuple[Layout, frames.Slot]:
         """The layout for a state, and the slot that the keeper has for it."""
         layout = self._layout
-        if layout is None or layout.structure != structure or not layout.fits(taken.text(layout.bundles)):
+        if layout is None or layout.structure != structure or not layout.fits(taken.text(layout.storages)):
             layout = self._lay(taken, structure, label)
         slot = self._ask(frames.Begin(*label), frames.Slot, ANSWER_SECONDS)
         if slot.renew:
@@ -512,16 +511,12 @@ class Keep:
 
     def _lay(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> Layout:
         own = None if taken.own is None else taken.own.manifest
-        bundles = bundle(taken.described.manifest, own, self._settings.is_shared)
-        nowhere = np.full(len(bundles), -1, dtype=np.int64)
-        digests = copying.copy(taken.memory, bundles, nowhere, NO_SLOT, digests=False)
+        bundles, storages = bundle(taken.described.manifest, own, self._settings.is_shared)
+        digests = copying.copy(taken.memory, bundles, storages, None, digests=False)
         question = frames.Lay(
             *label,
-            bundles.keys,
-            bundles.nbytes.astype("<i8").tobytes(),
-            bundles.modes.astype("<u1").tobytes(),
-            digests,
-            len(taken.text(bundles)) + BRIEF_BYTES * len(bundles),
+            bundles.hashed(digests),
+            len(taken.text(storages)) + ROW_BYTES * len(bundles),
             min(commits.PARTNER_SECONDS, self._seconds / 2),
         )
         self._needs_memory = self._link is not None and not self._link.gone()
@@ -544,9 +539,7 @@ class Keep:
                 os.close(fd)
         before = self._layout
         volatile = before.volatile if before is not None and before.structure == structure else set()
-        self._layout = Layout(
-            structure, bundles, column(laid.owners, "<i4"), column(laid.places, "<i8"), views, volatile
-        )
+        self._layout = Layout(structure, laid.bundles, storages, views, volatile)
         return self._layout
 
     def _volatile(self, taken: Taken, layout: Layout) -> Ints | None:

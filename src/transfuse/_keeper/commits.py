@@ -13,7 +13,8 @@ import numpy as np
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper import copying, frames
-from transfuse._keeper.bundles import BUNDLE_BYTES, PRIVATE, Bundles
+from transfuse._keeper.bundle_table import PRIVATE, ROW_BYTES, Bundles, Storages
+from transfuse._keeper.bundles import BUNDLE_BYTES
 from transfuse._keeper.copying import Memory
 from transfuse._keeper.slots import PAGE, Brief, Label, SlotView, Text
 from transfuse._memory import vm
@@ -24,8 +25,6 @@ from transfuse._state.region import Ints
 
 #: How long a commit waits for the keeper's answer, before training goes on without it.
 ANSWER_SECONDS = 5.0
-#: The most that a brief takes for each bundle, and more than it takes for the rest.
-BRIEF_BYTES = 64
 #: How long a rank that asks for a layout waits for the other ranks of its host, which may share it.
 PARTNER_SECONDS = 5.0
 
@@ -69,8 +68,7 @@ class Layout:
 
     structure: tuple[Any, ...]
     bundles: Bundles
-    owners: Ints
-    places: Ints
+    storages: Storages
     views: dict[int, SlotView]
     #: Storages that may change at any time: they are copied before ``commit`` returns.
     volatile: set[int] = field(default_factory=set)
@@ -79,15 +77,17 @@ class Layout:
 
     def fits(self, text: bytes) -> bool:
         """Whether a description fits in before the first bundle: values may have grown since the layout was made."""
-        held = self.places[self.places >= 0]
+        places = self.bundles.places
+        held = places[places >= 0]
         end = int(held.min()) if len(held) else min(view.nbytes for view in self.views.values())
-        return PAGE + len(text) + BRIEF_BYTES * len(self.bundles) + BRIEF_BYTES <= end
+        return PAGE + len(text) + ROW_BYTES * (len(self.bundles) + 1) <= end
 
     def clear(self, number: int) -> None:
         """Make the padding zero: it is hashed with the storages."""
         if number not in self.clean:
-            bundles = np.flatnonzero((self.places >= 0) & (self.bundles.nbytes <= BUNDLE_BYTES))
-            for start, nbytes in zip(self.places[bundles].tolist(), self.bundles.nbytes[bundles].tolist(), strict=True):
+            places, sizes = self.bundles.places, self.bundles.nbytes
+            small = (places >= 0) & (sizes <= BUNDLE_BYTES)
+            for start, nbytes in zip(places[small].tolist(), sizes[small].tolist(), strict=True):
                 self.views[number].bytes[start : start + nbytes] = 0
             self.clean.add(number)
 
@@ -98,7 +98,7 @@ class Taken:
 
     described: Described
     own: Described | None
-    _text: tuple[Bundles, bytes] | None = None
+    _text: tuple[Storages, bytes] | None = None
 
     @property
     def memory(self) -> Memory:
@@ -114,18 +114,17 @@ class Taken:
             own = self.own.manifest.structure
         return manifest.structure, tuple(manifest.coordinates), own
 
-    def text(self, bundles: Bundles) -> bytes:
-        """The description for a slot with these bundles."""
-        if self._text is None or self._text[0] is not bundles:
+    def text(self, storages: Storages) -> bytes:
+        """The description for a slot whose bundles have these storages."""
+        if self._text is None or self._text[0] is not storages:
             manifest = self.described.manifest
             text = Text(
                 manifest=manifest.encode(),
                 coordinates=list(manifest.coordinates),
                 own=None if self.own is None else self.own.manifest.encode(),
-                bundles=bundles.of_storage.astype("<i4").tobytes(),
-                places=bundles.place.astype("<i8").tobytes(),
+                storages=storages,
             )
-            self._text = bundles, msgspec.msgpack.encode(text)
+            self._text = storages, msgspec.msgpack.encode(text)
         return self._text[1]
 
     def versions(self) -> list[int]:
@@ -155,7 +154,7 @@ class Copy:
     def __init__(self, who: Who, taken: Taken, layout: Layout, number: int, label: Label, report: CommitReport) -> None:
         self._who, self._taken, self._layout = who, taken, layout
         self._slot, self._number, self._label, self._report = layout.views[number], number, label, report
-        self._digests = b""
+        self._digests: list[bytes] = []
         self._later: Ints = np.empty(0, dtype=np.int64)
         self._watch: MutationWatch | None = None
         self._calm = np.empty(0, dtype=bool)
@@ -172,21 +171,21 @@ class Copy:
         layout, memory = self._layout, self._taken.memory
         self._slot.begin(self._label)
         layout.clear(self._number)
-        bundles = layout.bundles
-        held = layout.places >= 0
+        bundles, of_storage = layout.bundles, layout.storages.bundles
+        held = bundles.places >= 0
         self._report.copied_bytes = int(bundles.nbytes[held].sum())
         self._report.shared_bytes = int(bundles.nbytes[~held].sum())
         chosen = np.ones(len(bundles), dtype=bool)
         if at_once is not None:
             chosen = bundles.modes == PRIVATE
-            chosen[bundles.of_storage[at_once]] = True
+            chosen[of_storage[at_once]] = True
             elsewhere = np.flatnonzero((memory.addresses == 0) & (memory.nbytes > 0))
-            chosen[bundles.of_storage[elsewhere]] = True
+            chosen[of_storage[elsewhere]] = True
         self._later = np.flatnonzero(~chosen)
         self._digests = self._copy(np.flatnonzero(chosen))
         if len(self._later):
             manifest = self._taken.described.manifest
-            self._calm = ~chosen[bundles.of_storage[: len(manifest.storages)]][manifest.tensors.storage]
+            self._calm = ~chosen[of_storage[: len(manifest.storages)]][manifest.tensors.storage]
             self._watch = MutationWatch(self._taken.described)
         return not len(self._later)
 
@@ -211,12 +210,12 @@ class Copy:
         self._who.ask(frames.Drop(self._number), frames.Done, ANSWER_SECONDS)
         return False
 
-    def _copy(self, chosen: Ints, workers: int | None = None) -> bytes:
+    def _copy(self, chosen: Ints, workers: int | None = None) -> list[bytes]:
         layout = self._layout
         return copying.copy(
             self._taken.memory,
             layout.bundles,
-            layout.places,
+            layout.storages,
             self._slot,
             digests=self._who.digests,
             only=chosen,
@@ -226,34 +225,14 @@ class Copy:
 
     def finish(self) -> None:
         """Write the marker, and tell the keeper."""
-        layout, bundles = self._layout, self._layout.bundles
-        brief = Brief(
-            rank=self._who.rank,
-            world_size=self._who.world_size,
-            keys=bundles.keys,
-            nbytes=bundles.nbytes.astype("<i8").tobytes(),
-            modes=bundles.modes.astype("<u1").tobytes(),
-            owners=layout.owners.astype("<i4").tobytes(),
-            places=layout.places.astype("<i8").tobytes(),
-            digests=self._digests,
-        )
-        self._slot.commit(self._label, msgspec.msgpack.encode(brief), self._taken.text(bundles))
+        brief = Brief(self._who.rank, self._who.world_size, self._layout.bundles.hashed(self._digests))
+        self._slot.commit(self._label, msgspec.msgpack.encode(brief), self._taken.text(self._layout.storages))
         self._who.ask(frames.Committed(self._number, *self._label), frames.Done, ANSWER_SECONDS)
 
     def drop(self) -> None:
         """What was copied does not count, and the slot is free again."""
         with suppress(TransfuseError):
             self._who.ask(frames.Drop(self._number), frames.Done, ANSWER_SECONDS)
-
-
-class _NoSlot:
-    """Where bundles go that are only hashed."""
-
-    address = 0
-    memory = None
-
-
-NO_SLOT: Any = _NoSlot()
 
 
 @contextmanager

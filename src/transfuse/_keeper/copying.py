@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-from transfuse._keeper.bundles import PLAIN, PRIVATE, Bundles
+from transfuse._keeper.bundle_table import NO_DIGEST, PLAIN, PRIVATE, Bundles, Storages
 from transfuse._keeper.slots import SlotView
 from transfuse._memory import vm
 from transfuse._state.leaves import dense
@@ -24,12 +24,10 @@ from transfuse._state.manifest import Described
 from transfuse._state.mapped_file import MappedFile
 from transfuse._state.region import Ints
 
-DIGEST_BYTES = 16
 #: A block is copied, then hashed while it is in the cache.
 BLOCK_BYTES = 1 << 20
 #: Of what lies on devices and is only hashed, so much is in main memory at once; a small bundle may lie in it whole.
 PIECE_BYTES = 64 * BLOCK_BYTES
-NO_DIGEST = bytes(DIGEST_BYTES)
 
 
 @dataclass(eq=False)
@@ -58,23 +56,25 @@ class Memory:
 def copy(
     memory: Memory,
     bundles: Bundles,
-    places: Ints,
-    slot: SlotView,
+    storages: Storages,
+    slot: SlotView | None,
     *,
     digests: bool,
     only: Ints | None = None,
-    known: bytes = b"",
+    known: Sequence[bytes] = (),
     workers: int | None = None,
-) -> bytes:
+) -> list[bytes]:
     """Copy the bundles that have a place (not -1) into the slot. Return the digests of all bundles, if asked for.
+
+    Without a slot bundles are only hashed.
 
     ``only``: the numbers of the bundles to handle now; for all others, what ``known`` says.
     Without ``digests``, bundles whose equality must be seen are hashed all the same.
     ``workers``: how many threads copy; None: one for each core.
     """
-    work = _Work(memory, bundles, places, slot.address, digests=digests)
+    work = _Work(memory, bundles, storages, slot, digests=digests)
     chosen = np.arange(len(bundles)) if only is None else only
-    passing = work.bring_from_devices(chosen, slot)
+    passing = work.bring_from_devices(chosen)
     _run(list(work.tasks(np.setdiff1d(chosen, passing).tolist())), workers)
     for tasks in work.pieces(passing.tolist()):
         _run(tasks, workers)
@@ -109,29 +109,33 @@ def _hashing(
 
 
 class _Work:
-    def __init__(self, memory: Memory, bundles: Bundles, places: Ints, base: int, *, digests: bool) -> None:
-        self._memory, self._bundles, self._places, self._base = memory, bundles, places, base
+    def __init__(
+        self, memory: Memory, bundles: Bundles, storages: Storages, slot: SlotView | None, *, digests: bool
+    ) -> None:
+        self._memory, self._bundles, self._slot = memory, bundles, slot
+        self._places = np.full(len(bundles), -1) if slot is None else bundles.places
+        self._of_storage, self._place_in_bundle = storages.bundles, storages.places
         modes = bundles.modes
         self._hashes = np.ones(len(bundles), dtype=bool) if digests else (modes == PLAIN)
         self._hashes &= modes != PRIVATE if not digests else True
         self._blocks: list[list[bytes]] = [[] for _ in range(len(bundles))]
         #: The storages of each bundle.
-        order = np.argsort(bundles.of_storage, kind="stable")
-        self._storages = np.split(order, np.searchsorted(bundles.of_storage[order], np.arange(1, len(bundles))))
+        order = np.argsort(self._of_storage, kind="stable")
+        self._storages = np.split(order, np.searchsorted(self._of_storage[order], np.arange(1, len(bundles))))
         self._scratch = threading.local()
         self._elsewhere: Ints = np.flatnonzero((memory.addresses == 0) & (memory.nbytes > 0))
         #: Where storages lie that have been copied from a device for the piece that is hashed now.
         self._copies: dict[int, int] = {}
 
-    def bring_from_devices(self, chosen: Ints, slot: SlotView) -> Ints:
+    def bring_from_devices(self, chosen: Ints) -> Ints:
         """Copy what lies on devices and has a place, on the caller's streams. Return the bundles that have none."""
-        bundles, passing = self._bundles, set()
-        for storage in self._elsewhere[np.isin(bundles.of_storage[self._elsewhere], chosen)].tolist():
-            number = int(bundles.of_storage[storage])
+        passing = set()
+        for storage in self._elsewhere[np.isin(self._of_storage[self._elsewhere], chosen)].tolist():
+            number = int(self._of_storage[storage])
             place = int(self._places[number])
-            if place >= 0:
-                data, start = self._memory.bring(storage), place + int(bundles.place[storage])
-                target = torch.frombuffer(slot.memory, dtype=torch.uint8, count=data.numel(), offset=start)
+            if self._slot is not None and place >= 0:
+                data, start = self._memory.bring(storage), place + int(self._place_in_bundle[storage])
+                target = torch.frombuffer(self._slot.memory, dtype=torch.uint8, count=data.numel(), offset=start)
                 target.copy_(data)
             else:
                 passing.add(number)
@@ -203,7 +207,7 @@ class _Work:
     def _large(self, number: int, storage: int) -> Iterator[Callable[[], None]]:
         source, nbytes = self._source(storage), int(self._memory.nbytes[storage])
         place = int(self._places[number])
-        target = self._base + place if place >= 0 else 0
+        target = self._slot.address + place if self._slot is not None and place >= 0 else 0
         blocks = [NO_DIGEST] * len(range(0, nbytes, BLOCK_BYTES))
         if self._hashes[number]:
             self._blocks[number] = blocks
@@ -226,9 +230,9 @@ class _Work:
         place = int(self._places[number])
 
         def task() -> None:
-            target = self._base + place if place >= 0 else self._empty(nbytes)
+            target = self._slot.address + place if self._slot is not None and place >= 0 else self._empty(nbytes)
             sources = np.array([self._source(storage) for storage in storages.tolist()], dtype=np.int64)
-            sizes, into = self._memory.nbytes[storages], self._bundles.place[storages] + target
+            sizes, into = self._memory.nbytes[storages], self._place_in_bundle[storages] + target
             # What came from a device lies in the slot already.
             chosen = (sources > 0) & (sizes > 0)
             theirs, mine = vm.ranges(sources[chosen], sizes[chosen]), vm.ranges(into[chosen], sizes[chosen])
@@ -250,14 +254,11 @@ class _Work:
         buffer[:nbytes] = 0
         return int(buffer.ctypes.data)
 
-    def result(self, known: bytes) -> bytes:
+    def result(self, known: Sequence[bytes]) -> list[bytes]:
         if not self._hashes.any():
-            return b""
-        result = bytearray(known or bytes(DIGEST_BYTES * len(self._bundles)))
-        for number, blocks in enumerate(self._blocks):
-            if blocks:
-                result[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)] = _join(blocks)
-        return bytes(result)
+            return []
+        known = known or [NO_DIGEST] * len(self._bundles)
+        return [_join(blocks) if blocks else old for blocks, old in zip(self._blocks, known, strict=True)]
 
 
 def _join(blocks: Sequence[bytes]) -> bytes:

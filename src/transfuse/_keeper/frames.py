@@ -17,9 +17,10 @@ from typing import TypeVar
 import msgspec
 
 from transfuse._errors import TransfuseError
+from transfuse._keeper.bundle_table import Bundles
 
 #: The version of what they say.
-VERSION = 3
+VERSION = 4
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
 MAX_DESCRIPTORS = 250
@@ -125,21 +126,17 @@ class Lay(_Frame):
 
     generation: int
     step: int
-    keys: bytes
-    nbytes: bytes
-    modes: bytes
-    digests: bytes
+    bundles: Bundles
+    #: How many bytes the rest of a slot takes: its brief and its description.
     text_bytes: int
     #: How many seconds to wait for the other ranks of this host.
     patience: float
 
 
 class Laid(_Frame):
-    """For each bundle the rank that holds it, and its place in this rank's own slots, or -1."""
+    """The bundles, with who holds each and where in this rank's own slots it lies."""
 
-    owners: bytes
-    places: bytes
-    slots: int
+    bundles: Bundles
     #: The number of the first of these slots.
     first: int
     #: The ranks of this host that others have waited for, and that have not committed anything yet.

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from transfuse._errors import TransfuseError
-from transfuse._keeper.bundles import KEY_BYTES
-from transfuse._keeper.copying import DIGEST_BYTES, digests_at
-from transfuse._keeper.slots import Brief, SlotView, column
+from transfuse._keeper.bundle_table import NO_DIGEST, Bundles
+from transfuse._keeper.copying import digests_at
+from transfuse._keeper.slots import SlotView
 from transfuse._limits import Limits
 from transfuse._state.manifest import Described, Manifest, Wire
 from transfuse._state.region import Ints
@@ -24,7 +24,7 @@ class Restored:
     """A rank's kept state, and what belongs to the rank alone. The slots stay mapped as long as it lives."""
 
     rank: int
-    brief: Brief
+    bundles: Bundles
     state: Described
     own: Described | None
     #: For each bundle, where it lies in this process; for each storage, its bundle.
@@ -33,12 +33,9 @@ class Restored:
 
     def damaged(self) -> list[str]:
         """Paths of the leaves whose bytes have changed since the commit. Empty also if no digests were kept."""
-        if not self.brief.digests:
-            return []
-        nbytes = column(self.brief.nbytes, "<i8")
-        known = [self.brief.digests[at : at + DIGEST_BYTES] for at in range(0, len(self.brief.digests), DIGEST_BYTES)]
-        chosen = np.array([number for number, digest in enumerate(known) if any(digest)], dtype=np.int64)
-        found = digests_at(self.addresses[chosen], nbytes[chosen], self.state.files)
+        known = self.bundles.digests
+        chosen = np.array([number for number, digest in enumerate(known) if digest != NO_DIGEST], dtype=np.int64)
+        found = digests_at(self.addresses[chosen], self.bundles.nbytes[chosen], self.state.files)
         wrong = [int(n) for n, digest in zip(chosen.tolist(), found, strict=True) if digest != known[int(n)]]
         return self.leaves_of(wrong)
 
@@ -59,19 +56,17 @@ def describe_slots(rank: int, slots: Mapping[int, SlotView]) -> Restored:
 
 
 def _describe(rank: int, slots: Mapping[int, SlotView]) -> Restored:
-    brief, text = slots[rank].brief(), slots[rank].text()
-    owners, nbytes = column(brief.owners, "<i4"), column(brief.nbytes, "<i8")
-    where = {one: _places(view.brief(), one) for one, view in slots.items()}
-    keys = [brief.keys[at : at + KEY_BYTES] for at in range(0, len(brief.keys), KEY_BYTES)]
+    text, briefs = slots[rank].text(), {one: view.brief() for one, view in slots.items()}
+    mine = briefs[rank].bundles
     holders: list[SlotView] = []
-    starts = np.zeros(len(keys), dtype=np.int64)
-    for number, (key, owner) in enumerate(zip(keys, owners.tolist(), strict=True)):
+    starts = np.zeros(len(mine), dtype=np.int64)
+    for number, (key, owner) in enumerate(zip(mine.keys, mine.owners.tolist(), strict=True)):
         holders.append(slots[owner])
-        starts[number] = where[owner][key]
-        if not 0 < starts[number] <= slots[owner].nbytes - nbytes[number]:
+        starts[number] = briefs[owner].bundles.places[briefs[owner].own[key]]
+        if not 0 < starts[number] <= slots[owner].nbytes - mine.nbytes[number]:
             raise ValueError("a bundle lies outside its slot")
     base = np.array([holder.address for holder in holders], dtype=np.int64)
-    bundle, place = column(text.bundles, "<i4"), column(text.places, "<i8")
+    bundle, place = text.storages.bundles, text.storages.places
     described: list[Described | None] = []
     first = 0
     for wire, coordinates in ((text.manifest, text.coordinates), (text.own, [])):
@@ -88,16 +83,7 @@ def _describe(rank: int, slots: Mapping[int, SlotView]) -> Restored:
         first += count
     state, own = described
     assert state is not None
-    return Restored(rank, brief, state, own, base + starts, bundle)
-
-
-def _places(brief: Brief, rank: int) -> dict[bytes, int]:
-    """Where the bundles lie that a rank holds itself."""
-    owners, places = column(brief.owners, "<i4"), column(brief.places, "<i8").tolist()
-    return {
-        brief.keys[KEY_BYTES * number : KEY_BYTES * (number + 1)]: places[number]
-        for number in np.flatnonzero(owners == rank).tolist()
-    }
+    return Restored(rank, mine, state, own, base + starts, bundle)
 
 
 def _on_cpu(wire: Wire) -> Wire:

@@ -25,12 +25,12 @@ import numpy as np
 
 from transfuse._errors import StateError, TargetMismatch, TransfuseError, as_utf8
 from transfuse._keeper import frames
-from transfuse._keeper.bundles import KEY_BYTES, PLAIN
-from transfuse._keeper.copying import DIGEST_BYTES, digests_at
+from transfuse._keeper.bundle_table import PLAIN
+from transfuse._keeper.copying import digests_at
 from transfuse._keeper.exchange import Exchange
 from transfuse._keeper.frames import Held, Link
 from transfuse._keeper.restored import Restored, describe_slots
-from transfuse._keeper.slots import Label, SlotView, column
+from transfuse._keeper.slots import Label, SlotView
 from transfuse._options import FetchKeywords
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.holdings import Holdings, Whole
@@ -465,7 +465,7 @@ class Attempt:
         if self._candidate.world_size == self._exchange.size and any(one.own is not None for one in restored.values()):
             return f"what belonged to ranks {self._candidate.missing} alone (own=) is lost"
         for one in restored.values():
-            plain = np.flatnonzero(column(one.brief.modes, "<u1") == PLAIN)
+            plain = np.flatnonzero(one.bundles.modes == PLAIN)
             leaves = one.leaves_of(plain.tolist())
             if leaves:
                 return (
@@ -607,12 +607,8 @@ class Attempt:
 
 def _plain(restored: Restored) -> dict[bytes, bytes]:
     """The digests of the bundles of which every rank may have values of its own."""
-    brief = restored.brief
-    numbers = np.flatnonzero(column(brief.modes, "<u1") == PLAIN).tolist()
-    return {
-        brief.keys[KEY_BYTES * n : KEY_BYTES * (n + 1)]: brief.digests[DIGEST_BYTES * n : DIGEST_BYTES * (n + 1)]
-        for n in numbers
-    }
+    bundles = restored.bundles
+    return {bundles.keys[n]: bundles.digests[n] for n in np.flatnonzero(bundles.modes == PLAIN).tolist()}
 
 
 def _shards(restored: Restored) -> dict[str, tuple[int, list[Block]]]:
@@ -635,12 +631,8 @@ def _shards(restored: Restored) -> dict[str, tuple[int, list[Block]]]:
 
 def _storage_digests(restored: Restored, keys: set[bytes]) -> dict[str, bytes]:
     """The digests of single leaves in these bundles."""
-    brief, state = restored.brief, restored.state
-    chosen = [
-        number
-        for number in range(len(brief.keys) // KEY_BYTES)
-        if brief.keys[KEY_BYTES * number : KEY_BYTES * (number + 1)] in keys
-    ]
+    state = restored.state
+    chosen = [number for number, key in enumerate(restored.bundles.keys) if key in keys]
     manifest = state.manifest
     storages = np.flatnonzero(np.isin(restored.of_storage[: len(manifest.storages)], np.array(chosen, dtype=np.int64)))
     digests = digests_at(state.addresses[storages], manifest.storages.nbytes[storages], state.files)

@@ -1,7 +1,7 @@
 """Slots: files in memory that hold one committed state of one rank each. The keeper makes them, the worker writes them.
 
     header      what the slot holds. Written last: it is the marker that makes a commit count.
-    brief       columns of the bundles: where each lies, who holds it, its digest. All that the keeper reads.
+    brief       the table of the bundles: where each lies, who holds it, its digest. All that the keeper reads.
     described   the manifest: what is needed to restore the state from the bundles
     data        the bundles that this rank has copied itself
 
@@ -18,18 +18,19 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import xxhash
 
+from transfuse._keeper.bundle_table import Bundles, Storages
 from transfuse._state.manifest import Wire
 from transfuse._state.mapped_file import MappedFile
-from transfuse._state.region import Ints
 
 MAGIC = b"TFUSSLOT"
-VERSION = 1
+VERSION = 2
 PAGE = 4096
 EMPTY, WRITING, COMMITTED = range(3)
 
@@ -46,20 +47,18 @@ class Label(NamedTuple):
     step: int
 
 
-class Brief(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The bundles of a slot, as columns of little-endian numbers."""
+class Brief(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, dict=True):
+    """Whose state a slot holds, and the bundles of it: those in this file, and those in other ranks' files."""
 
     rank: int
     world_size: int
-    #: For each bundle: its key (16 bytes), its size (i8), its mode (u1).
-    keys: bytes
-    nbytes: bytes
-    modes: bytes
-    #: For each bundle: the rank that holds it (i4), and its place in this file (i8) if that is this rank.
-    owners: bytes
-    places: bytes
-    #: For each bundle its digest (16 bytes); empty if none was computed.
-    digests: bytes
+    bundles: Bundles
+
+    @cached_property
+    def own(self) -> dict[bytes, int]:
+        """The bundles that lie in this file: from key to number."""
+        keys, owners = self.bundles.keys, self.bundles.owners
+        return {keys[number]: number for number in np.flatnonzero(owners == self.rank).tolist()}
 
 
 class Text(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -68,9 +67,7 @@ class Text(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     manifest: Wire
     coordinates: list[Any]
     own: Wire | None
-    #: For each storage of the state, then of ``own``: its bundle (i4), and its place in the bundle (i8).
-    bundles: bytes
-    places: bytes
+    storages: Storages
 
 
 _brief = msgspec.msgpack.Decoder(Brief)
@@ -215,10 +212,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"the description of a kept state is damaged: {error}") from error
-
-
-def column(data: bytes, code: str) -> Ints:
-    """A column of a brief or a description."""
-    if len(data) % np.dtype(code).itemsize:
-        raise ValueError(f"a column of {len(data)} bytes is no column of {code}")
-    return np.frombuffer(data, dtype=code).astype(np.int64)
