@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import transfuse
 from transfuse._timeouts import Patience
 from transfuse.testing.ranks import ProcessPool, preload
 from wires import over_streams
@@ -23,7 +24,7 @@ preload(
     "torch.distributed.run",
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
-    "transfuse",
+    *(f"transfuse.{home}" for home in transfuse._HOMES),
 )
 
 # Several of these processes share the cores.

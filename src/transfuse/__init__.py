@@ -20,9 +20,16 @@ Modules and packages; each imports only from those above it:
     cli                                the command
 
 Names without an underscore are public; so are testing, for tests of the user's own, and what is listed below.
+
+``import transfuse`` brings the errors, and no torch, which takes a second and a half: the keeper and the command need
+none. The first other name that is used brings all the rest at once, so no later call has to read a module's file, which
+a process that has no descriptor free, or has become another user, could not.
 """
 
-from transfuse import _log
+import importlib
+import typing
+
+from transfuse import _errors, _log
 from transfuse._errors import (
     CorruptData,
     LimitExceeded,
@@ -43,26 +50,25 @@ from transfuse._errors import (
     TransfuseError,
     UnsupportedLeaf,
 )
-from transfuse._heal import heal
-from transfuse._hub.hub import Hub, hub
-from transfuse._keeper import rendezvous
-from transfuse._keeper.client import Keep, keep
-from transfuse._keeper.commits import CommitReport
-from transfuse._keeper.rendezvous import rendezvous_by_default
-from transfuse._keeper.restoring import KeptStep
-from transfuse._progress import Progress
-from transfuse._remote.client import Peeked, fetch, peek
-from transfuse._remote.server import Server, serve
-from transfuse._report import Report
-from transfuse._rules import Concat, MapPath, Rename, Slice, Split
-from transfuse._session.partial import Partial
-from transfuse._state.leaves.codec import MeshDescription
-from transfuse._transport import PGTransport
+from transfuse._keeper import scheme
+
+if typing.TYPE_CHECKING:
+    from transfuse._heal import heal
+    from transfuse._hub.hub import Hub, hub
+    from transfuse._keeper.client import Keep, keep
+    from transfuse._keeper.commits import CommitReport
+    from transfuse._keeper.rendezvous import rendezvous_by_default
+    from transfuse._keeper.restoring import KeptStep
+    from transfuse._progress import Progress
+    from transfuse._remote.client import Peeked, fetch, peek
+    from transfuse._remote.server import Server, serve
+    from transfuse._report import Report
+    from transfuse._rules import Concat, MapPath, Rename, Slice, Split
+    from transfuse._session.partial import Partial
+    from transfuse._state.leaves.codec import MeshDescription
+    from transfuse._transport import PGTransport
 
 __version__ = "0.13.0"
-
-rendezvous.register()
-_log.sign_warnings()
 
 __all__ = [
     "CommitReport",
@@ -108,3 +114,48 @@ __all__ = [
     "rendezvous_by_default",
     "serve",
 ]
+
+#: The modules of the names that need torch, as above.
+_HOMES = {
+    "_heal": ("heal",),
+    "_hub.hub": ("Hub", "hub"),
+    "_keeper.client": ("Keep", "keep"),
+    "_keeper.commits": ("CommitReport",),
+    "_keeper.rendezvous": ("rendezvous_by_default",),
+    "_keeper.restoring": ("KeptStep",),
+    "_progress": ("Progress",),
+    "_remote.client": ("Peeked", "fetch", "peek"),
+    "_remote.server": ("Server", "serve"),
+    "_report": ("Report",),
+    "_rules": ("Concat", "MapPath", "Rename", "Slice", "Split"),
+    "_session.partial": ("Partial",),
+    "_state.leaves.codec": ("MeshDescription",),
+    "_transport": ("PGTransport",),
+}
+
+
+def _adopt(module: typing.Any, names: list[str] | tuple[str, ...]) -> None:
+    """Offer what a module defines. Classes are named as they are found: in tracebacks, and where they are pickled."""
+    for name in names:
+        globals()[name] = found = getattr(module, name)
+        if isinstance(found, type):
+            found.__module__ = __name__
+
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        for home, names in _HOMES.items():
+            _adopt(importlib.import_module(f"{__name__}.{home}"), names)
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_adopt(_errors, _errors.__all__)
+scheme.announce()
+_log.sign_warnings()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-
-import torch.distributed as dist
+import sys
 
 #: What every warning begins with.
 SPEAKER = "transfuse: "
@@ -31,6 +30,7 @@ def _sign(record: logging.LogRecord) -> bool:
 
 def _rank() -> str | None:
     """The rank of this process: its group's, or the launcher's. None: it is no worker."""
-    if dist.is_available() and dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")  # A process that has not imported it has no group.
+    if dist is not None and dist.is_available() and dist.is_initialized():
         return str(dist.get_rank())
     return os.environ.get("RANK")

@@ -240,7 +240,6 @@ def test_only_keys_of_rounds_are_removed(agent: Agent) -> None:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not made a group, and that torchrun has not started."""
-    rendezvous.register()
     monkeypatch.setattr(rendezvous, "_joined", set())
     for name in list(os.environ):
         if name.startswith("TORCHELASTIC_") or name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -263,7 +262,6 @@ def meet(rank: int, world_size: int) -> tuple[Store, int, int]:
 
 
 def test_torch_finds_the_handler(under_torchrun: None, agent: Agent) -> None:
-    rendezvous.register()
     for word in (b"first", b"second"):
         futures = [agent.threads.submit(meet, rank, 2) for rank in range(2)]
         (one, rank, world_size), (other, *_) = [future.result(SECONDS) for future in futures]
@@ -539,7 +537,6 @@ def work(directory: pathlib.Path, deaths: list[Death]) -> None:
         die()
     if moment in ("nonce", "round"):
         rendezvous._check_owner = check_owner
-    rendezvous.register()
     dist.init_process_group("gloo", init_method="transfuse://", timeout=TIMEOUT)
     assert not rendezvous.is_needed()
     if moment == "init":

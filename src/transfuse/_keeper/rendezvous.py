@@ -34,11 +34,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+from torch.distributed.rendezvous import rendezvous
 
 from transfuse._errors import PeerTimeout, TransfuseError
+from transfuse._keeper.scheme import SCHEME
 
-SCHEME = "transfuse"
 #: Torch's own way under torchrun, and its choice where a caller names none.
 ENVIRONMENT = "env://"
 #: How long a rank sleeps between two looks into the store: this at first, and ever longer up to the second.
@@ -46,19 +46,10 @@ MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.002, 0.2
 #: Rank 0 removes at most this many keys of old rounds in one call. What remains waits for the next call.
 MOST_KEYS_REMOVED = 10_000
 
-_registered = False
 #: Whether :func:`form_group` has formed a default group.
 _formed = False
 #: The rounds that this process has joined. Groups that are still in use may have their keys there.
 _joined: set[str] = set()
-
-
-def register() -> None:
-    """Tell torch what ``transfuse://`` means. Calls after the first one do nothing."""
-    global _registered
-    if not _registered:
-        register_rendezvous_handler(SCHEME, _handler)  # type: ignore[no-untyped-call]
-        _registered = True
 
 
 def is_needed() -> bool:
@@ -138,7 +129,7 @@ def rendezvous_by_default() -> None:
 # ------------------------------------------------------------------------------------------ what torch calls
 
 
-def _handler(url: str, timeout: timedelta = default_pg_timeout, **_: object) -> Iterator[tuple[Store, int, int]]:
+def join(url: str, timeout: timedelta = default_pg_timeout, **_: object) -> Iterator[tuple[Store, int, int]]:
     """Yield the store, the rank and the number of ranks, as torch expects of a rendezvous handler."""
     query = parse_qs(urlparse(url).query)
     rank = _number(query, "rank", "RANK")
