@@ -64,6 +64,7 @@ check: $(STAMP)
 # Into build/site. The variable silences an advertisement.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "The site is at file://$(CURDIR)/build/site/index.html"
 
 # What is not installed is listed as absent; `make peers` brings it.
 bench: $(STAMP)

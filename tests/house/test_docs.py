@@ -18,6 +18,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -39,6 +40,9 @@ RUN_ELSEWHERE = {
     "docs/integrations/vllm.md": "integrations/test_vllm.py",
     "docs/hub.md": "hub/test_hub_clients.py",
 }
+
+#: The longest line of code on a page.
+MOST_LETTERS = 120
 
 #: Words that begin a command which is what it says on any machine.
 ANYWHERE = {"cd", "export", "git"}
@@ -302,6 +306,23 @@ def test_the_reference_has_every_public_name() -> None:
         assert f"::: transfuse.{name}\n" in text, name
 
 
+def test_code_fits_the_window() -> None:
+    """`docs/style.css` makes room for this much in a window of 1,280 pixels. What is output is wrapped there."""
+    code = [block for block in BLOCKS if block.kind in ("python", "sh", "json", "toml")]
+    long = [f"{block}: {line}" for block in code for line in block.text.splitlines() if len(line) > MOST_LETTERS]
+    assert not long, "\n".join(long)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda path: path.name)
+def test_pictures_bring_their_own_background(path: pathlib.Path) -> None:
+    """Pages are read in the dark too, and most letters in pictures are black."""
+    picture = ElementTree.parse(path).getroot()
+    first = next(one for one in picture if one.tag.rpartition("}")[2] not in ("title", "defs", "style", "desc"))
+    drawn = {"width": first.get("width"), "height": first.get("height"), "fill": first.get("fill")}
+    _, _, width, height = str(picture.get("viewBox")).split()
+    assert drawn == {"width": width, "height": height, "fill": "#ffffff"}
+
+
 def test_the_site_is_built(tmp_path: pathlib.Path) -> None:
     """As `make docs` does: every warning, also about a link, is an error."""
     from mkdocs.commands.build import build
@@ -309,7 +330,7 @@ def test_the_site_is_built(tmp_path: pathlib.Path) -> None:
 
     config = load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site"))
     build(config)
-    page = (tmp_path / "site" / "api" / "index.html").read_text()
+    page = (tmp_path / "site" / "api.html").read_text()
     for name in transfuse.__all__:
         assert name == "__version__" or f'id="transfuse.{name}"' in page, name
     # What is not rendered would be seen as it stands.
