@@ -24,7 +24,7 @@ from benchmarks.compare.peers import LIMIT, OURS, PEERS, REFERENCE, Peer
 from benchmarks.compare.record import record
 from benchmarks.compare.results import Limit, Move, Outcome
 from benchmarks.compare.run import Begun, measure
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 from transfuse.cli.errors import Command
 from transfuse.cli.options import available_bytes
 from transfuse.cli.tables import Lines

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.compare.peers import LIMIT, OURS, REFERENCE, Peer
 from benchmarks.compare.results import Limit, Outcome, Result
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 
 __all__ = ["show_absent", "show_limits", "show_notes", "show_outcome"]
 

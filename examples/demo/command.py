@@ -21,7 +21,7 @@ from examples.demo.screen import Screen
 from examples.demo.summary import conclude, conclude_kept
 from examples.demo.words import Settings
 
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 from transfuse.cli.errors import Command, Failed
 from transfuse.cli.options import available_bytes
 from transfuse.testing.ranks import RanksFailed

@@ -9,7 +9,7 @@ from examples.demo.outcome import PARTS, Outcome, Recovery, mean_losses
 from examples.demo.run import Event
 from examples.demo.words import Begun, Done, Formed, Healed, Healing, Killed, Left, Ready, Started
 
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 
 __all__ = ["draw"]
 

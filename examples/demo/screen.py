@@ -32,7 +32,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 from transfuse.cli.tables import Lines
 
 __all__ = ["Screen", "spark"]

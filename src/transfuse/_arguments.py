@@ -183,14 +183,6 @@ def check_text(name: str, value: object, takes: str) -> None:
         raise _wrong(name, takes, value)
 
 
-def check_token(token: object, name: str = "token") -> None:
-    """Refuse what is neither text nor bytes, and what is empty."""
-    if not isinstance(token, str | bytes):
-        raise TypeError(f"{name} takes text or bytes, got {type(token).__name__}")  # Never show what it holds.
-    if not token:
-        raise ValueError(f"{name} is empty: leave it out, or make one with secrets.token_hex(32)")
-
-
 def _wrong(name: str, takes: str, value: object, instead: str = "") -> TypeError:
     return TypeError(f"{name} takes {takes}, got {_got(value)}" + (f": {instead}" if instead else ""))
 

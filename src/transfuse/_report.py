@@ -13,15 +13,7 @@ from torch.autograd import profiler
 
 from transfuse._errors import as_utf8
 from transfuse._phases import CARRYING, Direction, Phase, trace_name
-
-
-def human_bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
-
+from transfuse._sizes import human_bytes
 
 #: The most characters of an error in a log line or a table. The whole text is in ``error`` and ``failed``.
 MOST_LETTERS = 200

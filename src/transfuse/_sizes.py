@@ -159,3 +159,11 @@ class Sizes:
         """How many bytes of a source's memory are read before the lease is checked."""
         most = self.READ_BYTES if same_host else self.REMOTE_READ_BYTES
         return most if rate is None else min(most, int(rate * self._timeout / 8))
+
+
+def human_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

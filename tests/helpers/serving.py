@@ -19,10 +19,11 @@ import torch
 from benchmarks.hosts import settle
 
 import transfuse
-from transfuse._remote.ends import READER, ServedStream, ToServer
+from transfuse._remote.ends import ServedStream, ToServer
 from transfuse._wire.handshake import (
     HELLO_BYTES,
     MAGIC,
+    READER,
     VERSION,
     Come,
     ControlConnection,

@@ -30,7 +30,7 @@ from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, snapshot,
 from transfuse._errors import StateError, TransfuseError
 from transfuse._keeper import allotment, client, restored, restoring, runs
 from transfuse._keeper.attach import SOCKET_NAME
-from transfuse._keeper.files import HELD_NAME
+from transfuse._keeper.files import HELD_NAME, TOKEN_NAME
 from transfuse._keeper.process import Keeper
 from transfuse.testing.ranks import ProcessPool
 
@@ -626,6 +626,24 @@ def test_a_keeper_is_frozen_and_shouted_at_and_its_socket_is_deleted(
         job.start(same(*states))
         assert job.restore() == step + 1
         assert keepers_in(home.base) == [pid]
+
+
+@pytest.mark.processes
+def test_a_keeper_runs_without_torch_until_somebody_reads_from_it(home: Home) -> None:  # noqa: F811
+    commit(2, 1, 2)
+    (pid,) = keepers_in(home.base)
+    maps = pathlib.Path(f"/proc/{pid}/maps")
+    targets = [state_of(9, 0) for _ in range(2)]
+    with Job(2) as job:
+        job.start(same(*targets))
+        assert job.restore() == 2
+        assert exact(targets, [state_of(rank, 2) for rank in range(2)])
+        assert job.commit(3) == ["committed"] * 2
+    assert "libtorch" not in maps.read_text()
+    token = (home.directory("job") / TOKEN_NAME).read_text()
+    # It may take longer than a reader's timeout to import torch. The reader is told to wait.
+    assert exact(transfuse.fetch(home.status()["address"], token=token, timeout=1), targets[0])
+    assert "libtorch" in maps.read_text()
 
 
 JOB = """

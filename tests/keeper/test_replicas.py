@@ -16,7 +16,7 @@ import pytest
 
 import transfuse
 from ring_hosts import NBYTES, SECONDS, TOKEN, Job, contents, until
-from transfuse._keeper import door, frames, replicas
+from transfuse._keeper import door, frames, replicas, transfers
 from transfuse._keeper.questions import Answer, Lend, LentSlot, Question
 from transfuse._keeper.slots import PAGE, Label, room_for
 from transfuse._wire.handshake import connect, key_of
@@ -53,7 +53,7 @@ def test_a_step_is_confirmed_only_when_it_is_replicated_everywhere(job: Job, mon
         assert allowed.wait(SECONDS)
         return fetch(*arguments, **named)
 
-    monkeypatch.setattr(replicas, "fetch", wait_and_fetch)
+    monkeypatch.setattr(transfers, "fetch", wait_and_fetch)
     for _ in range(2):
         job.add_host()
     workers = job.meet([0, 1], slots=3)
@@ -79,7 +79,7 @@ def test_two_replicas_share_a_rate_limit(job: Job, monkeypatch: pytest.MonkeyPat
         served.append((named["step"], named["max_bytes_per_second"]))
         return serve(*arguments, **named)
 
-    monkeypatch.setattr(replicas, "serve", note_and_serve)
+    monkeypatch.setattr(transfers, "serve", note_and_serve)
     for _ in range(3):
         job.add_host()
     workers = job.meet([0, 1, 2], replicas=2, rate=8e6)
@@ -145,7 +145,7 @@ def test_a_restart_in_the_middle_of_a_pull_abandons_it_and_leaves_the_confirmed_
         named["progress"]({})
         raise AssertionError("the pull was not abandoned")
 
-    monkeypatch.setattr(replicas, "fetch", tear)
+    monkeypatch.setattr(transfers, "fetch", tear)
     for _ in range(2):
         job.add_host()
     job.meet([0, 1])

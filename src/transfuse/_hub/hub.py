@@ -19,7 +19,7 @@ from transfuse._hub.http_server import END_SECONDS, HttpServer
 from transfuse._hub.repository import Repository
 from transfuse._hub.sources import LiveSource, ServerSource, Source
 from transfuse._remote.live_state import LiveState
-from transfuse._wire.handshake import join_address, split_address
+from transfuse._wire.handshake import check_token, join_address, split_address
 
 logger = logging.getLogger("transfuse")
 
@@ -85,7 +85,7 @@ def hub(
     if step is not None:
         raise ValueError("step= belongs to a state of this process: servers tell their own")
     if server_token is not None:
-        _arguments.check_token(server_token, "server_token")
+        check_token(server_token, "server_token")
     source = ServerSource.at(addresses, server_token, prefix=prefix, max_shard_bytes=shard_bytes, seconds=seconds)
     return Hub(source, settings)
 
@@ -134,7 +134,7 @@ class Settings:
             raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
         self.name, self.host, self.port, self.seconds = name, host, _arguments.whole("port", port), seconds
         if token is not None:
-            _arguments.check_token(token)
+            check_token(token)
         self.token = token.encode() if isinstance(token, str) else token
         if self.token is not None and not re.fullmatch(rb"[\x21-\x7e]+", self.token):
             raise ValueError(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from urllib.parse import quote
 
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 
 #: The most files that the page lists.
 MAX_LISTED = 1000

@@ -15,7 +15,7 @@ from transfuse._keeper.frames import Frame
 from transfuse._keeper.freeing import Freeing
 from transfuse._keeper.slots import Label, SlotFile, make_slots, round_up
 from transfuse._memory.available import free_memory
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from transfuse._keeper import copying, frames
 from transfuse._keeper.bundle_table import PRIVATE, ROW_BYTES, Bundles, Storages
 from transfuse._keeper.bundles import BUNDLE_BYTES
 from transfuse._keeper.copying import Memory
-from transfuse._keeper.slots import PAGE, Brief, Label, SlotView, Text
+from transfuse._keeper.restored import Text
+from transfuse._keeper.slots import PAGE, Brief, Label, SlotView
 from transfuse._memory import vm
 from transfuse._memory.mutation import MutationWatch
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 from transfuse._state.manifest import Described
 from transfuse._state.region import Ints
 

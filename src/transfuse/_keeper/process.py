@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from transfuse._errors import TransfuseError
+from transfuse._errors import TransfuseError, as_utf8
 from transfuse._keeper import files, frames
 from transfuse._keeper.allotment import Allotment, Tenant
 from transfuse._keeper.attach import CANNOT_WRITE, SOCKET_NAME, Lock, cannot_write
@@ -35,8 +35,12 @@ from transfuse._keeper.ring import Ring
 from transfuse._keeper.runs import RUN_FILE, Process, Run, remake_directory
 from transfuse._keeper.slots import Label
 from transfuse._keeper.worker import Worker, uid_of
-from transfuse._remote.live_state import AskedState
-from transfuse._remote.server import serve
+from transfuse._timeouts import Patience
+from transfuse._wire.handshake import READER, WAIT_SECONDS, ControlConnection, Refused, Wait, key_of
+from transfuse._wire.listener import Listener
+
+if TYPE_CHECKING:
+    from transfuse._remote.server import Server
 
 logger = logging.getLogger("transfuse.keeper")
 
@@ -100,13 +104,22 @@ class Keeper:
         with suppress(FileNotFoundError):
             self._note = (directory / RUN_FILE).read_bytes()
         lock.note(os.getpid())
-        self._server = serve(
-            AskedState(self._readers.newest, self._readers.newest_step, SERVE_SECONDS), token=self.token, same_host=True
+        #: Where readers come, and what answers them once the first has come.
+        self._listener = Listener(
+            ("127.0.0.1", 0),
+            key_of(self.token),
+            self._attend,
+            name="server",
+            rank=READER,
+            prove_seconds=Patience(SERVE_SECONDS).handshake,
         )
+        self._server: Server | None = None
+        self._serving = threading.Lock()
+        self._listener.start()
         try:
             self._socket = self._bind()
         except BaseException:
-            self._server.close(cancel=True)
+            self._listener.close(cancel=True)
             raise
 
     def _bind(self) -> socket.socket:
@@ -116,7 +129,7 @@ class Keeper:
             Link.to(str(path), ANSWER_SECONDS).close()
             raise TransfuseError(f"another keeper listens at {path}")
         files.write(self.directory, files.TOKEN_NAME, self.token)
-        files.write(self.directory, files.ADDRESS_NAME, self._server.address)
+        files.write(self.directory, files.ADDRESS_NAME, self.address)
         with suppress(FileNotFoundError):
             path.unlink()  # Of a keeper that was killed: nobody listens there.
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -206,15 +219,18 @@ class Keeper:
     @property
     def address(self) -> str:
         """Where readers on this host find the newest complete step."""
-        return self._server.address
+        return self._listener.address
 
     def close(self) -> None:
+        self._over.set()
         self._remove_files()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the thread that listens.
         self._socket.close()
         self.ring.close()
-        self._server.close(cancel=True)
+        with self._serving:
+            server = self._server
+        (server or self._listener).close(cancel=True)
 
     def _remove_files(self) -> None:
         """Remove the directory and what is in it, and give the lock back. Another keeper's files are left alone.
@@ -382,7 +398,7 @@ class Keeper:
             worker.agent = agent
             worker.hello = self._hello = hello
             self._changed.notify_all()
-            return frames.Welcome(self.token, self.books.generation, self._server.address, os.getpid())
+            return frames.Welcome(self.token, self.books.generation, self.address, os.getpid())
 
     def _end_for(self, worker: Worker) -> None:
         """A process that has closed begins another training: this keeper ends, once all ranks have closed."""
@@ -570,13 +586,17 @@ class Keeper:
 
     def _serve(self, worker: Worker, question: frames.Serve) -> Frame:
         """Serve every rank's state of a step that is whole here, for workers on other hosts."""
+        from transfuse._keeper import transfers
+
         label = Label(question.generation, question.step)
         addresses = []
         for rank in self._readers.ranks_of(label):
             restored = self._readers.pin(worker.pinned, rank, label)
             if restored is None:
                 continue
-            served = partial(serve, host=question.host, token=question.token, max_readers=16, timeout=SERVE_SECONDS)
+            served = partial(
+                transfers.serve, host=question.host, token=question.token, max_readers=16, timeout=SERVE_SECONDS
+            )
             server = served(restored.state, step=label.step)
             worker.servers.append(server)
             own = ""
@@ -585,6 +605,32 @@ class Keeper:
                 own = worker.servers[-1].address
             addresses.append(Address(rank, server.address, own))
         return frames.Serving(addresses)
+
+    def _attend(self, control: ControlConnection) -> None:
+        """Answer a reader that has proved the token. The first one waits until torch is imported, and is told so."""
+        made = threading.Thread(target=self._make_server, name="transfuse-keeper-server", daemon=True)
+        try:
+            if self._server is None:
+                made.start()
+            while made.is_alive():
+                control.send(Wait(), SERVE_SECONDS)
+                made.join(WAIT_SECONDS)
+            if self._server is None:
+                cause = "the keeper ends just now" if self._over.is_set() else "torch failed: see the keeper's log"
+                control.send(Refused("TransfuseError", cause), SERVE_SECONDS)
+                return
+        except TransfuseError as error:
+            logger.warning("reader %s: %s", control.name, as_utf8(str(error)))
+            return
+        self._server.answer(control)
+
+    def _make_server(self) -> None:
+        from transfuse._keeper import transfers
+
+        with self._serving:
+            if self._server is None and not self._over.is_set():
+                newest, step = self._readers.newest, self._readers.newest_step
+                self._server = transfers.serve_newest(self._listener, self.token, newest, step, SERVE_SECONDS)
 
     def _done(self, worker: Worker, _: frames.Done) -> Frame:
         self._release(worker)
@@ -616,7 +662,7 @@ class Keeper:
             newest = books.newest_complete()
             return {
                 "pid": os.getpid(),
-                "address": self._server.address,
+                "address": self.address,
                 "directory": str(self.directory),
                 "generation": books.generation,
                 "attached": sorted(self._workers),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper.books import Books, Kept
-from transfuse._keeper.restored import Restored, describe_slots
 from transfuse._keeper.slots import Label
+
+if TYPE_CHECKING:
+    from transfuse._keeper.restored import Restored
 
 
 class Readers:
@@ -23,6 +26,8 @@ class Readers:
 
     def pin(self, pinned: list[Kept], rank: int, label: Label) -> Restored | None:
         """A rank's state as it lies in the slots; None if it is not whole. The slots are pinned: see ``pinned``."""
+        from transfuse._keeper import transfers
+
         with self._changed:
             needed = self._books.needed_for(rank, label)
             if needed is None:
@@ -34,7 +39,7 @@ class Readers:
                 kept.pins += 1
                 pinned.append(kept)
                 views[one] = kept.file
-        return describe_slots(rank, views)
+        return transfers.describe_slots(rank, views)
 
     def unpin(self, pinned: list[Kept]) -> None:
         with self._changed:

@@ -28,9 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper import frames
@@ -38,21 +36,19 @@ from transfuse._keeper.books import Books, Kept
 from transfuse._keeper.door import ASK_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, ask
 from transfuse._keeper.freeing import Freeing
 from transfuse._keeper.questions import Lend, Lent, LentSlot, Refill
-from transfuse._keeper.slots import PAGE, Brief, Label, SlotView, make_slots
-from transfuse._limits import Limits
-from transfuse._options import slowest_rate
+from transfuse._keeper.slots import Brief, Label, SlotView, make_slots
 from transfuse._progress import Progress
-from transfuse._remote.client import fetch
-from transfuse._remote.server import Server, serve
-from transfuse._report import Report, human_bytes
+from transfuse._sizes import human_bytes
 from transfuse._wire.handshake import ControlConnection, connect, key_of
+
+if TYPE_CHECKING:
+    from transfuse._remote.server import Server
+    from transfuse._report import Report
 
 logger = logging.getLogger("transfuse.keeper")
 
 #: How often a puller looks for an agreed step, if nothing wakes it.
 LOOK_SECONDS = 0.2
-#: How long a pull may go without progress. More if the rate is so low that a parcel takes longer.
-PULL_SECONDS = 30.0
 #: The bytes of a slot's header.
 HEAD_BYTES = 64
 #: The most slots in one answer. Each takes up to 90 bytes of a frame, which holds 16 KiB (`handshake.MAX_FRAME_BYTES`).
@@ -144,20 +140,6 @@ class Stock:
             logger.warning("no replicas on this host, steps are confirmed without them: %s", str(error))
 
 
-def _name(rank: int) -> str:
-    return f"slot {rank}"
-
-
-def _bytes_of(view: SlotView) -> torch.Tensor:
-    """All but the header."""
-    return torch.frombuffer(view.memory, dtype=torch.uint8, offset=PAGE)
-
-
-def _patience(rate: float | None) -> float:
-    """How long a pull may go without progress: several parcels' time at this rate."""
-    return PULL_SECONDS if rate is None else max(PULL_SECONDS, 2 * slowest_rate(Limits.from_environment(), 1.0) / rate)
-
-
 # ---------------------------------------------------------------------------------------------------------- lending
 
 
@@ -218,19 +200,12 @@ class Loans:
             self.stock.unpin(kept.values())
 
     def _serve(self, label: Label, kept: Mapping[int, Kept], host: str) -> Loan:
+        from transfuse._keeper import transfers
+
         # Mappings of our own: they may outlive the slots.
         views = {rank: SlotView(one.file.fd, writable=False) for rank, one in kept.items()}
         token = secrets.token_hex(32)
-        server = serve(
-            {_name(rank): _bytes_of(view) for rank, view in views.items()},
-            host=host,
-            token=token,
-            step=label.step,
-            timeout=_patience(self.rate),
-            max_bytes_per_second=self.rate,
-            same_host=False,
-            verify=True,
-        )
+        server = transfers.serve_slots(views, host, token, label.step, self.rate)
         slots = [LentSlot(rank, view.nbytes, bytes(view.memory[:HEAD_BYTES])) for rank, view in views.items()]
         with self.stock.changed:
             for one in kept.values():
@@ -291,6 +266,8 @@ class Puller:
 
     def run(self) -> None:
         """Pull, until ``stopped``."""
+        if self._sources:
+            from transfuse._keeper import transfers  # noqa: F401 - now: it takes a while, and the lender needs it, too
         pause, has_complained = FIRST_PAUSE, False
         while not self._stopped.is_set():
             label = self.wanted()
@@ -389,35 +366,32 @@ class Puller:
         }
 
     def _fetch(self, source: int, lent: Lent, chosen: Mapping[int, Kept], label: Label) -> Report:
+        from transfuse._keeper import transfers
+
         views = {rank: SlotView(kept.file.fd, writable=True) for rank, kept in chosen.items()}
         # An older replica ends here: its header goes first, and the new one comes last.
         is_old = all(view.contents() is not None for view in views.values())
         for view in views.values():
             view.memory[:HEAD_BYTES] = bytes(HEAD_BYTES)
         habit = self._habits.setdefault(source, _Habit())
-        reports: list[Report] = []
 
         def look(_: Mapping[int, Progress]) -> None:
             if self._stopped.is_set() or not self._is_wanted(label):
                 raise _Abandoned(f"step {label.step} is no longer wanted")
 
         compares = is_old and habit.compares()
-        fetch(
+        report = transfers.fetch_slots(
             lent.address,
-            {_name(rank): _bytes_of(view) for rank, view in views.items()},
+            views,
             token=lent.token,
             step=label.step,
-            timeout=_patience(self._peers.rate),
-            on_report=reports.append,
-            delta=compares,
-            same_host=False,
-            verify=True,
-            strict=True,
-            progress=look,
+            rate=self._peers.rate,
+            compares=compares,
+            look=look,
         )
-        habit.learn(reports[0], compares)
+        habit.learn(report, compares)
         self._count(lent.slots, views, chosen, label)
-        return reports[0]
+        return report
 
     def _count(
         self, lent: Sequence[LentSlot], views: Mapping[int, SlotView], chosen: Mapping[int, Kept], label: Label

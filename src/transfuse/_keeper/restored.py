@@ -11,12 +11,24 @@ import numpy as np
 import torch
 
 from transfuse._errors import TransfuseError
-from transfuse._keeper.bundle_table import NO_DIGEST, Bundles
+from transfuse._keeper.bundle_table import NO_DIGEST, Bundles, Storages
 from transfuse._keeper.copying import digests_at
-from transfuse._keeper.slots import SlotView
+from transfuse._keeper.slots import SlotView, decode
 from transfuse._limits import Limits
 from transfuse._state.manifest import Described, Manifest, Wire
 from transfuse._state.region import Ints
+
+
+class Text(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The description of a slot's state, and of what belongs to the rank alone (``own``)."""
+
+    manifest: Wire
+    coordinates: list[Any]
+    own: Wire | None
+    storages: Storages
+
+
+_text = msgspec.msgpack.Decoder(Text)
 
 
 @dataclass(eq=False)
@@ -56,7 +68,8 @@ def describe_slots(rank: int, slots: Mapping[int, SlotView]) -> Restored:
 
 
 def _describe(rank: int, slots: Mapping[int, SlotView]) -> Restored:
-    text, briefs = slots[rank].text(), {one: view.brief() for one, view in slots.items()}
+    text: Text = decode(_text, slots[rank].text())
+    briefs = {one: view.brief() for one, view in slots.items()}
     mine = briefs[rank].bundles
     holders: list[SlotView] = []
     starts = np.zeros(len(mine), dtype=np.int64)

@@ -25,8 +25,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from transfuse._keeper.bundle_table import Bundles, Storages
-from transfuse._state.manifest import Wire
+from transfuse._keeper.bundle_table import Bundles
 from transfuse._state.mapped_file import MappedFile
 
 MAGIC = b"TFUSSLOT"
@@ -61,17 +60,7 @@ class Brief(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
         return {keys[number]: number for number in np.flatnonzero(owners == self.rank).tolist()}
 
 
-class Text(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The description of a slot's state, and of what belongs to the rank alone (``own``)."""
-
-    manifest: Wire
-    coordinates: list[Any]
-    own: Wire | None
-    storages: Storages
-
-
 _brief = msgspec.msgpack.Decoder(Brief)
-_text = msgspec.msgpack.Decoder(Text)
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
@@ -141,18 +130,17 @@ class SlotView:
     def brief(self) -> Brief:
         """The slot's brief. ``ValueError`` if the slot holds nothing or is damaged."""
         contents = self._checked()
-        brief: Brief = _decode(_brief, self.memory[PAGE : PAGE + contents.brief_bytes])
+        brief: Brief = decode(_brief, self.memory[PAGE : PAGE + contents.brief_bytes])
         return brief
 
-    def text(self) -> Text:
+    def text(self) -> bytes:
         """The slot's description, of which every byte is checked. ``ValueError`` as above."""
         contents = self._checked()
         start = PAGE + contents.brief_bytes
         brief, data = self.memory[PAGE:start], self.memory[start : start + contents.text_bytes]
         if _digest(brief, data) != contents.digest:
             raise ValueError("the description of a kept state is damaged: its digest is wrong")
-        text: Text = _decode(_text, data)
-        return text
+        return data
 
     def _checked(self) -> Contents:
         contents = self.contents()
@@ -207,7 +195,7 @@ def _digest(brief: bytes, text: bytes) -> int:
     return digest.intdigest()
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
+def decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

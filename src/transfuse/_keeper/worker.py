@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import struct
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from transfuse._keeper import frames
 from transfuse._keeper.books import Kept
 from transfuse._keeper.frames import Link
 from transfuse._keeper.runs import Process
-from transfuse._remote.server import Server
+
+if TYPE_CHECKING:
+    from transfuse._remote.server import Server
 
 
 class Worker:

@@ -21,7 +21,7 @@ from transfuse._errors import PeerTimeout, ProtocolError, ReceiveFailed, Transfu
 from transfuse._limits import Limits
 from transfuse._options import FetchKeywords, check_names
 from transfuse._plan.catalogue import Late
-from transfuse._remote.ends import READER, ReaderEnd, ServedStream, Servers, ToServer
+from transfuse._remote.ends import ReaderEnd, ServedStream, Servers, ToServer
 from transfuse._remote.in_process import InProcess
 from transfuse._report import Report
 from transfuse._session import receive_from_one, threads
@@ -35,7 +35,16 @@ from transfuse._transport import PGTransport, check_resume
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
 from transfuse._wire.group import OFFER_TAG, Group
-from transfuse._wire.handshake import WAIT_SECONDS, Come, ControlConnection, Ready, connect, key_of, split_address
+from transfuse._wire.handshake import (
+    READER,
+    WAIT_SECONDS,
+    Come,
+    ControlConnection,
+    Ready,
+    connect,
+    key_of,
+    split_address,
+)
 from transfuse._wire.messages import Message
 
 logger = logging.getLogger("transfuse")

@@ -13,12 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from transfuse._wire.group import WorkLike
-from transfuse._wire.handshake import ControlConnection
+from transfuse._wire.handshake import SERVER, ControlConnection
 from transfuse._wire.meeting import Expected, Meeting, dial
 from transfuse._wire.messages import Place
 from transfuse._wire.stream import Stream
-
-SERVER, READER = 0, 1
 
 
 class AtServer:

@@ -14,10 +14,10 @@ from typing import Self
 import torch
 
 from transfuse._errors import TransfuseError, as_utf8
-from transfuse._remote.ends import READER, SERVER
 from transfuse._state.manifest import Described
 from transfuse._transport import PGTransport
 from transfuse._wire.group import WorkLike
+from transfuse._wire.handshake import READER, SERVER
 from transfuse._wire.loopback import Loopback
 
 logger = logging.getLogger("transfuse")

@@ -22,21 +22,19 @@ from transfuse import _arguments
 from transfuse._errors import PeerLost, PeerTimeout, SendFailed, StateError, TransfuseError, as_utf8
 from transfuse._options import ServeKeywords, check_names
 from transfuse._progress import Progress
-from transfuse._remote.ends import READER, AtServer, ServedStream, Servers, server_end
+from transfuse._remote.ends import AtServer, ServedStream, Servers, server_end
 from transfuse._remote.live_state import LiveState
 from transfuse._remote.rwlock import RWLock
 from transfuse._report import Report
 from transfuse._session.remembered import Remembered
 from transfuse._timeouts import Patience
 from transfuse._transport import PGTransport
-from transfuse._wire.handshake import WAIT_SECONDS, Come, ControlConnection, Join, Ready, Refused, Wait, key_of
+from transfuse._wire.handshake import READER, WAIT_SECONDS, Come, ControlConnection, Join, Ready, Refused, Wait, key_of
 from transfuse._wire.listener import Listener
 
 logger = logging.getLogger("transfuse")
 
 MAX_PORT = 65535
-#: The server logs at most one warning about strangers in so many seconds.
-COMPLAINT_SECONDS = 1.0
 #: How long the end of the interpreter waits for readers to be told.
 END_SECONDS = 3.0
 
@@ -103,8 +101,10 @@ class Server:
         step: SupportsIndex | Callable[[], SupportsIndex | None] | None,
         max_readers: int,
         on_report: Callable[[Report], object] | None,
+        listener: Listener | None = None,
         **options: Unpack[ServeKeywords],
     ) -> None:
+        """``listener``: one that listens already, and brings each connection to :meth:`answer`; None: make one."""
         max_readers = _arguments.whole("max_readers", max_readers)
         if max_readers < 1:
             raise ValueError(f"max_readers must be at least 1, got {max_readers}")
@@ -130,20 +130,19 @@ class Server:
         self._streams: weakref.WeakSet[ServedStream] = weakref.WeakSet()
         #: Further connections of readers.
         self._meeting = AtServer()
-        self._complained_at = float("-inf")
         if not 0 <= _arguments.whole("port", port) <= MAX_PORT:
             raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
-        self._listener = Listener(
+        self._listener = listener or Listener(
             (host, port),
             self._key,
-            self._answer,
+            self.answer,
             name="server",
             rank=READER,
             prove_seconds=Patience(self._seconds).handshake,
-            complain=self._complain,
         )
         self._address = self._listener.address
-        self._listener.start()
+        if listener is None:
+            self._listener.start()
         self._process = os.getpid()
         atexit.register(self._end)
 
@@ -210,7 +209,7 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------- connections
 
-    def _answer(self, control: ControlConnection) -> None:
+    def answer(self, control: ControlConnection) -> None:
         """Serve a reader that has proved the token."""
         try:
             try:
@@ -276,16 +275,6 @@ class Server:
         finally:
             if self._on_report is not None and transport.report is not None:
                 self._on_report(transport.report)
-
-    def _complain(self, what: str, error: Exception) -> None:
-        """Log a complaint about a stranger, as a warning at most once a second: strangers must not fill a log."""
-        now = time.monotonic()
-        loud = now - self._complained_at > COMPLAINT_SECONDS
-        if loud:
-            self._complained_at = now
-        logger.log(
-            logging.WARNING if loud else logging.DEBUG, "the server at %s: %s: %s", self._address, what, str(error)
-        )
 
 
 def _entry_of(state: object, entry: str) -> object:

@@ -36,7 +36,6 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
-from transfuse import _arguments
 from transfuse._errors import LimitExceeded, PeerLost, PeerRefused, PeerTimeout, ProtocolError
 
 MAGIC = b"TFUSDOOR"
@@ -53,6 +52,8 @@ NO_TOKEN = (
     "server_token=), or set TRANSFUSE_TOKEN for a command"
 )
 WRONG_TOKEN = "it was started with another token than the one given here, or with none, or is ending"
+#: The ranks of the two ends, as errors and reports name them.
+SERVER, READER = 0, 1
 #: How often the server tells a waiting reader that it still has to wait.
 WAIT_SECONDS = 0.5
 
@@ -315,11 +316,19 @@ def _fault(key: bytes, proof: bytes, said: bytes) -> str:
     return "does not know the token"
 
 
+def check_token(token: object, name: str = "token") -> None:
+    """Refuse what is neither text nor bytes, and what is empty."""
+    if not isinstance(token, str | bytes):
+        raise TypeError(f"{name} takes text or bytes, got {type(token).__name__}")  # Never show what it holds.
+    if not token:
+        raise ValueError(f"{name} is empty: leave it out, or make one with secrets.token_hex(32)")
+
+
 def key_of(token: str | bytes | None) -> bytes:
     """The key for a token. Without a token the key is public, so everybody can prove it."""
     if token is None:
         return PUBLIC_KEY
-    _arguments.check_token(token)
+    check_token(token)
     return hashlib.sha256(b"token " + (token.encode() if isinstance(token, str) else token)).digest()
 
 

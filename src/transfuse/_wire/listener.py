@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -13,6 +14,9 @@ from contextlib import suppress
 from transfuse._errors import TransfuseError
 from transfuse._wire.handshake import ControlConnection, check_descriptors, join_address
 
+logger = logging.getLogger("transfuse")
+#: The listener logs at most one warning about strangers in so many seconds.
+COMPLAINT_SECONDS = 1.0
 #: The most connections that have not proved the token yet. When there are more, the oldest is closed: proving takes
 #: milliseconds, so idle connections keep nobody out.
 MAX_STRANGERS = 64
@@ -36,10 +40,14 @@ class Listener:
         name: str,
         rank: int,
         prove_seconds: float,
-        complain: Callable[[str, Exception], object],
+        complain: Callable[[str, Exception], object] | None = None,
     ) -> None:
-        """``where``: the address and the port; 0 takes a free one. ``rank``: of the other ends, in errors."""
-        self._key, self._attend, self._complain = key, attend, complain
+        """``where``: the address and the port; 0 takes a free one. ``rank``: of the other ends, in errors.
+
+        ``complain``: gets errors that no other end hears of; None: they are logged.
+        """
+        self._key, self._attend, self._complain = key, attend, complain or self._log
+        self._complained_at = float("-inf")
         self._name, self._rank, self._prove_seconds = name, rank, prove_seconds
         self.is_closed = False
         self._lock = threading.Lock()
@@ -98,6 +106,15 @@ class Listener:
                 # The peer has gone already, or no thread could be started. The next connection may succeed.
                 sock.close()
                 self._complain("could not answer a connection", error)
+
+    def _log(self, what: str, error: Exception) -> None:
+        """Log a complaint about a stranger, as a warning at most once a second: strangers must not fill a log."""
+        now = time.monotonic()
+        loud = now - self._complained_at > COMPLAINT_SECONDS
+        if loud:
+            self._complained_at = now
+        level = logging.WARNING if loud else logging.DEBUG
+        logger.log(level, "the %s at %s: %s: %s", self._name, self.address, what, str(error))
 
     def _let_in(self, control: ControlConnection) -> None:
         thread = threading.Thread(target=self._answer, args=(control,), name=f"transfuse-{self._name}-in", daemon=True)

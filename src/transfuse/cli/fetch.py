@@ -17,7 +17,8 @@ import transfuse
 from transfuse._errors import PeerError
 from transfuse._limits import Limits
 from transfuse._plan.regions import lay_out
-from transfuse._report import Report, human_bytes
+from transfuse._report import Report
+from transfuse._sizes import human_bytes
 from transfuse._state import trees
 from transfuse._state.leaves.dtensors import is_dtensor
 from transfuse._state.manifest import Manifest, describe

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from transfuse._limits import Limits
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 from transfuse._state.leaves import pickles
 from transfuse._state.manifest import describe
 from transfuse.cli import safetensors_file

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import transfuse
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 from transfuse._wire.handshake import split_address
 from transfuse.cli import files, keepers
 from transfuse.cli.contents import Contents, Folded, Row, fold, printable

@@ -20,7 +20,7 @@ from transfuse._keeper.files import read_past
 from transfuse._keeper.frames import Link
 from transfuse._keeper.process import Keeper, go_before_training
 from transfuse._keeper.runs import Run
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 from transfuse.cli.contents import printable
 from transfuse.cli.errors import Failed
 from transfuse.cli.keepers import ALIVE, DEAD, Found, find, list_keepers, stop

@@ -13,7 +13,8 @@ import typer
 
 import transfuse
 from transfuse._limits import Limits
-from transfuse._report import Report, human_bytes
+from transfuse._report import Report
+from transfuse._sizes import human_bytes
 from transfuse._state.manifest import describe
 from transfuse._wire.handshake import is_loopback
 from transfuse.cli import files

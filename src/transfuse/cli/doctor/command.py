@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from transfuse._limits import allows_same_host, allows_streams
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 from transfuse.cli.contents import printable
 from transfuse.cli.doctor import network, nixl, permission, setup, trial
 from transfuse.cli.doctor.finding import Finding

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import transfuse
 from transfuse._limits import OTHER_VARIABLES, Limits, check_environment
-from transfuse._report import human_bytes
+from transfuse._sizes import human_bytes
 from transfuse._wire.messages import WIRE_VERSION
 from transfuse.cli.doctor.finding import Finding
 from transfuse.cli.errors import DEBUG_VARIABLE
