@@ -169,6 +169,9 @@ _EXPECTED_CALLS = {
     "sending the offer": "recv_checkpoint() from this rank, or fetch",
     "waiting for the want": "recv_checkpoint() from this rank, or fetch",
     "healing": "heal()",
+    "joining the keepers": "keep()",
+    "restoring": "restore()",
+    "looking at what is kept": "look()",
 }
 
 

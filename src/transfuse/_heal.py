@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from transfuse import _arguments, _errors
-from transfuse._errors import PeerLost, StateError, TornState, TransfuseError, as_utf8, let_go
+from transfuse._errors import StateError, TornState, TransfuseError, as_utf8, let_go
 from transfuse._memory import half_healed
 from transfuse._options import OptionKeywords, check_names
 from transfuse._plan.cohorts import Cohort
@@ -32,7 +32,7 @@ from transfuse._state.leaves.own_mesh import own_mesh
 from transfuse._state.returned_copies import ReturnedCopies
 from transfuse._transport import PGTransport
 from transfuse._wire.group import Group, ProcessGroupLike
-from transfuse._wire.roll_call import Agreed, RollCall
+from transfuse._wire.roll_call import Agreed, RollCall, lost_error
 
 logger = logging.getLogger("transfuse")
 
@@ -133,6 +133,7 @@ class _OthersLeft(TransfuseError):
 
 
 _decode = msgspec.msgpack.Decoder(_Word).decode
+_decode_step = msgspec.msgpack.Decoder(tuple[int, int]).decode
 
 
 class _Healing:
@@ -152,7 +153,7 @@ class _Healing:
         self._state_dict, self._load, self._on_report, self._options = state_dict, load, on_report, options
         # Checks all arguments, before the others are told anything.
         self._make_transport(state_dict).close()
-        self._calls = RollCall(Group(pg, _arguments.device_of(device)), self._timeout.total_seconds())
+        self._calls = RollCall(Group(pg, _arguments.device_of(device)), self._timeout.total_seconds(), "healing")
         self._behind: list[int] = []
         self._newest = 0
         self._target: object = None
@@ -192,10 +193,11 @@ class _Healing:
     def _run(self, said: int | None) -> int:
         calls, began = self._calls, time.monotonic()
         failure: BaseException | None = None
-        told = calls.open(*self._truth(said))
-        if len(told) < calls.size or calls.left:
+        words = calls.open(msgspec.msgpack.encode(self._truth(said)))
+        if len(words) < calls.size or calls.left:
             failure = self._unasked or _NoPlan("some ranks have not said how far they are")
         else:
+            told = {rank: _decode_step(word) for rank, word in words.items()}
             steps = {rank: step for rank, (kind, step) in told.items() if kind == STEP}
             torn = [rank for rank, (kind, _) in told.items() if kind == TORN]
             self._newest = max(steps.values(), default=0)
@@ -466,10 +468,10 @@ def _error(agreed: Agreed) -> TransfuseError | None:
         return None
     causes = {rank: word for rank, word in failures.items() if not word.follows}
     causes = causes or {} if lost else causes or failures
-    lines = [f"rank {rank} is lost: {why}" for rank, why in lost.items()]
-    lines += [f"rank {rank}: {word.text}" for rank, word in causes.items()]
-    text = "\n  ".join(["healing failed, on all ranks:", *lines, *_aftermath(words)])
-    return PeerLost(next(iter(lost)), text) if lost else _same_class(next(iter(causes.values())), text)
+    lines = [*(f"rank {rank}: {word.text}" for rank, word in causes.items()), *_aftermath(words)]
+    if lost:
+        return lost_error("healing", lost, *lines)
+    return _same_class(next(iter(causes.values())), "\n  ".join(["healing failed, on all ranks:", *lines]))
 
 
 def _aftermath(words: Mapping[int, _Word]) -> list[str]:

@@ -25,7 +25,7 @@ _ROOMS = os.path.dirname(transfuse.__file__) + os.sep
 _STANDARD = {module.__file__ for module in (contextlib, threading, queue)}
 #: A call is not guarded before its first line: an interrupt there is one before the call.
 TRANSFER = ("transport.py", "send_checkpoint", "send", "recv_checkpoint", "receive")
-HEAL = ("healing.py", "run")
+HEAL = ("_heal.py", "run")
 _LOOKS = {dis.opmap["CALL"], dis.opmap["CALL_FUNCTION_EX"], dis.opmap["JUMP_BACKWARD"]}
 
 

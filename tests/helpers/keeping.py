@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -20,11 +19,9 @@ import torch
 import torch.distributed as dist
 
 import transfuse
-from transfuse._errors import TransfuseError
-from transfuse._keeper import client, frames, runs
+from transfuse._keeper import frames, runs
 from transfuse._keeper.attach import SOCKET_NAME, Lock
 from transfuse._keeper.client import Keep
-from transfuse._keeper.exchange import Exchange
 from transfuse._keeper.frames import Link
 from transfuse._keeper.process import Keeper
 from transfuse.testing.ranks import Ranks
@@ -33,7 +30,6 @@ __all__ = [
     "SECONDS",
     "Home",
     "Job",
-    "ThreadedExchange",
     "exact",
     "keepers_in",
     "same",
@@ -67,23 +63,6 @@ def keepers_in(base: pathlib.Path) -> list[int]:
                 ):
                     found.append(int(entry.name))
     return sorted(found)
-
-
-class ThreadedExchange(Exchange):
-    """An exchange over a gloo group that torch's global state does not know, so that ranks may be threads."""
-
-    def __init__(self, group: Any, timeout: timedelta) -> None:
-        self._group, self._timeout = group, timeout
-        self._device = torch.device("cpu")
-        self.rank, self.size = group.rank(), group.size()
-
-    def _all_gather(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        try:
-            self._group.allgather([rows], [mine]).wait(self._timeout)
-        except RuntimeError as error:
-            raise TransfuseError(f"{what}: {error}") from error
-        return rows
 
 
 class Home:
@@ -150,7 +129,6 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
 @pytest.fixture
 def threaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are threads."""
-    monkeypatch.setattr(client, "Exchange", ThreadedExchange)
     lock, make = threading.Lock(), runs.make_directory
 
     def make_directory(run: runs.Run) -> pathlib.Path:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import transfuse
 from transfuse._keeper import copying
-from transfuse._keeper.exchange import Exchange
+from transfuse._wire.roll_call import Agreement
 
 __all__ = ["MOMENTS", "Plan", "digest"]
 
@@ -76,7 +76,7 @@ class Worker:
         """Die in the middle of a copy, or of a restore, if that is planned."""
         if self.death is None:
             return
-        run, gather, moment = copying._run, Exchange.gather, self.death[1]
+        run, gather, moment = copying._run, Agreement.gather, self.death[1]
         chance = random.Random(self.number)
 
         def run_and_die(tasks: Any, workers: int | None = None) -> None:
@@ -87,16 +87,16 @@ class Worker:
 
         at = chance.randrange(4)
 
-        def gather_and_die(exchange: Any, data: bytes, what: str) -> list[bytes]:
+        def gather_and_die(agreement: Any, data: bytes, what: str) -> list[bytes]:
             nonlocal at
             if moment == "restore" and self.restoring:
                 at -= 1
                 if at < 0:
                     self.die()
-            return gather(exchange, data, what)
+            return gather(agreement, data, what)
 
         copying._run = run_and_die
-        Exchange.gather = gather_and_die  # type: ignore[assignment, method-assign]
+        Agreement.gather = gather_and_die  # type: ignore[assignment, method-assign]
 
     committing = -1
     restoring = False

@@ -10,8 +10,6 @@ import torch
 import transfuse
 from keeping import SECONDS, Home, Job, home, same, threaded  # noqa: F401
 from transfuse._errors import TransfuseError
-from transfuse._keeper import client
-from transfuse._keeper.exchange import Exchange
 from transfuse._keeper.process import Keeper
 
 pytestmark = pytest.mark.usefixtures("threaded")
@@ -73,7 +71,6 @@ def test_a_restore_follows_a_look(keeper: Keeper) -> None:
 def test_one_process_needs_no_group(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(client, "Exchange", Exchange)  # The real one, not that of threads.
     weights = torch.arange(5.0)
     keep = transfuse.keep(lambda: weights, run="job", timeout=SECONDS)
     assert (keep.rank, keep.world_size) == (0, 1)

@@ -15,7 +15,7 @@ from moves import CPU
 from tampering import Passing, Tampering
 from transfuse._memory import half_healed
 from transfuse._report import Report
-from transfuse._wire import roll_call
+from transfuse._wire import messages
 from transfuse.testing.ranks import Outcome, Ranks
 
 TIMEOUT = timedelta(seconds=10)
@@ -142,8 +142,8 @@ def test_if_nobody_is_behind_each_rank_says_one_word_to_each_other_and_nothing_i
         assert worker.asked == 0
         assert not worker.reports
     for group in groups.values():
-        assert [len(word) for word in group.sent] == [roll_call.HEAD_BYTES] * 2
-        assert all(word.startswith(roll_call.MAGIC) for word in group.sent), "plain bytes, no pickle"
+        assert [len(word) for word in group.sent] == [messages.BLOCK_BYTES] * 2
+        assert all(word.startswith(messages.MAGIC) for word in group.sent), "plain bytes, no pickle"
 
 
 def test_a_rank_that_has_nothing_is_behind_one_at_step_zero() -> None:
@@ -264,12 +264,12 @@ def test_an_interrupted_rank_raises_that_and_the_others_are_told(has_notes: bool
 
 def test_one_that_speaks_something_else_is_named() -> None:
     def garbage(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.fill_(7) if tensor.numel() == roll_call.HEAD_BYTES else tensor
+        return tensor.fill_(7) if tensor.numel() == messages.BLOCK_BYTES else tensor
 
     workers = [Worker(5), Worker(5), Worker(None)]
     outcomes = healed(workers, lambda rank, pg: Tampering(pg, garbage) if rank == 1 else pg, timeout=SHORT)
     for rank in (0, 2):
-        assert "rank 1 is lost: rank 1 sent something else than a word of heal()" in str(outcomes[rank].error)
+        assert "rank 1 is lost: rank 1, while healing: not a transfuse message" in str(outcomes[rank].error)
     assert not workers[2].weight.any()
 
 
@@ -365,8 +365,9 @@ class CutOff(Passing):
         self._left = nbytes
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        self._left -= tensors[0].nbytes if tensors[0].nbytes > 1000 else 0
-        if self._left < 0 and tensors[0].nbytes > 1000:
+        is_bulk = tensors[0].nbytes > messages.BLOCK_BYTES
+        self._left -= tensors[0].nbytes if is_bulk else 0
+        if self._left < 0 and is_bulk:
             raise RuntimeError("cut off")
         return super().send(tensors, rank, tag)
 

@@ -32,7 +32,6 @@ from transfuse._keeper.commits import (
     Who,
     timed,
 )
-from transfuse._keeper.exchange import Exchange
 from transfuse._keeper.frames import KeeperLost, Link
 from transfuse._keeper.one_call import OneCall
 from transfuse._keeper.own_address import own_address
@@ -44,6 +43,7 @@ from transfuse._limits import Limits
 from transfuse._options import FetchKeywords, check_names
 from transfuse._session.remembered import Remembered
 from transfuse._state.region import Ints
+from transfuse._wire.roll_call import Agreement
 
 logger = logging.getLogger("transfuse")
 
@@ -152,8 +152,8 @@ class Keep:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._run = settings, settings.run
         self._seconds = settings.timeout.total_seconds()
-        self._exchange = Exchange(settings.group, settings.timeout)
-        self.rank, self.world_size = self._exchange.rank, self._exchange.size
+        self._agreement = Agreement(settings.group, self._seconds)
+        self.rank, self.world_size = self._agreement.rank, self._agreement.size
         self._who = Who(self.rank, self.world_size, settings.digests, self._ask)
         self._limits = Limits.from_environment()
         self._remembered, self._remembered_own = Remembered(), Remembered()
@@ -194,7 +194,7 @@ class Keep:
         #: By rank of the job before: what ``own`` had returned there, after :meth:`restore`.
         self.own: Mapping[int, Any] = {}
         try:
-            self.members = self._meet()
+            self.members = self._agreement.together("joining the keepers", self._meet)
         except BaseException:
             self.detach()
             raise
@@ -203,8 +203,8 @@ class Keep:
 
     def _meet(self) -> restoring.Members:
         """Attach to this host's keeper, and let all keepers of the job know each other."""
-        exchange, link, failure, mine = self._exchange, None, "", b""
-        found = exchange.gather(msgspec.msgpack.encode(self._run), "finding the run of the job")
+        agreement, link, failure, mine = self._agreement, None, "", b""
+        found = agreement.gather(msgspec.msgpack.encode(self._run), "finding the run of the job")
         self._run = runs.agreed(self._run, [msgspec.msgpack.decode(row, type=runs.Run) for row in found])
         try:
             link, welcome = self._attach()
@@ -215,7 +215,7 @@ class Keep:
             failure = as_utf8(str(error))
             mine = msgspec.msgpack.encode(["", 0, "", failure])
         self._link = link
-        rows = [msgspec.msgpack.decode(row) for row in exchange.gather(mine, "finding the keepers of the job")]
+        rows = [msgspec.msgpack.decode(row) for row in agreement.gather(mine, "finding the keepers of the job")]
         failures = {rank: row[3] for rank, row in enumerate(rows) if row[3]}
         if failures:
             raise TransfuseError("\n".join(f"rank {rank}: {why}" for rank, why in failures.items()))
@@ -231,7 +231,7 @@ class Keep:
                 door = self._ask(frames.Expose(address, token), frames.Exposed).address
             except (TransfuseError, OSError) as error:
                 failure = as_utf8(str(error))
-            doors_by_rank = exchange.gather(door.encode(), "finding the keepers' addresses")
+            doors_by_rank = agreement.gather(door.encode(), "finding the keepers' addresses")
             doors = [doors_by_rank[some[0]].decode() for some in ranks]
         self._peers = frames.Peers(
             generation=max(row[1] for row in rows) + 1,
@@ -250,11 +250,11 @@ class Keep:
                 self._ask(frames.Reserve(self._settings.reserve), frames.Done)
         except TransfuseError as error:
             failure = as_utf8(str(error))
-        refusals = exchange.gather(failure.encode(), "joining the keepers")
+        refusals = agreement.gather(failure.encode(), "joining the keepers")
         if any(refusals):
             lines = [f"rank {rank}: {why.decode()}" for rank, why in enumerate(refusals) if why]
             raise TransfuseError("\n".join(lines))
-        return restoring.Members(exchange, ranks, index, token, address)
+        return restoring.Members(agreement, ranks, index, token, address)
 
     def _attach(self) -> tuple[Link, frames.Welcome]:
         """Connect to this host's keeper, and say who this is. If the keeper was about to end, find or start another."""
@@ -306,7 +306,11 @@ class Keep:
 
         Every rank calls this. Nothing is touched: neither the state nor what ``own`` belongs to.
         """
-        return self._call.run("look", lambda: restoring.look(self.members, self._link, self._asking, self._seconds))
+
+        def look() -> restoring.KeptStep | None:
+            return restoring.look(self.members, self._link, self._asking, self._seconds)
+
+        return self._call.run("look", lambda: self._agreement.together("looking at what is kept", look))
 
     def restore(self, *, missing_ok: bool = False) -> int | None:
         """Restore the newest step that the keepers hold whole, in place, on all ranks. Every rank calls this.
@@ -316,7 +320,11 @@ class Keep:
         one. If none can be restored, all ranks raise the same error, and nothing was touched; with ``missing_ok`` they
         return None instead.
         """
-        return self._call.run("restore", lambda: self._restore(missing_ok))
+
+        def restore() -> int | None:
+            return self._agreement.together("restoring", lambda: self._restore(missing_ok))
+
+        return self._call.run("restore", restore)
 
     def _restore(self, missing_ok: bool) -> int | None:
         if self._settings.state_dict is None:
@@ -351,7 +359,7 @@ class Keep:
 
     def _begin_anew(self) -> None:
         """What is committed after a restore is another course than what was committed before: a new generation."""
-        flags = self._exchange.gather(b"1" if self._newest is not None else b"", "ending the restore")
+        flags = self._agreement.gather(b"1" if self._newest is not None else b"", "ending the restore")
         if not any(flags):
             return
         self._peers = msgspec.structs.replace(self._peers, generation=self._peers.generation + 1)
@@ -360,7 +368,7 @@ class Keep:
             self._ask(self._peers, frames.Done)
         except KeeperLost as error:
             self._lose(CommitReport(0), error)
-        self._exchange.gather(b"", "beginning a new generation")
+        self._agreement.gather(b"", "beginning a new generation")
 
     # ---------------------------------------------------------------------------------------------- committing
 
@@ -384,7 +392,7 @@ class Keep:
         number = _arguments.whole("step", step)
         if self._closed:
             raise TransfuseError("commit() after close()")
-        self._exchange.check_same_ranks()
+        self._agreement.check_same_ranks()
         if state is None and self._settings.state_dict is None:
             raise TransfuseError("commit() needs a state: keep(state_dict), or commit(step, state=...)")
         if number % self._settings.every:

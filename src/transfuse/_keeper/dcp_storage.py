@@ -453,7 +453,7 @@ class _Found:
 
     def __init__(self, keep: Keep) -> None:
         mine = restoring.tell(keep.members, keep._link, keep._asking, keep._seconds)
-        told = keep.members.exchange.gather(mine, "gathering what the keepers hold")
+        told = keep.members.agreement.gather(mine, "gathering what the keepers hold")
         rows = [msgspec.msgpack.decode(row, type=restoring.Holding) for row in told]
         self.has_held = any(one.has_held for one in rows)
         candidates = restoring.candidates_in(keep.members, rows)
@@ -609,7 +609,7 @@ class _Checkpoint:
     def end(self) -> None:
         """This rank has read what it needs. Keepers serve other hosts until all have."""
         if len(self._members.ranks) > 1:
-            self._members.exchange.gather(b"", "ending the load")
+            self._members.agreement.gather(b"", "ending the load")
 
     def close(self) -> None:
         self._here, self._values = {}, {}

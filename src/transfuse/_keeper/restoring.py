@@ -27,7 +27,6 @@ from transfuse._errors import StateError, TargetMismatch, TransfuseError, as_utf
 from transfuse._keeper import frames
 from transfuse._keeper.bundle_table import PLAIN
 from transfuse._keeper.copying import digests_at
-from transfuse._keeper.exchange import Exchange
 from transfuse._keeper.frames import Held, Link
 from transfuse._keeper.restored import Restored, describe_slots
 from transfuse._keeper.slots import Label, SlotView
@@ -42,6 +41,7 @@ from transfuse._state.leaves.layout import Block
 from transfuse._state.leaves.own_mesh import own_mesh
 from transfuse._state.manifest import Described
 from transfuse._state.returned_copies import ReturnedCopies
+from transfuse._wire.roll_call import Agreement
 
 logger = logging.getLogger("transfuse")
 
@@ -53,7 +53,7 @@ MOST, MOST_REASONS = 2000, 5
 class Members(NamedTuple):
     """The ranks of the job, by host."""
 
-    exchange: Exchange
+    agreement: Agreement
     ranks: list[list[int]]
     #: This host's number.
     host: int
@@ -67,7 +67,7 @@ class Members(NamedTuple):
     @property
     def speaks(self) -> bool:
         """Whether this rank speaks for its host."""
-        return self.exchange.rank == self.ranks[self.host][0]
+        return self.agreement.rank == self.ranks[self.host][0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +134,8 @@ class Unfit(Forbidden):
 
 def restore(members: Members, link: Link | None, asking: threading.RLock, wish: Wish) -> KeptStep | None:
     """Restore the newest step that can be restored on all ranks; None if there never was one."""
-    exchange = members.exchange
-    told = exchange.gather(tell(members, link, asking, wish.seconds), "gathering what the keepers hold")
+    agreement = members.agreement
+    told = agreement.gather(tell(members, link, asking, wish.seconds), "gathering what the keepers hold")
     holdings = [msgspec.msgpack.decode(row, type=Holding) for row in told]
     candidates = candidates_in(members, holdings)
     # A step that some ranks have never committed is no loss: nobody was told that it is kept.
@@ -154,9 +154,9 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
     for candidate in candidates:
         try:
             restored = _attempt(members, link, asking, wish, candidate)
-            mine = holdings[exchange.rank]
+            mine = holdings[agreement.rank]
             if mine.notes:
-                logger.warning("rank %d has restored step %d: %s", exchange.rank, restored.step, mine.notes)
+                logger.warning("rank %d has restored step %d: %s", agreement.rank, restored.step, mine.notes)
             if steps:
                 lines = _lines([f"{_numbered('step', numbers)}: {why}" for why, numbers in steps.items()])
                 logger.warning("step %d is restored: newer ones cannot be restored:%s", restored.step, lines)
@@ -190,7 +190,7 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
 
 def look(members: Members, link: Link | None, asking: threading.RLock, seconds: float) -> KeptStep | None:
     """The newest step that is whole, and what belonged to the ranks. No state is touched."""
-    told = members.exchange.gather(tell(members, link, asking, seconds), "gathering what the keepers hold")
+    told = members.agreement.gather(tell(members, link, asking, seconds), "gathering what the keepers hold")
     candidates = candidates_in(members, [msgspec.msgpack.decode(row, type=Holding) for row in told])
     wish = Wish(state_dict=dict, load=None, load_own=None, seconds=seconds, missing_ok=True, options={})
     for candidate in candidates:
@@ -293,9 +293,9 @@ class Attempt:
     ) -> None:
         self._members, self._link, self._asking, self._wish = members, link, asking, wish
         self._candidate, self._stack = candidate, stack
-        self._exchange = members.exchange
+        self._agreement = members.agreement
         #: Whether every rank gets the state of the rank of the same number.
-        self.same = candidate.world_size == self._exchange.size and not candidate.missing
+        self.same = candidate.world_size == self._agreement.size and not candidate.missing
         self._voted = False
         self._state: Any = None
         self._copies = ReturnedCopies(None, None)
@@ -306,7 +306,7 @@ class Attempt:
 
     def _begin(self) -> tuple[list[int], dict[int, Restored], dict[int, Any], dict[int, frames.Address]]:
         """Whose states this rank needs, those of them that are here, what belonged to ranks, who serves the others."""
-        sources = [self._exchange.rank] if self.same else sorted(self._candidate.holders)
+        sources = [self._agreement.rank] if self.same else sorted(self._candidate.holders)
         local = [rank for rank in sources if self._members.host in self._candidate.holders[rank]]
         failure = ""
         restored: dict[int, Restored] = {}
@@ -415,7 +415,7 @@ class Attempt:
 
     def _agree_to(self, what: str, failure: str, data: bytes = b"") -> list[bytes]:
         """Gather data; raise on all ranks if one has failed."""
-        rows = self._exchange.gather(msgspec.msgpack.encode([failure, data]), what)
+        rows = self._agreement.gather(msgspec.msgpack.encode([failure, data]), what)
         decoded = [msgspec.msgpack.decode(row, type=tuple[str, bytes]) for row in rows]
         failures = {rank: why for rank, (why, _) in enumerate(decoded) if why}
         if failures:
@@ -449,7 +449,7 @@ class Attempt:
                     leaves.setdefault(path, set()).add(digest)
         differing = sorted(path for path, digests in leaves.items() if len(digests) > 1)
         if differing:
-            count, now = self._candidate.world_size, self._exchange.size
+            count, now = self._candidate.world_size, self._agreement.size
             kind = Forbidden if self._candidate.missing else Unfit
             raise kind(
                 f"{len(differing)} leaves differed between the {count} ranks that committed them: "
@@ -462,7 +462,7 @@ class Attempt:
         """If ranks are missing, name the leaves of which every rank may have had values of its own."""
         if not self._candidate.missing:
             return ""
-        if self._candidate.world_size == self._exchange.size and any(one.own is not None for one in restored.values()):
+        if self._candidate.world_size == self._agreement.size and any(one.own is not None for one in restored.values()):
             return f"what belonged to ranks {self._candidate.missing} alone (own=) is lost"
         for one in restored.values():
             plain = np.flatnonzero(one.bundles.modes == PLAIN)
@@ -584,8 +584,8 @@ class Attempt:
             if self._wish.load is not None:
                 self._wish.load(self._state)
                 self._copies.check_taken(self._wish.state_dict)
-            rank = self._exchange.rank
-            if self._wish.load_own is not None and self._candidate.world_size == self._exchange.size and rank in own:
+            rank = self._agreement.rank
+            if self._wish.load_own is not None and self._candidate.world_size == self._agreement.size and rank in own:
                 self._wish.load_own(own[rank])
         except Exception as error:
             return error

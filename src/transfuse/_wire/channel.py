@@ -36,11 +36,6 @@ from transfuse._wire.pool import Pool
 from transfuse._wire.stream import Part, Stream
 from transfuse._wire.switchboard import FirstWord, Waits, Watch, stream_watch
 
-#: The byte that follows each chunk of a message.
-MARK = b"\x01"
-#: How many bytes of a body fit into the first block.
-ROOM = BLOCK_BYTES - HEADER_BYTES
-
 
 def bytes_in(tensor: torch.Tensor) -> bytes:
     """The bytes of a message."""
@@ -270,15 +265,9 @@ class Channel(Operations):
             plain = body if isinstance(body, bytes) else bytes_in(body)
             self.write(messages.seal(kind, self.transfer, note, plain), plain)
             return
-        data = memoryview(body) if isinstance(body, bytes) else body.numpy().data
-        block = (messages.seal(kind, self.transfer, note, data) + bytes(data[:ROOM])).ljust(BLOCK_BYTES, b"\0")
-        self._unanswered.append(self.post_send(self.wire(block), tag))
-        if len(data) <= ROOM:
-            return
-        rest = (self.wire(body) if isinstance(body, bytes) else body.to(self.group.control))[ROOM:]
-        for at in range(0, rest.numel(), self.limits.chunk_bytes):
-            self._unanswered.append(self.post_send(rest[at : at + self.limits.chunk_bytes]))
-            self._unanswered.append(self.post_send(self.wire(MARK)))
+        for piece in self.pieces(kind, self.transfer, note, body, self.limits.chunk_bytes):
+            self._unanswered.append(self.post_send(piece, tag))
+            tag = None
 
     def settle(self) -> None:
         """Wait until all messages have been sent: at once after an answer, otherwise when the peer receives them."""
@@ -363,12 +352,7 @@ class Channel(Operations):
         while len(body) < header.length:
             # Receive chunk by chunk: an announced length alone must not allocate memory.
             count = min(self.limits.chunk_bytes, header.length - len(body))
-            if self.stream is not None:
-                body += self._recv_bytes(count)
-                continue
-            chunk = self.post_recv(self.empty(count))
-            self._recv_bytes(len(MARK))
-            body += chunk.wait().cpu().numpy().data
+            body += self.recv_chunk(count) if self.stream is None else self._recv_bytes(count)
         self._verify(header, body)
         if header.kind is Message.REFUSAL:
             self._refused = True  # The peer has left, so there is nobody to refuse to.

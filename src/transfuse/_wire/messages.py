@@ -19,7 +19,7 @@ from transfuse._plan.wanted_blocks import WantedBlocks
 from transfuse._state.manifest import Wire
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 #: The most routes that an offer or a verdict may name.
 MOST_ROUTES = 16
 #: The most lanes between two ends.
@@ -39,6 +39,9 @@ _HEADER = struct.Struct("<4sHHQQQQQ")
 HEADER_BYTES = _HEADER.size
 #: Over a process group a message begins with a block of this length: its header, and as much of its body as fits.
 BLOCK_BYTES = 4096
+#: How many bytes of a body fit into that block. The rest follows in chunks, and after each of them this byte.
+ROOM = BLOCK_BYTES - HEADER_BYTES
+MARK = b"\x01"
 _DIGEST_BYTES = 8
 
 
@@ -46,7 +49,7 @@ class Message(enum.IntEnum):
     """Kinds of message.
 
     ``note`` in the header is the transfer's tag (first offer, or a refusal in its place), an Intent (sent), an Answer
-    (got), how many bytes have arrived so far (working), a Wire (go), or a set of transfers (turn).
+    (got), how many bytes have arrived so far (working), a Wire (go), a set of transfers (turn), or a stage (word).
     """
 
     OFFER = 1
@@ -66,6 +69,7 @@ class Message(enum.IntEnum):
     TURN = 15
     MEET = 16
     MET = 17
+    WORD = 18
 
 
 _KINDS = {message.value: message for message in Message}

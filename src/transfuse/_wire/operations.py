@@ -24,6 +24,7 @@ from transfuse._memory import streams
 from transfuse._memory.streams import poll
 from transfuse._timeouts import Patience
 from transfuse._wire.group import CPU, OFFER_TAG, Group, WorkLike, new_link_tag
+from transfuse._wire.messages import BLOCK_BYTES, MARK, ROOM, Message, seal
 
 logger = logging.getLogger("transfuse")
 
@@ -315,7 +316,25 @@ class Operations:
                 self.outstanding.remove(nothing)
                 nothing.work.wait(timedelta(milliseconds=2))  # For less than 1 ms gloo uses its own default.
 
-    # -- memory for messages
+    # -- messages
+
+    def pieces(
+        self, kind: Message, transfer: int, note: int, body: bytes | torch.Tensor, chunk_bytes: int
+    ) -> Iterator[torch.Tensor]:
+        """What is sent over a group, one after the other: a block, which begins with the header; chunks with marks."""
+        data = memoryview(body) if isinstance(body, bytes) else body.numpy().data
+        yield self.wire((seal(kind, transfer, note, data) + bytes(data[:ROOM])).ljust(BLOCK_BYTES, b"\0"))
+        if len(data) > ROOM:
+            rest = (self.wire(body) if isinstance(body, bytes) else body.to(self.group.control))[ROOM:]
+            for chunk in rest.split(chunk_bytes):
+                yield chunk
+                yield self.wire(MARK)
+
+    def recv_chunk(self, count: int) -> memoryview:
+        """A chunk of a message. Its mark proves that it has arrived; a wait for the chunk itself might never end."""
+        chunk = self.post_recv(self.empty(count))
+        self.post_recv(self.empty(len(MARK))).wait()
+        return chunk.wait().cpu().numpy().data
 
     def wire(self, data: bytes) -> torch.Tensor:
         """Bytes as a tensor that the backend can send as a message: writable memory on the device for messages."""

@@ -1,12 +1,16 @@
-"""A roll call: the ranks of a group tell each other a few bytes, and all who live know who is lost.
+"""How all ranks of a group agree: they tell each other a few bytes, and all who live know who is lost.
 
 Every rank tells every other one, by ``send`` and ``recv`` of the group. So a dead rank is noticed at once and by all,
 and a frozen one is known by name. (A collective that loses a member hangs or fails on others than its neighbours too,
-and says nothing about who it was.)
+and says nothing about who it was.) :class:`RollCall` is that, for one call that all ranks make:
 
-    open(value)      one round: a number of each rank
+    open(data)       one round: a few bytes of each rank
     agree(data)      two rounds: first everybody's bytes; then everybody's list of who is lost, and the words of those
                      who may be. One rank may die at any moment of it: all others return the same.
+    gather(data)     the same, for as many bytes as one likes. If a rank is lost, all others raise one error.
+
+:class:`Agreement` gathers for calls that also work where there is nothing but an accelerator's backend. There it is a
+collective, which may hang until the timeout: such backends have no tags, and cannot listen to all ranks at once.
 
 A wait of gloo that expires closes all connections of its rank. So none expires here: each peer has a thread that
 listens, and a thread whose peer is silent is left behind. For the same reason the group's watch asks this roll call
@@ -17,47 +21,44 @@ from __future__ import annotations
 
 import queue
 import secrets
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 import torch
 import torch.distributed as dist
-import xxhash
 
-from transfuse._errors import PeerError, PeerTimeout, ProtocolError, TransfuseError, as_utf8, let_go
+from transfuse._errors import PeerError, PeerLost, PeerTimeout, ProtocolError, TransfuseError, as_utf8, let_go
+from transfuse._limits import Limits
 from transfuse._timeouts import Patience
-from transfuse._wire.group import Group
-from transfuse._wire.messages import WIRE_VERSION
+from transfuse._wire import messages
+from transfuse._wire.group import CPU, Group
+from transfuse._wire.messages import BLOCK_BYTES, HEADER_BYTES, Header, Message
 from transfuse._wire.operations import Operations, Posted
 from transfuse._wire.switchboard import Switchboard, Watched
 
-MAGIC = b"TFRC"
-#: The first round has a tag of its own: each heal has exactly one such word from each rank to each other.
-FIRST_TAG, TAG = 0x5447_0000, 0x5447_0001
+#: The first round has a tag of its own: each roll call has exactly one such word from each rank to each other.
+FIRST_TAG, TAG = 0x5447_0002, 0x5447_0003
 #: The most bytes of one word.
-MAX_BYTES = 16 << 20
+MAX_BYTES = 64 << 20
 #: One thread waits for the first words of all ranks. After so long, each rank that is late gets a thread of its own.
 TOGETHER_SECONDS = 0.05
+#: How much of an error's text a rank that leaves tells the others.
+MOST_CHARACTERS = 4000
 
-#: Magic, version, kind, note, the sender's number of this roll call, a value, bytes of the body, digest of the body;
-#: and a digest of all this.
-_HEAD = struct.Struct("<4sHHHQqQQ")
-_SEAL = struct.Struct("<Q")
-HEAD_BYTES = _HEAD.size + _SEAL.size
-MARK = b"\x01"
+#: Stages of words. Each agreement has two: the words themselves, and what everybody has heard. So stages are even.
+OPEN, FIRST_STAGE, LAST_STAGE = 0, 2, 0xFFFE
+#: Beside the stage: this rank was interrupted before it took part in what the others do after the first round.
+LEFT = 1 << 16
 
-#: Kinds of words. Each stage has two: the words themselves, and what everybody has heard. So stages are even.
-OPEN, WORKING, FIRST_STAGE, LAST_STAGE = 0, 1, 2, 0xFFFE
-#: The note of a rank that was interrupted before it took part in what the others do after the first round.
-LEFT = 0xFFFF
+T = TypeVar("T")
 
 
 class Agreed(NamedTuple):
@@ -74,21 +75,13 @@ class _View(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     lost: dict[int, str]
 
 
-class _Word(NamedTuple):
-    note: int
-    value: int
-    body: bytes
+class _First(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    #: What the rank is doing: that must be the same everywhere.
+    phase: str
+    data: bytes
 
 
-class _Head(NamedTuple):
-    kind: int
-    note: int
-    nonce: int
-    value: int
-    length: int
-    digest: int
-
-
+_decode_first = msgspec.msgpack.Decoder(_First).decode
 _decode_view = msgspec.msgpack.Decoder(_View).decode
 
 #: By switchboard: threads that were left behind in a wait for a silent rank. They would take a later roll call's words.
@@ -100,9 +93,9 @@ _cut_off: WeakSet[Switchboard] = WeakSet()
 class RollCall:
     """One roll call over a group, from :meth:`begin` to :meth:`end`. All ranks make it together."""
 
-    def __init__(self, group: Group, seconds: float) -> None:
+    def __init__(self, group: Group, seconds: float, phase: str) -> None:
         rank, size = group.rank(), group.size()
-        if rank is None or size is None or not group.tagged or group.serial:
+        if not can_call(group) or rank is None or size is None:
             accelerator = torch.accelerator.current_accelerator()
             kind = "cuda" if accelerator is None else accelerator.type
             both = f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map.get(kind, '…')}"
@@ -112,27 +105,30 @@ class RollCall:
                 "dist.new_group(backend='gloo') with device='cpu'; the state's tensors may be on any device"
             )
         self.rank, self.size = rank, size
-        self._group, self._seconds = group, seconds
+        self._group, self._seconds, self._phase = group, seconds, phase
+        self._chunk_bytes = Limits.from_environment().chunk_bytes
         self._changed = threading.RLock()
         #: Wakes whoever waits. Not a condition: an interrupt in its Python code can leave its lock released twice.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._sending = threading.Lock()
+        #: By rank: what is sent to it. The backend owns the memory of sends under way.
+        self._speaking = {peer: self._operations(peer) for peer in self.peers}
         self._nonce = secrets.randbits(63)
         self._stage = FIRST_STAGE
-        #: By rank: its number of this roll call; its words by kind; when it was last heard; why it cannot be heard.
+        #: By rank: its number of this roll call; its words by stage; when it was last heard; why it cannot be heard.
         self._nonces: dict[int, int] = {}
-        self._words: dict[int, dict[int, _Word]] = {peer: {} for peer in self.peers}
+        self._words: dict[int, dict[int, bytes]] = {peer: {} for peer in self.peers}
         self._heard_at: dict[int, float] = {}
         self._gone: dict[int, PeerError] = {}
         self._listening: dict[int, threading.Thread] = {}
-        #: First words that are awaited, and sends under way. The backend owns their memory.
+        #: First words that are awaited. The backend owns their memory.
         self._posted: dict[int, Posted] = {}
-        self._sent: list[object] = []
         #: Ranks that have got this rank's first word. Ranks that were interrupted before they took part.
         self._told: set[int] = set()
         self.left: set[int] = set()
         #: Whether an interrupt now would leave words that nobody listens to.
         self._halfway = False
+        self._listens = False
         self._quiet = 0
         self._speaks = False
         self._has_spoken = False
@@ -148,27 +144,33 @@ class RollCall:
         stale = [peer for peer, thread in _left_behind.get(switchboard, ()) if not _ends(thread, until)]
         if stale:
             raise TransfuseError(
-                f"an earlier call of heal() on this group has lost ranks {stale}: make a new group, or reconfigure it"
+                f"an earlier call on this group (heal(), keep(), …) has lost ranks {stale}: make a new group, or "
+                "reconfigure it"
             )
         if switchboard in _cut_off:
             raise TransfuseError(
-                "an earlier call of heal() on this group was interrupted: make a new group, or reconfigure it"
+                "an earlier call on this group (heal(), keep(), …) was interrupted: make a new group, or reconfigure it"
             )
         _left_behind.pop(switchboard, None)
 
     def end(self) -> None:
         """Leave the group to others."""
         self._group.switchboard.watch.before_break_off = None
-        until = time.monotonic() + (0.0 if self._gone else Patience.SLICE_SECONDS)
-        left = [(peer, thread) for peer, thread in list(self._listening.items()) if not _ends(thread, until)]
+        now, last = time.monotonic(), LAST_STAGE + 1 if self._listens else OPEN
+        left = []
+        for peer, thread in list(self._listening.items()):
+            # A thread that has heard the last word is about to end.
+            patience = Patience.GOODBYE_SECONDS if last in self._words[peer] else Patience.SLICE_SECONDS
+            if not _ends(thread, now + (0.0 if peer in self._gone else patience)):
+                left.append((peer, thread))
         if left:
             self._group.switchboard.pin()
             _left_behind[self._group.switchboard] = left
         if self._halfway or self.left:
             self._cut_off()
-        if self._sent:
-            # gloo needs the memory of what it has not sent yet.
-            self._group.switchboard.keep_last(self._sent)
+        # gloo needs the memory of what it has not sent yet.
+        posted = [(one.work, one.tensor) for speaking in self._speaking.values() for one in speaking.outstanding]
+        self._group.switchboard.keep_last(posted)
 
     def _cut_off(self) -> None:
         self._group.switchboard.pin()
@@ -177,24 +179,22 @@ class RollCall:
 
     # -------------------------------------------------------------------------------------------------- one round
 
-    def open(self, note: int, value: int) -> dict[int, tuple[int, int]]:
-        """Tell all ranks two numbers; return what each has told. Whoever is missing in it is lost."""
+    def open(self, data: bytes) -> dict[int, bytes]:
+        """Tell all ranks a few bytes; return what each has told. Ranks that are absent from the result are lost."""
         posted, self._halfway = self._posted, True
         started = time.monotonic()
         for peer in self.peers:
             # First all receives, then all sends: whoever hears a rank knows that this rank can hear, too.
             with self._noting(peer):
-                posted[peer] = self._operations(peer).post_recv(_empty(HEAD_BYTES), FIRST_TAG)
+                operations = self._operations(peer)
+                posted[peer] = operations.post_recv(operations.empty(BLOCK_BYTES), FIRST_TAG)
+        first = msgspec.msgpack.encode(_First(self._phase, data))
         for peer in self.peers:
-            self._tell(peer, OPEN, note=note, value=value, tag=FIRST_TAG)
+            self._tell([peer], OPEN, first)
             self._told.add(peer)
         self._hear_all(posted)
         self._wait(self.peers, OPEN, started)
-        told = {self.rank: (note, value)}
-        for peer in self.peers:
-            word = self._words[peer].get(OPEN)
-            if word is not None:
-                told[peer] = word.note, word.value
+        told = {self.rank: data} | {peer: words[OPEN] for peer, words in self._words.items() if OPEN in words}
         self._halfway = False
         return told
 
@@ -208,7 +208,8 @@ class RollCall:
                     peer = pending.popleft()
                     self._listening[peer] = threading.current_thread()
                     with self._noting(peer):
-                        self._take(peer, self._head(peer, posted[peer].wait()), b"")
+                        block = posted[peer].wait()
+                        self._take(peer, *self._read(self._operations(peer), block))
 
         def start() -> threading.Thread:
             thread = threading.Thread(target=hear, name="transfuse-roll-call", daemon=True)
@@ -223,7 +224,7 @@ class RollCall:
 
     def listen(self) -> None:
         """Begin to listen for all words after the first."""
-        self._halfway = True
+        self._halfway = self._listens = True
         for peer in self.peers:
             if peer not in self._gone:
                 thread = threading.Thread(
@@ -233,59 +234,76 @@ class RollCall:
                 thread.start()
         self._halfway = False
 
-    def agree(self, data: bytes, ranks: Sequence[int], *, last: bool = False) -> Agreed:
+    def agree(self, data: bytes, ranks: Iterable[int], *, last: bool = False, pass_on: bool = True) -> Agreed:
         """Tell these ranks some bytes; return what all have said, the same on all who live.
 
-        All of them call this as often as the others, in the same order. ``last``: nothing follows.
+        All of them call this as often as the others, in the same order. ``last``: nothing follows. Without ``pass_on``
+        the words of those who may be lost are not told again, and a rank that has left counts as lost.
         """
         peers = [rank for rank in ranks if rank != self.rank]
         stage, self._stage = (LAST_STAGE if last else self._stage), self._stage + 2
         started = time.monotonic()
-        for peer in peers:
-            self._tell(peer, stage, data)
+        self._tell(peers, stage, data)
         self._wait(peers, stage, started)
         with self._changed:
-            words = {peer: word.body for peer in peers if (word := self._word(peer, stage)) is not None}
+            said = {peer: at for peer in peers if (at := self._said(peer, stage)) is not None}
+            words = {peer: self._words[peer][at] for peer, at in said.items()}
             lost = {peer: as_utf8(str(self._gone[peer])) for peer in peers if peer not in words}
+        if not pass_on:
+            early = [peer for peer, at in said.items() if at != stage]
+            lost |= {peer: words[peer].decode(errors="replace") or "it has ended this call" for peer in early}
         words[self.rank] = data
-        view = _View({rank: word for rank, word in words.items() if word}, lost)
-        told = msgspec.msgpack.encode(view)
-        for peer in peers:
-            # Also those that this rank takes for lost: they may be only slow, and must hear of it.
-            self._tell(peer, stage + 1, told)
+        view = _View({rank: word for rank, word in words.items() if word and pass_on}, lost)
+        # Also those that this rank takes for lost: they may be only slow, and must hear of it.
+        self._tell(peers, stage + 1, msgspec.msgpack.encode(view))
         self._wait([peer for peer in peers if peer in words], stage + 1, time.monotonic())
         views = {self.rank: view}
         with self._changed:
             for peer in peers:
-                word = self._words[peer].get(stage + 1)
-                if word is not None:
+                told = self._words[peer].get(stage + 1)
+                if told is not None:
                     with suppress(msgspec.MsgspecError):
-                        views[peer] = _decode_view(word.body)
-        merged = _View({}, {})
+                        views[peer] = _decode_view(told)
+        merged = Agreed({} if pass_on else words, {})
         for _, one in sorted(views.items()):
-            for rank, said in one.words.items():
-                merged.words.setdefault(rank, said)
+            for rank, word in one.words.items():
+                merged.words.setdefault(rank, word)
             for rank, why in one.lost.items():
                 merged.lost.setdefault(rank, why)
-        return Agreed(merged.words, merged.lost)
+        return merged
 
-    def say_last(self, data: bytes, *, leaves: bool) -> None:
+    def gather(self, data: bytes, what: str) -> list[bytes]:
+        """What every rank tells, in the order of ranks. If one is lost or has left, all others raise the same error."""
+        agreed = self.agree(data, range(self.size), pass_on=False)
+        if agreed.lost:
+            raise lost_error(what, agreed.lost)
+        return [agreed.words[rank] for rank in range(self.size)]
+
+    def say_last(self, data: bytes, *, leaves: bool = False) -> None:
         """Tell all ranks some bytes as in the last stage, and wait for nobody.
 
         ``leaves``: the others shall not wait for this rank in what they do meanwhile.
         """
         view = msgspec.msgpack.encode(_View({self.rank: data}, {}))
-        for peer in self.peers:
-            if peer not in self._told:
-                self._tell(peer, OPEN, note=LEFT, tag=FIRST_TAG)
-            self._tell(peer, LAST_STAGE, data, note=LEFT if leaves else 0)
-            self._tell(peer, LAST_STAGE + 1, view)
+        untold = [peer for peer in self.peers if peer not in self._told]
+        self._tell(untold, OPEN | LEFT, msgspec.msgpack.encode(_First(self._phase, b"")))
+        self._tell(self.peers, LAST_STAGE | (LEFT if leaves else 0), data)
+        self._tell(self.peers, LAST_STAGE + 1, view)
         self._halfway = self._halfway or leaves
 
-    def _word(self, peer: int, stage: int) -> _Word | None:
-        """What a rank has said in this stage, or in a later one: then it has left this one out."""
-        later = [kind for kind in self._words[peer] if kind >= stage and kind % 2 == 0]
-        return self._words[peer][min(later)] if later else None
+    def close(self, error: BaseException | None) -> None:
+        """The call is over on this rank: tell the others, and wait until it is over on them, too, unless interrupted.
+
+        Whoever still waits for a word of this rank gets the error's text, and takes this rank for lost.
+        """
+        text = "" if error is None else as_utf8(f"{type(error).__name__}: {error}"[:MOST_CHARACTERS])
+        self.say_last(text.encode())
+        if error is None or isinstance(error, Exception):
+            self._wait(self.peers, LAST_STAGE + 1, time.monotonic())
+
+    def _said(self, peer: int, stage: int) -> int | None:
+        """In which stage a rank has said its word of this one: in a later one, if it has left this one out."""
+        return min((at for at in self._words[peer] if at >= stage and at % 2 == 0), default=None)
 
     # -------------------------------------------------------------------------------------------- signs of life
 
@@ -297,8 +315,7 @@ class RollCall:
         def pulse() -> None:
             while not stopped.wait(Patience(self._seconds).pulse(self._seconds)):
                 if not self._quiet:
-                    for peer in self.peers:
-                        self._tell(peer, WORKING)
+                    self._tell(self.peers)
 
         thread = threading.Thread(target=pulse, name="transfuse-roll-call-pulse", daemon=True)
         try:
@@ -347,60 +364,66 @@ class RollCall:
 
     def _operations(self, peer: int) -> Operations:
         operations = Operations(self._group, peer, self._seconds, is_source=False)
-        operations.phase = "healing"
+        operations.phase, operations.tag = self._phase, TAG
         return operations
 
-    def _tell(self, peer: int, kind: int, body: bytes = b"", *, note: int = 0, value: int = 0, tag: int = TAG) -> None:
-        """Send a word, and do not wait for it: whoever is gone is noticed by the thread that listens."""
-        digest = xxhash.xxh3_64_intdigest(body)
-        head = _HEAD.pack(MAGIC, WIRE_VERSION, kind, note, self._nonce, value, len(body), digest)
-        head += _SEAL.pack(xxhash.xxh3_64_intdigest(head))
-        with self._sending, suppress(Exception):
-            for data in (head, body, MARK) if body else (head,):
-                tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                self._sent.append((self._group.pg.send([tensor], peer, tag), tensor))
+    def _tell(self, peers: Sequence[int], stage: int | None = None, body: bytes = b"") -> None:
+        """Send a word, and do not wait for it: whoever is gone is noticed by the thread that listens.
+
+        Without a stage: a sign of life.
+        """
+        if not peers:
+            return
+        kind = Message.WORKING if stage is None else Message.WORD
+        tag = FIRST_TAG if stage in (OPEN, OPEN | LEFT) else TAG
+        speaking = self._speaking[peers[0]]
+        pieces = list(speaking.pieces(kind, self._nonce, stage or 0, body, self._chunk_bytes))
+        with self._sending:
+            for peer in peers:
+                with suppress(Exception):
+                    for piece in pieces:
+                        self._speaking[peer].post_send(piece, tag)
 
     def _hear(self, peer: int) -> None:
         """Listen to a rank until its last word."""
         operations = self._operations(peer)
         with self._noting(peer):
             while True:
-                head = self._head(peer, operations.post_recv(_empty(HEAD_BYTES), TAG).wait())
-                body = b""
-                if head.length:
-                    chunk = operations.post_recv(_empty(head.length), TAG)
-                    # The mark proves that the body has arrived; a wait for the body itself might never end.
-                    operations.post_recv(_empty(len(MARK)), TAG).wait()
-                    body = chunk.wait().numpy().tobytes()
-                    if xxhash.xxh3_64_intdigest(body) != head.digest:
-                        raise ProtocolError(peer, f"rank {peer} sent a damaged word while healing")
-                if head.nonce == self._nonces.get(peer):  # Otherwise it is left from an earlier roll call.
-                    self._take(peer, head, body)
-                    if head.kind == LAST_STAGE + 1:
+                header, body = self._read(operations, operations.post_recv(operations.empty(BLOCK_BYTES)).wait())
+                if header.transfer == self._nonces.get(peer):  # Otherwise it is left from an earlier roll call.
+                    self._take(peer, header, body)
+                    if header.note == LAST_STAGE + 1:
                         return
 
-    def _head(self, peer: int, tensor: torch.Tensor) -> _Head:
-        data = tensor.numpy().tobytes()
-        (seal,) = _SEAL.unpack_from(data, _HEAD.size)
-        magic, version, *rest = _HEAD.unpack_from(data)
-        head = _Head(*rest)
-        if magic != MAGIC or seal != xxhash.xxh3_64_intdigest(data[: _HEAD.size]) or head.length > MAX_BYTES:
-            raise ProtocolError(peer, f"rank {peer} sent something else than a word of heal()")
-        if version != WIRE_VERSION:
-            raise ProtocolError(
-                peer, f"rank {peer} speaks version {version} of the wire, this rank {WIRE_VERSION}: all ranks need one"
-            )
-        return head
+    def _read(self, operations: Operations, block: torch.Tensor) -> tuple[Header, bytes]:
+        data = block.cpu().numpy().tobytes()
+        try:
+            header = messages.open_header(data[:HEADER_BYTES])
+            if header.kind not in (Message.WORD, Message.WORKING) or header.length > MAX_BYTES:
+                raise ValueError(f"{header.kind.name} of {header.length} bytes where a word was due")
+            body = bytearray(data[HEADER_BYTES:][: header.length])
+            while len(body) < header.length:
+                body += operations.recv_chunk(min(self._chunk_bytes, header.length - len(body)))
+            messages.verify(header, body)
+        except ValueError as error:
+            peer = operations.peer
+            raise ProtocolError(peer, f"rank {peer}, while {self._phase}: {error}") from error
+        return header, bytes(body)
 
-    def _take(self, peer: int, head: _Head, body: bytes) -> None:
+    def _take(self, peer: int, header: Header, body: bytes) -> None:
+        stage = header.note & ~LEFT
+        if stage == OPEN and header.kind is Message.WORD:
+            first = _decode_first(body)
+            if first.phase != self._phase:
+                raise ProtocolError(peer, f"rank {peer} is {first.phase}, and rank {self.rank} is {self._phase}")
+            body = first.data
         with self._changed:
             self._heard_at[peer] = time.monotonic()
-            if head.kind == OPEN:
-                self._nonces[peer] = head.nonce
-            if head.note == LEFT:
+            if header.note & LEFT:
                 self.left.add(peer)
-            if head.kind != WORKING:
-                self._words[peer].setdefault(head.kind, _Word(head.note, head.value, body))
+            if header.kind is Message.WORD:
+                self._nonces.setdefault(peer, header.transfer)
+                self._words[peer].setdefault(stage, body)
             self._news.put(None)
 
     @contextmanager
@@ -418,17 +441,17 @@ class RollCall:
                     self._gone.setdefault(peer, ProtocolError(peer, f"rank {peer}: {error}"))
                 self._news.put(None)
 
-    def _wait(self, peers: Sequence[int], kind: int, started: float) -> None:
+    def _wait(self, peers: Sequence[int], stage: int, started: float) -> None:
         """Wait until these ranks have said this word, are gone, or have been silent for the timeout."""
         while True:
             now, soonest = time.monotonic(), float("inf")
             with self._changed:
                 for peer in peers:
-                    if peer in self._gone or self._has_said(peer, kind):
+                    if peer in self._gone or self._has_said(peer, stage):
                         continue
                     until = max(started, self._heard_at.get(peer, 0.0)) + self._seconds
                     if until <= now:
-                        self._gone[peer] = PeerTimeout(peer, "healing", self._seconds)
+                        self._gone[peer] = PeerTimeout(peer, self._phase, self._seconds)
                     else:
                         soonest = min(soonest, until)
             if soonest == float("inf"):
@@ -436,14 +459,19 @@ class RollCall:
             with suppress(queue.Empty):
                 self._news.get(timeout=min(soonest - now, Patience.SLICE_SECONDS))
 
-    def _has_said(self, peer: int, kind: int) -> bool:
-        if kind == OPEN:
-            return OPEN in self._words[peer]
-        return any(word >= kind for word in self._words[peer])
+    def _has_said(self, peer: int, stage: int) -> bool:
+        return stage in self._words[peer] or (stage != OPEN and any(at > stage for at in self._words[peer]))
 
 
-def _empty(count: int) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8)
+def can_call(group: Group) -> bool:
+    """Whether the ranks of a group can make a roll call."""
+    return group.rank() is not None and group.size() is not None and group.tagged and not group.serial
+
+
+def lost_error(what: str, lost: Mapping[int, str], *more: str) -> PeerLost:
+    """The error of all who live, made of nothing but what all of them have heard."""
+    lines = [f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items())]
+    return PeerLost(min(lost), "\n  ".join([f"{what} failed, on all ranks:", *lines, *more]))
 
 
 def _ends(thread: threading.Thread, until: float) -> bool:
@@ -451,3 +479,123 @@ def _ends(thread: threading.Thread, until: float) -> bool:
     with suppress(RuntimeError):  # An interrupt came before its start.
         thread.join(max(0.0, until - time.monotonic()))
     return not thread.is_alive()
+
+
+class Agreement:
+    """What all ranks of a group agree on, in calls that every rank makes in the same order.
+
+    Without a group it is that of a job of one process.
+    """
+
+    def __init__(self, group: Any, seconds: float) -> None:
+        self._group, self.seconds = group, seconds
+        self.rank, self.size = self._ranks() if self._has_group() else (0, 1)
+        self._roll: RollCall | None = None
+
+    def check_same_ranks(self) -> None:
+        """Refuse to go on in a group that torch has reconfigured in place, with another rank or size."""
+        if not self._has_group():
+            return
+        try:
+            rank, size = self._ranks()
+        except (RuntimeError, ValueError):
+            return  # The group is gone. Whoever needs it will say so.
+        if (rank, size) != (self.rank, self.size):
+            raise TransfuseError(
+                f"the group was reconfigured: this was rank {self.rank} of {self.size}, and is rank {rank} of {size}; "
+                "detach() from the keeper, and call keep() again on all ranks"
+            )
+
+    def together(self, phase: str, work: Callable[[], T]) -> T:
+        """Do something in which ranks gather. A rank that raises is lost to the others, who are told why.
+
+        Not a context manager: a handler that raises where Python begins its exit would leave the call under way.
+        """
+        self.check_same_ranks()
+        group = None if self.size == 1 or self._roll is not None else _tagged(self._pg)
+        if group is None:
+            return work()
+        roll = RollCall(group, self.seconds, phase)
+        roll.begin()
+        try:
+            roll.open(b"")
+            roll.listen()
+            self._roll = roll
+            with roll.pulsing():
+                result = work()
+                roll.close(None)
+            return result
+        except BaseException as error:
+            roll.close(error)
+            raise
+        finally:
+            self._roll = None
+            roll.end()
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """While the caller's own code runs, which may never end: the others do not wait without end."""
+        return nullcontext() if self._roll is None else self._roll.quiet()
+
+    def gather(self, data: bytes, what: str) -> list[bytes]:
+        """What every rank has given, in the order of ranks; or the same error on all ranks that live."""
+        self.check_same_ranks()
+        if self.size == 1:
+            return [data]
+        if self._roll is not None:
+            return self._roll.gather(data, what)
+        if _tagged(self._pg) is not None:
+            return self.together(what, lambda: self.gather(data, what))
+        return self._gather_collectively(data, what)
+
+    def _has_group(self) -> bool:
+        return self._group is not None or dist.is_initialized()
+
+    @property
+    def _pg(self) -> Any:
+        return dist.group.WORLD if self._group is None else self._group
+
+    def _ranks(self) -> tuple[int, int]:
+        """This rank, and how many there are."""
+        group = _tagged(self._pg)
+        if group is None:
+            return dist.get_rank(self._group), dist.get_world_size(self._group)
+        return group.rank() or 0, group.size() or 1
+
+    # ------------------------------------------------------------------------------- with an accelerator's backend only
+
+    def _gather_collectively(self, data: bytes, what: str) -> list[bytes]:
+        lengths = self._all_gather(torch.tensor([len(data)], dtype=torch.int64), what)
+        sizes = [int(one) for one in lengths]
+        longest = max(sizes)
+        if min(sizes) < 0 or longest > MAX_BYTES:
+            raise TransfuseError(f"{what}: a rank announced {longest} bytes, at most {MAX_BYTES} are expected")
+        mine = torch.zeros(max(longest, 1), dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self._all_gather(mine, what)
+        return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+    def _all_gather(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
+        kinds = [torch.device(kind) for kind in getattr(self._pg, "_device_types", ())]
+        mine = mine.to(CPU if not kinds or CPU in kinds else kinds[0])
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            work = dist.all_gather(rows, mine, group=self._group, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=self.seconds))
+        except RuntimeError as error:
+            text = str(error).split("\n")[0]
+            others = f"does rank {1 - self.rank}" if self.size == 2 else "do all other ranks"
+            raise TransfuseError(
+                f"{what}: the ranks could not agree within {self.seconds:g} s, or one was lost: {others} call this "
+                f"too? is timeout= long enough? ({text})"
+            ) from error
+        return [row.cpu() for row in rows]
+
+
+def _tagged(pg: Any) -> Group | None:
+    """The group, if its ranks can make a roll call."""
+    with suppress(ValueError):  # It has no backend for main memory.
+        group = Group(pg, CPU)
+        return group if can_call(group) else None
+    return None

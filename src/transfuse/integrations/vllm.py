@@ -28,6 +28,8 @@ import torch.distributed as dist
 
 import transfuse
 from transfuse import Concat, Rename, Slice, Split, TransfuseError
+from transfuse._errors import as_utf8
+from transfuse._wire.roll_call import Agreement
 from transfuse.integrations import check_series
 
 #: vLLM's interfaces for weight transfer change with each version. This file is written for those of this one.
@@ -507,8 +509,7 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         _shards(source)  # Refuse a source that cannot be served here, not in the first round.
         self._info = info
-        self._ranks = _Ranks(info.group)
-        self._ranks.check_rank(info.rank)
+        self._ranks = _Ranks(info.group, info.update_timeout)
         self._engines: list[_Engine] = []
         self._lock = threading.Lock()
         self._last = 0
@@ -517,9 +518,15 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         self._offered: dict[str, torch.Tensor] = {}
         #: The engines that did not get the last round, each with the cause.
         self.lost: list[tuple[VLLMWeightSyncClient, Exception]] = []
+        self._init = self._ranks.together("beginning to serve", self._serve)
+
+    def _serve(self) -> TransfuseInitInfo:
+        """Begin to serve, on all ranks; what the engines are told of it."""
+        info = self._info
+        self._ranks.check_rank(info.rank)
         run, given = secrets.token_hex(8), os.environ.get(TOKEN_VARIABLE)
         made = None if given else secrets.token_hex(32)
-        run, made = self._ranks.gather(f"{run} {made or ''}")[0].split(" ")
+        run, made = self._ranks.texts(f"{run} {made or ''}")[0].split(" ")
         init = TransfuseInitInfo(
             ["none yet"], run, made or None, info.timeout, info.max_bytes, info.install, list(map(_encode, info.rules))
         )
@@ -539,9 +546,9 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
             except Exception as error:
                 problem = f"rank {info.rank} cannot serve at {info.host}:{info.port}: {type(error).__name__}: {error}"
             self._ranks.check(problem)
-            init.addresses = self._ranks.gather(self._server.address)
+            init.addresses = self._ranks.texts(self._server.address)
             stack.pop_all()
-        self._init = init
+        return init
 
     @classmethod
     def trainer_init(
@@ -592,6 +599,9 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         It returns on all ranks when every engine has the weights or has failed. It raises on all ranks if every engine
         has failed; the trainer may go on, and try again.
         """
+        self._ranks.together("sending weights", lambda: self._send(weight_version))
+
+    def _send(self, weight_version: str | None) -> None:
         assert self.source is not None
         self._last += 1
         problem = ""
@@ -663,48 +673,28 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
             raise TransfuseError(f"round {update.round} reached no engine:{causes}")
 
 
-class _Ranks:
-    """The trainer's ranks: what they tell each other, as bytes in tensors."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
+class _Ranks(Agreement):
+    """The trainer's ranks."""
 
     def check_rank(self, told: int) -> None:
         """Raise on all ranks if one of them was told that it is another one."""
-        rank = 0 if self._group is None else dist.get_rank(self._group)
-        which = "without a process group there is rank 0 only" if self._group is None else "of its group"
-        wrong = [
-            one for one in self.gather("" if told == rank else f"rank={told}, but this process is rank {rank}") if one
-        ]
-        if wrong:
-            raise ValueError(f"{wrong[0]}: {which}")
+        wrong = self.texts("" if told == self.rank else f"rank={told}, but this process is rank {self.rank}")
+        if any(wrong):
+            which = "of its group" if self.size > 1 else "without other ranks there is rank 0 only"
+            raise ValueError(f"{next(filter(None, wrong))}: {which}")
 
-    def gather(self, text: str) -> list[str]:
+    def texts(self, text: str) -> list[str]:
         """Every rank's text."""
-        if self._group is None:
-            return [text]
-        # A group without a backend for the CPU speaks through its accelerator.
-        has_cpu = "cpu:" in dist.get_backend_config(self._group)
-        device = torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
-        said = text.encode()
-        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(sizes, torch.tensor([len(said)], device=device), self._group)
-        lengths = [int(size.item()) for size in sizes]
-        rows = [torch.zeros(max(1, *lengths), dtype=torch.uint8, device=device) for _ in lengths]
-        own = torch.zeros_like(rows[0])
-        if said:
-            own[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        dist.all_gather(rows, own, self._group)
-        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+        return [one.decode() for one in self.gather(as_utf8(text).encode(), "the trainer's ranks: agreeing")]
 
     def check(self, problem: str) -> None:
         """Raise on all ranks if one has a problem."""
-        if problems := [one for one in self.gather(problem) if one]:
+        if problems := [one for one in self.texts(problem) if one]:
             raise TransfuseError(problems[0])
 
     def check_equal(self, text: str) -> None:
         """Raise on all ranks if they do not say the same."""
-        if len(set(said := self.gather(text))) > 1:
+        if len(set(said := self.texts(text))) > 1:
             raise TransfuseError(f"the trainer's ranks are at different rounds: {', '.join(said)}")
 
 
