@@ -326,8 +326,8 @@ class Operations:
         yield self.wire((seal(kind, transfer, note, data) + bytes(data[:ROOM])).ljust(BLOCK_BYTES, b"\0"))
         if len(data) > ROOM:
             rest = (self.wire(body) if isinstance(body, bytes) else body.to(self.group.control))[ROOM:]
-            for chunk in rest.split(chunk_bytes):
-                yield chunk
+            for at in range(0, rest.numel(), chunk_bytes):
+                yield rest[at : at + chunk_bytes]
                 yield self.wire(MARK)
 
     def recv_chunk(self, count: int) -> memoryview:
