@@ -35,7 +35,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(en
     # It was frozen, and answers now.
     assert isinstance(keeper.hear(SECONDS)[0], frames.Done)
     with suppress(KeeperLost):
-        keeper.send(frames.Done(), seconds=SECONDS)
+        keeper.send(frames.Done(), SECONDS)
     with pytest.raises(KeeperLost):
         worker.ask(frames.Close(), frames.Done, SECONDS)
 
@@ -47,7 +47,7 @@ def test_a_worker_without_descriptors_says_so_at_once(ends: tuple[Link, Link]) -
     highest = max(int(one.name) for one in pathlib.Path("/proc/self/fd").iterdir())
     while files[-1] <= highest:
         files.append(os.dup(files[0]))  # No number below the limit is free.
-    keeper.send(frames.Mapped(list(range(10))), files[:10], seconds=SECONDS)
+    keeper.send(frames.Mapped(list(range(10))), SECONDS, files[:10])
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 3, hard))
     try:
         with pytest.raises(KeeperLost, match="no descriptors left"):

@@ -119,7 +119,7 @@ def test_frames_that_are_not_from_who_has_proved_itself(what: str) -> None:
             body = body[:-1] + b"\xff"
         head = length.to_bytes(4, "little")
         counter = 1 if what == "counter" else 0
-        mark = hmac.digest(door._sending, counter.to_bytes(8, "little") + head + body, hashlib.sha256)
+        mark = hmac.digest(door._sending_key, counter.to_bytes(8, "little") + head + body, hashlib.sha256)
         if what == "mark":
             mark = bytes(PROOF_BYTES)
         words = hello() + bytes(PROOF_BYTES) if what == "late hello" else head + body + mark

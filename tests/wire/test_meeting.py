@@ -28,10 +28,10 @@ from transfuse._wire.handshake import (
     MAX_FRAME_BYTES,
     PROOF_BYTES,
     VERSION,
-    Ask,
     Come,
     Frame,
     Join,
+    Ready,
     Refused,
     Wait,
     connect,
@@ -303,7 +303,7 @@ def test_a_proof_for_one_port_is_none_for_another(port: OwnPort) -> None:
     assert nobody_comes(port, number)
 
 
-@pytest.mark.parametrize("frame", [Come(), Wait(), Ask(b"?"), Refused("kind", "cause")], ids=lambda frame: str(frame))
+@pytest.mark.parametrize("frame", [Come(), Wait(), Ready(), Refused("kind", "cause")], ids=lambda frame: str(frame))
 def test_other_frames_than_the_number(port: OwnPort, frame: Frame) -> None:
     control = connect(port.place().address, key_of(port.place().token), WAIT, -1)
     control.send(frame, WAIT)

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import msgspec
-
-from transfuse._errors import PeerTimeout, TransfuseError, as_utf8
-from transfuse._keeper.questions import Answer, No, Question, Round, State, decode_answer, decode_question
-from transfuse._wire.handshake import Ask, ControlConnection, Told, connect, key_of
+from transfuse._errors import PeerTimeout, ProtocolError, TransfuseError, as_utf8
+from transfuse._keeper.questions import VOCABULARY, Answer, Lend, Lent, No, Question, Round, State
+from transfuse._wire import handshake
+from transfuse._wire.handshake import ControlConnection, key_of
 from transfuse._wire.listener import Listener
 
 logger = logging.getLogger("transfuse.keeper")
@@ -33,13 +32,14 @@ LISTEN_SECONDS = 0.5
 # ------------------------------------------------------------------------------------------------------------ asking
 
 
+def connect(address: str, key: bytes, seconds: float, host: int) -> ControlConnection:
+    """Connect to the door of another host's keeper."""
+    return handshake.connect(address, key, seconds, host, vocabulary=VOCABULARY)
+
+
 def ask(control: ControlConnection, question: Question, seconds: float) -> Answer:
-    control.send(Ask(msgspec.msgpack.encode(question)), seconds)
-    told = control.expect(Told, seconds, "waiting for an answer", most_waits=0)
-    try:
-        answer = decode_answer(told.body)
-    except TransfuseError as error:
-        raise TransfuseError(f"the keeper at {control.name} gave {error}") from error
+    control.send(question, seconds)
+    answer: Answer | No = control.expect((State, Lent, No), seconds, "waiting for an answer", most_waits=0)
     if isinstance(answer, No):
         raise TransfuseError(f"the keeper at {control.name} refused: {as_utf8(answer.why[:1000])}")
     return answer
@@ -140,6 +140,7 @@ class Door:
             rank=-1,
             prove_seconds=PROVE_SECONDS,
             complain=self._complain,
+            vocabulary=VOCABULARY,
         )
 
     def close(self) -> None:
@@ -171,11 +172,19 @@ class Door:
                 if not visit.may_stay(time.monotonic() - heard_at):
                     return
                 continue
-            question = control.expect(Ask, ASK_SECONDS, "waiting for a question", most_waits=0)
+            try:
+                question = control.expect((Round, Lend), ASK_SECONDS, "waiting for a question", most_waits=0)
+            except ProtocolError as error:
+                control.send(_refusal(error), ASK_SECONDS)
+                raise
             heard_at = time.monotonic()
             answer: Answer | No
             try:
-                answer = visit.answer(decode_question(question.body))
+                answer = visit.answer(question)
             except (TransfuseError, ValueError, OSError) as error:
-                answer = No(as_utf8(str(error)[:1000]))
-            control.send(Told(msgspec.msgpack.encode(answer)), ASK_SECONDS)
+                answer = _refusal(error)
+            control.send(answer, ASK_SECONDS)
+
+
+def _refusal(error: Exception) -> No:
+    return No(as_utf8(str(error)[:1000]))

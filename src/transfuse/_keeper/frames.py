@@ -6,11 +6,9 @@ A worker asks, and the keeper answers each question with the frame named beside 
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -18,12 +16,10 @@ import msgspec
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper.bundle_table import Bundles
+from transfuse._wire.framed import Closed, Framed, Malformed, Vocabulary
 
 #: The version of what they say.
 VERSION = 4
-_LENGTH = struct.Struct("<I")
-MAX_FRAME_BYTES = 256 << 20
-MAX_DESCRIPTORS = 250
 
 
 class KeeperLost(TransfuseError):
@@ -259,15 +255,15 @@ Committing = Reserve | Lay | Begin | Committed | Drop | LeaveOut
 Reading = Inventory | Open | Serve | Restored
 Answers = Welcome | Exposed | Laid | Slot | Holdings | Mapped | Serving | Told | Refused
 Frame = Attaching | Committing | Reading | Answers
-_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+VOCABULARY = Vocabulary(msgspec.msgpack.Decoder(Frame), 256 << 20)
 _F = TypeVar("_F")
 
 
-class Link:
+class Link(Framed):
     """One connection between a worker and the keeper."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+        super().__init__(sock, VOCABULARY, passes_files=True)
 
     @classmethod
     def to(cls, path: str, seconds: float) -> Link:
@@ -280,24 +276,10 @@ class Link:
             raise KeeperLost(f"no keeper answers at {path}: {error}") from error
         return cls(sock)
 
-    def close(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
     def peer_pid(self) -> int:
         """The process at the other end; 0 if it is not of our namespace of pids."""
         size = struct.calcsize("3i")
         return int(struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0])
-
-    def gone(self) -> bool:
-        """Whether the other end has closed. Call it only while nothing is due from that end."""
-        try:
-            look = select.poll()
-            look.register(self._socket, select.POLLIN)
-            return bool(look.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
-        except (OSError, ValueError):
-            return True
 
     def ask(self, question: Frame, expected: type[_F], seconds: float) -> _F:
         answer, descriptors = self.ask_for_files(question, expected, seconds)
@@ -308,7 +290,7 @@ class Link:
     def ask_for_files(self, question: Frame, expected: type[_F], seconds: float) -> tuple[_F, list[int]]:
         """Ask, and return the answer with its descriptors. Raises what the keeper refused with."""
         try:
-            self.send(question, seconds=seconds)
+            self.send(question, seconds)
             answer, descriptors = self.hear(seconds)
         except BaseException:
             # The answer may still come, and would be taken for the answer to the next question.
@@ -322,63 +304,20 @@ class Link:
             raise TransfuseError(f"the keeper of this host refused: {answer.why}")
         raise KeeperLost(f"the keeper answered {type(question).__name__} with {type(answer).__name__}")
 
-    def send(self, frame: Frame, descriptors: Sequence[int] = (), *, seconds: float) -> None:
-        body = msgspec.msgpack.encode(frame)
-        head = _LENGTH.pack(len(body)) + _LENGTH.pack(len(descriptors))
-        try:
-            self._socket.settimeout(seconds)
-            self._socket.sendall(head + body)
-            for low in range(0, len(descriptors), MAX_DESCRIPTORS):
-                socket.send_fds(self._socket, [b"\0"], descriptors[low : low + MAX_DESCRIPTORS])
-        except OSError as error:
-            raise self._broken(error, seconds) from error
-
     def hear(self, seconds: float | None) -> tuple[Frame, list[int]]:
-        until = None if seconds is None else time.monotonic() + seconds
-        descriptors: list[int] = []
-        try:
-            head = self._read(2 * _LENGTH.size, until)
-            (length,), (count,) = _LENGTH.unpack(head[:4]), _LENGTH.unpack(head[4:])
-            if length > MAX_FRAME_BYTES or count > 1 << 16:
-                raise KeeperLost(f"a frame of {length} bytes with {count} descriptors was announced")
-            body = self._read(length, until)
-            while len(descriptors) < count:
-                self._wait(until)
-                data, some, flags, _ = socket.recv_fds(self._socket, 1, MAX_DESCRIPTORS)
-                descriptors += some
-                if flags & socket.MSG_CTRUNC:
-                    raise KeeperLost("this process has no descriptors left for the keeper's slots: raise ulimit -n")
-                if not data:
-                    raise KeeperLost("the other end closed the connection")
-            return _decoder.decode(body), descriptors
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, TransfuseError) as error:
-            for fd in descriptors:
-                os.close(fd)
-            if isinstance(error, TransfuseError):
-                raise
-            raise self._broken(error, seconds) from error
+        return self.receive(None if seconds is None else time.monotonic() + seconds, "waiting for a frame")
 
-    def _broken(self, error: Exception, seconds: float | None) -> KeeperLost:
+    def _explain(self, error: Exception, phase: str, seconds: float) -> KeeperLost:
         why = str(error) or type(error).__name__
+        if isinstance(error, Closed):
+            return KeeperLost("the other end closed the connection")
+        if isinstance(error, Malformed):
+            return KeeperLost(f"the other end {why}")
         if isinstance(error, TimeoutError):
             pid = 0
             with suppress(OSError):
                 pid = self.peer_pid()
             who, cure = (f"process {pid}", f" (kill -CONT {pid} lets it go on)") if pid else ("the other end", "")
-            why = f"{who} has not answered within {seconds or 0:g} s: it was stopped{cure}, or the machine is too busy"
+            took = f"{round(seconds, 1):g} s"
+            why = f"{who} has not answered within {took}: it was stopped{cure}, or the machine is too busy"
         return KeeperLost(f"the connection to the keeper broke: {why}")
-
-    def _wait(self, until: float | None) -> None:
-        if until is not None and time.monotonic() >= until:
-            raise TimeoutError("it does not answer in time")
-        self._socket.settimeout(None if until is None else until - time.monotonic())
-
-    def _read(self, count: int, until: float | None) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            self._wait(until)
-            chunk = self._socket.recv(min(count - len(data), 1 << 20))
-            if not chunk:
-                raise KeeperLost("the other end closed the connection")
-            data += chunk
-        return bytes(data)

@@ -334,7 +334,7 @@ class Keeper:
                     if not isinstance(error, TransfuseError):
                         logger.exception("a question of a worker could not be answered")
                     answer, files = frames.Refused(f"{error}" or type(error).__name__), []
-                link.send(answer, files, seconds=ANSWER_SECONDS)
+                link.send(answer, ANSWER_SECONDS, files)
         except KeeperLost:
             pass
         finally:

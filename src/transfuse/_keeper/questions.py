@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from transfuse._errors import TransfuseError
 from transfuse._keeper.slots import Label
+from transfuse._wire.framed import Vocabulary
 
 
 class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -66,8 +66,6 @@ class Lend(_Message):
 
     generation: int
     step: int
-    #: A frame has no room for the slots of many ranks: the puller asks again, with how many it has heard of so far.
-    first: int = 0
     #: The ranks whose slots are wanted; empty: those of the host.
     ranks: list[int] = []
 
@@ -90,19 +88,5 @@ class No(_Message):
 
 Question = Round | Lend
 Answer = State | Lent
-_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_answers: msgspec.msgpack.Decoder[Answer | No] = msgspec.msgpack.Decoder(Answer | No)
-
-
-def decode_question(body: bytes) -> Question:
-    try:
-        return _questions.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TransfuseError(str(error)) from error
-
-
-def decode_answer(body: bytes) -> Answer | No:
-    try:
-        return _answers.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TransfuseError(f"a strange answer: {error}") from error
+#: A frame lists the slots of all ranks of a host, in less than 100 bytes each.
+VOCABULARY = Vocabulary(msgspec.msgpack.Decoder(Question | Answer | No), 4 << 20)

@@ -33,13 +33,13 @@ from typing import TYPE_CHECKING, Any
 from transfuse._errors import TransfuseError
 from transfuse._keeper import frames
 from transfuse._keeper.books import Books, Kept
-from transfuse._keeper.door import ASK_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, ask
+from transfuse._keeper.door import ASK_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, ask, connect
 from transfuse._keeper.freeing import Freeing
 from transfuse._keeper.questions import Lend, Lent, LentSlot, Refill
 from transfuse._keeper.slots import Brief, Label, SlotView, make_slots
 from transfuse._progress import Progress
 from transfuse._sizes import human_bytes
-from transfuse._wire.handshake import ControlConnection, connect, key_of
+from transfuse._wire.handshake import ControlConnection, key_of
 
 if TYPE_CHECKING:
     from transfuse._remote.server import Server
@@ -51,8 +51,6 @@ logger = logging.getLogger("transfuse.keeper")
 LOOK_SECONDS = 0.2
 #: The bytes of a slot's header.
 HEAD_BYTES = 64
-#: The most slots in one answer. Each takes up to 90 bytes of a frame, which holds 16 KiB (`handshake.MAX_FRAME_BYTES`).
-SLOTS_PER_ANSWER = 100
 #: How many replicas of a rank there are: one that is confirmed, and one that is being pulled.
 COPIES = 2
 #: See the top of this file.
@@ -155,9 +153,9 @@ class Loan:
     loans: Loans
     borrowers: int = 0
 
-    def describe(self, first: int) -> Lent:
-        """What to tell a puller that has heard of so many slots."""
-        return Lent(self.server.address, self.token, list(self.slots[first : first + SLOTS_PER_ANSWER]))
+    def describe(self) -> Lent:
+        """What to tell a puller."""
+        return Lent(self.server.address, self.token, list(self.slots))
 
     def is_in_vain(self) -> bool:
         """Whether the step has been given up."""
@@ -223,15 +221,11 @@ class Loans:
 
 
 def _borrow(control: ControlConnection, source: int, label: Label, ranks: Sequence[int]) -> Lent:
-    """Ask a host for its slots of a step, in several questions if it has many ranks."""
-    slots: list[LentSlot] = []
-    while True:
-        lent = ask(control, Lend(label.generation, label.step, len(slots), list(ranks)), 2 * ASK_SECONDS)
-        if not isinstance(lent, Lent):
-            raise TransfuseError(f"host {source} answered with {type(lent).__name__}")
-        slots += lent.slots
-        if not lent.slots or len(slots) >= len(ranks):
-            return Lent(lent.address, lent.token, slots)
+    """Ask a host for its slots of a step."""
+    lent = ask(control, Lend(label.generation, label.step, list(ranks)), 2 * ASK_SECONDS)
+    if not isinstance(lent, Lent):
+        raise TransfuseError(f"host {source} answered with {type(lent).__name__}")
+    return lent
 
 
 # ---------------------------------------------------------------------------------------------------------- pulling

@@ -226,12 +226,10 @@ class _Visit:
         return self._lend(question) if isinstance(question, Lend) else self._ring.follow(question)
 
     def _lend(self, question: Lend) -> Lent:
-        label = Label(question.generation, question.step)
-        if self._loan is None:
-            self._loan = self._ring.lend(label, question.ranks)
-        elif self._loan.label != label or question.first <= 0:
+        if self._loan is not None:
             raise TransfuseError("this connection has borrowed already")
-        return self._loan.describe(question.first)
+        self._loan = self._ring.lend(Label(question.generation, question.step), question.ranks)
+        return self._loan.describe()
 
     def may_stay(self, silent: float) -> bool:
         return silent <= IDLE_SECONDS if self._loan is None else not self._loan.is_in_vain()

@@ -21,28 +21,23 @@ import errno
 import hashlib
 import hmac
 import ipaddress
-import os
 import resource
 import secrets
-import select
 import socket
-import struct
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar, overload
 
 import msgspec
 
 from transfuse._errors import LimitExceeded, PeerLost, PeerRefused, PeerTimeout, ProtocolError
+from transfuse._wire.framed import Closed, Framed, Malformed, Vocabulary, own
 
 MAGIC = b"TFUSDOOR"
 VERSION = 2
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + 1 + NONCE_BYTES
-#: Frames carry only addresses and causes of failures, so they are short.
 MAX_FRAME_BYTES = 16 << 10
 #: The key of those who have no token. It is public, so everybody can prove it.
 PUBLIC_KEY = hashlib.sha256(b"no token").digest()
@@ -56,9 +51,6 @@ WRONG_TOKEN = "it was started with another token than the one given here, or wit
 SERVER, READER = 0, 1
 #: How often the server tells a waiting reader that it still has to wait.
 WAIT_SECONDS = 0.5
-
-_LENGTH = struct.Struct("<I")
-_COUNTER = struct.Struct("<Q")
 
 
 class Wait(msgspec.Struct, tag="wait", frozen=True, forbid_unknown_fields=True):
@@ -89,35 +81,20 @@ class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=
     cause: str
 
 
-class Ask(msgspec.Struct, tag="ask", frozen=True, forbid_unknown_fields=True):
-    """Keeper to keeper: a question (:mod:`transfuse._keeper.questions`)."""
-
-    body: bytes
-
-
-class Told(msgspec.Struct, tag="told", frozen=True, forbid_unknown_fields=True):
-    """Keeper to keeper: the answer."""
-
-    body: bytes
+Frame = Wait | Come | Join | Ready | Refused
+#: What is said after a handshake, unless the two ends have a vocabulary of their own. Frames carry only addresses and
+#: causes of failures, so they are short.
+VOCABULARY = Vocabulary(msgspec.msgpack.Decoder(Frame), MAX_FRAME_BYTES)
+_F = TypeVar("_F")
 
 
-Frame = Wait | Come | Join | Ready | Refused | Ask | Told
-_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
-_F = TypeVar("_F", Come, Join, Ready, Ask, Told)
-_G = TypeVar("_G", Come, Join, Ready, Ask, Told)
-_T = TypeVar("_T")
-
-
-class ControlConnection:
+class ControlConnection(Framed):
     """One control connection. ``name`` is the other end's name for messages; ``rank`` is its rank in errors."""
 
-    def __init__(self, sock: socket.socket, name: str, rank: int) -> None:
-        _sockets.add(sock)
-        self._socket = sock
+    def __init__(self, sock: socket.socket, name: str, rank: int, vocabulary: Vocabulary = VOCABULARY) -> None:
+        super().__init__(sock, vocabulary, has_key=True)
         self.name = name
         self.rank = rank
-        self._sending = self._receiving = b""
-        self._sent = self._received = 0
         #: Whether the socket was given away.
         self.is_released = False
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,47 +116,22 @@ class ControlConnection:
                 self._socket.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
-        if self.is_released:
-            return
-        # Shut down first: this wakes a thread that waits for the other end.
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def gone(self) -> bool:
-        """Whether the other end has closed. Call it only while no frame is due from that end."""
-        try:
-            return self.has_news(0.0) and not self._socket.recv(1, socket.MSG_PEEK)
-        except (OSError, ValueError):
-            return True
-
-    def has_news(self, seconds: float) -> bool:
-        """Wait so long: whether the other end has sent something, or closed."""
-        # Not select(): it takes descriptors up to 1023 only, and a training process may have more.
-        look = select.poll()
-        look.register(self._socket, select.POLLIN)
-        return bool(look.poll(seconds * 1000))
+        if not self.is_released:
+            super().close()
 
     # ---------------------------------------------------------------------------------------------------- frames
-
-    def send(self, frame: Frame, seconds: float) -> None:
-        body = msgspec.msgpack.encode(frame)
-        head = _LENGTH.pack(len(body))
-        mark = hmac.digest(self._sending, _COUNTER.pack(self._sent) + head + body, hashlib.sha256)
-        self._sent += 1
-        self._send_bytes(head + body + mark, time.monotonic() + seconds, "sending a frame")
 
     @overload
     def expect(self, kind: type[_F], seconds: float, phase: str, most_waits: int) -> _F: ...
 
     @overload
-    def expect(self, kind: tuple[type[_F], type[_G]], seconds: float, phase: str, most_waits: int) -> _F | _G: ...
+    def expect(self, kind: tuple[type, ...], seconds: float, phase: str, most_waits: int) -> Any: ...
 
     def expect(self, kind: Any, seconds: float, phase: str, most_waits: int) -> Any:
         """Return the next frame, which must be a ``kind``; raise a refusal. A ``Wait`` frame buys ``seconds`` more."""
         started = time.monotonic()
         for _ in range(most_waits + 1):
-            frame = self._receive(time.monotonic() + seconds, phase)
+            frame, _ = self.receive(time.monotonic() + seconds, phase)
             if isinstance(frame, Refused):
                 raise PeerRefused(self.rank, frame.kind[:200], frame.cause[:4000], name=self.name)
             if isinstance(frame, kind):
@@ -190,47 +142,14 @@ class ControlConnection:
                 raise ProtocolError(self.rank, f"{self.name} sent Wait while {phase}: only a server may")
         raise PeerTimeout(self.rank, f"{phase} ({self.name})", time.monotonic() - started)
 
-    def _receive(self, deadline: float, phase: str) -> Frame:
-        head = self._receive_bytes(_LENGTH.size, deadline, phase)
-        (length,) = _LENGTH.unpack(head)
-        if length > MAX_FRAME_BYTES:
-            raise ProtocolError(self.rank, f"{self.name} announced a frame of {length} bytes while {phase}")
-        body = self._receive_bytes(length, deadline, phase)
-        mark = self._receive_bytes(PROOF_BYTES, deadline, phase)
-        due = hmac.digest(self._receiving, _COUNTER.pack(self._received) + head + body, hashlib.sha256)
-        self._received += 1
-        if not hmac.compare_digest(mark, due):
-            raise ProtocolError(self.rank, f"{self.name} sent a frame with a wrong HMAC: somebody else wrote it")
-        try:
-            return _decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(self.rank, f"{self.name} sent a malformed frame: {error}") from error
-
-    # ----------------------------------------------------------------------------------------------------- bytes
-
-    def _send_bytes(self, data: bytes, deadline: float, phase: str) -> None:
-        self._do(partial(self._socket.sendall, data), deadline, phase)
-
-    def _receive_bytes(self, count: int, deadline: float, phase: str) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            chunk = self._do(partial(self._socket.recv, count - len(data)), deadline, phase)
-            if not chunk:
-                raise PeerLost(self.rank, f"{self.name} closed the connection while {phase}")
-            data += chunk
-        return bytes(data)
-
-    def _do(self, operation: Callable[[], _T], deadline: float, phase: str) -> _T:
-        started = time.monotonic()
-        try:
-            if deadline <= started:
-                raise TimeoutError
-            self._socket.settimeout(deadline - started)
-            return operation()
-        except TimeoutError:
-            raise PeerTimeout(self.rank, f"{phase} ({self.name})", time.monotonic() - started) from None
-        except OSError as error:
-            raise PeerLost(self.rank, f"{self.name}: connection lost while {phase}: {error}") from error
+    def _explain(self, error: Exception, phase: str, seconds: float) -> Exception:
+        if isinstance(error, Malformed):
+            return ProtocolError(self.rank, f"{self.name} {error}")
+        if isinstance(error, TimeoutError):
+            return PeerTimeout(self.rank, f"{phase} ({self.name})", seconds)
+        if isinstance(error, Closed):
+            return PeerLost(self.rank, f"{self.name} closed the connection while {phase}")
+        return PeerLost(self.rank, f"{self.name}: connection lost while {phase}: {error}")
 
     # ------------------------------------------------------------------------------------------------- handshake
 
@@ -286,21 +205,8 @@ class ControlConnection:
 
     def _open(self, key: bytes, said: bytes, sending: bytes, receiving: bytes) -> None:
         session = hmac.digest(key, b"session " + said, hashlib.sha256)
-        self._sending = hmac.digest(session, sending, hashlib.sha256)
-        self._receiving = hmac.digest(session, receiving, hashlib.sha256)
-
-
-#: The sockets of all connections, whoever has them now.
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """In the child of a fork: all connections are the parent's. Copies would hide its death from the other ends."""
-    for sock in list(_sockets):
-        sock.close()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+        self._sending_key = hmac.digest(session, sending, hashlib.sha256)
+        self._receiving_key = hmac.digest(session, receiving, hashlib.sha256)
 
 
 def _proof(key: bytes, who: bytes, said: bytes) -> bytes:
@@ -367,7 +273,7 @@ def _connected(where: tuple[str, int], seconds: float) -> socket.socket:
     found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
     for number, (family, kind, protocol, _, address) in enumerate(found, start=1):
         sock = socket.socket(family, kind, protocol)
-        _sockets.add(sock)  # Not create_connection(): a fork while it connects would leave a copy in the child.
+        own(sock)  # Not create_connection(): a fork while it connects would leave a copy in the child.
         try:
             sock.settimeout(seconds)
             sock.connect(address)
@@ -386,6 +292,7 @@ def connect(
     seconds: float,
     rank: int,
     connected: Callable[[ControlConnection], object] = lambda _: None,
+    vocabulary: Vocabulary = VOCABULARY,
 ) -> ControlConnection:
     """Connect to a server as a reader, and prove the token. ``connected`` gets the connection before that."""
     started = time.monotonic()
@@ -397,7 +304,7 @@ def connect(
     except OSError as error:
         check_descriptors(error, f"connecting to {address}")
         raise PeerLost(rank, f"{address} cannot be reached: {error}; is a server there, on this interface?") from error
-    control = ControlConnection(sock, address, rank)
+    control = ControlConnection(sock, address, rank, vocabulary)
     try:
         connected(control)
         control.enter(key, deadline)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from transfuse._errors import TransfuseError
-from transfuse._wire.handshake import ControlConnection, check_descriptors, join_address
+from transfuse._wire.framed import Vocabulary
+from transfuse._wire.handshake import VOCABULARY, ControlConnection, check_descriptors, join_address
 
 logger = logging.getLogger("transfuse")
 #: The listener logs at most one warning about strangers in so many seconds.
@@ -41,12 +42,13 @@ class Listener:
         rank: int,
         prove_seconds: float,
         complain: Callable[[str, Exception], object] | None = None,
+        vocabulary: Vocabulary = VOCABULARY,
     ) -> None:
         """``where``: the address and the port; 0 takes a free one. ``rank``: of the other ends, in errors.
 
         ``complain``: gets errors that no other end hears of; None: they are logged.
         """
-        self._key, self._attend, self._complain = key, attend, complain or self._log
+        self._key, self._attend, self._complain, self._vocabulary = key, attend, complain or self._log, vocabulary
         self._complained_at = float("-inf")
         self._name, self._rank, self._prove_seconds = name, rank, prove_seconds
         self.is_closed = False
@@ -101,7 +103,7 @@ class Listener:
                 time.sleep(0.1)  # Perhaps the process is out of descriptors, and that may pass.
                 continue
             try:
-                self._let_in(ControlConnection(sock, join_address(where[0], where[1]), self._rank))
+                self._let_in(ControlConnection(sock, join_address(where[0], where[1]), self._rank, self._vocabulary))
             except (OSError, RuntimeError) as error:
                 # The peer has gone already, or no thread could be started. The next connection may succeed.
                 sock.close()
