@@ -25,9 +25,9 @@ from benchmarks.compare.record import record
 from benchmarks.compare.results import Limit, Move, Outcome
 from benchmarks.compare.run import Begun, measure
 from transfuse._sizes import human_bytes
+from transfuse.cli.console import Lines
 from transfuse.cli.errors import Command
 from transfuse.cli.options import available_bytes
-from transfuse.cli.tables import Lines
 from transfuse.testing.ranks import Late, RanksFailed
 
 __all__ = ["app", "bench"]

@@ -33,7 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from transfuse._sizes import human_bytes
-from transfuse.cli.tables import Lines
+from transfuse.cli.console import Lines
 
 __all__ = ["Screen", "spark"]
 

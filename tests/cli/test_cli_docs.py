@@ -8,12 +8,15 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from commands import Running
-from transfuse.cli.app import app
+from keeping import Home, home  # noqa: F401
+from transfuse.cli.app import COMMANDS, app
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 
@@ -92,6 +95,25 @@ def test_exit_codes_and_commands_are_those_that_there_are() -> None:
 
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", GUIDE, re.M)} == {0, *map(int, Exit)}
     named = set(re.findall(r"^\| `transfuse (\w+)", GUIDE, re.M))
-    assert named == {
-        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
-    }
+    assert named == set(COMMANDS)
+
+
+def test_the_list_of_commands_says_what_each_says_first() -> None:
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        assert command.help == " ".join(command.real().help.split("\n\n")[0].split()), name
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["keep", "--status"], ["keep", "--stop", "nobody"]])
+def test_what_needs_no_torch_imports_none(words: list[str], home: Home) -> None:  # noqa: F811
+    lines = [
+        "import sys; from transfuse import cli",
+        f"sys.argv = {['transfuse', *words]}",
+        "try: cli.main()",
+        "finally: print('torch' in sys.modules)",
+    ]
+    home.start()
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    assert done.returncode == int("nobody" in words), done.stderr

@@ -22,7 +22,8 @@ from states import Color, Pair, states
 from transfuse._limits import Limits
 from transfuse._state.manifest import Manifest, Wire, describe
 from transfuse.cli import contents
-from transfuse.cli.contents import Contents, Folded, Row, fold, printable
+from transfuse.cli.contents import Contents, Folded, Row, fold
+from transfuse.cli.tables import printable
 from transfuse.testing.ranks import ProcessPool
 
 PAIR = Pair(torch.zeros(2, dtype=torch.int8), torch.zeros(1), {"dtype": torch.float32})

@@ -1,21 +1,35 @@
-"""The command with all its subcommands."""
+"""The command with all its subcommands. Each is a function of that name in a module of that name.
+
+The module is imported when its command is called: most import torch, which a list of commands, or of keepers, does not
+need.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import transfuse
-from transfuse.cli.doctor import doctor
 from transfuse.cli.errors import DEBUG_VARIABLE, Commands
-from transfuse.cli.fetch import fetch
-from transfuse.cli.hub import hub
-from transfuse.cli.inspect import inspect
-from transfuse.cli.keep import keep
-from transfuse.cli.serve import serve
 
 __all__ = ["app"]
+
+#: The commands, and what the list of them says of each: what it says itself first.
+COMMANDS = {
+    "inspect": (
+        "Show what a state holds: names, kinds, dtypes, shapes, sizes, what shares memory, and how it is sharded."
+    ),
+    "serve": "Serve the state in a file to `transfuse fetch` and `transfuse.fetch`, until Ctrl-C.",
+    "fetch": "Fetch a state and write it to a file, whole or not at all.",
+    "keep": "Run the keeper of a run in the foreground, until its job is done, Ctrl-C or SIGTERM.",
+    "hub": "Be a Hugging Face Hub whose one repository holds the weights of a running job, until Ctrl-C.",
+    "doctor": (
+        "Say which routes work on this machine and why not, which network interface gloo takes, and what is installed."
+    ),
+}
 
 app = typer.Typer(
     cls=Commands,
@@ -50,5 +64,22 @@ def _root(
     context.obj = {"debug": debug}
 
 
-for command in (inspect, serve, fetch, keep, hub, doctor):
-    app.command()(command)
+class _Deferred(TyperCommand):
+    """Stands for a command until it is called."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self.real().make_context(info_name, args, parent, **extra)
+
+    def real(self) -> Any:
+        function = getattr(importlib.import_module(f"transfuse.cli.{self.name}"), str(self.name))
+        alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        alone.command(self.name)(function)
+        return typer.main.get_command(alone)
+
+
+def _stand_in() -> None:
+    """A deferred command is never run itself."""
+
+
+for name, summary in COMMANDS.items():
+    app.command(name, cls=_Deferred, help=summary)(_stand_in)

@@ -28,8 +28,9 @@ from transfuse._state.leaves.sparse import CompressedMeta, CooMeta
 from transfuse._state.leaves.spec import Spec
 from transfuse._state.leaves.subclass import WrapperMeta
 from transfuse._state.manifest import Leaf, Manifest
+from transfuse.cli.tables import printable
 
-__all__ = ["Contents", "Folded", "Row", "Sharding", "Totals", "fold", "printable"]
+__all__ = ["Contents", "Folded", "Row", "Sharding", "Totals", "fold"]
 
 #: How many characters of a value a row keeps.
 MAX_VALUE = 200
@@ -181,13 +182,6 @@ def fold(rows: Iterable[Row], depth: int) -> list[Row | Folded]:
         marks = tuple(sorted({mark for row in group for mark in row.shares}))
         result.append(Folded(name, len(group), dtypes, sum(row.nbytes for row in group), marks))
     return result
-
-
-def printable(text: str) -> str:
-    """The text with every character escaped that a terminal might obey, or that UTF-8 cannot encode."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 # ------------------------------------------------------------------------------------------------------------- sharing

@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from transfuse._errors import TransfuseError
 from transfuse._log import SPEAKER
-from transfuse.cli.contents import printable
+from transfuse.cli.tables import printable
 
 __all__ = ["DEBUG_VARIABLE", "Command", "Commands", "Exit", "Failed", "reading", "warnings_shown"]
 

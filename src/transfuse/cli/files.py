@@ -27,8 +27,9 @@ from transfuse._sizes import human_bytes
 from transfuse._state.leaves import pickles
 from transfuse._state.manifest import describe
 from transfuse.cli import safetensors_file
-from transfuse.cli.contents import Contents, printable
+from transfuse.cli.contents import Contents
 from transfuse.cli.errors import Failed, reading
+from transfuse.cli.tables import printable
 
 __all__ = ["SUFFIXES", "Format", "check_place", "check_room", "contents_of", "format_of", "load", "save"]
 

@@ -15,10 +15,10 @@ import transfuse
 from transfuse._sizes import human_bytes
 from transfuse._wire.handshake import split_address
 from transfuse.cli import files, keepers
-from transfuse.cli.contents import Contents, Folded, Row, fold, printable
+from transfuse.cli.contents import Contents, Folded, Row, fold
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import AsJson, Seconds, TokenFile, check_settings, duration_of
-from transfuse.cli.tables import Column, count_leaves, say, show
+from transfuse.cli.tables import Column, count_leaves, printable, say, show
 
 __all__ = ["inspect"]
 

@@ -18,14 +18,12 @@ from transfuse._errors import TransfuseError
 from transfuse._keeper import attach, runs
 from transfuse._keeper.files import read_past
 from transfuse._keeper.frames import Link
-from transfuse._keeper.process import Keeper, go_before_training
 from transfuse._keeper.runs import Run
 from transfuse._sizes import human_bytes
-from transfuse.cli.contents import printable
 from transfuse.cli.errors import Failed
 from transfuse.cli.keepers import ALIVE, DEAD, Found, find, list_keepers, stop
 from transfuse.cli.options import LONGEST_SECONDS, AsJson, Seconds, check_settings
-from transfuse.cli.tables import Column, say, show
+from transfuse.cli.tables import Column, printable, say, show
 
 __all__ = ["keep"]
 
@@ -106,6 +104,8 @@ def _named(name: str | None) -> Run:
 
 
 def _run(run: Run, linger: float | None, timeout: float, as_json: bool) -> None:
+    from transfuse._keeper.process import Keeper, go_before_training
+
     found = attach.find(run, time.monotonic() + timeout)
     if isinstance(found, Link):
         pid = found.peer_pid()

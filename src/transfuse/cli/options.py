@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from transfuse import _arguments
 from transfuse._limits import check_environment
 from transfuse.cli.errors import Failed, reading
 
@@ -69,6 +68,8 @@ def check_settings() -> None:
 
 def check_step(step: int | None) -> None:
     """Check the options before a file is read or a server is asked."""
+    from transfuse import _arguments  # Which imports torch.
+
     try:
         _arguments.check_step(step)
     except ValueError as error:

@@ -28,8 +28,9 @@ from transfuse._state.leaves.spec import Spec, is_dtensor, of_plain_tensors
 from transfuse._state.manifest import Leaf, Manifest
 from transfuse._state.region import crowds
 from transfuse._state.trees import Kind
-from transfuse.cli.contents import Contents, Row, printable
+from transfuse.cli.contents import Contents, Row
 from transfuse.cli.errors import Failed
+from transfuse.cli.tables import printable
 
 __all__ = ["SafetensorError", "contents_of", "load", "misfits", "save"]
 

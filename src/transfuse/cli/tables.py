@@ -1,4 +1,4 @@
-"""Tables: drawn by rich on a terminal; elsewhere aligned lines without wrapping or colour."""
+"""Tables: drawn by rich on a terminal; elsewhere aligned lines without wrapping or colour, and rich is not imported."""
 
 from __future__ import annotations
 
@@ -6,19 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-__all__ = ["Column", "Lines", "count_leaves", "say", "show"]
-
-
-class Lines(Console):
-    """A console that leaves a closed pipe to the command, which decides how to end."""
-
-    def on_broken_pipe(self) -> None:
-        raise
+__all__ = ["Column", "count_leaves", "printable", "say", "show"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +22,19 @@ def count_leaves(count: int) -> str:
     return "1 leaf" if count == 1 else f"{count:,} leaves"
 
 
+def printable(text: str) -> str:
+    """The text with every character escaped that a terminal might obey, or that UTF-8 cannot encode."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def say(text: str = "") -> None:
     """Print a line. On a terminal it is broken at words."""
     if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
         Console(highlight=False).print(Text(text))
     else:
         print(text)
@@ -62,6 +60,11 @@ def show(columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Seque
 
 
 def _draw(columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for column in columns:
         # Fold, do not cut off: a name without its end names nothing.

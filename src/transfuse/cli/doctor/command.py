@@ -15,11 +15,11 @@ from rich.text import Text
 
 from transfuse._limits import allows_same_host, allows_streams
 from transfuse._sizes import human_bytes
-from transfuse.cli.contents import printable
 from transfuse.cli.doctor import network, nixl, permission, setup, trial
 from transfuse.cli.doctor.finding import Finding
 from transfuse.cli.errors import Exit
 from transfuse.cli.options import AsJson
+from transfuse.cli.tables import printable
 
 __all__ = ["doctor"]
 
