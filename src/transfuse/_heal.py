@@ -32,7 +32,7 @@ from transfuse._state.leaves.own_mesh import own_mesh
 from transfuse._state.returned_copies import ReturnedCopies
 from transfuse._transport import PGTransport
 from transfuse._wire.group import Group, ProcessGroupLike
-from transfuse._wire.roll_call import Agreed, RollCall, lost_error
+from transfuse._wire.roll_call import Agreed, Failure, RollCall, lost_error
 
 logger = logging.getLogger("transfuse")
 
@@ -103,21 +103,18 @@ def heal(
 AS_IT_WAS, TOUCHED, WHOLE = range(1, 4)
 
 
-class _Word(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How it went on one rank. A source that has no more to say than that all went well says nothing."""
+class _Word(Failure, frozen=True):
+    """The outcome of one rank. A source that succeeded sends an empty word."""
 
-    #: The class and the text of its error; empty: it has none.
-    kind: str = ""
-    text: str = ""
     #: Whether the error is only a consequence of what other ranks tell.
     follows: bool = False
     #: What it holds, if it was behind, and of which step.
     holds: int = 0
     step: int = 0
     #: Leaves that may be half-written.
-    torn: list[str] = []
+    torn: list[str] = msgspec.field(default_factory=list)
     #: What the error's class has beside its text.
-    attributes: dict[str, str | int | list[str]] = {}
+    attributes: dict[str, str | int | list[str]] = msgspec.field(default_factory=dict)
 
 
 class _VotedDown(TransfuseError):

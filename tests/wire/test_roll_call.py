@@ -123,3 +123,31 @@ def test_a_group_without_tags_gathers_by_a_collective(pool4: ProcessPool) -> Non
     outcomes = [outcome.get() for outcome in pool4.run(gather_collectively)]
     assert [told for told, _ in outcomes] == [[word(rank, 3000) for rank in range(4)]] * 4
     assert outcomes[0][1].startswith("waiting: ")
+
+
+def test_one_that_works_is_waited_for_and_one_whose_own_code_hangs_is_not() -> None:
+    """The others wait three times their timeout for a rank that says that it lives."""
+    over = threading.Event()
+
+    def work(mine: Agreement) -> Any:
+        mine.seconds = 0.5
+
+        def call() -> Any:
+            if mine.rank == 1:
+                over.wait(1.5)
+            told = mine.gather(b"done", "working")
+            if mine.rank == 1:
+                with mine.quiet():
+                    assert over.wait(SECONDS)
+            try:
+                return told, mine.gather(b"", "waiting")
+            except PeerLost as error:
+                over.set()
+                return told, str(error)
+
+        return mine.together("trying", call)
+
+    outcomes = [outcome.get() for outcome in all_ranks(2, work)]
+    assert outcomes[0][0] == outcomes[1][0] == [b"done"] * 2
+    assert "rank 1 is lost: rank 1 timed out: no progress for 0.5 s while trying" in outcomes[0][1]
+    assert outcomes[0][1] == outcomes[1][1], "who was only slow hears of it"

@@ -63,6 +63,7 @@ from transfuse._state.leaves.codec import BuildContext
 from transfuse._state.leaves.registry import Registry
 from transfuse._state.leaves.spec import Spec
 from transfuse._state.manifest import Described, Leaf, Manifest, Wire, describe
+from transfuse._wire.roll_call import Failure
 
 FORMAT = "transfuse.dcp 1"
 #: The outcomes of a commit whose state the keeper has. "pending": other ranks come later, and DCP waits for them.
@@ -527,19 +528,20 @@ class _Checkpoint:
         # Whatever their number, each rank may need what others have written.
         attempt.same = False
         local = [rank for rank, hosts in candidate.holders.items() if members.host in hosts]
-        failure, parts = "", {}
+        failure: Failure | None = None
+        parts: dict[int, _Part] = {}
         #: The parts that this host's keeper holds, over its memory.
         self._here: dict[int, Any] = {}
         try:
             self._here = {rank: _state_of(one) for rank, one in attempt._open(sorted(local)).items()}
             parts = {rank: _summary(state) for rank, state in self._here.items()}
         except TransfuseError as error:
-            failure = str(error)
+            failure = Failure.of(error, str(error))
         self._addresses = attempt._serve(failure)
         if len(members.ranks) > 1:
             mine = {rank: one for rank, one in parts.items() if members.host == candidate.holders[rank][0]}
             mine = mine if members.speaks else {}
-            for row in attempt._agree_to("telling what the ranks have written", "", msgspec.msgpack.encode(mine)):
+            for row in attempt._agree_to("telling what the ranks have written", None, msgspec.msgpack.encode(mine)):
                 parts |= msgspec.msgpack.decode(row, type=dict[int, _Part])
         self._values: dict[str, Any] = {}
         self._places: dict[MetadataIndex, _Place] = {}

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from transfuse._errors import StateError, TargetMismatch, TransfuseError, as_utf8
+from transfuse._errors import NotCovered, StateError, TargetMismatch, TransfuseError, as_utf8
 from transfuse._keeper import frames
 from transfuse._keeper.bundle_table import PLAIN
 from transfuse._keeper.copying import digests_at
@@ -33,7 +33,7 @@ from transfuse._keeper.slots import Label, SlotView
 from transfuse._options import FetchKeywords
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.holdings import Holdings, Whole
-from transfuse._plan.left_over import LOST, check_all_finds_its_place
+from transfuse._plan.left_over import check_all_finds_its_place
 from transfuse._plan.match import Prepared
 from transfuse._remote.client import fetch_if
 from transfuse._remote.in_process import InProcess
@@ -41,7 +41,7 @@ from transfuse._state.leaves.layout import Block
 from transfuse._state.leaves.own_mesh import own_mesh
 from transfuse._state.manifest import Described
 from transfuse._state.returned_copies import ReturnedCopies
-from transfuse._wire.roll_call import Agreement
+from transfuse._wire.roll_call import Agreement, Failure
 
 logger = logging.getLogger("transfuse")
 
@@ -122,6 +122,11 @@ class Candidate:
 class Forbidden(TransfuseError):
     """Some rank cannot restore this step. No rank has been touched."""
 
+    def __init__(self, why: str, kinds: Iterable[str] = ()) -> None:
+        super().__init__(why)
+        #: The classes of the ranks' errors.
+        self.kinds = frozenset(kinds)
+
     @property
     def why(self) -> str:
         """The reasons alone: nothing was received that could be of use."""
@@ -150,7 +155,7 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
         # Only steps that some ranks have never committed. Nothing is called that could touch the state.
         candidates = []
     steps: dict[str, list[int]] = {}
-    is_unfit = False
+    is_unfit, is_mismatch = False, not reasons
     for candidate in candidates:
         try:
             restored = _attempt(members, link, asking, wish, candidate)
@@ -163,11 +168,12 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
             return restored
         except Forbidden as error:
             is_unfit = is_unfit or isinstance(error, Unfit)
+            is_mismatch = is_mismatch and TargetMismatch.__name__ in error.kinds
             steps.setdefault(error.why, []).append(candidate.label.step)
     reasons += [f"{_numbered('step', numbers)}: {why}" for why, numbers in steps.items()]
     if not has_held or wish.missing_ok:
         return None
-    if reasons and all("TargetMismatch: " in reason or LOST in reason for reason in reasons):
+    if steps and is_mismatch:
         raise TargetMismatch(
             reasons,
             intro="this run has kept steps, and none of them fits what state_dict() returns now",
@@ -219,11 +225,11 @@ def _numbered(what: str, numbers: Sequence[int]) -> str:
     return f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def _of_ranks(failures: Mapping[int, str]) -> str:
+def _of_ranks(failures: Mapping[int, Failure]) -> str:
     """What has gone wrong on which ranks, each reason once."""
     ranks: dict[str, list[int]] = {}
-    for rank, why in failures.items():
-        ranks.setdefault(why, []).append(rank)
+    for rank, failure in failures.items():
+        ranks.setdefault(failure.text, []).append(rank)
     return "; ".join(f"{_numbered('rank', some)}: {why}" for why, some in ranks.items())
 
 
@@ -236,7 +242,7 @@ def _attempt(
             return attempt.run()
         except Forbidden as error:
             # As many ranks as before, but other shards. All ranks have heard the same reasons.
-            if not attempt.same or not any(kind in error.why for kind in ("NotCovered: ", "TargetMismatch: ")):
+            if not attempt.same or not error.kinds & {NotCovered.__name__, TargetMismatch.__name__}:
                 raise
             alone = error
     with ExitStack() as stack:
@@ -248,7 +254,8 @@ def _attempt(
             if error.why == alone.why:
                 raise alone from error
             kind = Unfit if isinstance(alone, Unfit) else Forbidden
-            raise kind(f"{alone.why}\n  If other shards are wanted, from all ranks together: {error.why}") from error
+            why = f"{alone.why}\n  If other shards are wanted, from all ranks together: {error.why}"
+            raise kind(why, alone.kinds | error.kinds) from error
 
 
 def tell(members: Members, link: Link | None, asking: threading.RLock, seconds: float) -> bytes:
@@ -308,7 +315,7 @@ class Attempt:
         """Whose states this rank needs, those of them that are here, what belonged to ranks, who serves the others."""
         sources = [self._agreement.rank] if self.same else sorted(self._candidate.holders)
         local = [rank for rank in sources if self._members.host in self._candidate.holders[rank]]
-        failure = ""
+        failure: Failure | None = None
         restored: dict[int, Restored] = {}
         own: dict[int, Any] = {}
         try:
@@ -316,8 +323,7 @@ class Attempt:
             own = self._own(restored)
         except Exception as reason:
             # Whatever it is, descriptors or memory perhaps: the other ranks wait for a word.
-            kind = "" if isinstance(reason, TransfuseError) else f"{type(reason).__name__}: "
-            failure = as_utf8(f"{kind}{reason}")
+            failure = Failure.of(reason, str(reason) if isinstance(reason, TransfuseError) else None)
         elsewhere = self._serve(failure)
         self._own_elsewhere(own, [elsewhere[rank] for rank in sources if rank not in local and rank in elsewhere])
         return sources, restored, own, elsewhere
@@ -332,7 +338,8 @@ class Attempt:
         remote = [elsewhere[rank].address for rank in sources if rank not in local and rank in elsewhere]
         error = self._land([*here, *remote], atomic=bool(remote))
         if error is None:
-            error = self._load(own)
+            with self._agreement.quiet():
+                error = self._load(own)
         self._agree(error)
         if self._members.speaks:
             # Hosts that were replaced get replicas of it at once.
@@ -372,7 +379,7 @@ class Attempt:
         with suppress(TransfuseError):
             self._ask(frames.Done(), frames.Done)
 
-    def _serve(self, failure: str) -> dict[int, frames.Address]:
+    def _serve(self, failure: Failure | None) -> dict[int, frames.Address]:
         """Have what other hosts need served by this host's keeper. Returns the addresses of all, by rank."""
         members, candidate = self._members, self._candidate
         if len(members.ranks) == 1 or self._all_local():
@@ -385,7 +392,7 @@ class Attempt:
                 self._stack.callback(self._release)
                 addresses = self._ask(question, frames.Serving)[0].addresses
             except TransfuseError as error:
-                failure = str(error)
+                failure = Failure.of(error, str(error))
         rows = self._agree_to("opening the kept states", failure, msgspec.msgpack.encode(addresses))
         found: dict[int, frames.Address] = {}
         for row in rows:
@@ -413,23 +420,24 @@ class Attempt:
             host in self._candidate.holders[rank] for host, ranks in enumerate(self._members.ranks) for rank in ranks
         )
 
-    def _agree_to(self, what: str, failure: str, data: bytes = b"") -> list[bytes]:
+    def _agree_to(self, what: str, failure: Failure | None, data: bytes = b"") -> list[bytes]:
         """Gather data; raise on all ranks if one has failed."""
         rows = self._agreement.gather(msgspec.msgpack.encode([failure, data]), what)
-        decoded = [msgspec.msgpack.decode(row, type=tuple[str, bytes]) for row in rows]
-        failures = {rank: why for rank, (why, _) in enumerate(decoded) if why}
+        decoded = [msgspec.msgpack.decode(row, type=tuple[Failure | None, bytes]) for row in rows]
+        failures = {rank: failure for rank, (failure, _) in enumerate(decoded) if failure is not None}
         if failures:
-            raise Forbidden(_of_ranks(failures))
+            raise Forbidden(_of_ranks(failures), (failure.kind for failure in failures.values()))
         return [row for _, row in decoded]
 
     def _compare(self, restored: Mapping[int, Restored]) -> None:
         """With another number of ranks: leaves in which the ranks differed cannot be given to anybody."""
         mine = restored if self._members.speaks else {}
-        self._agree_to("looking for what is lost", self._find_lost(mine))
+        lost = self._find_lost(mine)
+        self._agree_to("looking for what is lost", Failure(text=lost) if lost else None)
         if self._candidate.missing:
             self._check_coverage(mine)
         rows = self._agree_to(
-            "comparing the kept states", "", msgspec.msgpack.encode([_plain(one) for one in mine.values()])
+            "comparing the kept states", None, msgspec.msgpack.encode([_plain(one) for one in mine.values()])
         )
         states = [state for row in rows for state in msgspec.msgpack.decode(row, type=list[dict[bytes, bytes]])]
         seen: dict[bytes, set[bytes]] = {}
@@ -441,7 +449,7 @@ class Attempt:
         if not suspects:
             return
         details = [_storage_digests(one, suspects) for one in mine.values()]
-        rows = self._agree_to("comparing the kept leaves", "", msgspec.msgpack.encode(details))
+        rows = self._agree_to("comparing the kept leaves", None, msgspec.msgpack.encode(details))
         leaves: dict[str, set[bytes]] = {}
         for row in rows:
             for leaf in msgspec.msgpack.decode(row, type=list[dict[str, bytes]]):
@@ -478,7 +486,7 @@ class Attempt:
     def _check_coverage(self, restored: Mapping[int, Restored]) -> None:
         """If ranks are missing, name the leaves whose shards only they had. Nobody's ``state_dict`` was called yet."""
         rows = self._agree_to(
-            "looking for lost shards", "", msgspec.msgpack.encode([_shards(one) for one in restored.values()])
+            "looking for lost shards", None, msgspec.msgpack.encode([_shards(one) for one in restored.values()])
         )
         held: dict[str, tuple[int, set[Block]]] = {}
         for row in rows:
@@ -514,11 +522,11 @@ class Attempt:
         """The same for ranks whose states other hosts hold. All ranks come here, or none."""
         if len(self._members.ranks) == 1 or self._all_local():
             return
-        failure = ""
+        failure: Failure | None = None
         try:
             own.update({one.rank: self._fetch_own(one.own) for one in addresses if one.own})
         except Exception as error:
-            failure = as_utf8(f"{type(error).__name__}: {error}")
+            failure = Failure.of(error)
         self._agree_to("fetching what belongs to single ranks", failure)
 
     def _fetch_own(self, address: str | InProcess) -> Any:
@@ -533,8 +541,9 @@ class Attempt:
         try:
             if not addresses:
                 raise TransfuseError("no keeper that holds this rank's state can be reached")
-            target = self._wish.state_dict()
-            self._copies = ReturnedCopies(target, self._wish.state_dict())
+            with self._agreement.quiet():
+                target = self._wish.state_dict()
+                self._copies = ReturnedCopies(target, self._wish.state_dict())
             if options.get("mesh") is None:
                 options["mesh"] = own_mesh(target)
             self._state = fetch_if(
@@ -552,31 +561,29 @@ class Attempt:
             if not self._voted:
                 if not isinstance(error, Exception):
                     with suppress(Exception):
-                        self._vote(f"interrupted by {type(error).__name__}")
+                        self._vote(Failure.of(error, f"interrupted by {type(error).__name__}"))
                     raise
-                self._vote(as_utf8(f"{type(error).__name__}: {error}"))
+                self._vote(Failure.of(error))
             return error
         return None
 
     def _permit(self, cohorts: Sequence[Cohort], target: Prepared) -> None:
         """Everything is planned, and no target has been touched. Go on only if all ranks have come so far."""
-        failure = ""
+        failure: Failure | None = None
         try:
             if self._wish.load is None:
                 self._copies.refuse()
             check_all_finds_its_place(cohorts, target, self._wish.options, has_load=self._wish.load is not None)
-        except StateError as error:
-            failure = str(error)
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = Failure.of(error, str(error) if isinstance(error, StateError) else None)
         self._vote(failure)
 
-    def _vote(self, failure: str) -> None:
+    def _vote(self, failure: Failure | None) -> None:
         self._voted = True
         try:
             self._agree_to("voting on the step", failure)
         except Forbidden as error:
-            raise Unfit(error.why) from None
+            raise Unfit(error.why, error.kinds) from None
 
     def _load(self, own: Mapping[int, Any]) -> BaseException | None:
         """Hand over what does not land in place."""
@@ -593,9 +600,8 @@ class Attempt:
 
     def _agree(self, error: BaseException | None) -> None:
         """Tell the others how it has ended. If one has failed, all raise."""
-        failure = "" if error is None else as_utf8(f"{type(error).__name__}: {error}")
         try:
-            self._agree_to("ending the restore", failure)
+            self._agree_to("ending the restore", None if error is None else Failure.of(error))
         except Forbidden as all_of_them:
             if error is not None:
                 raise error from None

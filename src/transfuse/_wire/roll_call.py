@@ -70,6 +70,20 @@ class Agreed(NamedTuple):
     lost: dict[int, str]
 
 
+class Failure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Why a rank cannot go on, as it tells the others. They decide by the kind, and quote the text."""
+
+    #: The class of its error; empty: it has none.
+    kind: str = ""
+    text: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, text: str | None = None) -> Failure:
+        """By default the text begins with the kind."""
+        kind = type(error).__name__
+        return Failure(kind, as_utf8(f"{kind}: {error}" if text is None else text))
+
+
 class _View(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     words: dict[int, bytes]
     lost: dict[int, str]
