@@ -21,8 +21,9 @@ import torch
 
 from transfuse import _arguments, _errors
 from transfuse._errors import StateError, TornState, TransfuseError, as_utf8, let_go
+from transfuse._limits import Limits
 from transfuse._memory import half_healed
-from transfuse._options import OptionKeywords, check_names
+from transfuse._options import OptionKeywords, Options, check_names
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.left_over import check_all_finds_its_place
 from transfuse._plan.match import Prepared
@@ -148,8 +149,10 @@ class _Healing:
     ) -> None:
         self._pg, self._timeout, self._device = pg, _arguments.duration(timeout), device
         self._state_dict, self._load, self._on_report, self._options = state_dict, load, on_report, options
-        # Checks all arguments, before the others are told anything.
-        self._make_transport(state_dict).close()
+        # Before the others are told anything.
+        _arguments.check_group(pg)
+        _arguments.check_state_dict(state_dict)
+        Options(**options).check(self._timeout, Limits.from_environment(), in_place=True)
         self._calls = RollCall(Group(pg, _arguments.device_of(device)), self._timeout.total_seconds(), "healing")
         self._behind: list[int] = []
         self._newest = 0

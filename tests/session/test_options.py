@@ -22,6 +22,7 @@ from transfuse._options import FetchKeywords, OptionKeywords, Options, ServeKeyw
 from transfuse._remote import client, server
 from transfuse.cli.fetch import fetch as fetch_command
 from transfuse.cli.serve import serve as serve_command
+from transfuse.testing.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -210,7 +211,7 @@ def test_serve_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_torchft_drop_in_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchft().transport, "PGTransport", catch)
+    monkeypatch.setattr(torchft()._transport, "PGTransport", catch)
     with pytest.raises(Caught) as caught:
         torchft().PGTransport(Nowhere(), TIMEOUT, CPU, dict, **OTHERS)
     assert caught.value.args[0].items() >= OTHERS.items()
@@ -219,9 +220,12 @@ def test_the_torchft_drop_in_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_heal_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_heal, "PGTransport", catch)
     options: Any = OTHERS
-    with pytest.raises(Caught) as caught:
-        transfuse.heal(Nowhere(), TIMEOUT, CPU, dict, step=1, **options)
-    assert caught.value.args[0] == OTHERS
+    with Ranks(2) as ranks:
+        source, behind = ranks.outcomes(lambda rank, pg: transfuse.heal(pg, TIMEOUT, CPU, dict, step=-rank, **options))
+    for outcome, given in ((source, OTHERS | {"map_path": None}), (behind, OTHERS)):
+        cause = outcome.error and outcome.error.__cause__
+        assert isinstance(cause, Caught)
+        assert cause.args[0] == given
 
 
 @pytest.mark.parametrize(

@@ -685,7 +685,7 @@ class _Ranks(Agreement):
 
     def texts(self, text: str) -> list[str]:
         """Every rank's text."""
-        return [one.decode() for one in self.gather(as_utf8(text).encode(), "the trainer's ranks: agreeing")]
+        return [one.decode() for one in self.gather(as_utf8(text).encode(), "agreement of the trainer's ranks")]
 
     def check(self, problem: str) -> None:
         """Raise on all ranks if one has a problem."""
