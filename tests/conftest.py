@@ -6,7 +6,7 @@ import gc
 import pathlib
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -35,6 +35,28 @@ torch.set_num_threads(1)
 _STARTS_PROCESSES = re.compile(r"\b(Fleet|ProcessPool|Running|run_program|subprocess)\b")
 
 
+#: What parameters are called that say by which way the same is done.
+_WAYS = {"group", "memory", "brief"}
+
+
+def _take_turns(items: list[pytest.Item]) -> None:
+    """A test with several cases and several ways to do each: the cases take turns at the ways.
+
+    So the ordinary run has every case and every way, and `make soak` has all other pairs of them.
+    """
+    cases: dict[str, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        test, _, parameters = item.nodeid.rstrip("]").partition("[")
+        words = parameters.split("-")
+        if len(_WAYS.intersection(words)) == 1 and not item.get_closest_marker("soak"):
+            case = "-".join(word for word in words if word not in _WAYS)
+            cases.setdefault(test, {}).setdefault(case, []).append(item)
+    for several in cases.values():
+        for turn, ways in enumerate(several.values() if len(several) > 1 else ()):
+            for other in ways[: turn % len(ways)] + ways[turn % len(ways) + 1 :]:
+                other.add_marker(pytest.mark.soak)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark tests whose module starts processes: `make test-fast` leaves them out. And begin with long ones."""
@@ -44,6 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             started[item.path] = _STARTS_PROCESSES.search(item.path.read_text()) is not None
         if started[item.path]:
             item.add_marker(pytest.mark.processes)
+    _take_turns(items)
     yield
     # Each worker gets a stretch of what has been chosen by now: a long test at its end would be waited for by all.
     workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
@@ -54,10 +77,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for stretch in stretches for item in stretch]
 
 
-def pytest_collection_finish() -> None:
-    """Let collections of garbage pass over all test modules and what they import: a quarter of the time went there."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No garbage is collected during all the imports, and later collections pass over what they have made.
+
+    A third of the time of the imports went there, and a quarter of that of the tests.
+    """
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.fixture(scope="session")

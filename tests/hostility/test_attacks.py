@@ -17,11 +17,18 @@ from attacks.stage import Stage
 #: Modules that are no attacks themselves.
 SHARED = {"peer", "places", "stage", "stream_peer"}
 MODULES = sorted({info.name for info in pkgutil.iter_modules(attacks.__path__)} - SHARED)
+#: Attacks that make sense on several wires take turns at them. `make soak` has the rest.
 ATTACKS = [
-    pytest.param(f"attacks.{module}", name, wire, id=f"{module}: {name} ({wire})")
+    pytest.param(
+        f"attacks.{module}",
+        name,
+        wire,
+        id=f"{module}: {name} ({wire})",
+        marks=[] if number % len(attack.wires) == at else pytest.mark.soak,
+    )
     for module in MODULES
-    for name, attack in importlib.import_module(f"attacks.{module}").ATTACKS.items()
-    for wire in attack.wires
+    for number, (name, attack) in enumerate(importlib.import_module(f"attacks.{module}").ATTACKS.items())
+    for at, wire in enumerate(attack.wires)
 ]
 
 
