@@ -416,7 +416,7 @@ def test_idle_connections_make_room_and_busy_ones_do_not(monkeypatch: pytest.Mon
         for _ in range(100):
             idle.append(stack.enter_context(connect(hub.endpoint)))
             # However fast they come.
-            assert len(hub._server._connections) <= 4
+            assert len(hub._server.connections) <= 4
         assert ask(hub.endpoint, "GET", WEIGHTS).status == 200
         assert idle[0].recv(1) == b""  # The oldest was closed.
     with Steps(tensors=2, size=4 << 20).open(timeout=60) as hub, contextlib.ExitStack() as stack:
@@ -455,7 +455,7 @@ def test_stalled_clients_never_stop_training() -> None:
         # Two commits are held by clients that take nothing; all others get the newer one.
         assert ask(hub.endpoint, "HEAD", WEIGHTS).status == 200
         assert steps.step == 20
-        assert all(hub._server._connections)
+        assert all(hub._server.connections)
         assert time.monotonic() - began < 120
         hub.close(cancel=True)
 
@@ -464,7 +464,7 @@ def test_a_client_that_takes_too_little_is_dropped() -> None:
     steps = Steps(tensors=2, size=8 << 20)
     with steps.open(timeout=0.5) as hub, stall(hub) as sock:
         until = time.monotonic() + 60
-        while any(one.idle_since is None for one in hub._server._connections.values()):
+        while any(one.idle_since is None for one in hub._server.connections.values()):
             assert time.monotonic() < until
             sock.recv(100)  # It trickles: never silent for as long as the timeout.
             time.sleep(0.1)
@@ -487,7 +487,7 @@ def test_closing_lets_downloads_end_and_cancelling_does_not() -> None:
     hub = steps.open(timeout=600)
     with stall(hub):
         hub.close(cancel=True)
-        assert not hub._server._connections
+        assert not hub._server.connections
     with pytest.raises(ConnectionError):
         connect(hub.endpoint)
     hub.close()

@@ -68,7 +68,7 @@ def test_a_keeper_that_cannot_start_a_thread_answers_the_next_worker(
 
     class Thread(threading.Thread):
         def start(self) -> None:
-            if self.name == "transfuse-worker" and not refused.is_set():
+            if self.name == "transfuse-keeper-in" and not refused.is_set():
                 refused.set()
                 raise RuntimeError("can't start new thread")
             super().start()

@@ -473,7 +473,7 @@ def test_nobody_waits_for_a_port_that_is_busy() -> None:
         (HERE, 0), b"", lambda _: None, name="busy", rank=-1, prove_seconds=WAIT, complain=lambda *_: None
     )
     with contextlib.ExitStack() as stack:
-        stack.callback(listener._socket.close)
+        stack.callback(listener.close, cancel=True)
         for _ in range(300):
             stack.enter_context(socket.create_connection((HERE, listener.port), timeout=WAIT / 3))
 

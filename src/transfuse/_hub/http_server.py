@@ -21,6 +21,7 @@ from typing import Any
 from transfuse._hub import page
 from transfuse._hub.commits import Visitor
 from transfuse._hub.repository import Answer, Question
+from transfuse._wire.accepting import Accepting
 from transfuse._wire.handshake import is_loopback
 
 logger = logging.getLogger("transfuse")
@@ -62,32 +63,29 @@ class HttpServer:
         upkeep: Callable[[], object],
     ) -> None:
         self.answer, self.seconds = answer, seconds
-        self._leave, self._upkeep = leave, upkeep
+        self._leave = leave
         self._token = None if token is None else hashlib.sha256(token).digest()
         self._is_loopback = is_loopback(host)
-        self._closing = False
-        self._lock = threading.Lock()
-        self._connections: dict[threading.Thread, _Connection] = {}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        self._socket.settimeout(LISTEN_SECONDS)
-        self.port = int(self._socket.getsockname()[1])
-        self._thread = threading.Thread(target=self._listen, name="transfuse-hub-listener", daemon=True)
-        self._thread.start()
+        sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        sock.settimeout(LISTEN_SECONDS)
+        self.port = int(sock.getsockname()[1])
+        self._accepting = Accepting(
+            sock, self._admit, self._serve, name="hub-listener", complain=_complain, between=upkeep
+        )
+        self._accepting.start()
 
     @property
     def is_closing(self) -> bool:
-        return self._closing
+        return self._accepting.is_closed
+
+    @property
+    def connections(self) -> dict[threading.Thread, _Connection]:
+        return self._accepting.connections
 
     def close(self, *, cancel: bool, patience: float) -> None:
         """Stop listening. Answers that are being sent may end within ``patience`` seconds, unless ``cancel``."""
-        self._closing = True
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join()
-        with self._lock:
-            connections = dict(self._connections)
+        connections = self._accepting.close()
         connections.pop(threading.current_thread(), None)
         for connection in connections.values():
             if cancel or connection.idle_since is not None:
@@ -118,53 +116,27 @@ class HttpServer:
         name = name.rpartition("]")[0].lstrip("[") if name.startswith("[") else name
         return name.lower() == "localhost" or is_loopback(name)
 
-    def _listen(self) -> None:
-        while not self._closing:
-            self._upkeep()
-            try:
-                sock, _ = self._socket.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                if self._closing:
-                    return
-                logger.warning("the hub could not take a connection: %s", error)
-                time.sleep(0.1)
-                continue
-            try:
-                self._let_in(_Connection(sock, self))
-            except (OSError, RuntimeError) as error:
-                sock.close()
-                logger.warning("the hub could not answer a connection: %s", error)
-
-    def _let_in(self, connection: _Connection) -> None:
-        if not self._make_room():
-            connection.turn_away()
-            return
-        thread = threading.Thread(target=self._serve, args=(connection,), name="transfuse-hub-visitor", daemon=True)
-        with self._lock:
-            self._connections[thread] = connection
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                del self._connections[thread]
-            raise
+    def _admit(self, sock: socket.socket, where: object) -> _Connection | None:
+        connection = _Connection(sock, self)
+        if self._make_room():
+            return connection
+        connection.turn_away()
+        return None
 
     def _make_room(self) -> bool:
         """Whether one more connection may come in. If there are too many, close the one that is idle for longest."""
-        with self._lock:
-            if len(self._connections) < MAX_CONNECTIONS:
-                return True
-            idle = [
-                (since, i, thread)
-                for i, (thread, one) in enumerate(self._connections.items())
-                if (since := one.idle_since) is not None
-            ]
-            if not idle:
-                return False
-            thread = min(idle)[2]
-            self._connections[thread].cut()
+        connections = self.connections
+        if len(connections) < MAX_CONNECTIONS:
+            return True
+        idle = [
+            (since, i, thread)
+            for i, (thread, one) in enumerate(connections.items())
+            if (since := one.idle_since) is not None
+        ]
+        if not idle:
+            return False
+        thread = min(idle)[2]
+        connections[thread].cut()
         # Only a thread that has ended makes room: a flood of connections must not become a flood of threads.
         thread.join(ROOM_SECONDS)
         return not thread.is_alive()
@@ -179,8 +151,10 @@ class HttpServer:
         finally:
             connection.close()
             self._leave(connection.visitor)
-            with self._lock:
-                del self._connections[threading.current_thread()]
+
+
+def _complain(what: str, error: Exception) -> None:
+    logger.warning("the hub %s: %s", what, error)
 
 
 def _join(threads: Iterable[threading.Thread], seconds: float) -> None:

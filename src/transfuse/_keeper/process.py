@@ -36,6 +36,7 @@ from transfuse._keeper.runs import RUN_FILE, Process, Run, remake_directory
 from transfuse._keeper.slots import Label
 from transfuse._keeper.worker import Worker, uid_of
 from transfuse._timeouts import Patience
+from transfuse._wire.accepting import Accepting
 from transfuse._wire.handshake import READER, WAIT_SECONDS, ControlConnection, Refused, Wait, key_of
 from transfuse._wire.listener import Listener
 
@@ -117,12 +118,12 @@ class Keeper:
         self._serving = threading.Lock()
         self._listener.start()
         try:
-            self._socket = self._bind()
+            self._accepting = self._bind()
         except BaseException:
             self._listener.close(cancel=True)
             raise
 
-    def _bind(self) -> socket.socket:
+    def _bind(self) -> Accepting[Link]:
         """Write what workers need to find this keeper, and listen for them."""
         path = self.directory / SOCKET_NAME
         with suppress(KeeperLost):
@@ -139,13 +140,13 @@ class Keeper:
         except BaseException:
             made.close()
             raise
-        return made
+        return Accepting(made, self._admit, self._talk, name="keeper", complain=_complain)
 
     # ------------------------------------------------------------------------------------------------ its life
 
     def run(self) -> None:
         """Answer workers until it is over."""
-        threading.Thread(target=self._listen, name="transfuse-keeper", daemon=True).start()
+        self._accepting.start()
         while not self._over.wait(LOOK_SECONDS):
             self._mend_files()
             with self._changed:
@@ -205,10 +206,9 @@ class Keeper:
                 self._lock.close()
                 self._lock = lock
                 lock.note(os.getpid())
-            before, self._socket = self._socket, self._bind()
-            with suppress(OSError):
-                before.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits for connections.
+            before, self._accepting = self._accepting, self._bind()
             before.close()
+            self._accepting.start()
             self._noted = None  # It is noted again at once.
         except (OSError, TransfuseError) as error:
             logger.warning("files of this keeper were deleted, and cannot be made again: %s", error)
@@ -224,9 +224,7 @@ class Keeper:
     def close(self) -> None:
         self._over.set()
         self._remove_files()
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the thread that listens.
-        self._socket.close()
+        self._accepting.close()
         self.ring.close()
         with self._serving:
             server = self._server
@@ -300,24 +298,9 @@ class Keeper:
 
     # -------------------------------------------------------------------------------------------------- workers
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                if self._over.is_set() or self._socket.fileno() < 0:
-                    return
-                time.sleep(0.1)
-                continue
-            if uid_of(sock) not in (os.getuid(), 0):
-                sock.close()  # The directory keeps others out. This is for a directory that was opened up later.
-                continue
-            try:
-                threading.Thread(target=self._talk, args=(Link(sock),), name="transfuse-worker", daemon=True).start()
-            except RuntimeError as error:
-                # No thread could be started, and that may pass. The worker comes again.
-                sock.close()
-                logger.warning("a worker could not be answered: %s", error)
+    def _admit(self, sock: socket.socket, where: object) -> Link | None:
+        # The directory keeps others out. This is for a directory that was opened up later.
+        return Link(sock) if uid_of(sock) in (os.getuid(), 0) else None
 
     def _talk(self, link: Link) -> None:
         worker = Worker(link)
@@ -339,7 +322,6 @@ class Keeper:
             pass
         finally:
             self._detach(worker)
-            link.close()
 
     def _detach(self, worker: Worker) -> None:
         self._release(worker)
@@ -706,6 +688,10 @@ _ANSWERS: Mapping[type, Callable[..., Any]] = {
     frames.Close: Keeper._close,
     frames.Status: Keeper._status,
 }
+
+
+def _complain(what: str, error: Exception) -> None:
+    logger.warning("the keeper %s of a worker: %s", what, error)
 
 
 def _belongs(rank: int, run: str, agent: Process) -> TransfuseError:

@@ -104,6 +104,11 @@ class ControlConnection(Framed):
         """This machine's address on the interface that leads to the other end."""
         return str(self._socket.getsockname()[0])
 
+    @property
+    def is_proved(self) -> bool:
+        """Whether both ends have proved that they know the secret."""
+        return bool(self._sending_key)
+
     def release(self) -> socket.socket:
         """Give the socket away: no frames follow. It belongs to the caller now, and closing this does nothing."""
         self.is_released = True
