@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import transfuse
-from transfuse._keeper import copying
+from transfuse._memory import blocks
 from transfuse._wire.roll_call import Agreement
 
 __all__ = ["MOMENTS", "Plan", "digest"]
@@ -76,7 +76,7 @@ class Worker:
         """Die in the middle of a copy, or of a restore, if that is planned."""
         if self.death is None:
             return
-        run, gather, moment = copying._run, Agreement.gather, self.death[1]
+        run, gather, moment = blocks.run, Agreement.gather, self.death[1]
         chance = random.Random(self.number)
 
         def run_and_die(tasks: Any, workers: int | None = None) -> None:
@@ -95,7 +95,7 @@ class Worker:
                     self.die()
             return gather(agreement, data, what)
 
-        copying._run = run_and_die
+        blocks.run = run_and_die
         Agreement.gather = gather_and_die  # type: ignore[assignment, method-assign]
 
     committing = -1

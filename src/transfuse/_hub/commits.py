@@ -29,7 +29,7 @@ import xxhash
 from transfuse._errors import TransfuseError
 from transfuse._hub.safetensors_layout import INDEX_NAME, File, Layout
 from transfuse._hub.sources import Buffer, NotTold, Source
-from transfuse._keeper.copying import digests_at
+from transfuse._memory.blocks import digests_at
 
 logger = logging.getLogger("transfuse")
 

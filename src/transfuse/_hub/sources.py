@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from transfuse._errors import NotCovered, SourcesDiffer, StateError, StepMismatch, TransfuseError, UnsupportedLeaf
+from transfuse._errors import NotCovered, SourcesDiffer, StateError, StepMismatch, UnsupportedLeaf
 from transfuse._hub.safetensors_layout import Entry, Layout, lay_out, why_not
 from transfuse._limits import Limits
 from transfuse._memory import vm
@@ -241,17 +240,8 @@ def _copy(tensors: dict[str, torch.Tensor], layout: Layout, buffer: Buffer) -> N
             elif entry.nbytes:
                 theirs.append((tensor.data_ptr(), entry.nbytes))
                 mine.append((buffer.address + place, entry.nbytes))
-    if not theirs:
-        return
-    sides = vm.join(np.array(theirs, dtype=np.uint64), np.array(mine, dtype=np.uint64))
-    try:
-        unread = vm.read(os.getpid(), *sides, workers=vm.threads(), is_mapped=True)
-    except vm.ReadFailed:  # A container may forbid process_vm_readv.
-        for (source, nbytes), (target, _) in zip(sides[0].tolist(), sides[1].tolist(), strict=True):
-            ctypes.memmove(target, source, nbytes)
-        return
-    if len(unread):
-        raise TransfuseError("some tensor's memory could not be read")
+    sides = (np.array(side, dtype=np.uint64).reshape(-1, 2) for side in (theirs, mine))
+    vm.copy(*sides, workers=vm.threads(), is_mapped=True)
 
 
 # ---------------------------------------------------------------------------------------------- of other processes

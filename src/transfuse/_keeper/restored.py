@@ -12,9 +12,9 @@ import torch
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper.bundle_table import NO_DIGEST, Bundles, Storages
-from transfuse._keeper.copying import digests_at
 from transfuse._keeper.slots import SlotView, decode
 from transfuse._limits import Limits
+from transfuse._memory.blocks import digests_at
 from transfuse._state.manifest import Described, Manifest, Wire
 from transfuse._state.region import Ints
 

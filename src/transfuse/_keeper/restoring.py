@@ -26,10 +26,10 @@ import numpy as np
 from transfuse._errors import NotCovered, StateError, TargetMismatch, TransfuseError, as_utf8
 from transfuse._keeper import frames
 from transfuse._keeper.bundle_table import PLAIN
-from transfuse._keeper.copying import digests_at
 from transfuse._keeper.frames import Held, Link
 from transfuse._keeper.restored import Restored, describe_slots
 from transfuse._keeper.slots import Label, SlotView
+from transfuse._memory.blocks import digests_at
 from transfuse._options import FetchKeywords
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.holdings import Holdings, Whole

@@ -227,14 +227,23 @@ def _read(pid: int, theirs: Ranges, mine: Ranges, low: int, high: int) -> list[i
     return failed
 
 
-def copy(theirs: Ranges, mine: Ranges) -> None:
-    """Copy within this process, range by range. ``OSError`` if that is not possible."""
-    if len(theirs) <= FEW:
-        for (source, nbytes), (target, _) in zip(theirs.tolist(), mine.tolist(), strict=True):
-            ctypes.memmove(target, source, nbytes)
+def copy(theirs: Ranges, mine: Ranges, *, workers: int = 1, is_mapped: bool = False) -> None:
+    """Copy within this process, range by range. ``OSError`` if that is not possible.
+
+    ``is_mapped``: all of the memory is known to be mapped. Then it is always possible.
+    """
+    if len(theirs) <= FEW and workers == 1:
+        _move(theirs, mine, 0, len(theirs))
         return
     theirs, mine = join(theirs, mine)
-    if len(read(os.getpid(), theirs, mine)):
+    try:
+        unread = read(os.getpid(), theirs, mine, workers=workers, is_mapped=is_mapped)
+    except ReadFailed:  # A container may forbid process_vm_readv.
+        if not is_mapped:
+            raise
+        _move(theirs, mine, 0, len(theirs))
+        return
+    if len(unread):
         raise OSError(errno.EFAULT, "some of the memory cannot be read or written")
 
 
