@@ -26,15 +26,12 @@ def measure(values: int, step: float, width: float) -> dict[str, int]:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(values, generator=generator) * width
     held = {"weights": torch.zeros(values, dtype=torch.bfloat16)}
-    reports: list[transfuse.Report] = []
     with transfuse.serve({"weights": weights}, token="benchmark") as server:
         transfuse.fetch(server.address, held, token="benchmark", cast=True)
         before = held["weights"].clone()
         with server.mutating():
             weights += step * (2 * torch.rand(values, generator=generator) - 1)
-        transfuse.fetch(
-            server.address, held, token="benchmark", cast=True, delta=True, same_host=False, on_report=reports.append
-        )
+        fetched = transfuse.fetch(server.address, held, token="benchmark", cast=True, delta=True, same_host=False)
     if not torch.equal(held["weights"], weights.to(torch.bfloat16)):
         raise AssertionError("wrong values have arrived")
     changed = held["weights"] != before
@@ -45,7 +42,7 @@ def measure(values: int, step: float, width: float) -> dict[str, int]:
         "blocks": len(blocks),
         "changed_blocks": sum(bool(block.any()) for block in blocks),
         "bytes": before.nbytes,
-        "moved_bytes": reports[0].bytes,
+        "moved_bytes": fetched.report.bytes,
     }
 
 

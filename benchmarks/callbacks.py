@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from transfuse.integrations.rank_state import Packer, generators
+import transfuse
+from transfuse.integrations.rank_state import Packer
 
 TURNS = 15
 #: How many lines the Trainer has logged.
@@ -37,7 +38,7 @@ def main() -> None:
         history = [
             {"epoch": i / 7, "grad_norm": i / 3, "learning_rate": 1e-4, "loss": i / 9, "step": i} for i in range(lines)
         ]
-        tree = {"state": json.dumps({"log_history": history}), "generators": generators()}
+        tree = {"state": json.dumps({"log_history": history}), "generators": transfuse.RNG().state_dict()}
         began = time.process_time()
         json.dumps({"log_history": history})
         text = 1000 * (time.process_time() - began)

@@ -32,7 +32,7 @@ def measure(rank: int) -> tuple[float, float]:
         return 1000 * statistics.median(times)
 
     steps: list[Any] = [None] * dist.get_world_size()
-    return median(lambda: transfuse.heal(group, 60, "cpu", dict, step=3)), median(
+    return median(lambda: transfuse.heal(dict, step=3, group=group, timeout=60)), median(
         lambda: dist.all_gather_object(steps, 3)
     )
 

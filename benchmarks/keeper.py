@@ -83,7 +83,7 @@ def measure(rank: int, ranks: int, mib: int, runs: int, directory: str) -> None:
     state = {f"tensor{i}": torch.randint(0, 255, (TENSOR_BYTES,), dtype=torch.uint8) for i in range(count)}
     dist.barrier()
     makes: dict[str, Callable[[], transfuse.Keep]] = {
-        "commit, declared shared": lambda: transfuse.keep(lambda: state, run="shared", shared=True, digests=False),
+        "commit, declared shared": lambda: transfuse.keep(lambda: state, run="shared", shared=True, verify=False),
         "commit, with digests": lambda: transfuse.keep(lambda: state, run="digests", verify=True),
     }
     keeps = {name: make() for name, make in makes.items()}

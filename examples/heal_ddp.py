@@ -54,15 +54,9 @@ class Job:
         torch.manual_seed(0)
         self.model = Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
         #: The step that comes next. None: this rank has nothing yet.
         self.step: int | None = None
-
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        # The model's tensors are in place. A new optimizer had none to receive into: its moments arrived fresh.
-        self.optimizer.load_state_dict(state["optimizer"])
 
 
 def join(store: Store, generation: int, rank: int) -> dist.ProcessGroup:
@@ -117,7 +111,7 @@ def work(rank: int, port: int, fatal_step: int | None) -> None:
         try:
             group = join(store, generation, rank)
             # Atomic: if it fails half-way, each rank keeps what it had.
-            job.step = transfuse.heal(group, TIMEOUT, CPU, job.state, step=job.step, load=job.load, atomic=True)
+            job.step = transfuse.heal(job.state, step=job.step, group=group, atomic=True) or 0
             if generation > 0:
                 print(f"generation {generation}: rank {rank} goes on with step {job.step}\n", end="", flush=True)
             train(job, job.step, store, fatal_step if generation == 0 else None)

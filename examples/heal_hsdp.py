@@ -9,13 +9,11 @@ torchrun --nproc-per-node 4 examples/heal_hsdp.py
 
 import os
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.run import main as torchrun
@@ -56,27 +54,10 @@ def heal(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int | None, group: dist.ProcessGroup
 ) -> tuple[int, str]:
     """Called by all ranks, with whatever they have. The step to go on with, and what happened."""
-
-    def state() -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments}
-
-    def load(state: dict[str, Any]) -> None:
-        # The tensors are in place already. What is no tensor (learning rates) is taken from the result.
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-    reports: list[transfuse.Report] = []
-    step = transfuse.heal(
-        group,
-        timedelta(seconds=60),
-        torch.device("cpu"),
-        state,
-        step=step,
-        load=load,
-        strict=True,
-        on_report=reports.append,
-    )
-    return step, f"{reports[0].bytes:,} bytes, by source {reports[0].by_source}"
+    healed = transfuse.heal({"model": model, "optimizer": optimizer}, step=step, group=group)
+    assert healed is not None
+    assert healed.report is not None
+    return healed, f"{healed.report.bytes:,} bytes, by source {healed.report.by_source}"
 
 
 def lose(model: nn.Module) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from typing import Any
 import heal_ddp
 import torch
 import torch.distributed as dist
-from heal_ddp import CPU, HOST, RANKS, TIMEOUT, Job, train
+from heal_ddp import HOST, RANKS, TIMEOUT, Job, train
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 import transfuse
@@ -40,7 +40,9 @@ def work(rank: int, port: int, fatal_step: int | None) -> None:
     while True:
         try:
             rejoin(store, generation, rank)
-            job.step = transfuse.heal(group, TIMEOUT, CPU, job.state, step=job.step, load=job.load, atomic=True)
+            job.step = transfuse.heal(
+                job.state, step=job.step, load=job.load, atomic=True, group=group, timeout=TIMEOUT
+            )
             if generation > 0:
                 print(f"generation {generation}: rank {rank} goes on with step {job.step}\n", end="", flush=True)
             train(job, job.step, store, fatal_step if generation == 0 else None)

@@ -11,7 +11,6 @@ import os
 import secrets
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,15 +26,13 @@ class Trainer:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.state = {"model": self.model, "optimizer": self.optimizer}
         self.step = 0
         self.reports: list[transfuse.Report] = []
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
     def serve(self) -> transfuse.Server:
         return transfuse.serve(
-            self.state_dict,
+            self.state,
             step=lambda: self.step,
             token=os.environ["TRANSFUSE_TOKEN"],
             timeout=TIMEOUT,  # A reader that stalls holds training up for so long, and no longer.
@@ -54,17 +51,10 @@ class Trainer:
                 self.step += 1
 
     def join(self, address: str | list[str]) -> None:
-        state = transfuse.fetch(
-            address,
-            self.state_dict,  # Lands in the model's own tensors.
-            token=os.environ["TRANSFUSE_TOKEN"],
-            timeout=TIMEOUT,
-            on_report=self.reports.append,
-        )
-        self.optimizer.load_state_dict(state["optimizer"])  # Moments that it did not have yet arrived fresh.
-        step = self.reports[-1].step
-        assert step is not None
-        self.step = step
+        fetched = transfuse.fetch(address, self.state, token=os.environ["TRANSFUSE_TOKEN"], timeout=TIMEOUT)
+        self.reports.append(fetched.report)
+        assert fetched.step is not None
+        self.step = fetched.step
 
 
 def train(parent: "Connection[str, str]") -> None:

@@ -93,7 +93,7 @@ def main(folder: Path, width: int, seed: int) -> None:
     say("formed")
     file = folder / f"rank-{rank}.pt"
     if life < len(FATAL_STEPS):
-        keep = transfuse.keep(job.state, load=job.load, own=job.own, load_own=job.load_own)
+        keep = transfuse.keep(job.state, load=job.load, rank_state=job.own, load_rank_state=job.load_own)
         step = keep.restore() or 0
         if step:
             say("restored", step)

@@ -12,6 +12,7 @@ Modules and packages; each imports only from those above it:
     _session                           one transfer: source, receiver, and all that they share
     _transport                         PGTransport
     _heal                              heal: ranks that are behind get the state of those that are not
+    _job                               State and RNG: what a job hands in, and what takes back what has arrived
     _remote                            serve and fetch, for readers outside the group
     _keeper                            keep: states that outlive the restart of all workers
     _hub                               a running job as a Hugging Face Hub
@@ -55,12 +56,16 @@ from transfuse._keeper import scheme
 if typing.TYPE_CHECKING:
     from transfuse._heal import heal
     from transfuse._hub.hub import Hub, hub
+    from transfuse._job.face import Step
+    from transfuse._job.loader import Loader
+    from transfuse._job.rng import RNG
+    from transfuse._job.state import State
     from transfuse._keeper.client import Keep, keep
     from transfuse._keeper.commits import CommitReport
     from transfuse._keeper.rendezvous import rendezvous_by_default
     from transfuse._keeper.restoring import KeptStep
     from transfuse._progress import Progress
-    from transfuse._remote.client import Peeked, fetch, peek
+    from transfuse._remote.client import Fetched, Peeked, fetch, peek
     from transfuse._remote.server import Server, serve
     from transfuse._report import Report
     from transfuse._rules import Concat, MapPath, Rename, Slice, Split
@@ -71,13 +76,16 @@ if typing.TYPE_CHECKING:
 __version__ = "0.13.0"
 
 __all__ = [
+    "RNG",
     "CommitReport",
     "Concat",
     "CorruptData",
+    "Fetched",
     "Hub",
     "Keep",
     "KeptStep",
     "LimitExceeded",
+    "Loader",
     "MapPath",
     "MeshDescription",
     "NotCovered",
@@ -99,7 +107,9 @@ __all__ = [
     "SourceMutated",
     "SourcesDiffer",
     "Split",
+    "State",
     "StateError",
+    "Step",
     "StepMismatch",
     "TargetMismatch",
     "TornState",
@@ -119,12 +129,16 @@ __all__ = [
 _HOMES = {
     "_heal": ("heal",),
     "_hub.hub": ("Hub", "hub"),
+    "_job.face": ("Step",),
+    "_job.loader": ("Loader",),
+    "_job.rng": ("RNG",),
+    "_job.state": ("State",),
     "_keeper.client": ("Keep", "keep"),
     "_keeper.commits": ("CommitReport",),
     "_keeper.rendezvous": ("rendezvous_by_default",),
     "_keeper.restoring": ("KeptStep",),
     "_progress": ("Progress",),
-    "_remote.client": ("Peeked", "fetch", "peek"),
+    "_remote.client": ("Fetched", "Peeked", "fetch", "peek"),
     "_remote.server": ("Server", "serve"),
     "_report": ("Report",),
     "_rules": ("Concat", "MapPath", "Rename", "Slice", "Split"),

@@ -65,6 +65,8 @@ class TransfuseError(Exception):
     missing: Sequence[str] = ()
     #: What has arrived, for ``recv_checkpoint(…, resume=…)``. Not included when the error is pickled.
     partial: Any = None
+    #: The :class:`Report` of the transfer that failed; None if none had begun. Not included when the error is pickled.
+    report: Any = None
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -76,7 +78,7 @@ class TransfuseError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Launchers and pools pickle errors. The default would call the constructor with the message alone, and fail.
-        return _restore, (type(self), self.args, {**self.__dict__, "partial": None})
+        return _restore, (type(self), self.args, {**self.__dict__, "partial": None, "report": None})
 
 
 def _some(paths: Sequence[str]) -> str:

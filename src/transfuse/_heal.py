@@ -21,16 +21,16 @@ import torch
 
 from transfuse import _arguments, _errors
 from transfuse._errors import StateError, TornState, TransfuseError, as_utf8, let_go
+from transfuse._job.face import Step, device_for, group_or_default, one_manner
+from transfuse._job.receipt import Receipt
+from transfuse._job.state import State
 from transfuse._limits import Limits
 from transfuse._memory import half_healed
 from transfuse._options import OptionKeywords, Options, check_names
 from transfuse._plan.cohorts import Cohort
-from transfuse._plan.left_over import check_all_finds_its_place
 from transfuse._plan.match import Prepared
 from transfuse._report import Report
 from transfuse._session.threads import interrupt_behind
-from transfuse._state.leaves.own_mesh import own_mesh
-from transfuse._state.returned_copies import ReturnedCopies
 from transfuse._transport import PGTransport
 from transfuse._wire.group import Group, ProcessGroupLike
 from transfuse._wire.roll_call import Agreed, Failure, RollCall, lost_error
@@ -43,17 +43,17 @@ NOTHING, STEP, TORN = range(3)
 MOST_CHARACTERS, MOST_NAMES = 4000, 20
 
 
+@one_manner
 def heal(
-    pg: ProcessGroupLike,
-    timeout: timedelta | float,
-    device: torch.device | str,
-    state_dict: Callable[[], object],
+    state: object,
     *,
     step: SupportsIndex | None,
     load: Callable[[Any], object] | None = None,
-    on_report: Callable[[Report], object] | None = None,
+    group: ProcessGroupLike | None = None,
+    timeout: timedelta | float = 60,
+    device: torch.device | str | None = None,
     **options: Unpack[OptionKeywords],
-) -> int:
+) -> Step | None:
     """Bring all ranks of a group to the newest step that one of them has. Every rank calls this.
 
     Each rank that is behind receives in place, from all ranks at the newest step at once. Replicas (DDP), shards
@@ -61,23 +61,25 @@ def heal(
     hold it. If nobody is behind, the ranks tell each other their steps, and that is all.
 
     Args:
-        pg: a process group of all ranks that take part, with a backend for main memory (gloo).
-        timeout: how long any of it may go without progress, as a timedelta or in seconds. It must allow for the time
-            between the first rank's call and the last one's, and for ``state_dict`` and ``load``.
-        device: where the backend wants its tensors, as for :class:`PGTransport`.
-        state_dict: a function that returns the state: what is sent, or what is received into. It is called only if
-            somebody is behind, and then twice on every rank: tensors that lie elsewhere the second time are copies.
-            Copies need ``load``. After it this is called once more on ranks that were behind, and copies that do not
-            hold what arrived are an error that names them.
+        state: what is sent, or what is received into (:class:`State` says what it can be). Its ``state_dict()`` are
+            called only if somebody is behind, and then twice on every rank: tensors that lie elsewhere the second time
+            are copies. An object for which something could not land in place (moments of a new optimizer, copies, a
+            value that differs) gets it by its ``load_state_dict``, after everything has landed. What nobody takes is an
+            error that names it, before anything is written.
         step: the step that this rank's state is at. None: this rank has nothing.
-        load: called with the whole state on ranks that were behind, after everything has landed. Without it, leaves
-            that arrive fresh (moments of a new optimizer) and values that differ are an error that names them.
-        on_report: called with the :class:`Report` of this rank's transfer, if there was one, also if it failed.
+        load: for a ``state`` that is a callable: called with the whole state on ranks that were behind.
+        group: a process group of all ranks that take part, with a backend for main memory (gloo). None: the default
+            group.
+        timeout: how long any of it may go without progress, as a timedelta or in seconds. It must allow for the time
+            between the first rank's call and the last one's, and for the state's own calls.
+        device: where the backend wants its tensors, as for :class:`PGTransport`. None: the CPU, or what the group's
+            backend needs.
         **options: all options of :class:`PGTransport`. DTensors that arrive fresh are on a mesh of the target's own
             unless ``mesh`` says otherwise.
 
     Returns:
-        The newest step, the same on all ranks. 0 if no rank has anything: then nothing was called or touched.
+        The newest step, the same on all ranks, with the :class:`Report` of this rank's transfer as its ``report``. None
+        if no rank has anything: then nothing was called or touched.
 
     If anything fails, or a rank is lost, all others raise one error: the same class and text. The text says which ranks
     hold the new step all the same, and which are half-written; on those ``error.torn`` lists the leaves. With
@@ -86,15 +88,14 @@ def heal(
     loss the group is of no more use: make a new one.
     """
     check_names(heal, options, OptionKeywords)
-    _arguments.check_callable("load", load)
-    _arguments.check_callable("on_report", on_report)
-    if state_dict is None:
-        raise TypeError("state_dict takes a function that returns the state to send or to receive into, got None")
-    said = _arguments.check_step(step)
-    healing = _Healing(pg, timeout, device, state_dict, load, on_report, options)
+    given, said = State.of(state, load), _arguments.check_step(step)
+    pg = group_or_default(group, "heal")
+    healing = _Healing(pg, timeout, device_for(pg, device), given, options)
     try:
         return healing.run(said)
     except BaseException as error:
+        if isinstance(error, TransfuseError):
+            error.report = healing.report
         del healing
         let_go(error)
         raise
@@ -141,30 +142,27 @@ class _Healing:
         self,
         pg: ProcessGroupLike,
         timeout: timedelta | float,
-        device: torch.device | str,
-        state_dict: Callable[[], object],
-        load: Callable[[Any], object] | None,
-        on_report: Callable[[Report], object] | None,
+        device: torch.device,
+        state: State,
         options: OptionKeywords,
     ) -> None:
         self._pg, self._timeout, self._device = pg, _arguments.duration(timeout), device
-        self._state_dict, self._load, self._on_report, self._options = state_dict, load, on_report, options
+        self._state, self._options = state, options
         # Before the others are told anything.
         _arguments.check_group(pg)
-        _arguments.check_state_dict(state_dict)
         Options(**options).check(self._timeout, Limits.from_environment(), in_place=True)
-        self._calls = RollCall(Group(pg, _arguments.device_of(device)), self._timeout.total_seconds(), "healing")
+        self._calls = RollCall(Group(pg, device), self._timeout.total_seconds(), "healing")
+        #: Of this rank's transfer, if there was one.
+        self.report: Report | None = None
         self._behind: list[int] = []
         self._newest = 0
         self._target: object = None
-        self._copies = ReturnedCopies(None, None)
+        self._receipt: Receipt | None = None
         self._voted = False
         #: Whether a transport tells the others if this rank is interrupted; and whether this rank has seen one leave.
         self._talks = self._saw_leave = False
-        #: Whether this rank has everything that it was behind in, and whether ``load`` has taken it.
+        #: Whether this rank has everything that it was behind in, and whether the state's objects have taken it.
         self._landed = self._loaded = False
-        #: Which function of the caller's can have failed, once everything has landed.
-        self._last_asked = "on_report()"
         #: What an earlier heal has left here: the state that was looked at, its torn leaves; what state_dict() raised.
         self._looked_at: list[object] = []
         self._torn: tuple[str, ...] = ()
@@ -172,14 +170,14 @@ class _Healing:
         #: What all ranks have agreed on, if that had to be done before the transfer had ended.
         self._agreed_early: Agreed | None = None
 
-    def run(self, said: int | None) -> int:
+    def run(self, said: int | None) -> Step | None:
         try:
             self._calls.begin()
             step = self._run(said)
             # From now on the caller knows what is in the state.
             for state in self._looked_at:
                 half_healed.forget(state)
-            return step
+            return None if step is None else Step(step, self.report)
         except BaseException as error:
             interrupt = interrupt_behind(error)
             if interrupt is None:
@@ -190,7 +188,7 @@ class _Healing:
         finally:
             self._calls.end()
 
-    def _run(self, said: int | None) -> int:
+    def _run(self, said: int | None) -> int | None:
         calls, began = self._calls, time.monotonic()
         failure: BaseException | None = None
         words = calls.open(msgspec.msgpack.encode(self._truth(said)))
@@ -202,8 +200,10 @@ class _Healing:
             torn = [rank for rank, (kind, _) in told.items() if kind == TORN]
             self._newest = max(steps.values(), default=0)
             self._behind = [rank for rank in range(calls.size) if rank not in steps or steps[rank] != self._newest]
-            if not self._behind or not (steps or torn):
+            if not self._behind:
                 return self._newest
+            if not steps and not torn:
+                return None
             if not steps:
                 # Nobody has anything to send, and some ranks that had something are half-written.
                 self._behind = []
@@ -229,7 +229,7 @@ class _Healing:
         """What this rank has: what the caller says, unless an earlier heal that failed has left something else."""
         if half_healed.has_notes():
             try:
-                state = self._state_dict()
+                state = self._state.tree()
                 truth = half_healed.look(state)
             except BaseException as error:  # Also Ctrl-C: the others wait for this rank's first word.
                 self._unasked = error
@@ -260,10 +260,8 @@ class _Healing:
                     self._receive()
                 else:
                     self._send()
-            if self._landed and self._load is not None:
-                self._last_asked = "load()"
-                self._load(self._target)
-                self._copies.check_taken(self._state_dict)
+            if self._landed and self._receipt is not None:
+                self._receipt.load(self._target)
             self._loaded = self._landed
         except BaseException as error:
             return error
@@ -275,7 +273,7 @@ class _Healing:
                 self._talks = True
                 transport.send(self._behind, self._ask_to_send, step=self._newest, watch=self._watch)
             finally:
-                self._tell_report(transport)
+                self.report = transport.report
 
     def _receive(self) -> None:
         sources = [rank for rank in range(self._calls.size) if rank not in self._behind]
@@ -283,9 +281,8 @@ class _Healing:
         try:
             mesh = None
             try:
-                self._target = self._ask()
-                self._copies = ReturnedCopies(self._target, self._ask())
-                mesh = own_mesh(self._target)
+                self._receipt = Receipt(self._state, self._ask)
+                self._target, mesh = self._receipt.target, self._receipt.mesh()
             except BaseException as error:
                 transport = self._make_transport(_raises(error))  # It tells the sources.
             else:
@@ -303,7 +300,7 @@ class _Healing:
             raise
         finally:
             if transport is not None:
-                self._tell_report(transport)
+                self.report = transport.report
 
     def _watch(self) -> None:
         """Do not wait in a transfer for a rank that was interrupted before it took part."""
@@ -311,24 +308,23 @@ class _Healing:
             self._saw_leave = True
             raise _OthersLeft(f"ranks {sorted(self._calls.left)} have left")
 
-    def _ask(self) -> object:
+    def _ask(self, call: Callable[[], Any]) -> Any:
         if self._unasked is not None:
             raise self._unasked
         with self._calls.quiet():
-            return self._state_dict()
+            return call()
 
     def _ask_to_send(self) -> object:
         """There may be collectives in ``state_dict``, so sources call it as often as those who are behind."""
-        self._ask()
-        return self._ask()
+        self._ask(self._state.tree)
+        return self._ask(self._state.tree)
 
     def _permit(self, cohorts: Sequence[Cohort], target: Prepared) -> None:
         """Everything is planned, and no target has been touched. Go on only if all who are behind have come so far."""
         failure: Exception | None = None
         try:
-            if self._load is None:
-                self._copies.refuse()
-            check_all_finds_its_place(cohorts, target, self._options, has_load=self._load is not None)
+            if self._receipt is not None:
+                self._receipt.check(cohorts, target, self._options)
         except Exception as error:
             failure = error
         agreed = self._vote(failure)
@@ -348,10 +344,6 @@ class _Healing:
         if options.get("mesh") is None:
             options["mesh"] = mesh
         return PGTransport(self._pg, self._timeout, self._device, state_dict, **options)
-
-    def _tell_report(self, transport: PGTransport) -> None:
-        if self._on_report is not None and transport.report is not None:
-            self._on_report(transport.report)
 
     # ---------------------------------------------------------------------------------------------------- the end
 
@@ -414,7 +406,7 @@ class _Healing:
             torn = [as_utf8(path) for path in error.torn[:MOST_NAMES]]
             attributes = _attributes(error)
         if self._landed:
-            text = f"{self._last_asked} failed after everything had landed: {kind}: {text}"
+            text = f"load() failed after everything had landed: {kind}: {text}"
             kind, attributes = "StateError", {}
         word = _Word(
             kind=kind,

@@ -237,6 +237,8 @@ class PGTransport:
             if _is_untold(error, caller, began):
                 self._tell(error, caller, "dst_ranks", dst_ranks, is_source=True)
             caller = None
+            if began and isinstance(error, TransfuseError):
+                error.report = self._report
             let_go(error)
             raise
 
@@ -388,6 +390,8 @@ class PGTransport:
             if _is_untold(error, caller, began):
                 self._tell(error, caller, "src_rank", src_rank, is_source=False)
             caller = None
+            if began and isinstance(error, TransfuseError):
+                error.report = self._report
             let_go(error)
             raise
 

@@ -39,12 +39,12 @@ class TestServing:
         state = sample()
         options: dict[str, Any] = {"same_host": same_host, "verify": verify}
         with transfuse.serve(there(state, 0), token=TOKEN, **options) as server:
-            got = transfuse.fetch(server.address, token=TOKEN, **options)
+            got = transfuse.fetch(server.address, token=TOKEN, **options).state
             assert_exact(state, got)
             assert devices_of(got) == {"cpu"}
             for index in range(2):
                 own = there(blank(state), index)
-                got = transfuse.fetch(server.address, own, token=TOKEN, **options)
+                got = transfuse.fetch(server.address, own, token=TOKEN, **options).state
                 assert_same(state, own, in_place=True)
                 assert got["w"] is own["w"]
 
@@ -52,11 +52,10 @@ class TestServing:
         kind.set_device(0)
         state = sample()
         own = there(state, 1)
-        reports: list[transfuse.Report] = []
         with transfuse.serve(there(state, 0), token=TOKEN, step=3) as server:
-            transfuse.fetch(server.address, own, token=TOKEN, step=3, delta=True, on_report=reports.append)
+            fetched = transfuse.fetch(server.address, own, token=TOKEN, step=3, delta=True)
         assert_same(state, own, in_place=True)
-        assert reports[0].bytes == 0
+        assert fetched.report.bytes == 0
 
     def test_readers_see_what_a_change_has_queued(self) -> None:
         """Within ``mutating`` the state changes on the device. The next reader waits for that, on the device."""
@@ -67,7 +66,7 @@ class TestServing:
                 with torch.Stream(device=mine(0)) if turn == 2 else torch.accelerator.current_stream():
                     with server.mutating():
                         slow_fill_(held["w"], float(turn), 0.1)
-                    got = transfuse.fetch(server.address, token=TOKEN, same_host=False)
+                    got = transfuse.fetch(server.address, token=TOKEN, same_host=False).state
                 assert torch.equal(got["w"], torch.full((100_000,), float(turn)))
 
     def test_readers_and_changes_at_once(self) -> None:
@@ -78,7 +77,7 @@ class TestServing:
 
         def read() -> None:
             while not done.is_set():
-                got = transfuse.fetch(server.address, token=TOKEN, same_host=False)
+                got = transfuse.fetch(server.address, token=TOKEN, same_host=False).state
                 values = {float(v) for leaf in got.values() for v in (leaf.min(), leaf.max())}
                 if len(values) != 1:
                     wrong.append(values)

@@ -93,7 +93,7 @@ def test_readers_see_what_a_change_has_queued_on_another_device(what: str) -> No
                     for tensor in state.values():
                         slow_fill_(tensor, float(turn + 1), SECONDS)
                 if what == "serve":
-                    got = transfuse.fetch(serving.address, same_host=False)
+                    got = transfuse.fetch(serving.address, same_host=False).state
                 else:
                     got = safetensors.torch.load(ask(serving.endpoint, "GET", WEIGHTS).body)
                 assert {float(value) for one in got.values() for value in (one.min(), one.max())} == {turn + 1.0}

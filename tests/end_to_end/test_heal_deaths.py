@@ -43,7 +43,11 @@ def heal_shards(rank: int, shape: tuple[int, ...], behind: list[int]) -> Any:
     loaded: list[Any] = []
     try:
         step = transfuse.heal(
-            world(), 15.0, "cpu", lambda: state, step=None if is_new else NEWEST, load=lambda got: loaded.append(got)
+            lambda: state,
+            step=None if is_new else NEWEST,
+            load=lambda got: loaded.append(got),
+            group=world(),
+            timeout=15.0,
         )
     except transfuse.TransfuseError as error:
         return type(error).__name__, str(error.args[0]), bool(weight.to_local().any())
@@ -104,7 +108,7 @@ def work(rank: int, steps: list[int | None], mib: int, stops: int | None, option
     torn: tuple[str, ...] = ()
     step, kind, text = None, "", ""
     try:
-        step = transfuse.heal(world(), SECONDS, "cpu", lambda: state, step=steps[rank], **options)
+        step = transfuse.heal(lambda: state, step=steps[rank], group=world(), timeout=SECONDS, **options)
     except transfuse.TransfuseError as error:
         kind, text, torn = type(error).__name__, str(error.args[0]), error.torn
     seconds = time.monotonic() - began

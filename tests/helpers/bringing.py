@@ -11,7 +11,6 @@ from torch import nn
 
 import transfuse
 from keeping import Home, Job, home, threaded
-from moves import CPU
 from transfuse.testing.ranks import Ranks
 
 __all__ = ["RANKS", "Bring", "Training", "bring", "fresh", "home", "threaded", "trained"]
@@ -54,10 +53,12 @@ def by_heal(before: list[Any], now: list[Any], load: bool, **options: Any) -> li
     """Ranks below RANKS have the newest step, the others come back. The outcomes of the latter."""
     with Ranks(2 * RANKS) as ranks:
 
-        def work(rank: int, pg: Any) -> int:
+        def work(rank: int, pg: Any) -> int | None:
             one = [*before, *now][rank]
             step = 7 if rank < RANKS else None
-            return transfuse.heal(pg, 20, CPU, one.state, step=step, load=one.load if load else None, **options)
+            return transfuse.heal(
+                one.state, step=step, load=one.load if load else None, group=pg, timeout=20, **options
+            )
 
         outcomes = ranks.outcomes(work)
     errors = [outcome.error for outcome in outcomes]

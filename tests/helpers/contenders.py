@@ -321,7 +321,7 @@ def _transfuse(*args: Any, **options: Any) -> transfuse.PGTransport:
 
 def _transfuse_outside(state: Any) -> Any:
     with transfuse.serve(state) as server:
-        return transfuse.fetch(server.address, timeout=timedelta(seconds=20))
+        return transfuse.fetch(server.address, timeout=timedelta(seconds=20)).state
 
 
 @contextlib.contextmanager

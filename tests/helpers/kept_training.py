@@ -109,8 +109,8 @@ class Worker:
         keep = transfuse.keep(
             lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
             load=lambda state: optimizer.load_state_dict(state["optimizer"]),
-            own=lambda: {"rng": torch.get_rng_state()},
-            load_own=lambda own: torch.set_rng_state(own["rng"].clone()),
+            rank_state=lambda: {"rng": torch.get_rng_state()},
+            load_rank_state=lambda own: torch.set_rng_state(own["rng"].clone()),
             timeout=SECONDS,
             linger=plan.linger,
             verify=True,
@@ -124,7 +124,7 @@ class Worker:
         step = found or 0
         if found is None:
             torch.manual_seed(100 + self.rank)
-        elif self.rank not in keep.own:
+        elif self.rank not in keep.rank_states:
             torch.manual_seed(1000 + self.rank)
         if self.death is not None and self.death[1] == "late":
             threading.Timer(self.death[2] / 1000, self.die).start()

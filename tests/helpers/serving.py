@@ -88,7 +88,7 @@ class Halt:
         return path
 
     def fetch(self, address: str) -> Any:
-        return transfuse.fetch(address, {"w": torch.zeros(1000)}, timeout=LONG, map_path=self)
+        return transfuse.fetch(address, {"w": torch.zeros(1000)}, timeout=LONG, map_path=self).state
 
 
 def serve_slowly(rank: int, seconds: float, rate: float | None) -> None:
@@ -301,7 +301,7 @@ def false_words(numbers: Sequence[int], rubbish: Sequence[bytes]) -> None:
         doings += [threads.submit(speak_rubbish, address, words) for words in rubbish]
         for future in doings:
             future.result(DEADLINE)
-        assert not differences(some_state(), transfuse.fetch(address, token=TOKEN))
+        assert not differences(some_state(), transfuse.fetch(address, token=TOKEN).state)
         fleet._until(lambda: True, 0)
         assert fleet.workers[0].busy, fleet.workers[0].outcome
 
@@ -331,7 +331,7 @@ def serve_on(rank: int, host: str) -> None:
 
 
 def fetch_from(rank: int, address: str) -> int:
-    return len(list(differences(some_state(), transfuse.fetch(address, token=TOKEN, timeout=LONG))))
+    return len(list(differences(some_state(), transfuse.fetch(address, token=TOKEN, timeout=LONG).state)))
 
 
 def move_in(rank: int, namespaces: list[str]) -> None:

@@ -90,7 +90,9 @@ def small_bursts(monkeypatch: pytest.MonkeyPatch, group_route: None) -> None:
 def heals(*states: Callable[[], object]) -> list[Outcome[Any]]:
     """Rank 0 has step 7, and rank 1 comes back."""
     with Ranks(2) as ranks:
-        return ranks.outcomes(lambda rank, pg: transfuse.heal(pg, 20, CPU, states[rank], step=7 if rank == 0 else None))
+        return ranks.outcomes(
+            lambda rank, pg: transfuse.heal(states[rank], step=7 if rank == 0 else None, group=pg, timeout=20)
+        )
 
 
 def test_a_state_dict_that_returns_copies() -> None:

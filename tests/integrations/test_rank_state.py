@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from transfuse import StateError
-from transfuse.integrations.rank_state import LEAST_BYTES, Packer, generators, set_generators, unpack
+from transfuse import RNG, StateError
+from transfuse.integrations.rank_state import LEAST_BYTES, Packer, unpack
 
 
 def draws() -> list[float]:
@@ -27,10 +27,10 @@ def draws() -> list[float]:
 
 def test_generators_go_on() -> None:
     draws()  # Both normal distributions now have a second number in store.
-    packed = Packer().pack({"generators": generators()})
+    packed = Packer().pack({"generators": RNG().state_dict()})
     expected = draws() + draws()
     assert draws() != expected[:5]
-    set_generators(unpack(packed)["generators"])
+    RNG().load_state_dict(unpack(packed)["generators"])
     assert draws() + draws() == expected
 
 

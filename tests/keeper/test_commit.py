@@ -321,7 +321,7 @@ def test_readers_of_the_keeper_do_not_use_up_its_slots(home: Home, keeper: Keepe
         for step in range(1, 12):
             state["w"].fill_(step)
             assert job.commit(step) == ["committed"]
-            got = transfuse.fetch(home.status()["address"], token=keeper.token)
+            got = transfuse.fetch(home.status()["address"], token=keeper.token).state
             assert got["w"].eq(step).all()
 
 
@@ -470,18 +470,20 @@ def test_own_belongs_to_the_rank(keeper: Keeper) -> None:
     states = [{"w": torch.zeros(4)} for _ in range(2)]
     owned = [{"rng": torch.tensor([rank]), "at": rank} for rank in range(2)]
     with Job(2) as job:
-        job.start(same(*states), [{"own": lambda rank=rank: owned[rank]} for rank in range(2)])
+        job.start(same(*states), [{"rank_state": lambda rank=rank: owned[rank]} for rank in range(2)])
         job.commit(1)
     got: list[Any] = [[], []]
     with Job(2) as job:
-        job.start(same(*states), [{"load_own": got[rank].append} for rank in range(2)])
+        job.start(same(*states), [{"load_rank_state": got[rank].append} for rank in range(2)])
         assert job.restore() == 1
-        assert exact(dict(job.keeps[0].own), {0: owned[0]}) or exact(dict(job.keeps[0].own), dict(enumerate(owned)))
+        assert exact(dict(job.keeps[0].rank_states), {0: owned[0]}) or exact(
+            dict(job.keeps[0].rank_states), dict(enumerate(owned))
+        )
     assert exact(got, [[owned[0]], [owned[1]]])
     with Job(1) as job:
-        job.start(same(states[0]), [{"load_own": got[0].append}])
+        job.start(same(states[0]), [{"load_rank_state": got[0].append}])
         assert job.restore() == 1
-        assert exact(dict(job.keeps[0].own), dict(enumerate(owned)))
+        assert exact(dict(job.keeps[0].rank_states), dict(enumerate(owned)))
     assert len(got[0]) == 1, "the number of ranks has changed: the caller chooses"
 
 
@@ -630,7 +632,7 @@ def test_without_mutating_everything_is_copied_at_once(home: Home, keeper: Keepe
 def test_own_is_copied_at_once(home: Home, keeper: Keeper, gate: Gate) -> None:  # noqa: F811
     state, own = {"w": torch.zeros(MIB)}, {"rng": torch.zeros(5000, dtype=torch.uint8)}
     got: list[Any] = []
-    with Job(1, own=lambda: own, load_own=got.append) as job:
+    with Job(1, rank_state=lambda: own, load_rank_state=got.append) as job:
         job.start(same(state))
         (keep,) = job.keeps
         for step in range(1, 5):
@@ -643,7 +645,7 @@ def test_own_is_copied_at_once(home: Home, keeper: Keeper, gate: Gate) -> None: 
             gate.open.set()
             keep._join()
         assert home.status()["confirmed_step"] == 4
-    with Job(1, own=lambda: own, load_own=got.append) as job:
+    with Job(1, rank_state=lambda: own, load_rank_state=got.append) as job:
         job.start(same(state))
         assert job.restore() == 4
     assert got[0]["rng"].eq(4).all()

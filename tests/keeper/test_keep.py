@@ -51,7 +51,7 @@ def commit(n: int, *steps: int, own: bool = False, make: Callable[[int, int], An
     """A job that commits these steps, and is killed."""
     with Job(n, **options) as job:
         now = [make(rank, steps[0]) for rank in range(n)]
-        owns = [{"own": lambda rank=rank: {"rank": rank}} if own else {} for rank in range(n)]
+        owns = [{"rank_state": lambda rank=rank: {"rank": rank}} if own else {} for rank in range(n)]
         job.start(same(*now), owns)
         for step in steps:
             for rank in range(n):
@@ -140,7 +140,7 @@ def test_values_that_differ_need_load(keeper: Keeper) -> None:
         assert job.restore() == 1
 
 
-@pytest.mark.parametrize("fails", ["state_dict", "shape", "load", "load_own"])
+@pytest.mark.parametrize("fails", ["state_dict", "shape", "load", "load_rank_state"])
 def test_if_one_rank_fails_all_do(keeper: Keeper, fails: str) -> None:
     commit(3, 1, 2, own=True)
     targets: list[Any] = [state_of(9, 0) for _ in range(3)]
@@ -155,14 +155,14 @@ def test_if_one_rank_fails_all_do(keeper: Keeper, fails: str) -> None:
     if fails == "state_dict":
         states[2] = fail
     with Job(3) as job:
-        job.start(states, [{}, {}, {fails: fail} if fails in ("load", "load_own") else {}])
+        job.start(states, [{}, {}, {fails: fail} if fails in ("load", "load_rank_state") else {}])
         errors = job.errors(lambda keep: keep.restore())
         assert all(error is not None for error in errors)
         if fails in ("state_dict", "shape"):
             assert len({str(error) for error in errors}) == 1
             assert exact(targets, before)
         assert all(("out of order" in str(error)) or fails == "shape" for error in errors)
-        if fails in ("load", "load_own"):
+        if fails in ("load", "load_rank_state"):
             assert isinstance(errors[2], RuntimeError)
             assert "rank 2" in str(errors[0])
             assert "End this process" in str(errors[0])
@@ -228,7 +228,7 @@ def test_equal_leaves_go_to_any_number_of_ranks(keeper: Keeper, before: int, now
         job.start(same(*targets))
         assert job.restore() == 2
         assert exact(targets, [make(0, 2)] * now)
-        assert all(dict(keep.own) == {rank: {"rank": rank} for rank in range(before)} for keep in job.keeps)
+        assert all(dict(keep.rank_states) == {rank: {"rank": rank} for rank in range(before)} for keep in job.keeps)
         for step in range(3, 9):
             assert job.commit(step) == ["committed"] * now
     with Job(before) as job:
@@ -251,7 +251,7 @@ def test_leaves_that_differed_are_named_if_the_number_of_ranks_changes(keeper: K
         assert "['bn']" in text
         assert "['shared']" not in text
         assert f"the {before} ranks" in text
-        assert "own=" in text
+        assert "rank_state=" in text
         assert exact(targets, untouched)
 
 
@@ -747,7 +747,7 @@ def shard_by_hand(rank: int, base: str) -> list[Any]:
             local = torch.full((rows, 2), -1.0)
             shard = LocalShard.from_tensor_and_offsets(local, [rows * rank, 0], rank)
             state = {"w": init_from_local_shards([shard], 4, 2, process_group=group)}
-            keep = transfuse.keep(lambda state=state: state, run="shards", group=group, timeout=SECONDS)  # type: ignore[misc]
+            keep = transfuse.keep(lambda state=state: state, run="shards", group=group, timeout=SECONDS)
             try:
                 found.append((keep.restore(), local.flatten().tolist()))
                 local.fill_(rank + 1.0)
@@ -770,5 +770,5 @@ def test_sharded_tensors_come_back_to_as_many_ranks_and_are_not_divided_anew(
     ((text, values),) = {(found[-1][0], tuple(found[-1][1])) for found in results}
     assert values == (-1.0, -1.0)
     assert "1 leaves differed between the 2 ranks that committed them: ['w']" in text
-    assert "start 2 ranks, or commit them with own=" in text
+    assert "start 2 ranks, or commit them with rank_state=" in text
     assert "the kept steps are whole" in text.splitlines()[-1]

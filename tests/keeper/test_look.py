@@ -29,7 +29,7 @@ def commit(n: int, steps: int) -> None:
     with Job(n) as job:
         job.start(
             same(*(torch.arange(10.0) for _ in range(n))),
-            [{"own": lambda rank=rank: {"rank": rank}} for rank in range(n)],
+            [{"rank_state": lambda rank=rank: {"rank": rank}} for rank in range(n)],
         )
         for step in range(1, steps + 1):
             assert job.commit(step) == ["committed"] * n
@@ -38,7 +38,7 @@ def commit(n: int, steps: int) -> None:
 def test_look_tells_the_step_and_what_is_the_ranks_own(keeper: Keeper) -> None:
     commit(2, 3)
     with Job(2) as job:
-        job.start([untouchable, untouchable], [{"load_own": untouchable}] * 2)
+        job.start([untouchable, untouchable], [{"load_rank_state": untouchable}] * 2)
         for _ in range(2):
             found = job.all(lambda keep: keep.look())
             assert found == [transfuse.KeptStep(3, {rank: {"rank": rank}}, 2) for rank in range(2)]

@@ -364,7 +364,9 @@ def fetch_into(rank: int, directory: str) -> Any:
     nbytes = SIZES["large"]
     with transfuse.serve(what(nbytes), token="a secret") as server:
         wrong = failure(
-            lambda: transfuse.fetch(server.address, {"w": read_only_file(nbytes)}, token="a secret", timeout=TIMEOUT)
+            lambda: (
+                transfuse.fetch(server.address, {"w": read_only_file(nbytes)}, token="a secret", timeout=TIMEOUT).state
+            )
         )
         own = {"w": torch.zeros(nbytes // 4)}
         transfuse.fetch(server.address, own, token="a secret", timeout=TIMEOUT)

@@ -26,7 +26,7 @@ NONE_FREE = "takes a file descriptor, and none is free: raise the limit of the p
 
 def attempt(address: str | list[str], timeout: timedelta = LONG, *, same_host: bool = True) -> str:
     try:
-        assert transfuse.fetch(address, timeout=timeout, same_host=same_host)["w"].equal(STATE["w"])
+        assert transfuse.fetch(address, timeout=timeout, same_host=same_host).state["w"].equal(STATE["w"])
     except transfuse.TransfuseError as error:
         return f"{type(error).__name__}: {error}"
     return "fetched"

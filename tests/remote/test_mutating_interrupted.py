@@ -53,13 +53,13 @@ def interrupt_at(places: range) -> int:
         del error  # Its frames may hold the block.
         gc.collect()
         held = training.step
-        state = elsewhere(lambda: transfuse.fetch(training.server.address, timeout=TIMEOUT / 4))  # noqa: B023
+        state = elsewhere(lambda: transfuse.fetch(training.server.address, timeout=TIMEOUT / 4).state)  # noqa: B023
         if isinstance(state, transfuse.TransfuseError):
             assert "interrupted" in str(state), (interrupt.where, state)
         else:
             assert state["w"].tolist() == [state["n"]] * 10 == [held] * 10, (interrupt.where, state)
         assert elsewhere(training.change) is None, interrupt.where
-        state = transfuse.fetch(training.server.address, step=held + 1)
+        state = transfuse.fetch(training.server.address, step=held + 1).state
         assert state["w"].tolist() == [state["n"]] * 10, interrupt.where
         training.server.close()
     return done
@@ -91,4 +91,4 @@ def test_an_interrupted_callable_does_not_leave_an_old_step_beside_new_weights()
         with server.mutating():
             weight += 1
             steps.append(2)
-        assert transfuse.fetch(server.address, step=2)["w"].tolist() == [2.0] * 3
+        assert transfuse.fetch(server.address, step=2).state["w"].tolist() == [2.0] * 3

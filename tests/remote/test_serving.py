@@ -31,20 +31,21 @@ from transfuse.testing.exact import differences
 @pytest.mark.usefixtures("either_route")
 def test_what_arrives_is_what_is_there() -> None:
     state = some_state()
-    reports: list[transfuse.Report] = []
     with transfuse.serve(state, token=TOKEN, step=7) as server:
-        fresh = transfuse.fetch(server.address, token=TOKEN, step=7, on_report=reports.append)
-        assert not differences(state, fresh)
+        fresh = transfuse.fetch(server.address, token=TOKEN, step=7)
+        assert not differences(state, fresh.state)
         target = zeros_like(state)
         weights = dict(target["model"])
-        landed = transfuse.fetch(server.address, target, token=TOKEN)
+        landed = transfuse.fetch(server.address, target, token=TOKEN).state
         assert not differences(state, landed)
         assert all(landed["model"][name] is weight for name, weight in weights.items())
-        landed = transfuse.fetch(server.address, lambda: target, token=TOKEN, delta=True, on_report=reports.append)
-        assert not differences(state, landed)
-    assert [report.step for report in reports] == [7, 7]
-    assert reports[0].bytes > 0
-    assert reports[1].kept_bytes > 0
+        again = transfuse.fetch(server.address, lambda: target, token=TOKEN, delta=True)
+        assert not differences(state, again.state)
+    assert [one.step for one in (fresh, again, fresh.report, again.report)] == [7] * 4
+    assert fresh.report.bytes > 0
+    assert again.report.kept_bytes > 0
+    with pytest.raises(TypeError, match=r"Fetched: the entry is \.state\['model'\]"):
+        fresh["model"]
 
 
 def test_another_step_is_refused() -> None:
@@ -60,22 +61,22 @@ class Key(enum.StrEnum):
 
 @pytest.mark.usefixtures("either_route")
 def test_one_entry_alone() -> None:
-    state, reports = {**some_state(), "other": {"x": torch.arange(3)}}, list[transfuse.Report]()
+    state = {**some_state(), "other": {"x": torch.arange(3)}}
     with transfuse.serve(lambda: state) as server:
-        got = transfuse.fetch(server.address, entry="other", on_report=reports.append)
-        assert not differences(state["other"], got)
+        got = transfuse.fetch(server.address, entry="other")
+        assert not differences(state["other"], got.state)
         target = zeros_like(state)["model"]
         weight = target["w0"]
-        landed = transfuse.fetch(server.address, target, entry="model", on_report=reports.append)
-        assert landed["w0"] is weight
-        assert not differences(state["model"], landed)
+        landed = transfuse.fetch(server.address, target, entry="model")
+        assert landed.state["w0"] is weight
+        assert not differences(state["model"], landed.state)
         # A lone tensor and a lone value are states too.
-        assert torch.equal(transfuse.fetch(server.address, entry="tied"), state["tied"])
-        assert transfuse.fetch(server.address, entry="lr") == 0.1
+        assert torch.equal(transfuse.fetch(server.address, entry="tied").state, state["tied"])
+        assert transfuse.fetch(server.address, entry="lr").state == 0.1
         # Keys may be members of an enum.
-        assert transfuse.fetch(server.address, entry=Key.LR) == 0.1
-    assert reports[0].bytes == 3 * 8
-    assert reports[1].leaves == len(state["model"])
+        assert transfuse.fetch(server.address, entry=Key.LR).state == 0.1
+    assert got.report.bytes == 3 * 8
+    assert landed.report.leaves == len(state["model"])
 
 
 def test_an_entry_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
@@ -84,7 +85,7 @@ def test_an_entry_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(transfuse.PeerRefused, match="StateError: the state has no entry 'optimizer'"):
             transfuse.fetch(server.address, entry="optimizer")
         assert list(state) == ["model"]
-        assert not differences(state["model"], transfuse.fetch(server.address, entry="model"))
+        assert not differences(state["model"], transfuse.fetch(server.address, entry="model").state)
     assert "(entry 'optimizer')" in caplog.text
     with (
         transfuse.serve([torch.ones(2)]) as server,
@@ -109,7 +110,7 @@ def test_several_readers_at_once(executor: ThreadPoolExecutor) -> None:
     with transfuse.serve(state, max_readers=3, on_report=reports.append) as server:
         fetches = [executor.submit(transfuse.fetch, server.address, same_host=bool(i % 2)) for i in range(9)]
         for fetch in fetches:
-            assert not differences(state, fetch.result(DEADLINE))
+            assert not differences(state, fetch.result(DEADLINE).state)
     assert [report.direction for report in reports] == ["send"] * 9
     assert {report.route for report in reports} == {"group", "memory"}
 
@@ -123,8 +124,8 @@ def test_who_finds_no_place_waits_for_longer_than_its_timeout(executor: ThreadPo
         with pytest.raises(TimeoutError):
             second.result(2)
         halt.go_on.set()
-        for fetch in (first, second):
-            assert not differences(state, fetch.result(DEADLINE))
+        assert not differences(state, first.result(DEADLINE))
+        assert not differences(state, second.result(DEADLINE).state)
 
 
 def test_peek_moves_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,11 +162,10 @@ def test_replicas_of_which_some_are_not_there(caplog: pytest.LogCaptureFixture) 
     ):
         dead = f"127.0.0.1:{nobody.getsockname()[1]}"
         nobody.close()
-        reports: list[transfuse.Report] = []
         addresses = [dead, one.address, stranger.address, other.address]
-        fetched = transfuse.fetch(addresses, token=TOKEN, on_report=reports.append)
-        assert not differences(state, fetched)
-        assert reports[0].peers == (1, 3), "ranks are numbers of addresses"
+        fetched = transfuse.fetch(addresses, token=TOKEN)
+        assert not differences(state, fetched.state)
+        assert fetched.report.peers == (1, 3), "ranks are numbers of addresses"
         for address in (dead, stranger.address):
             assert f"going on without {address}" in caplog.text
         with pytest.raises(transfuse.ReceiveFailed) as raised:
@@ -182,7 +182,7 @@ def test_shards_of_one_tensor(executor: ThreadPoolExecutor) -> None:
     shards = [{"w": shard(whole, [0, 1], rank, Shard(0)), "lr": 0.1} for rank in range(2)]
     with transfuse.serve(shards[0]) as one, transfuse.serve(shards[1]) as other:
         target = {"w": torch.zeros(40, 6), "lr": 0.0}
-        fetched = transfuse.fetch([one.address, other.address], target)
+        fetched = transfuse.fetch([one.address, other.address], target).state
         assert not differences({"w": whole, "lr": 0.1}, fetched)
         # Sharded in another way, by one reader of three.
         mine: dict[str, Any] = {"w": shard(torch.zeros(40, 6), [0, 1, 2], 1, Shard(1)), "lr": 0.0}
@@ -190,7 +190,7 @@ def test_shards_of_one_tensor(executor: ThreadPoolExecutor) -> None:
         assert torch.equal(mine["w"].to_local(), whole[:, 2:4])
         with pytest.raises(transfuse.NotCovered):
             transfuse.fetch(one.address, {"w": torch.zeros(40, 6), "lr": 0.0})
-        fresh = transfuse.fetch(one.address, mesh=mesh_of([0, 1], 0))
+        fresh = transfuse.fetch(one.address, mesh=mesh_of([0, 1], 0)).state
         assert not differences(shards[0], fresh)
 
 
@@ -239,20 +239,17 @@ def test_a_server_that_is_lost_midway_costs_nothing_but_its_part(fault: str) -> 
                 getattr(fleet, fault)(1)
                 done.append(True)
 
-        reports: list[transfuse.Report] = []
         timeout = timedelta(seconds=3)
-        fetched = transfuse.fetch(
-            addresses, token=TOKEN, timeout=timeout, same_host=False, progress=strike, on_report=reports.append
-        )
+        fetched = transfuse.fetch(addresses, token=TOKEN, timeout=timeout, same_host=False, progress=strike)
         assert done
-        assert not differences(big_state(), fetched)
+        assert not differences(big_state(), fetched.state)
 
 
 def test_a_frozen_server_does_not_cost_the_others_that_are_there(caplog: pytest.LogCaptureFixture) -> None:
     """It takes a connection and never says a word. Meanwhile the others wait, for less than their patience."""
     with servers(2, seconds=3.0, rate=None) as (fleet, addresses):
         fleet.freeze(0)
-        fetched = transfuse.fetch(addresses, token=TOKEN, timeout=timedelta(seconds=3))
+        fetched = transfuse.fetch(addresses, token=TOKEN, timeout=timedelta(seconds=3)).state
         assert not differences(big_state(), fetched)
         assert f"going on without {addresses[0]}" in caplog.text
         with pytest.raises(transfuse.PeerTimeout, match=addresses[0]):
@@ -273,12 +270,10 @@ def test_a_fetch_goes_on_elsewhere_from_what_it_has() -> None:
             transfuse.fetch(addresses[0], target, token=TOKEN, timeout=LONG, same_host=False, progress=strike)
         assert raised.value.received
         assert raised.value.torn
-        reports: list[transfuse.Report] = []
-        fetched = transfuse.fetch(
-            addresses[1], target, token=TOKEN, timeout=LONG, resume=raised.value.partial, on_report=reports.append
-        )
-        assert not differences(big_state(), fetched)
-        assert 0 < reports[0].bytes < 16 << 20
+        assert raised.value.report.bytes > 1 << 20
+        fetched = transfuse.fetch(addresses[1], target, token=TOKEN, timeout=LONG, resume=raised.value.partial)
+        assert not differences(big_state(), fetched.state)
+        assert 0 < fetched.report.bytes < 16 << 20
 
 
 # The lock
@@ -300,7 +295,7 @@ def test_no_reader_ever_sees_a_mix(executor: ThreadPoolExecutor) -> None:
     def read(server: transfuse.Server) -> list[int]:
         seen = []
         for _ in range(6):
-            fetched = transfuse.fetch(server.address, timeout=LONG)
+            fetched = transfuse.fetch(server.address, timeout=LONG).state
             values = {float(value) for weight in fetched.values() for value in weight.unique()}
             assert len(values) == 1
             seen.append(int(values.pop()))
@@ -326,7 +321,7 @@ def test_mutating_within_mutating_and_what_is_raised_in_it() -> None:
     with transfuse.serve(state) as server:
         with pytest.raises(ZeroDivisionError), server.mutating(), server.mutating():
             raise ZeroDivisionError
-        assert not differences(state, transfuse.fetch(server.address))
+        assert not differences(state, transfuse.fetch(server.address).state)
         with server.mutating():
             pass
 
@@ -352,7 +347,7 @@ def test_a_state_that_cannot_be_had_is_told_in_its_words(caplog: pytest.LogCaptu
         answer = some_state()
         with server.mutating():
             pass
-        assert not differences(some_state(), transfuse.fetch(server.address))
+        assert not differences(some_state(), transfuse.fetch(server.address).state)
     assert len([one for one in caplog.messages if "the state cannot be had: ValueError: no" in one]) == 1
 
 
@@ -377,8 +372,8 @@ def test_callables_are_called_in_the_thread_that_trains_only(what: str) -> None:
             )
             commits = ask(serving.endpoint, "GET", "/api/models/live/model/commits/main").json
             return found, int(commits[0]["title"].removeprefix("step "))
-        reports: list[transfuse.Report] = []
-        return transfuse.fetch(serving.address, timeout=LONG, on_report=reports.append), reports[0].step
+        fetched = transfuse.fetch(serving.address, timeout=LONG)
+        return fetched.state, fetched.step
 
     serving: Any = getattr(transfuse, what)(state_dict, step=step_now)
     with serving:
@@ -440,14 +435,6 @@ def test_options_that_make_no_sense() -> None:
         fetch("127.0.0.1:5", map_path={"a": "b"})
     with transfuse.serve({}) as server, pytest.raises(OSError, match=r"[Aa]ddress"):
         serve({}, port=split_address(server.address)[1])
-
-
-def test_a_module_is_no_state() -> None:
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"model\.state_dict"):
-        transfuse.serve(model)
-    with pytest.raises(TypeError, match=r"model\.state_dict"):
-        transfuse.fetch("127.0.0.1:1", model)
 
 
 def test_waiting_for_a_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ def test_no_state_stays_until_garbage_is_collected() -> None:
 
 def test_a_report_may_close_its_server(caplog: pytest.LogCaptureFixture) -> None:
     server = transfuse.serve(plain_state(), timeout=LONG, on_report=lambda report: server.close())
-    assert not differences(plain_state(), transfuse.fetch(server.address))
+    assert not differences(plain_state(), transfuse.fetch(server.address).state)
     wait_until(lambda: not server._listener.connections)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     with pytest.raises(transfuse.PeerLost, match="cannot be reached"):
@@ -226,7 +226,7 @@ def test_ctrl_c_ends_a_fetch_and_the_server_goes_on() -> None:
                 fleet.signal(rank, signal.SIGINT)
             assert [outcome.get() for outcome in fleet.outcomes(DEADLINE)] == ["interrupted"] * 3
             wait_until(lambda: not locked._listener.connections and not slow._listener.connections)
-        assert not differences(state, transfuse.fetch(locked.address, token=TOKEN))
+        assert not differences(state, transfuse.fetch(locked.address, token=TOKEN).state)
         with slow.mutating():
             pass
 

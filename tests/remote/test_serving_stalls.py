@@ -42,7 +42,7 @@ def test_who_stalls_or_dies_holds_up_training_no_longer_than_the_timeout(
 ) -> None:
     state = big_state()
     with Fleet(len(MOMENTS)) as fleet, transfuse.serve(state, token=TOKEN, timeout=SHORT, max_readers=20) as server:
-        assert not differences(state, transfuse.fetch(server.address, token=TOKEN))
+        assert not differences(state, transfuse.fetch(server.address, token=TOKEN).state)
         tasks, files = own_tasks(), own_files()
         fleet.start(go_as_far_as, server.address, fault)
         for rank in range(len(MOMENTS)):
@@ -55,7 +55,7 @@ def test_who_stalls_or_dies_holds_up_training_no_longer_than_the_timeout(
         for _ in range(3):
             with server.mutating():
                 state["model"]["w0"].add_(1)
-            assert not differences(state, transfuse.fetch(server.address, token=TOKEN))
+            assert not differences(state, transfuse.fetch(server.address, token=TOKEN).state)
         wait_until(lambda: not server._listener.connections)
         nothing_is_left(tasks, files)
 
@@ -82,7 +82,7 @@ def test_signs_of_life_alone_buy_no_time() -> None:
             assert time.monotonic() - started < 15
         stop.set()
         pretending.join(DEADLINE)
-        assert not differences(some_state(), transfuse.fetch(server.address))
+        assert not differences(some_state(), transfuse.fetch(server.address).state)
 
 
 @pytest.mark.soak
@@ -96,7 +96,7 @@ def test_many_readers_die_and_nothing_is_left_of_them() -> None:
                     fleet.wait_for(rank, "there")
             with server.mutating():
                 pass
-            assert not differences(state, transfuse.fetch(server.address, token=TOKEN))
+            assert not differences(state, transfuse.fetch(server.address, token=TOKEN).state)
             wait_until(lambda: not server._listener.connections)
             if turn == 0:
                 # The first fleet has started a server of its own to fork from.

@@ -66,7 +66,7 @@ def test_a_stranger_hears_a_hello_and_no_more() -> None:
 
     with transfuse.serve(state_dict, token=TOKEN, timeout=SHORT) as server:
         with listened_to(server.address) as (relay, said):
-            assert not differences(state, transfuse.fetch(relay, token=TOKEN))
+            assert not differences(state, transfuse.fetch(relay, token=TOKEN).state)
         good = b"".join(said)[: HELLO_BYTES + PROOF_BYTES]
         asked.clear()
         attempts = {
@@ -94,7 +94,7 @@ def test_a_stranger_hears_a_hello_and_no_more() -> None:
             proof = hmac.digest(key_of(TOKEN), b"transfuse server " + mine + theirs, hashlib.sha256)
             assert all_it_says(sock, proof) == b""
         assert not asked
-        assert not differences(state, transfuse.fetch(server.address, token=TOKEN))
+        assert not differences(state, transfuse.fetch(server.address, token=TOKEN).state)
 
 
 def test_two_hellos_are_never_the_same() -> None:
@@ -131,7 +131,7 @@ def test_frames_that_are_not_from_who_has_proved_itself(what: str) -> None:
         if isinstance(raised.value, transfuse.PeerRefused):
             assert raised.value.kind == "ProtocolError"
         door.close()
-        assert not differences(some_state(), transfuse.fetch(server.address, token=TOKEN))
+        assert not differences(some_state(), transfuse.fetch(server.address, token=TOKEN).state)
 
 
 def test_a_crowd_of_strangers_keeps_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +142,7 @@ def test_a_crowd_of_strangers_keeps_nobody_out(caplog: pytest.LogCaptureFixture)
         where = split_address(server.address)
         crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(200)]
         for _ in range(3):
-            assert not differences(state, transfuse.fetch(server.address, token=TOKEN))
+            assert not differences(state, transfuse.fetch(server.address, token=TOKEN).state)
         wait_until(lambda: len(server._listener.strangers) <= listener.MAX_STRANGERS)
         for one in crowd:
             one.close()
@@ -172,7 +172,7 @@ def test_tokens_are_proved_both_ways(caplog: pytest.LogCaptureFixture) -> None:
             for secret in (TOKEN, wrong, key_of(TOKEN).hex(), repr(key_of(TOKEN))[2:-1], repr(server)):
                 assert secret not in text
         assert TOKEN not in repr(vars(server))
-        assert not differences(some_state(), transfuse.fetch(server.address, token=TOKEN.encode()))
+        assert not differences(some_state(), transfuse.fetch(server.address, token=TOKEN.encode()).state)
 
 
 def test_a_server_that_does_not_know_the_token_gets_a_proof_and_no_more(executor: ThreadPoolExecutor) -> None:

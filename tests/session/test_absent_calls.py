@@ -37,7 +37,7 @@ def test_both_receive() -> None:
 
 def test_one_rank_does_not_heal() -> None:
     def call(rank: int, pg: Any) -> Any:
-        return transfuse.heal(pg, SECONDS, CPU, lambda: STATE, step=1) if rank != 1 else None
+        return transfuse.heal(lambda: STATE, step=1, group=pg, timeout=SECONDS) if rank != 1 else None
 
     for rank, text in enumerate(texts(call, 3)):
         if rank != 1:

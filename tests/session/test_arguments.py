@@ -131,11 +131,10 @@ def test_a_step_beyond_64_bits_is_a_value_error(two: Ranks, given: Any) -> None:
 
 
 def test_a_served_step_may_be_any_integer_and_what_its_callable_gives_is_checked_too() -> None:
-    state, reports = {"w": torch.ones(3)}, list[Report]()
+    state = {"w": torch.ones(3)}
     for step in (np.int64(3), lambda: torch.tensor(3)):
         with serve(state, step=step) as server:
-            fetch(server.address, step=torch.tensor(3), on_report=reports.append)
-    assert [report.step for report in reports] == [3, 3]
+            assert fetch(server.address, step=torch.tensor(3)).step == 3
     says = r"what step\(\) gives takes an int or None, got float 3\.0"
     with pytest.raises(TypeError, match=says):
         serve(state, step=lambda: 3.0)
@@ -210,7 +209,7 @@ def test_a_server_and_a_load_that_do_not_say_their_step(two: Ranks) -> None:
     with transfuse.serve({"w": torch.ones(2)}) as server:
         with pytest.raises(transfuse.StepMismatch, match="or step= to serve"):
             transfuse.fetch(server.address, step=2)
-        assert transfuse.fetch(server.address)["w"].sum() == 2
+        assert transfuse.fetch(server.address).state["w"].sum() == 2
     reader = PeerReader(Transport(two.pgs[1], TIMEOUT, CPU), np.int64(0), step=np.int64(2))
     own = {"w": torch.zeros(2)}
 
@@ -488,7 +487,7 @@ def test_a_timeout_may_be_seconds(two: Ranks, timeout: Any) -> None:
     sent.get()
     assert received.get() == {"n": 1}
     with serve({"n": 1}, timeout=timeout) as server:
-        assert fetch(server.address, timeout=timeout) == {"n": 1}
+        assert fetch(server.address, timeout=timeout).state == {"n": 1}
         assert transfuse.peek(server.address, timeout=timeout).step is None
 
 
@@ -537,7 +536,7 @@ def test_other_arguments_of_a_server() -> None:
         with pytest.raises(TypeError, match=says):
             serve({}, **options)
     with serve({"n": 1}, max_readers=np.int64(2), port=np.int64(free_port())) as server:
-        assert fetch(server.address) == {"n": 1}
+        assert fetch(server.address).state == {"n": 1}
 
 
 def test_a_wrong_fetch_asks_nobody_for_anything() -> None:
@@ -547,7 +546,8 @@ def test_a_wrong_fetch_asks_nobody_for_anything() -> None:
         for options, says in (
             ({"step": "3"}, "step takes"),
             ({"resume": 5}, "resume takes"),
-            ({"on_report": 5}, "on_report takes"),
+            ({"on_report": print}, r"fetch\(\) has no on_report= any more: the report is \.report of what is returned"),
+            ({"state_dict": dict}, r"fetch\(\) has no state_dict= any more: state= takes it"),
             ({"timeout": "30"}, "timeout takes"),
             ({"delta": 1}, "delta takes"),
         ):

@@ -144,7 +144,7 @@ def test_fetched_again(given: list[Filling]) -> None:
         for filling in given:
             with server.mutating():
                 filling.into(state)
-            assert_exact(filling.into(empty_state(1.0)), transfuse.fetch(server.address))
+            assert_exact(filling.into(empty_state(1.0)), transfuse.fetch(server.address).state)
 
 
 @pytest.mark.usefixtures("threaded")

@@ -45,9 +45,12 @@ class Worker:
         self.loaded.append(state)
         self.moment = state.get("moment")
 
-    def heal(self, pg: Any, **options: Any) -> int:
-        options = {"on_report": self.reports.append, "step": self.step} | options
-        return transfuse.heal(pg, options.pop("timeout", TIMEOUT), CPU, self.state, **options)
+    def heal(self, pg: Any, **options: Any) -> int | None:
+        options = {"timeout": TIMEOUT, "step": self.step} | options
+        step = transfuse.heal(self.state, group=pg, **options)
+        if step is not None and step.report is not None:
+            self.reports.append(step.report)
+        return step
 
 
 def healed(workers: list[Worker], wrap: Callable[[int, Any], Any] = lambda rank, pg: pg, **options: Any) -> list[Any]:
@@ -110,8 +113,8 @@ def test_stages_of_a_pipeline_each_get_their_own() -> None:
     states = [{name: torch.full((5,), value)} for value in (9.0, 0.0) for name in ("first", "second", "third")]
     with Ranks(6) as ranks:
 
-        def work(rank: int, pg: Any) -> int:
-            return transfuse.heal(pg, TIMEOUT, CPU, lambda: states[rank], step=9 if rank < 3 else None)
+        def work(rank: int, pg: Any) -> int | None:
+            return transfuse.heal(lambda: states[rank], step=9 if rank < 3 else None, group=pg, timeout=TIMEOUT)
 
         assert ranks.run(work) == [9] * 6
     assert all(bool((tensor == 9).all()) for state in states for tensor in state.values())
@@ -137,7 +140,7 @@ def test_if_nobody_is_behind_each_rank_says_one_word_to_each_other_and_nothing_i
     workers = [Worker(step) for step in steps]
     groups: dict[int, Counting] = {}
     outcomes = healed(workers, lambda rank, pg: groups.setdefault(rank, Counting(pg)))
-    assert [outcome.get() for outcome in outcomes] == [steps[0] or 0] * 3
+    assert [outcome.get() for outcome in outcomes] == [steps[0]] * 3
     for worker in workers:
         assert worker.asked == 0
         assert not worker.reports
@@ -157,8 +160,8 @@ def test_alone_and_again_and_again() -> None:
     assert [outcome.get() for outcome in healed([Worker(8)])] == [8]
     workers = [Worker(1), Worker(None), Worker(1)]
 
-    def work(rank: int, pg: Any) -> list[int]:
-        found = []
+    def work(rank: int, pg: Any) -> list[int | None]:
+        found: list[int | None] = []
         for turn in range(2, 5):
             found.append(workers[rank].heal(pg))
             workers[rank].step = turn if rank == turn % 3 else found[-1]
@@ -193,8 +196,8 @@ def test_without_load_a_value_that_differs_is_an_error_and_one_that_does_not_is_
         states = [{"w": torch.ones(3), "lr": 0.1}, {"w": torch.zeros(3), "lr": lr}]
         with Ranks(2) as ranks:
 
-            def work(rank: int, pg: Any, states: Any = states) -> int:
-                return transfuse.heal(pg, TIMEOUT, CPU, lambda: states[rank], step=1 - rank)
+            def work(rank: int, pg: Any, states: Any = states) -> int | None:
+                return transfuse.heal(lambda: states[rank], step=1 - rank, group=pg, timeout=TIMEOUT)
 
             outcomes = ranks.outcomes(work)
         assert bool(states[1]["w"].all()) is fits  # type: ignore[attr-defined]
@@ -301,17 +304,6 @@ def test_a_load_that_raises_is_everybodys_error_and_that_rank_is_no_source_befor
     assert not half_healed.look(workers[1].state()).torn
 
 
-def test_an_on_report_that_raises_is_not_taken_for_load() -> None:
-    def fail(report: Report) -> None:
-        raise OSError("disk full")
-
-    workers = [Worker(5), Worker(None)]
-    with Ranks(2) as ranks:
-        outcomes = ranks.outcomes(lambda rank, pg: workers[rank].heal(pg, on_report=fail if rank == 1 else None))
-    text = str(one_error(outcomes))
-    assert "rank 1: StateError: on_report() failed after everything had landed: OSError: disk full" in text
-
-
 def test_a_rank_that_had_nothing_does_not_begin_at_step_0_with_what_a_failed_heal_has_left_in_it() -> None:
     def fail(state: Any) -> None:
         raise OSError("disk full")
@@ -333,7 +325,7 @@ def test_a_rank_that_had_nothing_does_not_begin_at_step_0_with_what_a_failed_hea
             assert f"rank {rank}: TornState: a heal that failed left 1 leaves half-written (['weight'])" in str(error)
         for worker in workers:
             worker.weight.zero_()
-        assert ranks.run(lambda rank, pg: workers[rank].heal(pg)) == [0, 0, 0]
+        assert ranks.run(lambda rank, pg: workers[rank].heal(pg)) == [None] * 3
 
 
 def test_a_rank_that_got_everything_before_another_failed_knows_which_step_it_has() -> None:
@@ -378,13 +370,13 @@ def test_a_transfer_that_breaks_off_names_what_is_torn_on_the_rank_and_the_rank_
     workers = [Worker(5, n=1 << 20), Worker(3, n=1 << 20), Worker(5)]
     with Ranks(3) as ranks:
 
-        def work(rank: int, pg: Any) -> int:
+        def work(rank: int, pg: Any) -> int | None:
             group = CutOff(pg, 2 << 20) if rank == 0 else pg
 
             def state() -> object:  # The empty leaf has arrived before the rest breaks off.
                 return {"empty": torch.empty(0), **workers[rank].state()} if rank < 2 else {}
 
-            return transfuse.heal(group, SHORT, CPU, state, step=workers[rank].step, atomic=atomic, lanes=1)
+            return transfuse.heal(state, step=workers[rank].step, atomic=atomic, lanes=1, group=group, timeout=SHORT)
 
         outcomes = ranks.outcomes(work)
     error = one_error(outcomes)
@@ -412,20 +404,22 @@ class Untagged(Passing):
 def test_wrong_arguments_are_refused_before_anybody_is_told_anything() -> None:
     with Ranks(1) as ranks:
         (pg,) = ranks.pgs
-        with pytest.raises(TypeError, match="state_dict takes a function that returns the state"):
-            call(pg, TIMEOUT, CPU, None, step=1)
-        with pytest.raises(TypeError, match="pass a function that returns it"):
-            call(pg, TIMEOUT, CPU, {}, step=1)
+        with pytest.raises(TypeError, match=r"state takes a mapping of objects, .* got NoneType"):
+            call(None, step=1, group=pg)
         with pytest.raises(TypeError, match="step takes an int or None"):
-            call(pg, TIMEOUT, CPU, dict, step=1.5)
+            call(dict, step=1.5, group=pg)
         with pytest.raises(TypeError, match="load takes a function or None"):
-            call(pg, TIMEOUT, CPU, dict, step=1, load={})
+            call(dict, step=1, load={}, group=pg)
         with pytest.raises(TypeError, match=r"missing 1 required keyword-only argument: 'step'"):
-            call(pg, TIMEOUT, CPU, dict)
+            call(dict, group=pg)
         with pytest.raises(ValueError, match="timeout must be positive"):
-            call(pg, 0, CPU, dict, step=1)
+            call(dict, step=1, group=pg, timeout=0)
         with pytest.raises(ValueError, match=r"heal\(\) needs a group .* with tags for main memory"):
-            call(Untagged(pg), TIMEOUT, CPU, dict, step=1)
+            call(dict, step=1, group=Untagged(pg))
+        with pytest.raises(TypeError, match=r"heal\(\) takes state, and everything else by name .* got 4 arguments"):
+            call(pg, TIMEOUT, CPU, dict, step=1)
+    with pytest.raises(TypeError, match=r"heal\(\) needs a process group: call .*init_process_group\(\) first"):
+        call(dict, step=1)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +429,9 @@ def test_values_are_compared_bit_for_bit_without_load(newest: Any, behind: Any) 
     states = [{"w": torch.ones(3), "flag": newest}, {"w": torch.zeros(3), "flag": behind}]
     with Ranks(2) as ranks:
         outcomes = ranks.outcomes(
-            lambda rank, pg: transfuse.heal(pg, TIMEOUT, CPU, lambda: states[rank], step=7 if rank == 0 else None)
+            lambda rank, pg: transfuse.heal(
+                lambda: states[rank], step=7 if rank == 0 else None, group=pg, timeout=TIMEOUT
+            )
         )
     if repr(newest) == repr(behind) or isinstance(newest, set):
         assert [outcome.get() for outcome in outcomes] == [7, 7]

@@ -11,7 +11,6 @@ import torch
 
 import transfuse
 from interrupts import HEAL, Interrupt
-from moves import CPU
 from transfuse._errors import StateError, TransfuseError
 from transfuse.testing.ranks import Outcome, Ranks
 
@@ -27,7 +26,7 @@ def move(ranks: Ranks, value: float, victim: int, interrupt: Interrupt | None) -
     def work(rank: int, pg: Any) -> Any:
         def call() -> None:
             step = None if rank == BEHIND else 7
-            assert transfuse.heal(pg, TIMEOUT, CPU, lambda: states[rank], step=step) == 7
+            assert transfuse.heal(lambda: states[rank], step=step, group=pg, timeout=TIMEOUT) == 7
 
         if interrupt is not None and rank == victim:
             with interrupt.armed():

@@ -111,10 +111,10 @@ def test_serve_and_fetch(servers: int, options: dict[str, Any]) -> None:
         for _ in range(2):
             target["large"].zero_()
             fetched = transfuse.fetch(
-                addresses, target, token="a token of many letters", timeout=LONG, lanes=LANES,
-                on_report=heard.append, **options,
-            )  # fmt: skip
-            assert not differences(there, fetched, in_place=True)
+                addresses, target, token="a token of many letters", timeout=LONG, lanes=LANES, **options
+            )
+            heard.append(fetched.report)
+            assert not differences(there, fetched.state, in_place=True)
     assert heard[0].connections > 1
 
 

@@ -79,12 +79,12 @@ def stopped_midway(rank: int, pg: dist.ProcessGroup) -> None:
 
 def healed(rank: int, pg: dist.ProcessGroup) -> None:
     state = {"w": torch.ones(2)}
-    assert transfuse.heal(pg, 20.0, "cpu", lambda: state, step=2 - rank) == 2
+    assert transfuse.heal(lambda: state, step=2 - rank, group=pg, timeout=20.0) == 2
 
 
 def not_healed(rank: int, pg: dist.ProcessGroup) -> None:
     state = {"w": torch.ones(2 + rank)}
-    transfuse.heal(pg, 20.0, "cpu", lambda: state, step=2 - rank)
+    transfuse.heal(lambda: state, step=2 - rank, group=pg, timeout=20.0)
 
 
 @pytest.mark.parametrize(

@@ -132,9 +132,9 @@ def test_heal_takes_all() -> None:
     assert keywords_of(transfuse.heal) is OptionKeywords
 
 
-def test_the_readme_has_a_row_for_each() -> None:
+def test_the_page_has_a_row_for_each() -> None:
     (table,) = re.findall(
-        r"\| option \| what it does \|\n\|---\|---\|\n((?:\|.*\n)+)", (ROOT / "README.md").read_text()
+        r"\| option \| what it does \|\n\|---\|---\|\n((?:\|.*\n)+)", (ROOT / "docs" / "transport.md").read_text()
     )
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.M))
     assert rows.keys() == DEFAULTS.keys()
@@ -221,7 +221,9 @@ def test_heal_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_heal, "PGTransport", catch)
     options: Any = OTHERS
     with Ranks(2) as ranks:
-        source, behind = ranks.outcomes(lambda rank, pg: transfuse.heal(pg, TIMEOUT, CPU, dict, step=-rank, **options))
+        source, behind = ranks.outcomes(
+            lambda rank, pg: transfuse.heal(dict, step=-rank, group=pg, timeout=TIMEOUT, **options)
+        )
     for outcome, given in ((source, OTHERS | {"map_path": None}), (behind, OTHERS)):
         cause = outcome.error and outcome.error.__cause__
         assert isinstance(cause, Caught)
@@ -231,14 +233,14 @@ def test_heal_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda **options: transfuse.fetch("127.0.0.1:1", **options), "no_such"),
-        (lambda **options: transfuse.fetch("127.0.0.1:1", **options), "relay"),
-        (lambda **options: transfuse.fetch("127.0.0.1:1", **options), "max_bytes_per_second"),
+        (lambda **options: transfuse.fetch("127.0.0.1:1", **options).state, "no_such"),
+        (lambda **options: transfuse.fetch("127.0.0.1:1", **options).state, "relay"),
+        (lambda **options: transfuse.fetch("127.0.0.1:1", **options).state, "max_bytes_per_second"),
         (lambda **options: transfuse.serve({}, **options), "no_such"),
         (lambda **options: transfuse.serve({}, **options), "relay"),
         (lambda **options: transfuse.serve({}, **options), "delta"),
         (lambda **options: PGTransport(Nowhere(), TIMEOUT, CPU, **options), "no_such"),
-        (lambda **options: transfuse.heal(Nowhere(), TIMEOUT, CPU, dict, step=1, **options), "no_such"),
+        (lambda **options: transfuse.heal(dict, step=1, group=Nowhere(), timeout=TIMEOUT, **options), "no_such"),
         (lambda **options: torchft().PGTransport(Nowhere(), TIMEOUT, CPU, **options), "no_such"),
     ],
     ids=["fetch", "fetch", "fetch", "serve", "serve", "serve", "transport", "heal", "torchft"],

@@ -321,11 +321,10 @@ def test_a_source_that_stops_takes_its_lease_back() -> None:
 
 def test_a_served_state_is_read_too() -> None:
     nixl_agent.get(60)
-    reports: list[transfuse.Report] = []
     with transfuse.serve(state(1), nixl=True, same_host=False) as server:
-        arrived = transfuse.fetch(server.address, nixl=True, same_host=False, on_report=reports.append)
-    assert_exact(state(1), arrived)
-    assert [report.route for report in reports] == ["nixl"]
+        fetched = transfuse.fetch(server.address, nixl=True, same_host=False)
+    assert_exact(state(1), fetched.state)
+    assert fetched.report.route == "nixl"
 
 
 def lose_payload(rank: int, names: Sequence[str]) -> Any:

@@ -18,6 +18,8 @@ from transfuse._hub.commits import PATIENCE, Commits
 from transfuse._hub.http_server import END_SECONDS, HttpServer
 from transfuse._hub.repository import Repository
 from transfuse._hub.sources import LiveSource, ServerSource, Source
+from transfuse._job.face import one_manner
+from transfuse._job.state import State
 from transfuse._remote.live_state import LiveState
 from transfuse._wire.handshake import check_token, join_address, split_address
 
@@ -32,8 +34,9 @@ MAX_PORT = 65535
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
+@one_manner
 def hub(
-    state_dict: object,
+    state: object,
     *,
     name: str = DEFAULT_NAME,
     assets: str | os.PathLike[str] | None = None,
@@ -43,8 +46,8 @@ def hub(
     port: int = 0,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     prefix: str = "",
-    hold: timedelta | float = timedelta(seconds=30),
-    timeout: timedelta | float = timedelta(seconds=30),
+    hold: timedelta | float = 30,
+    timeout: timedelta | float = 60,
     server_token: str | bytes | None = None,
 ) -> Hub:
     """Be a Hugging Face Hub with one repository, whose weights are those of a running job.
@@ -54,14 +57,15 @@ def hub(
     the state has moved on. Clients never touch the state itself, and never hold up training but for that copy.
 
     Args:
-        state_dict: the state, or a callable that returns it, which must not need other ranks. It is called here and at
-            the end of each :meth:`Hub.mutating`, in the thread that is there. Or ``host:port`` of a :func:`serve`
-            server, or several of these: then the weights are theirs, put together from all shards here. Leaves that
-            are no tensors are left out.
+        state: whose weights they are (:class:`State` says what it can be): a model, for instance. Its ``state_dict()``
+            are called here and at the end of each change, in the thread that makes the change, and must not need other
+            ranks. ``optimizer.step()`` of an optimizer in the state is a change; others are made within
+            :meth:`Hub.mutating`. Or ``host:port`` of a :func:`serve` server, or several of these: then the weights are
+            theirs, put together from all shards here. Leaves that are no tensors are left out.
         name: what clients call the repository: ``user/model`` or ``model``.
         assets: a directory with the other files: ``config.json``, the tokenizer, … They are read when asked for.
-        step: the step of the state, or a callable that returns it, which is called when ``state_dict`` is. Servers tell
-            their own.
+        step: the step of the state, or a callable that returns it, which is called when the state is asked. Servers
+            tell their own.
         token: what clients must send as ``HF_TOKEN``. Over plain HTTP everybody on the way can read it.
         host: the address to listen on, loopback by default.
         port: 0 takes a free one; :attr:`Hub.endpoint` says which.
@@ -74,14 +78,13 @@ def hub(
     seconds = _arguments.duration(timeout).total_seconds()
     shard_bytes = check_shard_bytes(max_shard_bytes)
     _arguments.check_text("prefix", prefix, "the beginning of names")
-    addresses = _addresses(state_dict)
+    addresses = _addresses(state)
     # Refuse all wrong arguments before a state is read or a port is taken.
     settings = Settings(name, assets, token, host, port, hold, seconds)
     if addresses is None:
         if server_token is not None:
-            raise ValueError("server_token= belongs to addresses of servers, and state_dict is a state")
-        _arguments.check_no_module(state_dict, "hub(model.state_dict)")
-        return Hub.of_state(state_dict, settings, step=step, prefix=prefix, max_shard_bytes=shard_bytes)
+            raise ValueError("server_token= belongs to addresses of servers, and this is a state")
+        return Hub.of_state(State.of(state), settings, step=step, prefix=prefix, max_shard_bytes=shard_bytes)
     if step is not None:
         raise ValueError("step= belongs to a state of this process: servers tell their own")
     if server_token is not None:
@@ -97,9 +100,9 @@ def check_shard_bytes(max_shard_bytes: int) -> int:
     return shard_bytes
 
 
-def _addresses(state_dict: object) -> list[str] | None:
+def _addresses(state: object) -> list[str] | None:
     """The addresses, if it is one or several: no state is a text, or a list of texts."""
-    several = [state_dict] if isinstance(state_dict, str) else state_dict
+    several = [state] if isinstance(state, str) else state
     if not isinstance(several, Sequence) or isinstance(several, bytes) or not several:
         return None
     if not all(isinstance(one, str) for one in several):
@@ -150,8 +153,10 @@ class Hub:
     Change the state only within :meth:`mutating`.
     """
 
-    def __init__(self, source: Source, settings: Settings, live: LiveState | None = None) -> None:
-        self._live = live
+    def __init__(
+        self, source: Source, settings: Settings, live: LiveState | None = None, state: State | None = None
+    ) -> None:
+        self._live, self._state = live, state
         self._name = settings.name
         self._commits = Commits(source, settings.hold)
         self._patience = settings.hold * PATIENCE
@@ -176,11 +181,13 @@ class Hub:
                 self._name,
             )
         atexit.register(self._end)
+        if live is not None and state is not None:
+            state.join(live.changing)
 
     @classmethod
     def of_state(
         cls,
-        state_dict: object,
+        state: State,
         settings: Settings,
         *,
         step: SupportsIndex | Callable[[], SupportsIndex | None] | None,
@@ -188,8 +195,8 @@ class Hub:
         max_shard_bytes: int,
     ) -> Hub:
         """A Hub of a state in this process."""
-        live = LiveState(state_dict, step, settings.seconds)
-        return cls(LiveSource(live, prefix=prefix, max_shard_bytes=max_shard_bytes), settings, live)
+        live = LiveState(state.tree, step, settings.seconds)
+        return cls(LiveSource(live, prefix=prefix, max_shard_bytes=max_shard_bytes), settings, live, state)
 
     @property
     def endpoint(self) -> str:
@@ -205,12 +212,12 @@ class Hub:
     def mutating(self) -> Iterator[None]:
         """Change the state within this block. It waits while a copy is made; no client can make it wait longer.
 
-        Blocks may be nested. At the end of the outermost one the callables that :func:`hub` was given are called: an
-        empty block is enough to have them called.
+        Blocks may be nested. At the end of the outermost one the state and its step are asked for again: an empty block
+        is enough for that. This is :meth:`State.mutating`: all who read the same :class:`State` are waited for.
         """
-        if self._live is None:
+        if self._state is None:
             raise RuntimeError("the state is the servers': change it within their mutating()")
-        with self._live.changing():
+        with self._state.mutating():
             yield
 
     def close(self, *, cancel: bool = False) -> None:
@@ -224,7 +231,8 @@ class Hub:
         self._server.close(cancel=cancel, patience=self._patience)
         self._commits.free(END_SECONDS)
         atexit.unregister(self._end)
-        if self._live is not None:
+        if self._live is not None and self._state is not None:
+            self._state.leave(self._live.changing)
             self._live.forget()
 
     def _end(self) -> None:

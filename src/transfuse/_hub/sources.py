@@ -26,7 +26,6 @@ from transfuse._plan.catalogue import Catalogue
 from transfuse._plan.cohorts import Cohort
 from transfuse._remote.client import fetch_if, peek
 from transfuse._remote.live_state import LiveState, Seen
-from transfuse._report import Report
 from transfuse._state import trees
 from transfuse._state.leaves import dense
 from transfuse._state.leaves.codec import CannotCarry
@@ -350,7 +349,6 @@ class ServerSource:
     def _fetch(self, reached: Reached, buffer: Buffer | None) -> Taken:
         """Everything into the buffer. Without one: what there is, and no bytes of it."""
         chosen: list[Layout] = []
-        reports: list[Report] = []
 
         def late(catalogue: Catalogue) -> tuple[object, list[Link]]:
             numbers = {entry.name: number for number, entry in self._entries(catalogue)}
@@ -368,15 +366,7 @@ class ServerSource:
                     target[entry.name] = buffer.tensor(entry, place)
             return target, links
 
-        fetch_if(
-            None,
-            reached.addresses,
-            token=reached.token,
-            timeout=self._seconds,
-            late=late,
-            on_report=reports.append,
-        )
-        step = reports[-1].step
+        step = fetch_if(None, reached.addresses, token=reached.token, timeout=self._seconds, late=late).step
         return Taken(chosen[-1], step, step, is_loose=False)
 
     def _entries(self, catalogue: Catalogue) -> list[tuple[int, Entry]]:

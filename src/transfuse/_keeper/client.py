@@ -18,6 +18,8 @@ import numpy as np
 
 from transfuse import _arguments
 from transfuse._errors import TransfuseError, as_utf8
+from transfuse._job.face import Step, one_manner
+from transfuse._job.state import State
 from transfuse._keeper import commits, copying, frames, rendezvous, restoring, runs
 from transfuse._keeper.attach import attach
 from transfuse._keeper.books import ranks_and_have
@@ -35,7 +37,7 @@ from transfuse._keeper.commits import (
 from transfuse._keeper.frames import KeeperLost, Link
 from transfuse._keeper.one_call import OneCall
 from transfuse._keeper.own_address import own_address
-from transfuse._keeper.settings import Settings, at_least, is_shared, own_of
+from transfuse._keeper.settings import RankState, Settings, at_least, is_shared
 from transfuse._keeper.slots import Label, SlotView
 from transfuse._keeper.unkept import Unkept
 from transfuse._keeper.unrestorable import Unrestorable
@@ -51,12 +53,13 @@ logger = logging.getLogger("transfuse")
 REVIVE_SECONDS = 5.0
 
 
+@one_manner
 def keep(
-    state_dict: Callable[[], object] | None = None,
+    state: object = None,
     *,
+    rank_state: object = None,
     load: Callable[[Any], object] | None = None,
-    own: Any = None,
-    load_own: Callable[[Any], object] | None = None,
+    load_rank_state: Callable[[Any], object] | None = None,
     shared: bool | str | Sequence[str] | IsShared = False,
     run: str | None = None,
     group: Any = None,
@@ -66,9 +69,8 @@ def keep(
     max_bytes: int | None = None,
     reserve: int | None = None,
     max_bytes_per_second: float | None = None,
-    linger: timedelta | float = timedelta(minutes=10),
-    digests: bool = True,
-    timeout: timedelta | float = timedelta(seconds=60),
+    linger: timedelta | float = 600,
+    timeout: timedelta | float = 60,
     on_report: Callable[[CommitReport], object] | None = None,
     **options: Unpack[FetchKeywords],
 ) -> Keep:
@@ -79,17 +81,17 @@ def keep(
     refused.
 
     Args:
-        state_dict: a callable that returns the state. It is called at each commit, and by :meth:`Keep.restore` only if
-            there is something to restore: twice, since tensors that lie elsewhere the second time are copies. The bytes
-            land in the tensors that it returns. Copies need ``load``; after it this is called once more, and copies
-            that do not hold what was restored are an error that names them. Leave it out if every commit
-            is given its state, as by :class:`transfuse.dcp.KeeperWriter`.
-        load: called by :meth:`Keep.restore` with the whole state. Without it, leaves that the callback's state does not
-            have (moments of a new optimizer), and values that differ from the callback's, are an error that names them.
-        own: what belongs to the rank itself (random number generators, data loader, counters): a callable that returns
-            a tree, or an object with ``state_dict()`` and ``load_state_dict()``. It is committed in the same slot, and
-            restored to the rank of the same number.
-        load_own: called by :meth:`Keep.restore` with what ``own`` had returned, on the rank of the same number.
+        state: what is kept (:class:`State` says what it can be). Its ``state_dict()`` are called at each commit, and by
+            :meth:`Keep.restore` only if there is something to restore: twice, since tensors that lie elsewhere the
+            second time are copies. The bytes land in the tensors that they return. An object for which something could
+            not land in place (moments of a new optimizer, copies, a value that differs) gets it by its
+            ``load_state_dict``. Leave the state out if every commit is given its own, as by
+            :class:`transfuse.dcp.KeeperWriter`.
+        rank_state: what belongs to the rank itself (random number generators, data loader, counters), in the same
+            forms. It is committed in the same slot, and restored to the rank of the same number. A
+            :class:`transfuse.RNG` in ``state`` is rank state, too.
+        load: for a ``state`` that is a callable: called by :meth:`Keep.restore` with the whole state.
+        load_rank_state: the same for ``rank_state``.
         shared: which leaves hold the same values on all ranks: True for all, patterns (``"model.*"``), or a callable
             that gets a path. Ranks of one host share the copying of these, and nothing is hashed to find that out.
         run: the run's name. A later job of the same name goes on from this one's memory. None: ``TRANSFUSE_RUN``, an
@@ -103,22 +105,21 @@ def keep(
             not fit. None: at the first commit, when the size is known.
         max_bytes_per_second: the most that a keeper sends to other hosts.
         linger: how long a keeper that holds steps stays when its job has ended without :meth:`Keep.close`.
-        digests: hash what is committed. Restoring compares digests if ``verify=True``. Leaves that are not ``shared``
-            are hashed in any case.
         timeout: how long a call may go without progress.
         on_report: called with the :class:`CommitReport` of each commit, when it says all that training waited for:
             with ``commit(wait=False)`` by the next :meth:`Keep.mutating`, commit or close.
-        **options: the options of ``fetch`` for :meth:`Keep.restore`: ``cast``, ``map_path``, ``strict``, ``verify``, …
+        **options: the options of ``fetch`` for :meth:`Keep.restore`: ``cast``, ``map_path``, ``strict``, … By default
+            what is committed is hashed. With ``verify=True`` restoring compares the digests, too; with ``verify=False``
+            only leaves that are not ``shared`` are hashed.
     """
     check_names(keep, options, FetchKeywords)
-    _arguments.check_callable("state_dict", state_dict)
-    for name, value in (("load", load), ("load_own", load_own), ("on_report", on_report)):
-        _arguments.check_callable(name, value)
+    _arguments.check_callable("load_rank_state", load_rank_state)
+    _arguments.check_callable("on_report", on_report)
+    _arguments.check_choices(verify=options.get("verify"))
+    given = None if state is None else State.of(state, load)
     settings = Settings(
-        state_dict=state_dict,
-        load=load,
-        own=own_of(own),
-        load_own=load_own or getattr(own, "load_state_dict", None),
+        state=given,
+        rank_state=RankState(rank_state, load_rank_state, given),
         is_shared=is_shared(shared),
         run=runs.find_run(run),
         group=group,
@@ -129,7 +130,7 @@ def keep(
         reserve=None if reserve is None else at_least("reserve", reserve, 1),
         rate=max_bytes_per_second,
         linger=_arguments.duration(linger, "linger").total_seconds(),
-        digests=digests,
+        digests=options.get("verify") is not False,
         timeout=_arguments.duration(timeout),
         on_report=on_report,
         options=options,
@@ -165,9 +166,11 @@ class Keep:
         self._reviving: threading.Thread | None = None
         self._warned = self._warned_of_room = False
         self._unkept = Unkept(self.rank)
-        #: None: with ``load=``, without ``restore()``, or after one, there is nothing to say.
+        #: None: objects and ``load=`` take what does not land; and after a ``restore()`` there is nothing to say.
         self._unrestorable = (
-            Unrestorable(self.rank) if settings.load is None and settings.state_dict is not None else None
+            Unrestorable(self.rank)
+            if settings.state is not None and settings.state.is_made and settings.state.loads is None
+            else None
         )
         #: Whether this rank has committed nothing yet, and the keeper was not lost either.
         self._is_new = True
@@ -191,13 +194,15 @@ class Keep:
         self._report: CommitReport | None = None
         #: The keepers of the job. Generation 0: not known yet.
         self._peers = frames.Peers(0, self.world_size, [], [], 0, "", 0, None)
-        #: By rank of the job before: what ``own`` had returned there, after :meth:`restore`.
-        self.own: Mapping[int, Any] = {}
+        #: By rank of the job before: its ``rank_state``, after :meth:`restore`.
+        self.rank_states: Mapping[int, Any] = {}
         try:
             self.members = self._agreement.together("joining the keepers", self._meet)
         except BaseException:
             self.detach()
             raise
+        if settings.state is not None:
+            settings.state.join(self._changing)
 
     # ------------------------------------------------------------------------------------------------- attaching
 
@@ -304,7 +309,7 @@ class Keep:
     def look(self) -> restoring.KeptStep | None:
         """The step that :meth:`restore` would try first, and what belonged to the ranks; None if there is none.
 
-        Every rank calls this. Nothing is touched: neither the state nor what ``own`` belongs to.
+        Every rank calls this. Nothing is touched: neither the state nor the rank state.
         """
 
         def look() -> restoring.KeptStep | None:
@@ -312,7 +317,7 @@ class Keep:
 
         return self._call.run("look", lambda: self._agreement.together("looking at what is kept", look))
 
-    def restore(self, *, missing_ok: bool = False) -> int | None:
+    def restore(self, *, missing_ok: bool = False) -> Step | None:
         """Restore the newest step that the keepers hold whole, in place, on all ranks. Every rank calls this.
 
         Returns the step; None if this run has never held one: then nothing was touched. Other numbers of ranks and
@@ -321,14 +326,14 @@ class Keep:
         return None instead.
         """
 
-        def restore() -> int | None:
+        def restore() -> Step | None:
             return self._agreement.together("restoring", lambda: self._restore(missing_ok))
 
         return self._call.run("restore", restore)
 
-    def _restore(self, missing_ok: bool) -> int | None:
-        if self._settings.state_dict is None:
-            raise TransfuseError("restore() needs the callable that returns the state: keep(state_dict)")
+    def _restore(self, missing_ok: bool) -> Step | None:
+        if self._settings.state is None:
+            raise TransfuseError("restore() needs the state: keep(state)")
         began = time.monotonic()
         # A copy that goes on meanwhile would see half of what is restored.
         self._join()
@@ -338,9 +343,8 @@ class Keep:
             self._link,
             self._asking,
             restoring.Wish(
-                state_dict=self._settings.state_dict,
-                load=self._settings.load,
-                load_own=self._settings.load_own,
+                state=self._settings.state,
+                load_rank_state=self._settings.rank_state.load,
                 seconds=self._seconds,
                 missing_ok=missing_ok,
                 options=self._settings.options,
@@ -349,13 +353,13 @@ class Keep:
         )
         if restored is None:
             return None
-        self.own, self._unrestorable = restored.own, None
+        self.rank_states, self._unrestorable = restored.rank_states, None
         self._begin_anew()
         hosts = len(self.members.ranks)
         keepers = "the keeper of this host" if hosts == 1 else f"the keepers of {hosts} hosts"
         seconds = time.monotonic() - began
         logger.warning("rank %d restored step %d from %s in %.2f s", self.rank, restored.step, keepers, seconds)
-        return restored.step
+        return Step(restored.step, restored.report)
 
     def _begin_anew(self) -> None:
         """What is committed after a restore is another course than what was committed before: a new generation."""
@@ -393,8 +397,8 @@ class Keep:
         if self._closed:
             raise TransfuseError("commit() after close()")
         self._agreement.check_same_ranks()
-        if state is None and self._settings.state_dict is None:
-            raise TransfuseError("commit() needs a state: keep(state_dict), or commit(step, state=...)")
+        if state is None and self._settings.state is None:
+            raise TransfuseError("commit() needs a state: keep(state), or commit(step, state=...)")
         if number % self._settings.every:
             return None
         if self._newest is not None and number < self._newest:
@@ -434,9 +438,9 @@ class Keep:
         label = Label(self._peers.generation, step)
         state_is_ours = state is None
         with timed(report, "state_dict"):
-            if state is None and self._settings.state_dict is not None:
-                state = self._settings.state_dict()
-            own = None if self._settings.own is None else self._settings.own()
+            if state is None and self._settings.state is not None:
+                state = self._settings.state.tree()
+            own = self._settings.rank_state.tree()
         with timed(report, "describe"):
             taken = Taken(
                 self._remembered.describe(state, self._limits),
@@ -562,7 +566,15 @@ class Keep:
 
     @contextmanager
     def mutating(self) -> Iterator[None]:
-        """Change the state within this block. It waits until the copy that ``commit(wait=False)`` began has ended."""
+        """Change the state within this block. It waits until the copy that ``commit(wait=False)`` began has ended.
+
+        This is :meth:`State.mutating`: all who read the same :class:`State` are waited for.
+        """
+        with self._changing() if self._settings.state is None else self._settings.state.mutating():
+            yield
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
         self._call.run("mutating", self._wait_to_change)
         try:
             yield
@@ -706,6 +718,8 @@ class Keep:
         self._closed = self._detached = True
         self._hurry.set()
         self._join()
+        if self._settings.state is not None:
+            self._settings.state.leave(self._changing)
         with self._asking:
             link, self._link = self._link, None
         self._layout = None

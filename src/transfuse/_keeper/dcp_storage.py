@@ -52,6 +52,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from transfuse._errors import StateError, TransfuseError, UnsupportedLeaf
+from transfuse._job.state import State
 from transfuse._keeper import restoring
 from transfuse._keeper.client import Keep
 from transfuse._keeper.restored import Restored
@@ -517,9 +518,8 @@ class _Checkpoint:
         members = keep.members
         self._members = members
         wish = restoring.Wish(
-            state_dict=dict,
-            load=None,
-            load_own=None,
+            state=State({}),
+            load_rank_state=None,
             seconds=keep._seconds,
             missing_ok=False,
             options=keep._settings.options,
@@ -606,7 +606,7 @@ class _Checkpoint:
             timeout=self._keep._seconds,
             step=self.step,
             map_path=lambda path: path if path in wanted else None,
-        )
+        ).state
 
     def end(self) -> None:
         """This rank has read what it needs. Keepers serve other hosts until all have."""

@@ -24,6 +24,8 @@ import msgspec
 import numpy as np
 
 from transfuse._errors import NotCovered, StateError, TargetMismatch, TransfuseError, as_utf8
+from transfuse._job.receipt import Receipt
+from transfuse._job.state import State
 from transfuse._keeper import frames
 from transfuse._keeper.bundle_table import PLAIN
 from transfuse._keeper.frames import Held, Link
@@ -33,14 +35,12 @@ from transfuse._memory.blocks import digests_at
 from transfuse._options import FetchKeywords
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.holdings import Holdings, Whole
-from transfuse._plan.left_over import check_all_finds_its_place
 from transfuse._plan.match import Prepared
 from transfuse._remote.client import fetch_if
 from transfuse._remote.in_process import InProcess
+from transfuse._report import Report
 from transfuse._state.leaves.layout import Block
-from transfuse._state.leaves.own_mesh import own_mesh
 from transfuse._state.manifest import Described
-from transfuse._state.returned_copies import ReturnedCopies
 from transfuse._wire.roll_call import Agreement, Failure
 
 logger = logging.getLogger("transfuse")
@@ -74,9 +74,9 @@ class Members(NamedTuple):
 class Wish:
     """What the caller wants restored, and how."""
 
-    state_dict: Callable[[], object]
-    load: Callable[[Any], object] | None
-    load_own: Callable[[Any], object] | None
+    state: State
+    #: Takes what belonged to this rank alone.
+    load_rank_state: Callable[[Any], object] | None
     seconds: float
     missing_ok: bool
     options: FetchKeywords
@@ -88,10 +88,12 @@ class KeptStep(NamedTuple):
     """A step that the keepers hold."""
 
     step: int
-    #: By rank of the job that committed it: what ``own`` had returned. In a job of as many ranks, only this rank's.
-    own: Mapping[int, Any]
+    #: By rank of the job that committed it: its ``rank_state``. In a job of as many ranks, only this rank's.
+    rank_states: Mapping[int, Any]
     #: How many ranks have committed it.
     ranks: int
+    #: Of the transfer that has restored it.
+    report: Report | None = None
 
 
 class Holding(msgspec.Struct, array_like=True):
@@ -198,7 +200,7 @@ def look(members: Members, link: Link | None, asking: threading.RLock, seconds: 
     """The newest step that is whole, and what belonged to the ranks. No state is touched."""
     told = members.agreement.gather(tell(members, link, asking, seconds), "gathering what the keepers hold")
     candidates = candidates_in(members, [msgspec.msgpack.decode(row, type=Holding) for row in told])
-    wish = Wish(state_dict=dict, load=None, load_own=None, seconds=seconds, missing_ok=True, options={})
+    wish = Wish(state=State({}), load_rank_state=None, seconds=seconds, missing_ok=True, options={})
     for candidate in candidates:
         if candidate.missing:
             break
@@ -305,7 +307,8 @@ class Attempt:
         self.same = candidate.world_size == self._agreement.size and not candidate.missing
         self._voted = False
         self._state: Any = None
-        self._copies = ReturnedCopies(None, None)
+        self._receipt: Receipt | None = None
+        self._report: Report | None = None
 
     def look(self) -> KeptStep:
         """Only what belonged to the ranks."""
@@ -345,7 +348,7 @@ class Attempt:
             # Hosts that were replaced get replicas of it at once.
             with suppress(TransfuseError):
                 self._ask(frames.Restored(*self._candidate.label), frames.Done)
-        return KeptStep(self._candidate.label.step, own, self._candidate.world_size)
+        return KeptStep(self._candidate.label.step, own, self._candidate.world_size, self._report)
 
     def _ask(self, question: Any, expected: Any) -> tuple[Any, list[int]]:
         if self._link is None:
@@ -463,7 +466,7 @@ class Attempt:
                 f"{len(differing)} leaves differed between the {count} ranks that committed them: "
                 f"{', '.join(differing[:10])}{', …' if len(differing) > 10 else ''}. Nobody can say whose the "
                 f"{now} ranks of now should get: {'' if count == now else f'start {count} ranks, or '}"
-                "commit them with own=, and choose from keep.own"
+                "commit them with rank_state=, and choose from keep.rank_states"
             )
 
     def _find_lost(self, restored: Mapping[int, Restored]) -> str:
@@ -471,7 +474,7 @@ class Attempt:
         if not self._candidate.missing:
             return ""
         if self._candidate.world_size == self._agreement.size and any(one.own is not None for one in restored.values()):
-            return f"what belonged to ranks {self._candidate.missing} alone (own=) is lost"
+            return f"what belonged to ranks {self._candidate.missing} alone (rank_state=) is lost"
         for one in restored.values():
             plain = np.flatnonzero(one.bundles.modes == PLAIN)
             leaves = one.leaves_of(plain.tolist())
@@ -530,7 +533,7 @@ class Attempt:
         self._agree_to("fetching what belongs to single ranks", failure)
 
     def _fetch_own(self, address: str | InProcess) -> Any:
-        return fetch_if(None, [address], token=self._members.token, timeout=self._wish.seconds)
+        return fetch_if(None, [address], token=self._members.token, timeout=self._wish.seconds).state
 
     def _land(self, addresses: Sequence[str | InProcess], *, atomic: bool) -> BaseException | None:
         """Plan, vote, and land. Returns what went wrong after the vote; raises :class:`Forbidden` if it is lost."""
@@ -542,19 +545,19 @@ class Attempt:
             if not addresses:
                 raise TransfuseError("no keeper that holds this rank's state can be reached")
             with self._agreement.quiet():
-                target = self._wish.state_dict()
-                self._copies = ReturnedCopies(target, self._wish.state_dict())
+                receipt = self._receipt = Receipt(self._wish.state)
             if options.get("mesh") is None:
-                options["mesh"] = own_mesh(target)
-            self._state = fetch_if(
+                options["mesh"] = receipt.mesh()
+            fetched = fetch_if(
                 self._permit,
                 addresses,
-                target,
+                lambda: receipt.target,
                 token=self._members.token,
                 timeout=self._wish.seconds,
                 step=self._candidate.label.step,
                 **options,
             )
+            self._state, self._report = fetched.state, fetched.report
         except Forbidden:
             raise
         except BaseException as error:
@@ -571,9 +574,8 @@ class Attempt:
         """Everything is planned, and no target has been touched. Go on only if all ranks have come so far."""
         failure: Failure | None = None
         try:
-            if self._wish.load is None:
-                self._copies.refuse()
-            check_all_finds_its_place(cohorts, target, self._wish.options, has_load=self._wish.load is not None)
+            if self._receipt is not None:
+                self._receipt.check(cohorts, target, self._wish.options)
         except Exception as error:
             failure = Failure.of(error, str(error) if isinstance(error, StateError) else None)
         self._vote(failure)
@@ -588,12 +590,11 @@ class Attempt:
     def _load(self, own: Mapping[int, Any]) -> BaseException | None:
         """Hand over what does not land in place."""
         try:
-            if self._wish.load is not None:
-                self._wish.load(self._state)
-                self._copies.check_taken(self._wish.state_dict)
-            rank = self._agreement.rank
-            if self._wish.load_own is not None and self._candidate.world_size == self._agreement.size and rank in own:
-                self._wish.load_own(own[rank])
+            if self._receipt is not None:
+                self._receipt.load(self._state)
+            rank, load = self._agreement.rank, self._wish.load_rank_state
+            if load is not None and self._candidate.world_size == self._agreement.size and rank in own:
+                load(own[rank])
         except Exception as error:
             return error
         return None

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from transfuse import _arguments
+from transfuse._job.state import State
 from transfuse._keeper import runs
 from transfuse._keeper.bundles import IsShared
 from transfuse._keeper.commits import CommitReport
@@ -19,10 +20,8 @@ from transfuse._options import FetchKeywords
 class Settings:
     """What a worker has given to ``keep()``."""
 
-    state_dict: Callable[[], object] | None
-    load: Callable[[Any], object] | None
-    own: Callable[[], object] | None
-    load_own: Callable[[Any], object] | None
+    state: State | None
+    rank_state: RankState
     is_shared: IsShared
     run: runs.Run
     group: Any
@@ -33,6 +32,7 @@ class Settings:
     reserve: int | None
     rate: float | None
     linger: float
+    #: Whether each commit is hashed.
     digests: bool
     timeout: timedelta
     on_report: Callable[[CommitReport], object] | None
@@ -46,12 +46,32 @@ def at_least(name: str, value: object, least: int) -> int:
     return number
 
 
-def own_of(own: Any) -> Callable[[], object] | None:
-    if own is None or callable(own):
-        return own  # type: ignore[no-any-return]
-    if callable(getattr(own, "state_dict", None)):
-        return own.state_dict  # type: ignore[no-any-return]
-    raise TypeError(f"own= takes a callable, or an object with state_dict(), got {type(own).__name__}")
+class RankState:
+    """What belongs to a rank alone: what ``rank_state=`` gives, and the objects of the state itself that say so."""
+
+    #: The two parts, if there are both.
+    GIVEN, IN_STATE = "rank_state", "in the state"
+
+    def __init__(self, given: object, load: Callable[[Any], object] | None, state: State | None) -> None:
+        self._given = None if given is None else State.of(given)
+        self._load, self._state = load, state
+
+    def tree(self) -> Any:
+        """What to commit; None if there is nothing."""
+        given = None if self._given is None else self._given.whole_tree()
+        found = {} if self._state is None else self._state.rank_tree()
+        return {self.GIVEN: given, self.IN_STATE: found} if found else given
+
+    def load(self, arrived: Any) -> None:
+        """Give what has been restored to the objects."""
+        if isinstance(arrived, dict) and arrived.keys() == {self.GIVEN, self.IN_STATE}:
+            if self._state is not None:
+                self._state.load_rank_tree(arrived[self.IN_STATE])
+            arrived = arrived[self.GIVEN]
+        if self._load is not None:
+            self._load(arrived)
+        elif self._given is not None and arrived is not None:
+            self._given.load_all(arrived)
 
 
 def is_shared(shared: object) -> IsShared:

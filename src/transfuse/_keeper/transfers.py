@@ -72,21 +72,19 @@ def fetch_slots(
     look: Callable[[Mapping[int, Progress]], None],
 ) -> Report:
     """Fetch into slots what :func:`serve_slots` serves. ``look`` is called now and then, and may raise."""
-    reports: list[Report] = []
-    fetch(
+    fetched = fetch(
         address,
         _bytes_of(views),
         token=token,
         step=step,
         timeout=_patience(rate),
-        on_report=reports.append,
         delta=compares,
         same_host=False,
         verify=True,
         strict=True,
         progress=look,
     )
-    return reports[0]
+    return fetched.report
 
 
 def _bytes_of(views: Mapping[int, SlotView]) -> dict[str, torch.Tensor]:

@@ -1,16 +1,18 @@
 """For calls that bring a whole state: leaves of the source that have no place in the target, before it is written.
 
-Some of them go to ``load``: leaves that arrive fresh, and values that differ. Others say that the target is another
-model or another optimizer than the source's.
+Some of them are for somebody to take: leaves that arrive fresh, and values that differ. Others say that the target is
+another model or another optimizer than the source's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
+import torch
 
-from transfuse._errors import StateError, TargetMismatch
+from transfuse._errors import TargetMismatch
 from transfuse._options import FetchKeywords, OptionKeywords
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.match import Prepared
@@ -21,24 +23,24 @@ from transfuse._state.leaves import values
 LOST = "the target lacks tensors that the source has beside others that fit"
 
 
-def check_all_finds_its_place(
-    cohorts: Sequence[Cohort], target: Prepared, options: FetchKeywords | OptionKeywords, *, has_load: bool
+class Unplaced(NamedTuple):
+    """A leaf that cannot land in the target's own memory."""
+
+    path: str
+    #: Whether it is a plain value, not a tensor.
+    is_value: bool
+
+
+def check_nothing_was_removed(
+    cohorts: Sequence[Cohort], target: Prepared, options: FetchKeywords | OptionKeywords
 ) -> None:
-    """Raise if the target is not that of a whole state like the sources', or needs a ``load`` and there is none."""
-    if options.get("strict") is not False and options.get("map_path") is None:
-        _check_nothing_was_removed(cohorts, target)
-    if not has_load:
-        _check_nothing_is_left_over(cohorts, target)
-
-
-def _check_nothing_was_removed(cohorts: Sequence[Cohort], target: Prepared) -> None:
     """Raise if a mapping of the source has tensors that land in the target, and others for which it has no place.
 
     So a layer was removed, or an optimizer keeps less for each parameter. An optimizer that is new, or has stepped with
     some of its parameters only, lacks whole containers. At the root a caller puts together what it likes, so there only
     a module's own state dict counts. Stages that complete each other have leaves of other ranks.
     """
-    if len(cohorts) > 1:
+    if len(cohorts) > 1 or options.get("strict") is False or options.get("map_path") is not None:
         return
     cohort = cohorts[0]
     manifest = cohort.manifest
@@ -61,24 +63,14 @@ def _check_nothing_was_removed(cohorts: Sequence[Cohort], target: Prepared) -> N
         )
 
 
-def _check_nothing_is_left_over(cohorts: Sequence[Cohort], target: Prepared) -> None:
-    """For callers without a ``load``: raise if some leaves cannot land in the target, and name them."""
-    left = _left_over(cohorts, target)
-    if left:
-        raise StateError(
-            f"{len(left)} leaves cannot land in what state_dict() returns, and there is no load= to get them: "
-            f"{', '.join(left[:10])}{', …' if len(left) > 10 else ''}"
-        )
-
-
-def _left_over(cohorts: Sequence[Cohort], target: Prepared) -> list[str]:
+def unplaced(cohorts: Sequence[Cohort], target: Prepared) -> list[Unplaced]:
     """Leaves that the target's own tree does not have, values in which it differs, and ends of lists that are longer.
 
     Leaves that only a later cohort has are received if the target has them, and not otherwise: other ranks' stages.
     """
     paths = trees.paths(target.root)
     here = {path: number for number, path in enumerate(paths)}
-    left: dict[str, None] = {}
+    left: dict[str, bool] = {}
     for position, cohort in enumerate(cohorts):
         manifest = cohort.manifest
         for leaf, path in enumerate(manifest.paths):
@@ -90,9 +82,10 @@ def _left_over(cohorts: Sequence[Cohort], target: Prepared) -> list[str]:
             else:
                 differs = cohort.is_value(leaf) and not _is_the_same(manifest.detail(leaf), target.leaves[number])
             if differs:
-                left[path] = None
-    left.update(dict.fromkeys(paths[leaf] for leaf in trees.merge(cohorts[0].manifest.root, target.root).beyond))
-    return list(left)
+                left[path] = cohort.is_value(leaf) or cohort.is_blob(leaf)
+    for leaf in trees.merge(cohorts[0].manifest.root, target.root).beyond:
+        left[paths[leaf]] = not isinstance(target.leaves[leaf], torch.Tensor)
+    return [Unplaced(path, is_value) for path, is_value in left.items()]
 
 
 def _is_the_same(encoded: object, value: object) -> bool:

@@ -11,13 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, SupportsIndex, Unpack
+from typing import Any, NoReturn, SupportsIndex, Unpack
 
 import torch
 
 from transfuse import _arguments
 from transfuse._arguments import check_step
 from transfuse._errors import PeerTimeout, ProtocolError, ReceiveFailed, TransfuseError
+from transfuse._job.face import one_manner
+from transfuse._job.receipt import Receipt
+from transfuse._job.state import State
 from transfuse._limits import Limits
 from transfuse._options import FetchKeywords, check_names
 from transfuse._plan.catalogue import Late
@@ -58,33 +61,48 @@ MAX_ENTRY_BYTES = 4096
 _remembered = Remembered()
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """What :func:`fetch` has brought."""
+
+    #: The whole state: in the target's own tensors where they took it, and fresh where not.
+    state: Any
+    #: The step that the servers gave it; None if they gave none.
+    step: int | None
+    report: Report
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TypeError(f"fetch() returns a Fetched: the entry is .state[{key!r}]")
+
+
+@one_manner
 def fetch(
     address: str | Sequence[str],
-    state_dict: object | None = None,
+    state: object = None,
     *,
+    load: Callable[[Any], object] | None = None,
     token: str | bytes | None = None,
-    timeout: timedelta | float = timedelta(seconds=30),
+    timeout: timedelta | float = 60,
     step: SupportsIndex | None = None,
     entry: str | None = None,
     resume: Partial | None = None,
-    on_report: Callable[[Report], object] | None = None,
     **options: Unpack[FetchKeywords],
-) -> Any:
+) -> Fetched:
     """Fetch a state from one server, or from several at once that hold replicas, shards or stages of one state.
 
     Args:
         address: ``host:port`` of a server, or several. In errors and reports, rank ``i`` is the server of the
             i-th address, counted from 0.
-        state_dict: the tree whose tensors the bytes land in, or a callable that returns it. Without it, every tensor is
-            newly allocated.
+        state: what the bytes land in (:class:`State` says what it can be). An object for which something could not land
+            in place gets it by its ``load_state_dict``. Without a state, every tensor is newly allocated.
+        load: for a ``state`` that is a callable: called with all that has arrived.
         token: the secret that the servers were started with.
         timeout: how long the fetch may go without progress, as a timedelta or in seconds.
         step: the step that every server must serve. A server with another step, or with none, is refused. None accepts
             any step.
         entry: fetch this entry alone of a state that is a mapping, as if the server served ``state[entry]``: nothing
-            else is described or sent, and ``state_dict`` is a target for the entry.
+            else is described or sent, and ``state`` is a target for the entry.
         resume: ``error.partial`` of an earlier fetch that failed.
-        on_report: called with the :class:`Report` of the transfer, also if the transfer failed.
         **options: the receiver's options of :class:`PGTransport`: all but ``relay``, ``streams`` and
             ``max_bytes_per_second``.
 
@@ -92,64 +110,58 @@ def fetch(
     """
     check_names(fetch, options, FetchKeywords)
     return fetch_if(
-        None,
-        address,
-        state_dict,
-        token=token,
-        timeout=timeout,
-        step=step,
-        entry=entry,
-        resume=resume,
-        on_report=on_report,
-        **options,
+        None, address, state, load=load, token=token, timeout=timeout, step=step, entry=entry, resume=resume, **options
     )
 
 
 def fetch_if(
     permit: Permit | None,
     address: str | Sequence[str | InProcess],
-    state_dict: object | None = None,
+    state: object = None,
     *,
+    load: Callable[[Any], object] | None = None,
     token: str | bytes | None = None,
-    timeout: timedelta | float = timedelta(seconds=30),
+    timeout: timedelta | float = 60,
     step: SupportsIndex | None = None,
     entry: str | None = None,
     resume: Partial | None = None,
-    on_report: Callable[[Report], object] | None = None,
     late: Late | None = None,
     **options: Unpack[FetchKeywords],
-) -> Any:
+) -> Fetched:
     """As :func:`fetch`, but ``permit`` is asked before a target is written, and may raise.
 
     In the place of an address there may be a server of this process.
-    ``late`` chooses the target in place of ``state_dict``, when the servers have said what they have.
+    ``late`` chooses the target in place of ``state``, when the servers have said what they have.
     """
     addresses, timeout, step = _check(address), _arguments.duration(timeout), check_step(step)
-    _arguments.check_no_module(state_dict, "fetch(address, model.state_dict)")
-    _arguments.check_callable("on_report", on_report)
     check_resume(resume)
     entry = _check_entry(entry)
+    given = None if state is None else State.of(state, load)
     with _Visit(addresses, key_of(token), timeout.total_seconds(), entry) as visit:
         transport = PGTransport(
-            Servers(visit.groups, len(addresses)),
-            timeout,
-            CPU,
-            None if state_dict is None else lambda: tree,
-            **options,
+            Servers(visit.groups, len(addresses)), timeout, CPU, None if given is None else lambda: target, **options
         )
         transport.remembered = _remembered
-        # Call it before any server holds its state still for this reader, and after all other arguments were checked.
-        tree = state_dict() if callable(state_dict) else state_dict
+        # Ask before any server holds its state still for this reader, and after all other arguments were checked.
+        receipt = None if given is None or given.is_made else Receipt(given)
+        target = None if given is None else given.tree() if receipt is None else receipt.target
+        if permit is None and given is not None and given.places():
+            permit = None if receipt is None else receipt.find_takers
         ranks = visit.begin()
         try:
             with transport:
-                return transport.receive(ranks, step=step, resume=resume, late=late, absent=visit.absent, permit=permit)
+                found = transport.receive(
+                    ranks, step=step, resume=resume, late=late, absent=visit.absent, permit=permit
+                )
         except TransfuseError as error:
             visit.explain(error)
             raise
-        finally:
-            if on_report is not None and transport.report is not None:
-                on_report(transport.report)
+        if receipt is not None:
+            receipt.load(found)
+        elif given is not None and given.loads is not None:
+            given.loads(found)
+        assert transport.report is not None
+        return Fetched(found, transport.report.step, transport.report)
 
 
 @dataclass(frozen=True)
@@ -160,9 +172,7 @@ class Peeked:
     manifest: Manifest
 
 
-def peek(
-    address: str, *, token: str | bytes | None = None, timeout: timedelta | float = timedelta(seconds=30)
-) -> Peeked:
+def peek(address: str, *, token: str | bytes | None = None, timeout: timedelta | float = 60) -> Peeked:
     """Ask a server for the description of its state. No tensor moves."""
     seconds, limits = _arguments.duration(timeout).total_seconds(), Limits.from_environment()
     found: list[messages.Offer] = []

@@ -20,6 +20,8 @@ import torch
 
 from transfuse import _arguments
 from transfuse._errors import PeerLost, PeerTimeout, SendFailed, StateError, TransfuseError, as_utf8
+from transfuse._job.face import one_manner
+from transfuse._job.state import State
 from transfuse._options import ServeKeywords, check_names
 from transfuse._progress import Progress
 from transfuse._remote.ends import AtServer, ServedStream, Servers, server_end
@@ -39,13 +41,14 @@ MAX_PORT = 65535
 END_SECONDS = 3.0
 
 
+@one_manner
 def serve(
-    state_dict: object,
+    state: object,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | bytes | None = None,
-    timeout: timedelta | float = timedelta(seconds=30),
+    timeout: timedelta | float = 60,
     step: SupportsIndex | Callable[[], SupportsIndex | None] | None = None,
     max_readers: int = 4,
     on_report: Callable[[Report], object] | None = None,
@@ -54,16 +57,17 @@ def serve(
     """Serve a state from a background thread, until the returned server is closed.
 
     Args:
-        state_dict: the state, or a callable that returns it, such as ``model.state_dict``. The callable is called here,
-            and at the end of each :meth:`Server.mutating`, in the thread that is there, and nowhere else: readers get
-            the tensors that it returned last, as they are by then. It must not need other ranks.
+        state: what is served (:class:`State` says what it can be). Its ``state_dict()`` are called here and at the end
+            of each change, in the thread that makes the change, and nowhere else: readers get the tensors that were
+            returned last, as they are by then. They must not need other ranks. ``optimizer.step()`` of an optimizer in
+            the state is a change; others are made within :meth:`Server.mutating`.
         host: the address to listen on, loopback by default. The guide on serving says what the network must provide
             for other addresses.
         port: 0 takes a free one; :attr:`Server.address` says which.
         token: a secret that the server and its readers share. Long and random: ``secrets.token_hex(32)``.
         timeout: how long a reader may go without progress, and so how long a stalled reader holds up training; a
             timedelta, or seconds.
-        step: the step to tell readers, or a callable that returns it, which is called when ``state_dict`` is. Without
+        step: the step to tell readers, or a callable that returns it, which is called when the state is asked. Without
             it, readers that ask for a certain step refuse.
         max_readers: how many read at once; others wait for their turn. With a rate limit, one reads at a time.
         on_report: called with the :class:`Report` of every transfer, in the thread that served it.
@@ -72,7 +76,7 @@ def serve(
     """
     check_names(serve, options, ServeKeywords)
     return Server(
-        state_dict,
+        state,
         host=host,
         port=port,
         token=token,
@@ -92,7 +96,7 @@ class Server:
 
     def __init__(
         self,
-        state_dict: object,
+        state: object,
         *,
         host: str,
         port: int,
@@ -112,12 +116,14 @@ class Server:
         if not host:
             raise ValueError("host is empty, which would mean every interface: if you want that, pass 0.0.0.0")
         port = _arguments.whole("port", port)
-        _arguments.check_no_module(state_dict, "serve(model.state_dict)")
         _arguments.check_callable("on_report", on_report)
         timeout = _arguments.duration(timeout)
         self._key = key_of(token)
         self._seconds = timeout.total_seconds()
-        self._live = state_dict if isinstance(state_dict, LiveState) else LiveState(state_dict, step, self._seconds)
+        self._state = None if isinstance(state, LiveState) else State.of(state)
+        self._live = (
+            state if isinstance(state, LiveState) else LiveState(State.of(self._state).tree, step, self._seconds)
+        )
         self._transport = partial(PGTransport, timeout=timeout, device=torch.device("cpu"), relay=False, **options)
         self._transport(Servers({}, 0))  # Refuse wrong options here, before the first reader comes.
         self._on_report = on_report
@@ -143,6 +149,8 @@ class Server:
         self._address = self._listener.address
         if listener is None:
             self._listener.start()
+        if self._state is not None:
+            self._state.join(self._live.changing)
         self._process = os.getpid()
         atexit.register(self._end)
 
@@ -156,10 +164,10 @@ class Server:
         """Change the state within this block. It waits until no reader is active, and readers wait until it ends.
 
         It waits for the readers that are active now; a stalled one delays it by at most the server's timeout.
-        Blocks may be nested. At the end of the outermost one the callables that :func:`serve` was given are called:
-        an empty block is enough to have them called.
+        Blocks may be nested. At the end of the outermost one the state and its step are asked for again: an empty block
+        is enough for that. This is :meth:`State.mutating`: all who read the same :class:`State` are waited for.
         """
-        with self._live.changing():
+        with self._live.changing() if self._state is None else self._state.mutating():
             yield
 
     def close(self, *, cancel: bool = False) -> None:
@@ -175,6 +183,8 @@ class Server:
                 self._cut = self._closing
                 raise
         atexit.unregister(self._end)
+        if self._state is not None:
+            self._state.leave(self._live.changing)
         # This object and its listener refer to each other: until Python collects them, they would hold the state.
         self._live.forget()
         self._remembered = Remembered()

@@ -26,17 +26,23 @@ class ReturnedCopies:
     """
 
     def __init__(self, target: object, again: object) -> None:
+        self._copies: dict[str, list[torch.Tensor]] = {}
+        if target is again:
+            return
         limits = Limits.from_environment()
         root, leaves = trees.flatten(target, max_depth=limits.max_depth)
         other_root, others = trees.flatten(again, max_depth=limits.max_depth)
         by_path = dict(zip(trees.paths(other_root), others, strict=True))
-        self._copies: dict[str, list[torch.Tensor]] = {}
         for path, leaf in zip(trees.paths(root), leaves, strict=True):
             other = by_path.get(path)
             if isinstance(leaf, torch.Tensor) and not _is_quickly_seen_to_be_same(leaf, other):
                 tensors = _open(leaf)
                 if _places(tensors) != _places(_open(other)):
                     self._copies[path] = tensors
+
+    @property
+    def paths(self) -> list[str]:
+        return list(self._copies)
 
     def refuse(self) -> None:
         """For callers without a ``load``: raise if there are copies, and name them."""
@@ -55,9 +61,9 @@ class ReturnedCopies:
         lost = [path for path, tensors in self._copies.items() if not _are_equal(tensors, _open(now.get(path)))]
         if lost:
             raise StateError(
-                f"load= did not take {len(lost)} leaves: {self._names(lost)}. state_dict() returned copies of them, "
-                "and after load= it returns other values than those that arrived. Load these leaves too, or let "
-                "state_dict() return the tensors themselves"
+                f"{len(lost)} leaves were not taken by load= or load_state_dict(): {self._names(lost)}. state_dict() "
+                "returned copies of them, and afterwards it returns other values than those that arrived. Load these "
+                "leaves too, or let state_dict() return the tensors themselves"
             )
 
     @staticmethod

@@ -67,6 +67,11 @@ def _shown(key: Any) -> str:
     return text if len(text) <= MAX_LABEL else text[:MAX_LABEL] + "…"
 
 
+def label(key: Any) -> str:
+    """The step of a path that leads to a mapping's entry."""
+    return f"[{_shown(key)}]"
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One container. ``children`` holds a node for each child that is a container, and ``None`` for each leaf.
@@ -90,7 +95,7 @@ class Node:
     def label(self, i: int) -> str:
         """The step of a path that leads from this node to child i."""
         if self.kind in MAPPINGS:
-            return f"[{_shown(self.keys[i])}]"
+            return label(self.keys[i])
         if self.kind is Kind.REGISTERED:
             return str(self.keys[i])[:MAX_LABEL]
         return f".{self.extra._fields[i]}" if self.kind is Kind.NAMED_TUPLE else f"[{i}]"

@@ -258,10 +258,15 @@ def _present(types: Sequence[str]) -> str:
     return next((kind for kind in types if kind in here), types[0])
 
 
+def devices_of(pg: Any) -> list[str]:
+    """The types of device for which a group has a backend; none if it does not say."""
+    return [torch.device(kind).type for kind in getattr(pg, "_device_types", ())]
+
+
 def _check(pg: Any, backend: str, device: torch.device) -> None:
     """Refuse a device that the group's backend cannot send from."""
     can = ["cpu"] if backend == "gloo" else dist.Backend.backend_capability.get(backend)
-    types = [torch.device(kind).type for kind in getattr(pg, "_device_types", ())]
+    types = devices_of(pg)
     if isinstance(pg, dist.ProcessGroup) and types and not _backend_of(pg, device):
         has = ", ".join(f"{kind}: {_backend_of(pg, torch.device(kind))}" for kind in types)
         raise ValueError(

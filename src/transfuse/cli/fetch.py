@@ -94,7 +94,6 @@ def fetch(
     check_settings()
     check_step(step)
     largest = bytes_of(max_size) if max_size is not None else None
-    reports: list[Report] = []
     with warnings_shown("fetch"), _reached(addresses, token_file, timeout) as (reached, token):
         # Without a known suffix the command writes another file, beside this one.
         files.check_place(out, overwrite or out.suffix not in SUFFIXES)
@@ -106,7 +105,7 @@ def fetch(
         files.check_place(goal.path, overwrite)
         # Replicas bring the same bytes, so the file is at least as large as the largest server's state.
         files.check_room(goal.path, max(int(lay_out(manifest).nbytes.sum()) for manifest in seen))
-        state = transfuse.fetch(
+        fetched = transfuse.fetch(
             reached if len(reached) > 1 else reached[0],
             token=token,
             timeout=duration_of(timeout),
@@ -115,14 +114,13 @@ def fetch(
             verify=verify,
             max_receive_bytes=largest,
             progress=sys.stderr.isatty(),
-            on_report=reports.append,
         )
-        state = _whole(state)
+        state = _whole(fetched.state)
         if goal.how is Format.SAFETENSORS:
             # The server's state may have changed since the check.
             _refuse(goal.path, safetensors_file.misfits(describe(state, Limits()).manifest))
         files.save(state, goal.path, goal.how, overwrite)
-    _tell(goal, reports[-1], as_json)
+    _tell(goal, fetched.report, as_json)
 
 
 @contextmanager

@@ -30,6 +30,6 @@ def check_options(given: tuple[object, ...], options: Mapping[str, object]) -> N
     """Refuse arguments of a KeepCallback that have no name, and options of ``keep()`` that the callback chooses."""
     if given:
         raise TypeError(f"KeepCallback() takes options by name, such as KeepCallback(every=10), got {given[0]!r}")
-    for name in ("state_dict", "load", "own", "load_own"):
+    for name in ("state", "load", "rank_state", "load_rank_state"):
         if name in options:
             raise TypeError(f"KeepCallback() chooses {name} itself")

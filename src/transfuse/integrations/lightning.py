@@ -14,9 +14,7 @@ import transfuse
 from transfuse.integrations import check_options, missing, persistent_workers
 from transfuse.integrations.rank_state import (
     Packer,
-    generators,
     is_sync_due,
-    set_generators,
     set_sync_due,
     unpack,
 )
@@ -78,7 +76,7 @@ class KeepCallback(Callback):  # type: ignore[misc]
             )
         self._trainer = trainer
         self._keep = transfuse.keep(
-            self._state, load=self._load, own=self._own, load_own=self._load_own, **self._options
+            self._state, load=self._load, rank_state=self._own, load_rank_state=self._load_own, **self._options
         )
         self.restored, self._step = None, trainer.global_step
         found = self._keep.restore()
@@ -88,8 +86,9 @@ class KeepCallback(Callback):  # type: ignore[misc]
             return
         if self.restored is None:
             raise transfuse.StateError(
-                f"step {found} was kept by {len(self._keep.own)} ranks, and now there are {trainer.world_size}: places "
-                "in the data do not fit. Start as many ranks as before, or go on from a checkpoint under another run="
+                f"step {found} was kept by {len(self._keep.rank_states)} ranks, and now there are "
+                f"{trainer.world_size}: places in the data do not fit. Start as many ranks as before, or go on from a "
+                "checkpoint under another run="
             )
         logger.info("rank %d goes on after step %d, from the keeper's memory", trainer.global_rank, found)
         self._forget_checkpoint(trainer)
@@ -175,7 +174,7 @@ class KeepCallback(Callback):  # type: ignore[misc]
             "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
             "validated": self._validated,
             "is_sync_due": is_sync_due(trainer.strategy.model),
-            "generators": generators(),
+            "generators": transfuse.RNG().state_dict(),
         }
         return {"rank": self._packer.pack(tree)}
 
@@ -369,14 +368,17 @@ class _KeptLoader:
     def _go_on(self) -> None:
         found = self._generators()
         if found is not None:
-            set_generators(found)
+            transfuse.RNG().load_state_dict(found)
 
     def _all_generators(self) -> dict[str, Any]:
         """Those of the process, and those that the loader and its sampler were given."""
-        return {**generators(), "own": [one.get_state() for one in self._own_generators()]}
+        return {
+            **transfuse.RNG().state_dict(),
+            "own": [one.get_state() for one in self._own_generators()],
+        }
 
     def _set_all_generators(self, states: dict[str, Any]) -> None:
-        set_generators(states)
+        transfuse.RNG().load_state_dict(states)
         for one, state in zip(self._own_generators(), states["own"], strict=True):
             one.set_state(state)
 

@@ -8,46 +8,18 @@ nothing: what cannot be read so is refused when it is written.
 from __future__ import annotations
 
 import io
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from transfuse import StateError
 
-__all__ = ["Packer", "generators", "is_sync_due", "set_generators", "set_sync_due", "unpack"]
+__all__ = ["Packer", "is_sync_due", "set_sync_due", "unpack"]
 
 #: The tensor's size is the smallest power of two of this that holds twice what is written when it is made.
 LEAST_BYTES = 1 << 14
-
-
-def generators() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's global random number generators."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    found: dict[str, Any] = {
-        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.accelerator.is_available():
-        device = torch.get_device_module(torch.accelerator.current_accelerator())
-        found["accelerator"] = device.get_rng_state()
-    return found
-
-
-def set_generators(states: dict[str, Any]) -> None:
-    """Go on with the random numbers that came after :func:`generators`."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(states["torch"])
-    if "accelerator" in states:
-        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(states["accelerator"])
 
 
 def is_sync_due(model: object) -> bool:

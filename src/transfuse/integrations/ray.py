@@ -354,19 +354,24 @@ class _Fetch:
     def _fetch(self) -> list[torch.Tensor]:
         settings = self._settings
         self._show({})
-        found = transfuse.fetch(
-            self._served.address,
-            None if self._targets is None else _named(self._targets),
-            entry=self.obj_id,
-            token=self._served.token,
-            timeout=settings.timeout,
-            on_report=_reports.append,
-            same_host=settings.same_host,
-            verify=settings.verify,
-            progress=self._show,
-            strict=self._targets is not None,
-        )
-        return list(found.values())
+        try:
+            fetched = transfuse.fetch(
+                self._served.address,
+                None if self._targets is None else _named(self._targets),
+                entry=self.obj_id,
+                token=self._served.token,
+                timeout=settings.timeout,
+                same_host=settings.same_host,
+                verify=settings.verify,
+                progress=self._show,
+                strict=self._targets is not None,
+            )
+        except transfuse.TransfuseError as error:
+            if error.report is not None:
+                _reports.append(error.report)
+            raise
+        _reports.append(fetched.report)
+        return list(fetched.state.values())
 
     def _show(self, progress: dict[int, transfuse.Progress]) -> None:
         """Called before the conversation begins and all the time in it: an error ends it at both ends."""

@@ -16,9 +16,7 @@ import transfuse
 from transfuse.integrations import check_options, missing, persistent_workers
 from transfuse.integrations.rank_state import (
     Packer,
-    generators,
     is_sync_due,
-    set_generators,
     set_sync_due,
     unpack,
 )
@@ -93,7 +91,7 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
         if trainer.is_deepspeed_enabled:
             raise transfuse.TransfuseError("KeepCallback cannot keep what DeepSpeed's engine holds")
         self._keep = keep = transfuse.keep(
-            self._state, load=self._load, own=self._own, load_own=self._load_own, **self._options
+            self._state, load=self._load, rank_state=self._own, load_rank_state=self._load_own, **self._options
         )
         try:
             self._step, self.restored, self._kept, self._epochs = 0, None, keep.look(), 0
@@ -119,7 +117,7 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
                 "a checkpoint under another run="
             )
         with tempfile.TemporaryDirectory(prefix="transfuse-") as directory:
-            state = unpack(self._kept.own[self._keep.rank]["rank"])["state"]
+            state = unpack(self._kept.rank_states[self._keep.rank]["rank"])["state"]
             pathlib.Path(directory, "trainer_state.json").write_text(state)
             trainer, on_start = self._trainer, self._trainer.args.eval_on_start
             trainer.args.eval_on_start = False
@@ -170,7 +168,7 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
         """All that belongs to the last step is done, and the batches of the next one are there."""
         assert self._keep is not None
         if self._generators is not None:
-            set_generators(self._generators)
+            transfuse.RNG().load_state_dict(self._generators)
             self._generators = None
         elif state.global_step > self._step:
             self._keep.commit(state.global_step)
@@ -197,7 +195,7 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
             "callbacks": [one.state()["attributes"] for one in self._others()],
             "evaluated": self._evaluated,
             "is_sync_due": is_sync_due(trainer.model_wrapped),
-            "generators": generators(),
+            "generators": transfuse.RNG().state_dict(),
         }
         return {"rank": self._packer.pack(tree)}
 

@@ -365,7 +365,7 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
     def _fetch(
         self, init: TransfuseInitInfo, number: int, targets: dict[str, torch.Tensor], rules: transfuse.MapPath | None
     ) -> None:
-        transfuse.fetch(
+        fetched = transfuse.fetch(
             init.addresses,
             targets,
             token=init.secret,
@@ -374,8 +374,8 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
             cast=True,
             strict=True,
             map_path=rules,
-            on_report=self.reports.append,
         )
+        self.reports.append(fetched.report)
 
 
 def _failed(init: TransfuseInitInfo, number: int, where: str, new: str, error: TransfuseError) -> TransfuseError:

@@ -1,0 +1,83 @@
+"""``Receipt``: a state receives another one's values, as a whole. What ``heal``, ``restore`` and ``fetch`` share.
+
+1. The state's tree is the target. It is asked for twice: tensors that lie elsewhere the second time are copies.
+2. When everything is planned and no target has been written, :meth:`Receipt.check` finds what cannot land in place,
+   and who will take it: objects by their ``load_state_dict``, mappings and lists for plain values, or the caller's
+   ``load``. If nobody will, it raises and names the leaves.
+3. When everything has landed, :meth:`Receipt.load` lets them take it, each once, and looks whether they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transfuse._errors import StateError
+from transfuse._job.state import Place, State, belongs_to_rank
+from transfuse._options import FetchKeywords, OptionKeywords
+from transfuse._plan.cohorts import Cohort
+from transfuse._plan.left_over import check_nothing_was_removed, unplaced
+from transfuse._plan.match import Prepared
+from transfuse._state.leaves.own_mesh import own_mesh
+from transfuse._state.returned_copies import ReturnedCopies
+
+
+class Receipt:
+    """One receive into a state. ``ask`` calls what may take long, and does what the caller has to do meanwhile."""
+
+    def __init__(self, state: State, ask: Callable[[Callable[[], Any]], Any] = lambda call: call()) -> None:
+        self._state = state
+        self.target = ask(state.tree)
+        self._copies = ReturnedCopies(self.target, ask(state.tree))
+        #: Objects and plain values that take what could not land in place.
+        self._takers: list[Place] = []
+
+    def mesh(self) -> Any:
+        """The mesh for DTensors that arrive fresh: the target's own."""
+        return own_mesh(self.target)
+
+    def check(self, cohorts: Sequence[Cohort], target: Prepared, options: FetchKeywords | OptionKeywords) -> None:
+        """Raise if the target is not like the sources', or something can neither land nor be taken by somebody."""
+        check_nothing_was_removed(cohorts, target, options)
+        homeless = self.find_takers(cohorts, target)
+        if self._state.loads is None and self._state.is_made:
+            self._copies.refuse()
+        if self._state.loads is None and homeless:
+            self._refuse(homeless)
+
+    def find_takers(self, cohorts: Sequence[Cohort], target: Prepared) -> list[str]:
+        """Find who takes what cannot land in place. Returns the paths of leaves that nobody takes."""
+        if self._state.is_made:
+            return [path for path, _ in unplaced(cohorts, target)]
+        places = [place for place in self._state.places() if not belongs_to_rank(place.value)]
+        takers: dict[str, Place] = {}
+        homeless = []
+        for path, is_value in [*unplaced(cohorts, target), *((path, False) for path in self._copies.paths)]:
+            place = next((place for place in places if place.holds(path)), None)
+            if place is not None and (place.is_object or (is_value and place.can_take())):
+                takers[place.path] = place
+            else:
+                homeless.append(path)
+        self._takers = list(takers.values())
+        return homeless
+
+    def _refuse(self, homeless: list[str]) -> None:
+        names = ", ".join(homeless[:10]) + (", …" if len(homeless) > 10 else "")
+        if self._state.is_made:
+            raise StateError(
+                f"{len(homeless)} leaves cannot land in what state_dict() returns, and there is no load= to get them: "
+                f"{names}"
+            )
+        raise StateError(
+            f"{len(homeless)} leaves cannot land in the state that was given, and no object in it takes them: {names}. "
+            "Give the objects themselves (the optimizer, not optimizer.state_dict()), or a callable with load="
+        )
+
+    def load(self, arrived: Any) -> None:
+        """After everything has landed: let the objects take what could not land in place, each once."""
+        if self._state.loads is not None:
+            self._state.loads(arrived)
+            self._takers = []
+        for place in self._takers:
+            place.take(arrived)
+        self._copies.check_taken(self._state.tree)
