@@ -74,6 +74,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.planning --json $(RESULTS)/$(TODAY)-planning.json
 	$(BIN)/python -m benchmarks.loopback --json $(RESULTS)/$(TODAY)-loopback.json
 	$(BIN)/python -m benchmarks.small --json $(RESULTS)/$(TODAY)-small.json
+	$(BIN)/python -m benchmarks.startup --json $(RESULTS)/$(TODAY)-startup.json
 	$(BIN)/python -m benchmarks.repeat --json $(RESULTS)/$(TODAY)-repeat.json
 	$(BIN)/python -m benchmarks.keeper --json $(RESULTS)/$(TODAY)-keeper.json
 

@@ -25,7 +25,7 @@ from benchmarks.compare.readv import Reader, cpus, permit
 from benchmarks.compare.results import Limit
 from transfuse.testing.ranks import listening, say
 
-__all__ = ["about", "cpu_seconds", "describe", "limits"]
+__all__ = ["about", "cpu_seconds", "cpu_seconds_of", "describe", "limits"]
 
 RUNS = 5
 CHUNK = 4 << 20
@@ -60,7 +60,13 @@ def about(module: str, argv: Sequence[str], load: float | None = None) -> dict[s
 
 def cpu_seconds() -> float:
     """The CPU time of this process, and of those that it has started and that live: Ray moves bytes in some of them."""
-    return time.process_time() + sum(map(_ticks, _started_by(os.getpid()))) / os.sysconf("SC_CLK_TCK")
+    return time.process_time() + sum(map(cpu_seconds_of, _started_by(os.getpid())))
+
+
+def cpu_seconds_of(pid: int) -> float:
+    # The name, in brackets, may have spaces in it. The two numbers are the 14th and the 15th of all.
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _started_by(pid: int) -> Iterator[int]:
@@ -68,12 +74,6 @@ def _started_by(pid: int) -> Iterator[int]:
         for child in map(int, _read(str(children)).split()):
             yield child
             yield from _started_by(child)
-
-
-def _ticks(pid: int) -> int:
-    # The name, in brackets, may have spaces in it. The two numbers are the 14th and the 15th of all.
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return sum(map(int, fields[11:13]))
 
 
 def limits(size: int) -> dict[str, Limit]:
