@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pathlib
 import re
 import signal
@@ -27,8 +28,9 @@ preload(
     *(f"transfuse.{home}" for home in transfuse._HOMES),
 )
 
-# Several of these processes share the cores.
+# Several of these processes share the cores with those that tests start, and OpenMP's threads spin while they wait.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 #: What modules use that start processes.
