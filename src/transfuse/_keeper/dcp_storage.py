@@ -57,13 +57,11 @@ from transfuse._keeper import restoring
 from transfuse._keeper.client import Keep
 from transfuse._keeper.restored import Restored
 from transfuse._limits import Limits
+from transfuse._memory.building import build_over
 from transfuse._remote.client import fetch
-from transfuse._state import trees
-from transfuse._state.leaves import dense, values
-from transfuse._state.leaves.codec import BuildContext
-from transfuse._state.leaves.registry import Registry
+from transfuse._state.leaves import values
 from transfuse._state.leaves.spec import Spec
-from transfuse._state.manifest import Described, Leaf, Manifest, Wire, describe
+from transfuse._state.manifest import Described, Manifest, Wire, describe
 from transfuse._wire.roll_call import Failure
 
 FORMAT = "transfuse.dcp 1"
@@ -305,32 +303,12 @@ def _memory(described: Described) -> Iterator[bytes]:
 def _values_of(part: _Part) -> Mapping[str, Any]:
     manifest = Manifest.decode(part.values, Limits())
     memory = [torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING for data in part.memory]
-    built = _build(manifest, [memory[number] for number in manifest.tensors.storage.tolist()])
+    built = build_over(manifest, [memory[number] for number in manifest.tensors.storage.tolist()])
     assert isinstance(built, Mapping)
     return built
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-def _build(manifest: Manifest, memory: Sequence[torch.Tensor]) -> object:
-    """The state that a manifest describes, over memory that is there. ``memory``: for each tensor its storage."""
-    registry, context = Registry(Limits()), BuildContext(manifest.shared, manifest.coordinates)
-    tensors, leaves, row = manifest.tensors, [], 0
-    for leaf in range(len(manifest)):
-        if manifest.kinds[leaf] == Leaf.VALUE:
-            leaves.append(values.decode(manifest.detail(leaf)))
-            continue
-        end = int(manifest.first_tensors[leaf + 1])
-        inside = []
-        for one in range(row, end):
-            tensor = torch.empty(0, dtype=manifest.dtype_of(one))
-            shape, stride = tuple(tensors.shape(one)), tuple(tensors.stride(one))
-            tensor.set_(memory[one].untyped_storage(), int(tensors.offset[one]), shape, stride)
-            inside.append(dense.dress(tensor, int(tensors.flags[one])))
-        leaves.append(registry.close(manifest.detail(leaf), iter(inside), context))
-        row = end
-    return trees.unflatten(manifest.root, leaves)
 
 
 # ---------------------------------------------------------------------------------------------------------- loading
@@ -619,7 +597,7 @@ class _Checkpoint:
 
 
 def _state_of(restored: Restored) -> Any:
-    return _build(restored.state.manifest, restored.state.tensors)
+    return build_over(restored.state.manifest, restored.state.tensors)
 
 
 def _copy(source: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:

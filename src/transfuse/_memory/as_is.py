@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from transfuse._memory import landing
+from transfuse._memory.building import Builder, tensor_over
 from transfuse._memory.fresh import FreshMemory, MemorySupply, allocate, say_where
 from transfuse._memory.landing import Built, Copy
 from transfuse._memory.packing import Place, place_in_storage, place_in_tensor
@@ -25,9 +25,7 @@ from transfuse._plan.parcels import Parcels
 from transfuse._plan.regions import Regions, lay_out
 from transfuse._plan.shares import Everything
 from transfuse._state import trees
-from transfuse._state.leaves import dense, values
-from transfuse._state.leaves.codec import BuildContext
-from transfuse._state.leaves.registry import Registry
+from transfuse._state.leaves import dense
 from transfuse._state.manifest import Leaf, Manifest
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
@@ -227,7 +225,7 @@ class AsIs:
 
     # -- the result
 
-    def build(self, build_context: BuildContext, registry: Registry) -> Built:
+    def build(self, builder: Builder) -> Built:
         manifest, found = self.manifest, self._found
         partners = np.asarray(found.merged.partner, dtype=np.int64)
         codes = np.frombuffer(manifest.kinds, np.uint8)
@@ -243,16 +241,16 @@ class AsIs:
         settling: list[tuple[int, Any]] = []
         for leaf in np.flatnonzero(~plain).tolist():
             if codes[leaf] == Leaf.VALUE:
-                leaves[leaf] = values.decode(manifest.detail(leaf))
+                leaves[leaf] = builder.leaf(leaf)
                 continue
             partner = found.merged.partner[leaf]
             rows = range(*manifest.first_tensors[leaf : leaf + 2].tolist())
             inner = (built[row] if built is not None else self._tensor(row) for row in rows)
             if partner < 0 or any(found.destinations[row] is None for row in rows):
-                leaves[leaf] = landing.close(manifest, leaf, inner, build_context, registry)
+                leaves[leaf] = builder.leaf(leaf, inner)
                 continue
             if built is not None:
-                landing.examine(manifest, leaf, inner, build_context, registry)
+                builder.examine(leaf, inner)
             settling.append((leaf, leaves[leaf]))
         ordered = found.merged.arrange(leaves, found.target_leaves)
         return Built(trees.unflatten(found.merged.root, ordered), settling)
@@ -304,7 +302,6 @@ class AsIs:
 
     def _tensor(self, row: int) -> torch.Tensor:
         """Build one fresh tensor, with its flags."""
-        tensors = self.manifest.tensors
         known = self._inner.get(row)
         if known is not None:
             return known
@@ -312,12 +309,8 @@ class AsIs:
         if anchor is not None:
             target = self._destinations[anchor]
             assert target is not None
-            storage, offset = target.untyped_storage(), dense.offset_of(target)
-        else:
-            storage = self._arena.storage(int(tensors.storage[row]))
-            offset = int(tensors.offset[row]) if tensors.numel[row] else 0
-        tensor = dense.over(storage, self.manifest.dtype_of(row), offset, tensors.shape(row), tensors.stride(row))
-        return dense.dress(tensor, int(tensors.flags[row]))
+            return tensor_over(self.manifest, row, target.untyped_storage(), dense.offset_of(target))
+        return tensor_over(self.manifest, row, self._arena.storage(int(self.manifest.tensors.storage[row])))
 
     @cached_property
     def _inner(self) -> dict[int, torch.Tensor]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from transfuse._memory import landing
+from transfuse._memory.building import Builder
 from transfuse._memory.fresh import FreshMemory, FreshTensors, MemorySupply
 from transfuse._memory.landing import Built, Copy
 from transfuse._memory.packing import Place
@@ -245,15 +245,13 @@ class Assembly:
 
     # -- the result
 
-    def build(self, build_context: BuildContext, registry: Registry) -> Built:
+    def build(self, builder: Builder) -> Built:
         needed, manifest = self._needed, self.manifest
         targets = needed.prepared.leaves
         built: list[Any] = [None] * len(manifest)
         for leaf in range(len(manifest)):
-            if manifest.kinds[leaf] == Leaf.VALUE:
-                built[leaf] = values.decode(manifest.detail(leaf))
-            elif leaf in needed.fresh:
-                built[leaf] = self._build(leaf, build_context, registry)
+            if manifest.kinds[leaf] == Leaf.VALUE or leaf in needed.fresh:
+                built[leaf] = builder.leaf(leaf, self._fresh_tensors(leaf))
             elif leaf in needed.partner:
                 built[leaf] = targets[needed.partner[leaf]]
         replaced = list(targets)
@@ -261,7 +259,7 @@ class Assembly:
             blob = number == 0 and leaf in needed.fresh
             replaced[target] = built[leaf] if blob else values.decode(self._cohorts[number].manifest.detail(leaf))
         state = trees.unflatten(needed.result.root, needed.result.arrange(built, replaced))
-        self._examine(build_context, registry)
+        self._examine(builder)
         settling = [
             (leaf, targets[partner])
             for leaf, partner in needed.partner.items()
@@ -272,7 +270,7 @@ class Assembly:
     def _is_unsharded_composite(self, leaf: int) -> bool:
         return self.manifest.kinds[leaf] == Leaf.COMPOSITE and not is_sharded(self.manifest.detail(leaf))
 
-    def _examine(self, build_context: BuildContext, registry: Registry) -> None:
+    def _examine(self, builder: Builder) -> None:
         """Check the copies of composite leaves for consistency, before any target is written."""
         aside: dict[int, list[torch.Tensor]] = {}
         for destination in self._needed.destinations:
@@ -280,16 +278,11 @@ class Assembly:
                 aside.setdefault(destination.leaf, []).append(destination.tensor)
         for leaf, partner in self._needed.partner.items():
             if partner in aside and self._is_unsharded_composite(leaf):
-                landing.examine(self.manifest, leaf, iter(aside[partner]), build_context, registry)
+                builder.examine(leaf, aside[partner])
 
-    def _build(self, leaf: int, build_context: BuildContext, registry: Registry) -> Any:
-        """Build a fresh leaf."""
-        manifest, fresh = self.manifest, self._needed.fresh[leaf]
-        flags = manifest.tensors.flags[manifest.first_tensors[leaf] : manifest.first_tensors[leaf + 1]].tolist()
-        try:
-            tensors = [dense.dress(destination.tensor, own) for destination, own in zip(fresh, flags, strict=True)]
-        except ValueError as error:
-            raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
-        if manifest.kinds[leaf] == Leaf.TENSOR:
-            return tensors[0]
-        return landing.close(manifest, leaf, iter(tensors), build_context, registry)
+    def _fresh_tensors(self, leaf: int) -> Iterator[torch.Tensor]:
+        tensors, first = self.manifest.tensors, self.manifest.first_tensors
+        for destination, flags in zip(
+            self._needed.fresh[leaf], tensors.flags[first[leaf] : first[leaf + 1]], strict=True
+        ):
+            yield dense.dress(destination.tensor, int(flags))

@@ -1,7 +1,7 @@
 """Where bytes land: the receiver's own tensors, or fresh memory.
 
 A planner finds out where every region lands: :mod:`as_is` for a state that lands as it is, in columns, and
-:mod:`assembly` for everything else, tensor by tensor. :class:`Landing` does the rest for both planners: it records
+:mod:`assembled` for everything else, tensor by tensor. :class:`Landing` does the rest for both planners: it records
 which regions have been written and which leaves have arrived, and with ``atomic`` it applies the copies at the end.
 """
 
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from transfuse._errors import UnsupportedLeaf
+from transfuse._memory.building import Builder
 from transfuse._memory.fresh import FreshMemory
 from transfuse._memory.packing import Place
 from transfuse._plan.parcels import Parcels
 from transfuse._plan.shares import Shares
 from transfuse._state.leaves import dense
-from transfuse._state.leaves.codec import BuildContext, CannotCarry
+from transfuse._state.leaves.codec import BuildContext
 from transfuse._state.leaves.registry import Registry
 from transfuse._state.manifest import Manifest
 from transfuse._state.region import Ints
@@ -126,7 +126,7 @@ class Plan(Protocol):
 
     # -- the result
 
-    def build(self, build_context: BuildContext, registry: Registry) -> Built:
+    def build(self, builder: Builder) -> Built:
         """Build the state from the landed bytes. With ``atomic`` no target is written yet."""
 
 
@@ -273,41 +273,16 @@ class Landing:
         self.bump_versions()
         if not self._plan.atomic:
             with suppress(Exception):  # ``finish`` will raise it.
-                self._built = self._plan.build(build_context, registry)
+                self._built = self._plan.build(Builder(self._plan.manifest, build_context, registry))
 
     def finish(self, build_context: BuildContext, registry: Registry) -> Any:
         """Build the state from the landed bytes; with ``atomic``, write the targets now."""
-        built = self._built or self._plan.build(build_context, registry)
+        builder = Builder(self._plan.manifest, build_context, registry)
+        built = self._built or self._plan.build(builder)
         self._apply_copies()
-        manifest = self._plan.manifest
         for leaf, target in built.settling:
-            try:
-                registry.settle(manifest.detail(leaf), target)
-            except ValueError as error:
-                raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
+            builder.settle(leaf, target)
         return built.state
-
-
-def examine(
-    manifest: Manifest, leaf: int, tensors: Iterator[torch.Tensor], build_context: BuildContext, registry: Registry
-) -> None:
-    """Check the tensors that have landed for a composite leaf, before its target is written."""
-    try:
-        registry.examine(manifest.detail(leaf), tensors, build_context)
-    except ValueError as error:
-        raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
-
-
-def close(
-    manifest: Manifest, leaf: int, tensors: Iterator[torch.Tensor], build_context: BuildContext, registry: Registry
-) -> Any:
-    """Build a composite leaf from its fresh tensors."""
-    try:
-        return registry.close(manifest.detail(leaf), tensors, build_context)
-    except CannotCarry as reason:
-        raise UnsupportedLeaf(manifest.paths[leaf], str(reason)) from reason
-    except ValueError as error:
-        raise ValueError(f"leaf {manifest.paths[leaf]}: {error}") from error
 
 
 class Paths(Sequence[str]):
