@@ -642,7 +642,8 @@ def test_a_keeper_runs_without_torch_until_somebody_reads_from_it(home: Home) ->
         assert job.commit(3) == ["committed"] * 2
     assert "libtorch" not in maps.read_text()
     token = (home.directory("job") / TOKEN_NAME).read_text()
-    assert exact(transfuse.fetch(home.status()["address"], token=token, timeout=SECONDS), targets[0])
+    fetched = transfuse.fetch(home.status()["address"], token=token, timeout=SECONDS)
+    assert exact(fetched.state, targets[0])
     assert "libtorch" in maps.read_text()
 
 
