@@ -57,6 +57,7 @@ if typing.TYPE_CHECKING:
     from transfuse._heal import heal
     from transfuse._hub.hub import Hub, hub
     from transfuse._job.face import Step
+    from transfuse._job.generations import regroup, supervise
     from transfuse._job.loader import Loader
     from transfuse._job.rng import RNG
     from transfuse._job.state import State
@@ -121,8 +122,10 @@ __all__ = [
     "hub",
     "keep",
     "peek",
+    "regroup",
     "rendezvous_by_default",
     "serve",
+    "supervise",
 ]
 
 #: The modules of the names that need torch, as above.
@@ -130,6 +133,7 @@ _HOMES = {
     "_heal": ("heal",),
     "_hub.hub": ("Hub", "hub"),
     "_job.face": ("Step",),
+    "_job.generations": ("regroup", "supervise"),
     "_job.loader": ("Loader",),
     "_job.rng": ("RNG",),
     "_job.state": ("State",),

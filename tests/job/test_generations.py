@@ -1,0 +1,115 @@
+"""The groups of a job that goes on: ranks that die and come back at any moment, and a supervisor that restarts them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import transfuse
+from transfuse import PeerLost, TransfuseError
+
+
+def go_on(store: Any, rank: int, size: int, results: pathlib.Path, plan: dict[str, Any]) -> None:
+    """Ranks that add up numbers. ``plan`` says which starts of which ranks die, and where."""
+    start = store.add(f"starts of {rank}", 1)
+    fatal = plan.get(f"{rank}/{start}")
+    if fatal == "at once":
+        os.kill(os.getpid(), signal.SIGKILL)
+    state: dict[str, Any] = {"sum": torch.zeros(1), "steps": 0}
+    step: int | None = None
+    while True:
+        try:
+            transfuse.regroup(store, rank, size, timeout=30)
+            if fatal == "in the group":
+                os.kill(os.getpid(), signal.SIGKILL)
+            step = transfuse.heal(state, step=step, timeout=30) or 0
+            while step < 6:
+                mine = torch.full((1,), float(step))
+                dist.all_reduce(mine)
+                if fatal == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                state["sum"] += mine
+                step += 1
+            dist.barrier()
+            break
+        except (RuntimeError, TransfuseError):
+            continue
+    (results / str(rank)).write_text(f"{state['sum'].item()} {dist.get_world_size()}")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"1/1": 3},
+        {"0/1": 2, "0/2": "at once"},
+        {"2/1": 4, "2/2": "in the group"},
+        {"0/1": 2, "1/1": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.timeout(200)
+def test_a_job_goes_on_whoever_dies(plan: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    transfuse.supervise(go_on, 3, tmp_path, plan, restarts=4, method="forkserver")
+    expected = sum(3.0 * step for step in range(6))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        str(rank): f"{expected} 3" for rank in range(3)
+    }
+
+
+def die(store: Any, rank: int, size: int) -> None:
+    if rank == 1:
+        os._exit(3)
+    time.sleep(600)
+
+
+def test_a_supervisor_gives_up_and_ends_all() -> None:
+    with pytest.raises(TransfuseError, match="rank 1 ended with 3, and all 1 restarts are used up"):
+        transfuse.supervise(die, 2, restarts=1, method="forkserver")
+
+
+def get_stuck(store: Any, rank: int, size: int, results: pathlib.Path) -> None:
+    if rank == 1 and store.add("starts of 1", 1) == 1:
+        time.sleep(600)  # In the old group, as it were.
+    transfuse.regroup(store, rank, size, timeout=60)
+    (results / str(rank)).write_text("here")
+    dist.barrier()
+
+
+@pytest.mark.timeout(200)
+def test_a_rank_that_does_not_come_is_started_again(tmp_path: pathlib.Path) -> None:
+    transfuse.supervise(get_stuck, 2, tmp_path, timeout=6, method="forkserver")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_who_does_not_come_is_named_and_wrong_numbers_are_refused() -> None:
+    store = HashStore()
+    with pytest.raises(PeerLost, match=r"ranks 1, 2 have not called regroup\(\) within 0\.3 s") as raised:
+        transfuse.regroup(store, 0, 3, timeout=0.3)
+    assert raised.value.rank == 1
+    with pytest.raises(ValueError, match="rank must be at least 0 and below size, got rank 3 and size 3"):
+        transfuse.regroup(store, 3, 3)
+    with pytest.raises(ValueError, match="rank 1 says size=2, and rank 0 says size=3"):
+        transfuse.regroup(store, 1, 2, timeout=5)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_kills_at_random_moments(tmp_path: pathlib.Path) -> None:
+    for seed in range(8):
+        rng = random.Random(seed)
+        places: list[Any] = ["at once", "in the group", *range(6)]
+        plan = {f"{rng.randrange(3)}/{start}": rng.choice(places) for start in (1, 1, 2)}
+        results = tmp_path / str(seed)
+        results.mkdir()
+        transfuse.supervise(go_on, 3, results, plan, restarts=6, method="forkserver")
+        assert {path.read_text() for path in results.iterdir()} == {"45.0 3"}, plan
