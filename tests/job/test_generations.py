@@ -87,7 +87,7 @@ def get_stuck(store: Any, rank: int, size: int, results: pathlib.Path) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_rank_that_does_not_come_is_started_again(tmp_path: pathlib.Path) -> None:
-    transfuse.supervise(get_stuck, 2, tmp_path, timeout=6, method="forkserver")
+    transfuse.supervise(get_stuck, 2, tmp_path, patience=6, method="forkserver")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 

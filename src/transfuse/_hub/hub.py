@@ -38,17 +38,17 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASC
 def hub(
     state: object,
     *,
+    step: SupportsIndex | Callable[[], SupportsIndex | None] | None = None,
     name: str = DEFAULT_NAME,
     assets: str | os.PathLike[str] | None = None,
-    step: SupportsIndex | Callable[[], SupportsIndex | None] | None = None,
-    token: str | bytes | None = None,
+    prefix: str = "",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    hold: timedelta | float = 30,
+    server_token: str | bytes | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    prefix: str = "",
-    hold: timedelta | float = 30,
+    token: str | bytes | None = None,
     timeout: timedelta | float = 60,
-    server_token: str | bytes | None = None,
 ) -> Hub:
     """Be a Hugging Face Hub with one repository, whose weights are those of a running job.
 

@@ -44,6 +44,7 @@ def one_manner(call: Callable[Given, Returned]) -> Callable[Given, Returned]:
     """For all public calls: refuse names and positions of earlier versions, with one sentence that says what is new."""
     parameters = inspect.signature(call).parameters
     places = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    named = ", ".join(f"{name}=" for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY)
 
     @functools.wraps(call)
     def checked(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
@@ -52,8 +53,8 @@ def one_manner(call: Callable[Given, Returned]) -> Callable[Given, Returned]:
                 raise TypeError(f"{call.__name__}() has no {name}= any more: {BEFORE[name]}")
         if len(args) > len(places):
             raise TypeError(
-                f"{call.__name__}() takes {' and '.join(places)}, and everything else by name (group=, timeout=, "
-                f"device=, …), got {len(args)} arguments without a name"
+                f"{call.__name__}() takes {' and '.join(places)}, and everything else by name ({named}), got "
+                f"{len(args)} arguments without a name"
             )
         return call(*args, **kwargs)
 

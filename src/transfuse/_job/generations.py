@@ -158,21 +158,21 @@ def supervise(
     size: int,
     *args: Any,
     restarts: int = 3,
-    timeout: timedelta | float = 30,
+    patience: timedelta | float = 30,
     method: str = "spawn",
 ) -> None:
     """Run ``work(store, rank, size, *args)`` in ``size`` processes of this host, and start those again that die.
 
     A rank that ends with another code than 0, or is killed, is started again, ``restarts`` times in all. It calls
     :func:`regroup` then, as the survivors do. A rank that has not come to :func:`regroup` although another one has
-    waited there for ``timeout`` seconds is stuck in the old group: it is killed, and started again. Let :func:`regroup`
-    wait longer than this, and than a rank takes to start. Returns when every rank has
-    ended with 0. Raises :class:`TransfuseError`, and ends all ranks, when there are no more restarts.
+    waited there for ``patience`` seconds is stuck in the old group: it is killed, and started again. :func:`regroup`
+    has to wait longer than this, and longer than a rank takes to start. Returns when every rank has ended with 0.
+    Raises :class:`TransfuseError`, and ends all ranks, when there are no more restarts.
 
     Args:
         method: how processes start, as in ``multiprocessing.get_context``.
     """
-    seconds = _arguments.duration(timeout).total_seconds()
+    seconds = _arguments.duration(patience, "patience").total_seconds()
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     context: Any = multiprocessing.get_context(method)
     left, since = restarts, dict[int, float]()

@@ -80,12 +80,12 @@ def fetch(
     address: str | Sequence[str],
     state: object = None,
     *,
-    load: Callable[[Any], object] | None = None,
-    token: str | bytes | None = None,
-    timeout: timedelta | float = 60,
     step: SupportsIndex | None = None,
+    load: Callable[[Any], object] | None = None,
     entry: str | None = None,
     resume: Partial | None = None,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = 60,
     **options: Unpack[FetchKeywords],
 ) -> Fetched:
     """Fetch a state from one server, or from several at once that hold replicas, shards or stages of one state.

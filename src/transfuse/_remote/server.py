@@ -45,11 +45,11 @@ END_SECONDS = 3.0
 def serve(
     state: object,
     *,
+    step: SupportsIndex | Callable[[], SupportsIndex | None] | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | bytes | None = None,
     timeout: timedelta | float = 60,
-    step: SupportsIndex | Callable[[], SupportsIndex | None] | None = None,
     max_readers: int = 4,
     on_report: Callable[[Report], object] | None = None,
     **options: Unpack[ServeKeywords],

@@ -86,7 +86,7 @@ def register(
     *,
     devices: Sequence[str] = ("cpu",),
     host: str | None = None,
-    timeout: float = 30.0,
+    timeout: float = 60,
     max_readers: int = 4,
     same_host: bool = True,
     verify: bool | None = None,
