@@ -153,7 +153,7 @@ keep.close()
 """
 
 
-@pytest.mark.long
+@pytest.mark.soak  # The first test has the same without torchrun, and tests/house/test_readme.py has torchrun.
 def test_an_error_after_close_trains_no_step_again_under_torchrun(home: Home, tmp_path: pathlib.Path) -> None:  # noqa: F811
     program = tmp_path / "job.py"
     program.write_text(TORCHRUN)
