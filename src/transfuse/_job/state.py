@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
@@ -251,7 +252,8 @@ class _Hooks:
     """Hooks on optimizers, so that ``optimizer.step()`` is a block of :meth:`State.mutating`."""
 
     def __init__(self, state: State) -> None:
-        self._state = state
+        # A cycle would keep the state's tensors until garbage is collected.
+        self._state = weakref.ref(state)
         self._handles: WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = WeakKeyDictionary()
         #: The block that each optimizer's step is in. A step that raises leaves its block to the next step.
         self._open: WeakKeyDictionary[torch.optim.Optimizer, ExitStack] = WeakKeyDictionary()
@@ -272,8 +274,10 @@ class _Hooks:
 
     def _begin(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._end(optimizer)
+        if (state := self._state()) is None:
+            return
         stack = ExitStack()
-        stack.enter_context(self._state.mutating())
+        stack.enter_context(state.mutating())
         self._open[optimizer] = stack
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

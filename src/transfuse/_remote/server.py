@@ -185,6 +185,7 @@ class Server:
         atexit.unregister(self._end)
         if self._state is not None:
             self._state.leave(self._live.changing)
+            self._state = None
         # This object and its listener refer to each other: until Python collects them, they would hold the state.
         self._live.forget()
         self._remembered = Remembered()
