@@ -5,8 +5,6 @@ Those that torchrun restarts are run by it in any case.
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 import os
 import pathlib
 import subprocess
@@ -15,10 +13,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from subprocess import PIPE
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import forking
@@ -113,37 +109,3 @@ def test_docstrings_say_how_it_is_run() -> None:
         assert f"torchrun --nproc-per-node {ranks} --max-restarts 3 examples/{check.__name__}.py\n" in text
     for check in ALONE:
         assert f"python examples/{check.__name__}.py\n" in (EXAMPLES / f"{check.__name__}.py").read_text()
-
-
-# ------------------------------------------------------------------------------ the recipe for a data loader
-
-
-def made_by_keep(**options: Any) -> Any:
-    specification = importlib.util.spec_from_file_location("examples_keep", EXAMPLES / "keep.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module.Loader(list(range(23)), 1, 2, batch_size=3, **options)
-
-
-# Processes that read ahead come from a fork server: a fork of pytest's own process may find a lock held for ever.
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.soak)])
-def test_the_loader_goes_on_with_the_next_batch(workers: int) -> None:
-    """Wherever it is left, also between two epochs, and however far its processes have read ahead."""
-    undisturbed = [batch.tolist() for batch, _ in zip(made_by_keep(), range(8), strict=False)]
-    assert len({tuple(batch) for batch in undisturbed}) == 8, "a new order each epoch"
-    assert all(len({*itertools.chain(*undisturbed[at : at + 3])}) == 9 for at in (0, 3)), "nothing twice in an epoch"
-    for left_after in (0, 1, 3, 4) if workers else range(8):
-        how: dict[str, Any] = {"multiprocessing_context": "forkserver"} if workers else {}
-        first, second = (made_by_keep(num_workers=workers, **how) for _ in range(2))
-        seen = [batch.tolist() for _, batch in zip(range(left_after), first, strict=False)]
-        second.load_state_dict(first.state_dict())
-        seen += [batch.tolist() for _, batch in zip(range(8 - left_after), second, strict=False)]
-        assert seen == undisturbed
-
-
-def test_the_loader_draws_nothing_from_torchs_random_numbers() -> None:
-    before = torch.get_rng_state()
-    next(iter(made_by_keep()))
-    assert torch.equal(torch.get_rng_state(), before)

@@ -521,8 +521,6 @@ def test_arguments_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             transfuse.hub(state, **options)
-    with pytest.raises(TypeError, match=r"hub\(model.state_dict\)"):
-        transfuse.hub(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="host:port"):
         transfuse.hub("nowhere")
     with pytest.raises(ValueError, match="twice"):

@@ -55,7 +55,7 @@ def test_a_state_lands_in_place(same_host: bool) -> None:
     state: dict[str, Any] = {"w": torch.randn(300_000), "n": 7}
     target: dict[str, Any] = {"w": torch.zeros(300_000), "n": 0}
     with server(state, step=3) as here:
-        got = fetch_if(None, [here], target, timeout=60, step=3, same_host=same_host)
+        got = fetch_if(None, [here], target, timeout=60, step=3, same_host=same_host).state
     assert got["w"] is target["w"]
     assert torch.equal(target["w"], state["w"])
     assert got["n"] == 7
@@ -66,7 +66,7 @@ def test_two_servers_of_this_process_and_one_at_an_address_are_sources_of_one_fe
     torch.manual_seed(0)
     state = {"w": torch.randn(1 << 20)}
     with server(state) as one, server(state) as other, transfuse.serve(state, token="t") as third:
-        got = fetch_if(None, [one, third.address, other], token="t", timeout=60)
+        got = fetch_if(None, [one, third.address, other], token="t", timeout=60).state
     assert torch.equal(got["w"], state["w"])
 
 

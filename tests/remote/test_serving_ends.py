@@ -196,7 +196,7 @@ def test_the_end_of_a_fork_is_not_the_end_of_the_server() -> None:
             if (child := os.fork()) == 0:
                 sys.exit(7)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-            print(len(transfuse.fetch(server.address)["w"]))
+            print(len(transfuse.fetch(server.address).state["w"]))
     """
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     # Newer versions of Python warn of forks of processes with threads.

@@ -215,9 +215,9 @@ class Hub:
         Blocks may be nested. At the end of the outermost one the state and its step are asked for again: an empty block
         is enough for that. This is :meth:`State.mutating`: all who read the same :class:`State` are waited for.
         """
-        if self._state is None:
+        if self._live is None:
             raise RuntimeError("the state is the servers': change it within their mutating()")
-        with self._state.mutating():
+        with self._live.changing() if self._state is None else self._state.mutating():
             yield
 
     def close(self, *, cancel: bool = False) -> None:
@@ -234,6 +234,7 @@ class Hub:
         if self._live is not None and self._state is not None:
             self._state.leave(self._live.changing)
             self._live.forget()
+            self._state = None
 
     def _end(self) -> None:
         self.close(cancel=True)

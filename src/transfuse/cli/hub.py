@@ -16,6 +16,7 @@ import transfuse
 from transfuse._errors import TransfuseError
 from transfuse._hub.hub import DEFAULT_NAME, MAX_SHARD_BYTES, Hub, Settings, check_shard_bytes
 from transfuse._hub.sources import Reached, ServerSource
+from transfuse._job.state import State
 from transfuse._wire.handshake import is_loopback, split_address
 from transfuse.cli import files, keepers
 from transfuse.cli.errors import Failed, warnings_shown
@@ -128,7 +129,7 @@ def _open(
         return _of_servers(_keeper(only, timeout), settings, prefix, shard_bytes, timeout)
     if only is not None and (Path(only).suffix in files.SUFFIXES or Path(only).exists()):
         state = files.load(Path(only))
-        return Hub.of_state(state, settings, step=step, prefix=prefix, max_shard_bytes=shard_bytes)
+        return Hub.of_state(State(state), settings, step=step, prefix=prefix, max_shard_bytes=shard_bytes)
     if step is not None:
         raise typer.BadParameter("the servers tell their step", param_hint="--step")
     for source in sources:
