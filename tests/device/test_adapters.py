@@ -98,7 +98,7 @@ class TestServing:
         kind.set_device(0)
         state = {"w": torch.arange(300_000.0), "t": torch.arange(600.0).view(20, 30).t()}
         program = (
-            "got = transfuse.fetch(sys.argv[1], token=sys.argv[2])\n"
+            "got = transfuse.fetch(sys.argv[1], token=sys.argv[2]).state\n"
             "assert torch.equal(got['w'], torch.arange(300_000.0))\n"
             "assert torch.equal(got['t'], torch.arange(600.0).view(20, 30).t())\n"
             "print(json.dumps([str(leaf.device) for leaf in got.values()]))\n"

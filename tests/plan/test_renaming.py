@@ -580,9 +580,13 @@ def test_check_refuses_what_is_no_rule(rules: object, error: type[Exception], ma
 
 
 def test_examples_in_the_docstrings() -> None:
-    failed, tried = doctest.testmod(_rules, extraglobs={"link": link})
-    assert failed == 0
-    assert tried >= 6
+    # Public classes say that they are of the package itself, so they are looked for by name.
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
+    for name in ("Concat", "Rename", "Slice", "Split"):
+        for test in finder.find(getattr(_rules, name), name, module=False, globs=vars(_rules) | {"link": link}):
+            runner.run(test)
+    assert runner.summarize(verbose=False).failed == 0
+    assert runner.summarize(verbose=False).attempted >= 6
 
 
 # Against numpy

@@ -22,7 +22,7 @@ import transfuse
 dist.init_process_group("gloo")
 rank, group, cpu = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
 state = {"w": torch.full((4,), float(rank == 0))}
-assert transfuse.heal(group, 60, cpu, lambda: state, step=10 if rank == 0 else None) == 10
+assert transfuse.heal(lambda: state, step=10 if rank == 0 else None, group=group) == 10
 assert state["w"].eq(1).all()
 
 transport = transfuse.PGTransport(group, 60, cpu, lambda: state)

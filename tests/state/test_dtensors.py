@@ -15,7 +15,7 @@ from transfuse._state.leaves.dtensors import is_dtensor
 FETCH = """
 import sys, transfuse
 assert "torch.distributed.tensor" not in sys.modules
-state = transfuse.fetch(sys.argv[1], token="t")
+state = transfuse.fetch(sys.argv[1], token="t").state
 print(type(state["w"]).__name__, state["w"].placements, state["w"].to_local().tolist(), type(state["b"]).__name__)
 """
 

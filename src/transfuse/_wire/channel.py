@@ -418,8 +418,7 @@ class Channel(Operations):
 
     def post_recv_sent(self, digests: int) -> Waits:
         count = messages.record_bytes(digests)
-        # Zeros: gloo accepts a record that is too short, and the memory may still hold an earlier one.
-        return self.post_recv(self.empty(count).zero_()) if self.stream is None else _Due(self, count)
+        return self.post_recv(self.empty(count)) if self.stream is None else _Due(self, count)
 
     def read_sent(self, data: bytes) -> tuple[Intent, Sequence[int] | None]:
         """The record's intent and digests. None instead of the digests if they have arrived damaged."""

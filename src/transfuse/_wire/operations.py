@@ -341,5 +341,5 @@ class Operations:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.group.control) if data else self.empty(0)
 
     def empty(self, count: int) -> torch.Tensor:
-        """Memory for a message."""
-        return torch.empty(count, dtype=torch.uint8, device=self.group.control)
+        """Memory for a message. Zeros: gloo accepts a message that is too short, and memory may hold an earlier one."""
+        return torch.zeros(count, dtype=torch.uint8, device=self.group.control)

@@ -185,6 +185,8 @@ class RollCall:
         # gloo needs the memory of what it has not sent yet.
         posted = [(one.work, one.tensor) for speaking in self._speaking.values() for one in speaking.outstanding]
         self._group.switchboard.keep_last(posted)
+        for speaking in self._speaking.values():
+            speaking.outstanding.clear()  # They refer to each other.
 
     def _cut_off(self) -> None:
         self._group.switchboard.pin()
