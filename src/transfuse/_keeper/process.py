@@ -568,11 +568,14 @@ class Keeper:
 
     def _serve(self, worker: Worker, question: frames.Serve) -> Frame:
         """Serve every rank's state of a step that is whole here, for workers on other hosts."""
+        label = Label(question.generation, question.step)
+        addresses: list[Address] = []
+        ranks = self._readers.ranks_of(label)
+        if not ranks:
+            return frames.Serving(addresses)  # A new host's keeper does not make all others wait for torch.
         from transfuse._keeper import transfers
 
-        label = Label(question.generation, question.step)
-        addresses = []
-        for rank in self._readers.ranks_of(label):
+        for rank in ranks:
             restored = self._readers.pin(worker.pinned, rank, label)
             if restored is None:
                 continue
