@@ -104,7 +104,7 @@ def train(seen: Seen) -> None:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
         model = make_model(Path(folder))
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        with transfuse.hub(model.state_dict, name=REPO, assets=folder, step=lambda: len(seen.losses)) as hub:
+        with transfuse.hub(model, name=REPO, assets=folder, step=lambda: len(seen.losses)) as hub:
             print(f"the trainer is a Hub at {hub.endpoint}", flush=True)
             with reader(hub.endpoint, cache, seen) as process:
                 while len(seen.losses) < STEPS:
