@@ -48,14 +48,14 @@ from transfuse._plan.holdings import Holdings
 from transfuse._plan.match import Prepared, prepare
 from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse._session import agreement
-from transfuse._session.context import Request
+from transfuse._session.context import ReceiveRequest
 from transfuse._session.planning import read_description, read_offer
 from transfuse._sizes import Sizes
 from transfuse._state.leaves.codec import BuildContext
 from transfuse._state.leaves.registry import Registry
 from transfuse._state.manifest import Described, describe
 from transfuse._wire import messages
-from transfuse._wire.memory_route import Entry
+from transfuse._wire.memory_route import MemoryEntry
 
 T = TypeVar("T")
 
@@ -288,7 +288,7 @@ def _offer(described: Described) -> tuple[messages.Offer, bytes]:
     """As :class:`PGTransport` does it."""
     manifest = described.manifest.encode()
     sizes = Sizes(Limits()).offered(1)
-    entry = Entry(1, 1, b"t" * 16, described.addresses.astype("<u8").tobytes()).encode()
+    entry = MemoryEntry(1, 1, b"t" * 16, described.addresses.astype("<u8").tobytes()).encode()
     offer = messages.Offer(
         100,
         *sizes,
@@ -388,7 +388,7 @@ def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool)
         described = read_offer(offered.whole, limits, 0)
     with clock.phase("agree"):
         known = {described.likeness: read_description(described, limits, 0)}
-        choice = agreement.choose(list(offers), offers, known, Request(target=prepared))
+        choice = agreement.choose(list(offers), offers, known, ReceiveRequest(target=prepared))
     try:
         with clock.phase("assemble"):
             manifest = choice.cohorts[0].manifest

@@ -31,7 +31,7 @@ import transfuse
 from benchmarks.compare import machine
 from transfuse._keeper import runs
 from transfuse._keeper.attach import attach
-from transfuse._keeper.frames import Link
+from transfuse._keeper.frames import KeeperLink
 
 COMMAND = "from transfuse.cli import main; main()"
 PROGRAMS = {
@@ -69,7 +69,7 @@ def start_keeper(number: int) -> tuple[float, float]:
     return seconds, used
 
 
-def end(link: Link, pid: int) -> None:
+def end(link: KeeperLink, pid: int) -> None:
     os.kill(pid, signal.SIGTERM)
     while not link.gone():
         time.sleep(0.01)

@@ -31,7 +31,7 @@ from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse._progress import Progress
 from transfuse._report import Report
 from transfuse._session import agreement, planning, source
-from transfuse._session.context import Context, Request
+from transfuse._session.context import Context, ReceiveRequest
 from transfuse._session.remembered import Remembered
 from transfuse._session.threads import Caller
 from transfuse._state import trees
@@ -39,8 +39,8 @@ from transfuse._state.leaves import values
 from transfuse._state.leaves.distributed import checked_coordinate, layout_of, read_meshes
 from transfuse._state.manifest import Manifest
 from transfuse._wire import messages
-from transfuse._wire.memory_route import Entry, Reader
-from transfuse._wire.route import Malformed, Unreadable
+from transfuse._wire.memory_route import MemoryEntry, Reader
+from transfuse._wire.route import MalformedEntry, Unreadable
 
 __all__ = ["TARGETS", "mutate"]
 
@@ -182,7 +182,7 @@ def offer(data: bytes) -> None:
     mode = first % 4
     target = None if mode == 0 else list(STATES.values())[first // 4 % len(STATES)]
     prepared = None if target is None else prepare(target, LIMITS)
-    request = Request(
+    request = ReceiveRequest(
         target=prepared, options=Options(strict=mode == 2, atomic=mode == 3, weights_only_objects=first >= 128)
     )
     try:
@@ -232,13 +232,13 @@ def want(data: bytes) -> None:
         ),
         _report=Report("send", (PEER,)),
     )
-    serving._cut_from = partial(source._Serving._cut_from, cast(Any, serving))
+    serving._cut_from = partial(source._ReceiverConversation._cut_from, cast(Any, serving))
     try:
         asked = messages.decode(data[1:], messages.Want)
     except ValueError:
         return
     try:
-        cut, found = source._Serving._plan(cast(Any, serving), asked)
+        cut, found = source._ReceiverConversation._plan(cast(Any, serving), asked)
     except ProtocolError as error:
         _within_memory(error)
         return
@@ -295,15 +295,15 @@ def sharding(data: bytes) -> None:
 def memory(data: bytes) -> None:
     """A description of memory, as a receiver opens it."""
     try:
-        count, described = data[0] if data else 0, Entry.decode(data[1:])
-    except Malformed:
+        count, described = data[0] if data else 0, MemoryEntry.decode(data[1:])
+    except MalformedEntry:
         return
     if 0 < described.pid < 1 << 31 and described.pid != os.getpid():
         described = msgspec.structs.replace(described, pid=ABSENT_PID if described.pid % 2 else os.getpid())
     try:
         with Reader(described, count) as reader:
             reader.recheck()
-    except (Malformed, Unreadable):
+    except (MalformedEntry, Unreadable):
         return
 
 

@@ -33,7 +33,7 @@ from transfuse._report import Report
 from transfuse._session.threads import interrupt_behind
 from transfuse._transport import PGTransport
 from transfuse._wire.group import Group, ProcessGroupLike
-from transfuse._wire.roll_call import Agreed, Failure, RollCall, lost_error
+from transfuse._wire.roll_call import Failure, RollCall, RoundResult, lost_error
 
 logger = logging.getLogger("transfuse")
 
@@ -168,7 +168,7 @@ class _Healing:
         self._torn: tuple[str, ...] = ()
         self._unasked: BaseException | None = None
         #: What all ranks have agreed on, if that had to be done before the transfer had ended.
-        self._agreed_early: Agreed | None = None
+        self._agreed_early: RoundResult | None = None
 
     def run(self, said: int | None) -> Step | None:
         try:
@@ -333,7 +333,7 @@ class _Healing:
         if agreed.lost or any(_decode(word).kind for word in agreed.words.values()):
             raise _VotedDown("another rank that is behind cannot receive")
 
-    def _vote(self, error: BaseException | None) -> Agreed:
+    def _vote(self, error: BaseException | None) -> RoundResult:
         self._voted = True
         return self._calls.agree(self._describe(error), self._behind)
 
@@ -385,7 +385,7 @@ class _Healing:
             if self._loaded:
                 half_healed.note_whole(self._target, self._newest)
             elif self._landed:
-                half_healed.note_torn(self._target, _Everything())
+                half_healed.note_torn(self._target, _EveryPath())
 
     def _describe(self, error: BaseException | None) -> bytes:
         """What this rank tells the others of how it went."""
@@ -430,7 +430,7 @@ def _torn_state(torn: Sequence[str]) -> TornState:
     return error
 
 
-class _Everything(set[str]):
+class _EveryPath(set[str]):
     """Every path."""
 
     def __contains__(self, path: object) -> bool:
@@ -448,7 +448,7 @@ def _raises(error: BaseException) -> Callable[[], object]:
 CONSEQUENCES = (_VotedDown, _NoPlan, _OthersLeft, _errors.SendFailed, _errors.ReceiveFailed, _errors.PeerError)
 
 
-def _error(agreed: Agreed) -> TransfuseError | None:
+def _error(agreed: RoundResult) -> TransfuseError | None:
     """The error of all ranks, made of nothing but what all of them have heard. None: all is well."""
     words = {rank: _decode(word) for rank, word in sorted(agreed.words.items())}
     lost = dict(sorted(agreed.lost.items()))

@@ -105,7 +105,7 @@ class _View:
         return copy
 
 
-class _Whole:
+class _WholeDrawings:
     """A terminal that gets each drawing of a bar in one write.
 
     tqdm moves down to its line, draws and moves up again in several writes. Other processes may draw between them.
@@ -139,7 +139,7 @@ class Bar:
     def __init__(self, label: str) -> None:
         from tqdm.auto import tqdm
 
-        self._whole = _Whole(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else None
+        self._whole = _WholeDrawings(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else None
         self._tqdm: Any = tqdm(
             desc=label,
             unit="B",

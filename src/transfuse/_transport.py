@@ -29,7 +29,7 @@ from transfuse._progress import Progress, Show, showing
 from transfuse._report import Report, failed_with, routes_of, said, trace_range
 from transfuse._rules import MapPath
 from transfuse._session import receive_from_one, source, threads
-from transfuse._session.context import Context, Permit, Request
+from transfuse._session.context import Context, Permit, ReceiveRequest
 from transfuse._session.partial import Partial
 from transfuse._session.receive_from_all import Receive
 from transfuse._session.relay import Chains, this_host
@@ -43,7 +43,7 @@ from transfuse._wire.channel import Channel
 from transfuse._wire.group import Group, ProcessGroupLike
 from transfuse._wire.pool import Pool
 from transfuse._wire.route_table import Leases
-from transfuse._wire.turns import Line
+from transfuse._wire.turns import SourceOrder
 
 logger = logging.getLogger("transfuse")
 
@@ -376,7 +376,7 @@ class PGTransport:
             self._report = report = Report("receive", ranks, step)
             # If everything arrives fresh, there is no target that ``atomic`` would protect.
             in_place = self._state_dict is not None or late is not None
-            request = Request(
+            request = ReceiveRequest(
                 step=step,
                 late=late,
                 resume=resume,
@@ -395,7 +395,7 @@ class PGTransport:
             let_go(error)
             raise
 
-    def _ask_for_target(self, request: Request, context: Context) -> Request:
+    def _ask_for_target(self, request: ReceiveRequest, context: Context) -> ReceiveRequest:
         """Call the user's callback. If it raises, the receive first tells the sources, then raises that error."""
         assert self._state_dict is not None
         with _calling(context, Phase.STATE_DICT):
@@ -411,16 +411,18 @@ class PGTransport:
                 return replace(request, failure=error)
         return replace(request, target=target)
 
-    def _receive(self, request: Request, report: Report, caller: threads.Caller, watch: Callable[[], object]) -> Any:
+    def _receive(
+        self, request: ReceiveRequest, report: Report, caller: threads.Caller, watch: Callable[[], object]
+    ) -> Any:
         with self._call(report, caller) as context:
             if self._state_dict is not None and request.late is None:
                 request = self._ask_for_target(request, context)
             return self._receive_from_all(request, context, watch)
 
-    def _receive_from_all(self, request: Request, context: Context, watch: Callable[[], object]) -> Any:
+    def _receive_from_all(self, request: ReceiveRequest, context: Context, watch: Callable[[], object]) -> Any:
         ranks, report = context.ranks, context.report
         receive = Receive(request, context)
-        line = Line([rank for rank in ranks if rank != self._group.rank()], Patience(self._seconds).decision())
+        line = SourceOrder([rank for rank in ranks if rank != self._group.rank()], Patience(self._seconds).decision())
 
         def look() -> None:
             receive.watch()
@@ -456,7 +458,7 @@ class PGTransport:
             receive.remember()
         return receive.result[0]
 
-    def _talk_with(self, rank: int, receive: Receive, context: Context, line: Line) -> None:
+    def _talk_with(self, rank: int, receive: Receive, context: Context, line: SourceOrder) -> None:
         channel = Channel(self._group, rank, self._seconds, self._limits)
         with (
             _noting(context.progress[rank]),

@@ -29,7 +29,7 @@ class Job:
             pass
 
 
-class _Worker:
+class _WorkerThread:
     def __init__(self, job: Job) -> None:
         self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.jobs.put(job)
@@ -65,7 +65,7 @@ class _Worker:
 
 
 _lock = threading.Lock()
-_idle: list[_Worker] = []
+_idle: list[_WorkerThread] = []
 
 
 def run(work: Callable[[Job], object], name: str) -> Job:
@@ -75,7 +75,7 @@ def run(work: Callable[[Job], object], name: str) -> Job:
         if _idle:
             _idle.pop().jobs.put(job)
             return job
-    _Worker(job)
+    _WorkerThread(job)
     return job
 
 

@@ -37,7 +37,7 @@ from transfuse._errors import StateError, TransfuseError, UnsupportedLeaf
 from transfuse._keeper.dcp_storage import KeeperReader, KeeperWriter
 from transfuse._limits import Limits
 from transfuse._memory import streams
-from transfuse._plan.apply_rules import Link
+from transfuse._plan.apply_rules import BlockPair
 from transfuse._plan.catalogue import Catalogue
 from transfuse._plan.cohorts import Cohort
 from transfuse._state import trees
@@ -86,7 +86,7 @@ class PeerReader(StorageReader):
             raise ValueError("src_ranks is empty: a load needs a source")
         self._step = check_step(step)
         self._load: _Load | None = None
-        self._contents: _Contents | None = None
+        self._contents: _SourceContents | None = None
         self._watch: weakref.finalize[[str], PeerReader] | None = None
         self._failure: BaseException | None = None
 
@@ -124,7 +124,7 @@ class PeerReader(StorageReader):
         self._watch = weakref.finalize(self, load.give_up, "the load has ended before any data was read")
         self._watch.atexit = False
         try:
-            self._contents = _Contents(load.catalogue())
+            self._contents = _SourceContents(load.catalogue())
         except BaseException as error:
             self._fail(load, error)
             raise
@@ -197,7 +197,7 @@ class _Elsewhere:
     """Stands for a leaf that is not a tensor and whose bytes are still at the source."""
 
 
-class _Contents:
+class _SourceContents:
     """The leaves of the sources, under DCP's names."""
 
     def __init__(self, catalogue: Catalogue) -> None:
@@ -213,9 +213,9 @@ class _Contents:
             mappings = self._add(cohort, {leaf: number for (j, leaf), number in numbers.items() if i == j}) | mappings
         self.metadata = Metadata(dict(self._entries), planner_data=mappings)
 
-    def of(self, catalogue: Catalogue) -> _Contents:
+    def of(self, catalogue: Catalogue) -> _SourceContents:
         """Update from a newer catalogue, which may include more sources."""
-        return self if catalogue is self._catalogue else _Contents(catalogue)
+        return self if catalogue is self._catalogue else _SourceContents(catalogue)
 
     def _add(self, cohort: Cohort, numbers: Mapping[int, int]) -> dict[str, Any]:
         """Flatten the state of some sources as DCP would, with a placeholder for each tensor."""
@@ -314,17 +314,17 @@ class _Wanted(NamedTuple):
         return cls(item, tensor, tuple(item.storage_offsets), sizes)
 
 
-def _lay_out(contents: _Contents, wanted: Sequence[_Wanted]) -> tuple[object, list[Link]]:
+def _lay_out(contents: _SourceContents, wanted: Sequence[_Wanted]) -> tuple[object, list[BlockPair]]:
     """The targets by name for messages, and which block of which leaf goes into each target."""
     shards = Counter(one.item.storage_index.fqn for one in wanted)
     target: dict[str, torch.Tensor] = {}
-    links: list[Link] = []
+    links: list[BlockPair] = []
     for one in wanted:
         name = one.item.storage_index.fqn
         if name not in contents.numbers:
             raise StateError(f"leaf {name}: the source that held it is gone")
         label = name if shards[name] == 1 else f"{name}, {len(links)}: from {one.start}"
-        links.append(Link(contents.numbers[name], len(links), one.start, (0,) * len(one.sizes), one.sizes))
+        links.append(BlockPair(contents.numbers[name], len(links), one.start, (0,) * len(one.sizes), one.sizes))
         target[label] = one.tensor
     if not links:
         # A receive that wants nothing would be taken for one in which no name matched.
@@ -333,7 +333,7 @@ def _lay_out(contents: _Contents, wanted: Sequence[_Wanted]) -> tuple[object, li
             assert isinstance(entry, TensorStorageMetadata)
             nothing = (0,) * len(entry.size)
             target[name] = torch.empty(nothing, dtype=entry.properties.dtype)
-            links.append(Link(number, 0, nothing, nothing, nothing))
+            links.append(BlockPair(number, 0, nothing, nothing, nothing))
             break
     return target, links
 
@@ -349,7 +349,7 @@ class _Load:
         self._seconds = transport._seconds
         self._changed = threading.Condition()
         self._catalogue: Catalogue | None = None
-        self._plan: Callable[[Catalogue], tuple[object, list[Link]]] | None = None
+        self._plan: Callable[[Catalogue], tuple[object, list[BlockPair]]] | None = None
         self._given_up: str | None = None
         self._over = False
         self._error: BaseException | None = None
@@ -368,7 +368,7 @@ class _Load:
             self._error, self._over = error, True
             self._changed.notify_all()
 
-    def _late(self, catalogue: Catalogue) -> tuple[object, list[Link]]:
+    def _late(self, catalogue: Catalogue) -> tuple[object, list[BlockPair]]:
         """Called by the receive, again if what was wanted is not offered yet."""
         with self._changed:
             self._catalogue = self._catalogue or catalogue
@@ -395,7 +395,9 @@ class _Load:
                 raise self._error
             return self._catalogue
 
-    def finish(self, plan: Callable[[Catalogue], tuple[object, list[Link]]], targets: Sequence[torch.Tensor]) -> None:
+    def finish(
+        self, plan: Callable[[Catalogue], tuple[object, list[BlockPair]]], targets: Sequence[torch.Tensor]
+    ) -> None:
         """Say what goes where, and wait until it has arrived."""
         with self._changed:
             self._callers = [torch.accelerator.current_stream(device) for device in streams.devices_of(targets)]

@@ -17,7 +17,7 @@ from device.kind import KIND
 from device.mirror import Mirror
 from device.moving import FEW, Setting, mine, transport
 from transfuse.testing import Case
-from transfuse.testing._group import Group, GroupRanks, Transport
+from transfuse.testing._group import CountingGroup, GroupRanks, Transport
 from transfuse.testing._round_trips import ROUND_TRIPS
 from transfuse.testing._stage import Stage
 from transfuse.testing._states import quiet
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("accelerator", "nothing_is_left")
 PATIENCE = 8.0
 
 
-class DeviceGroup(Group):
+class DeviceGroup(CountingGroup):
     """The group of the cases, with a backend for the device: beside gloo, or alone."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float, setting: Setting) -> None:
@@ -81,7 +81,7 @@ class DeviceGroupRanks(GroupRanks):
 class Mirrored:
     """A transport for states in main memory that moves their mirrors from device to device."""
 
-    def __init__(self, group: Group, setting: Setting, callback: Callable[[], Any] | None) -> None:
+    def __init__(self, group: CountingGroup, setting: Setting, callback: Callable[[], Any] | None) -> None:
         kind.set_device(group.rank())
         self._group, self._setting, self._callback = group, setting, callback
 
@@ -105,7 +105,7 @@ class DeviceStage(Stage):
         return DeviceGroupRanks(size, self.patience, self._setting)
 
     def transport(
-        self, group: Group, callback: Callable[[], Any] | None = None, timeout: float | None = None
+        self, group: CountingGroup, callback: Callable[[], Any] | None = None, timeout: float | None = None
     ) -> Transport:
         return Mirrored(group, self._setting, callback)
 

@@ -11,7 +11,7 @@ import torch
 from device.moving import mine
 from transfuse._keeper import copying
 from transfuse._keeper.bundles import bundle
-from transfuse._keeper.copying import Memory
+from transfuse._keeper.copying import StateMemory
 from transfuse._limits import Limits
 from transfuse._state.manifest import describe
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 def digests(state: object) -> list[bytes]:
     described = describe(state, Limits())
     bundles, storages = bundle(described.manifest, None, lambda path: False)
-    return copying.copy(Memory([described]), bundles, storages, None, digests=True)
+    return copying.copy(StateMemory([described]), bundles, storages, None, digests=True)
 
 
 def resident(most: bool = False) -> int:

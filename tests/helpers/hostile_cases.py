@@ -36,14 +36,14 @@ from transfuse._plan.regions import lay_out
 from transfuse._progress import Progress
 from transfuse._report import Report
 from transfuse._session import agreement, planning, source
-from transfuse._session.context import Request
+from transfuse._session.context import ReceiveRequest
 from transfuse._session.threads import Caller
 from transfuse._state.leaves.codec import MeshDescription
 from transfuse._state.manifest import Leaf
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
 from transfuse._wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
-from transfuse._wire.memory_route import Entry
+from transfuse._wire.memory_route import MemoryEntry
 from transfuse._wire.messages import Agreed, Intent, Message
 
 SEED = int(os.environ.get("TRANSFUSE_HOSTILE_SEED", "20260801"))
@@ -82,7 +82,7 @@ def accept_offer(rng: random.Random, corpus: list[Member]) -> str:
     target = None
     if mode != "fresh":
         target = member.target if rng.random() < 0.9 else rng.choice(corpus).target
-    request = Request(
+    request = ReceiveRequest(
         step=rng.choice([None, None, None, 4]),
         target=None if target is None else target.state,
         options=Options(
@@ -240,14 +240,14 @@ def hear_agreed(rng: random.Random, corpus: list[Member]) -> str:
     body = _lie(rng, honest) if rng.random() < 0.3 else msgspec.msgpack.encode(honest)
     wire = Wire(rng, member, [member.body], said={Message.WANT: body}, relays=rng.random() < 0.8)
     wire._filling = "honest"
-    request = Request(
+    request = ReceiveRequest(
         target=rng.choice([None, member.target.state]),
         options=Options(weights_only_objects=True, same_host=False, relay=rng.random() < 0.9),
     )
     return f"agreed: {_gather(member, [wire], request)}"
 
 
-def _gather(member: Member, wires: list[Wire], request: Request, *, honest: bool = True) -> str:
+def _gather(member: Member, wires: list[Wire], request: ReceiveRequest, *, honest: bool = True) -> str:
     """Receive a member's own bytes, if it is honest that these are offered."""
     result: list[Any] = []
     try:
@@ -298,7 +298,7 @@ def hear_comparison(rng: random.Random, corpus: list[Member]) -> str:
     body = member.body if honest_offer else hostile.mutate_offer(rng, member, corpus)
     wire = Wire(rng, member, [body], said=said)
     wire._filling = "honest"
-    request = Request(
+    request = ReceiveRequest(
         target=target, resume=kept, options=Options(weights_only_objects=True, same_host=rng.random() < 0.2)
     )
     return f"compared: {_gather(member, [wire], request, honest=honest_offer)}"
@@ -322,7 +322,7 @@ def gather_from_two(rng: random.Random, corpus: list[Member]) -> str:
     for wire in wires:
         wire._filling = "honest"
     rng.shuffle(wires)
-    request = Request(
+    request = ReceiveRequest(
         target=rng.choice([None, member.target.state]), options=Options(weights_only_objects=True, same_host=False)
     )
     return f"two: {_gather(member, wires, request, honest=honest_offer)}"
@@ -490,7 +490,7 @@ def warm_up(corpus: list[Member]) -> None:
             wire = Wire(random.Random(0), member, [member.body])
             wire._filling = "honest"
             result: list[Any] = []
-            request = Request(
+            request = ReceiveRequest(
                 target=target, options=Options(weights_only_objects=True, same_host=same_host, verify=True)
             )
             with hostile.patched_accept(wire), torch.no_grad(), contextlib.suppress(Exception):
@@ -618,9 +618,9 @@ BOMBS: dict[str, Callable[[], Any]] = {
 
 def accept_alone(offer: messages.Offer) -> planning.Accepted:
     described = planning.read_description(offer, LIMITS, PEER)
-    choice = agreement.choose([PEER], {PEER: offer}, {offer.likeness: described}, Request())
+    choice = agreement.choose([PEER], {PEER: offer}, {offer.likeness: described}, ReceiveRequest())
     context = hostile.context((PEER,), LIMITS)
-    return planning.accept(choice.cohorts, choice.offers, offer, Request(), context, offer.parcel_bytes)
+    return planning.accept(choice.cohorts, choice.offers, offer, ReceiveRequest(), context, offer.parcel_bytes)
 
 
 # ------------------------------------------------------------------------------- memory, links, rates and ranges
@@ -655,7 +655,7 @@ class Received:
         try:
             with hostile.patched_accept(wire), torch.no_grad():
                 hostile.gather(
-                    [wire], Request(target=member.target.state, options=Options(**options)), caller, self.report
+                    [wire], ReceiveRequest(target=member.target.state, options=Options(**options)), caller, self.report
                 )
         except TransfuseError as error:
             self.error = error
@@ -681,12 +681,12 @@ class Received:
 
 def described(member: Member, **changes: Any) -> Any:
     """What a member's offer says about its memory, with changes; ``storages`` is a function of their addresses."""
-    memory = Entry.decode(member.offered.offer.routes["memory"])
+    memory = MemoryEntry.decode(member.offered.offer.routes["memory"])
     found = np.frombuffer(memory.storages, dtype="<u8").tolist()
     if "storages" in changes:
         changed = changes["storages"](found)
         changes["storages"] = changed if isinstance(changed, bytes) else np.array(changed, dtype="<u8").tobytes()
-    return [{**msgspec.structs.asdict(memory), **changes}[name] for name in Entry.__struct_fields__]
+    return [{**msgspec.structs.asdict(memory), **changes}[name] for name in MemoryEntry.__struct_fields__]
 
 
 def link(rank: int = 1, tag: int = FIRST_LINK_TAG, transfer: int = 7) -> list[int]:

@@ -22,7 +22,7 @@ import transfuse
 from transfuse._keeper import frames, runs
 from transfuse._keeper.attach import SOCKET_NAME, Lock
 from transfuse._keeper.client import Keep
-from transfuse._keeper.frames import Link
+from transfuse._keeper.frames import KeeperLink
 from transfuse._keeper.process import Keeper
 from transfuse.testing.ranks import Ranks
 
@@ -87,7 +87,7 @@ class Home:
         return keeper
 
     def status(self, run: str | None = "job") -> dict[str, Any]:
-        link = Link.to(str(self.directory(run) / SOCKET_NAME), SECONDS)
+        link = KeeperLink.to(str(self.directory(run) / SOCKET_NAME), SECONDS)
         try:
             return cast(dict[str, Any], json.loads(link.ask(frames.Status(), frames.Told, SECONDS).text))
         finally:

@@ -24,7 +24,7 @@ from transfuse._errors import TransfuseError
 from transfuse._keeper import frames, process
 from transfuse._keeper.attach import SOCKET_NAME, Lock
 from transfuse._keeper.bundle_table import KEY_BYTES, PRIVATE, Bundles
-from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.process import Keeper
 from transfuse._keeper.runs import Process
 from transfuse._keeper.slots import Brief, Label, SlotView
@@ -68,7 +68,7 @@ class Worker:
         agent: Process | None = None,
     ) -> None:
         self.rank = rank
-        self.link = Link.to(str(directory / SOCKET_NAME), SECONDS)
+        self.link = KeeperLink.to(str(directory / SOCKET_NAME), SECONDS)
         me = Process.of(os.getpid())
         assert me is not None
         hello = frames.Hello(
@@ -193,7 +193,7 @@ class Host:
 
         def answers() -> bool:
             with suppress(KeeperLost):
-                Link.to(path, SECONDS).close()
+                KeeperLink.to(path, SECONDS).close()
                 return True
             return False
 

@@ -42,7 +42,7 @@ from transfuse._options import Options
 from transfuse._progress import Progress
 from transfuse._report import Report
 from transfuse._session import receive_from_one, relay, source
-from transfuse._session.context import Request
+from transfuse._session.context import ReceiveRequest
 from transfuse._session.threads import Caller
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
@@ -130,7 +130,7 @@ def test_hostile_receiver(told: Lie, wire: str, monkeypatch: pytest.MonkeyPatch)
 
     def lie(pg: Any, ended: threading.Event) -> None:
         with Liar(pg, 0, ended=ended, **told.how) as liar, contextlib.closing(Pool(liar.group)) as pool:
-            hostile.gather([liar], Request(), pool=pool)
+            hostile.gather([liar], ReceiveRequest(), pool=pool)
 
     error = converse(lambda pg: new_transport(pg).send_checkpoint([1], STATE), lie, 0)
     assert isinstance(error, SendFailed), repr(error)

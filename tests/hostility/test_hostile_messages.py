@@ -42,7 +42,7 @@ from transfuse._limits import MIB
 from transfuse._options import Options
 from transfuse._report import Report
 from transfuse._session import planning
-from transfuse._session.context import Request
+from transfuse._session.context import ReceiveRequest
 from transfuse._state.leaves import values
 from transfuse._state.leaves.blobs import ArrayCodec
 from transfuse._state.leaves.codec import BuildContext, CannotCarry
@@ -72,7 +72,7 @@ def test_honest_messages_arrive(mode: str, same_host: bool, corpus: list[Member]
         wire = Wire(random.Random(0), member, [member.body])
         wire._filling = "honest"
         result: list[Any] = []
-        request = Request(
+        request = ReceiveRequest(
             target=None if mode == "fresh" else member.target.state,
             options=Options(
                 strict=mode == "strict", atomic=mode == "atomic", weights_only_objects=True, same_host=same_host
@@ -195,7 +195,7 @@ def test_small_messages_demand_little(name: str, warm_corpus: list[Member]) -> N
             if trace:
                 tracemalloc.start()
             try:
-                hostile.gather([wire], Request())
+                hostile.gather([wire], ReceiveRequest())
             except TransfuseError as error:
                 refuse_out_of_memory(error)
                 length = len(str(error))
@@ -276,7 +276,7 @@ def test_odd_keys_do_not_hide_the_error(key: Any, corpus: list[Member]) -> None:
 
     wire = Liar(random.Random(0), corpus[0], [hostile.resealed(msgspec.msgpack.encode(plain))])
     with hostile.patched_accept(wire), pytest.raises(CorruptData) as caught:
-        hostile.gather([wire], Request(target=target))
+        hostile.gather([wire], ReceiveRequest(target=target))
     assert len(caught.value.torn) == 1
     str(caught.value)
 

@@ -56,7 +56,7 @@ from transfuse._plan.wanted_blocks import MOST_TIMES, WantedBlocks, regions_in
 from transfuse._progress import Progress
 from transfuse._report import Report
 from transfuse._session import source
-from transfuse._session.context import Request
+from transfuse._session.context import ReceiveRequest
 from transfuse._session.threads import Caller
 from transfuse._state.leaves.codec import MeshDescription
 from transfuse._state.leaves.layout import MAX_RANKS, Layout
@@ -328,7 +328,7 @@ def test_impossible_meshes_demand_little(name: str, into: str) -> None:
     caught: TransfuseError | None = None
     with little_memory(), hostile.patched_accept(wire):
         try:
-            hostile.gather([wire], Request(target=target))
+            hostile.gather([wire], ReceiveRequest(target=target))
         except TransfuseError as error:
             caught = error
     seconds = time.monotonic() - began
@@ -368,7 +368,7 @@ def test_other_places_hold_what_they_held_before() -> None:
         wire._filling = "honest"
     target = torch.zeros(24, dtype=torch.uint8)
     with hostile.patched_accept(*wires):
-        hostile.gather(wires, Request(target={"w": target}, options=Options(same_host=False)))
+        hostile.gather(wires, ReceiveRequest(target={"w": target}, options=Options(same_host=False)))
     assert torch.equal(target, full)
 
 
@@ -562,7 +562,7 @@ def test_one_that_speaks_for_others_is_not_believed() -> None:
             wires[-1]._filling = "honest"
         target = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
         with hostile.patched_accept(*wires), torch.no_grad():
-            hostile.gather(wires, Request(target=target, options=Options(same_host=False)))
+            hostile.gather(wires, ReceiveRequest(target=target, options=Options(same_host=False)))
         assert torch.equal(target["a"], a)
         assert torch.equal(target["b"], b)
 
@@ -577,6 +577,6 @@ def test_one_that_is_like_no_other_is_outvoted() -> None:
         wire._filling = "honest"
     target = {"a": torch.zeros(1000)}
     with hostile.patched_accept(*wires), torch.no_grad():
-        hostile.gather(wires, Request(target=target, options=Options(same_host=False)))
+        hostile.gather(wires, ReceiveRequest(target=target, options=Options(same_host=False)))
     assert torch.equal(target["a"], torch.arange(1000.0))
     assert LIMITS.max_receive_bytes == hostile.CAP

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from contenders import CONTENDERS, FILES, TORCHFT, Contender, Damaging
 from states import Pair
 from transfuse.testing import CASES, assert_exact
-from transfuse.testing._group import CPU, Group
+from transfuse.testing._group import CPU, CountingGroup
 from transfuse.testing._stage import Stage, expect, expect_failed, value
 from transfuse.testing.ranks import Late, Outcome
 
@@ -117,7 +117,7 @@ def a_change_during_the_transfer_is_noticed(contender: Contender) -> None:
     state, expected = large(), large()
     at = stage(contender)
 
-    def change(group: Group) -> None:
+    def change(group: CountingGroup) -> None:
         if group.sent > 6 * MIB:
             state["w00"].zero_()
             state["w11"].zero_()
@@ -129,7 +129,7 @@ def a_change_during_the_transfer_is_noticed(contender: Contender) -> None:
         assert_exact(expected, ended[1].value)
 
 
-def from_two(contender: Contender, trap: Callable[[Group], None] | None) -> None:
+def from_two(contender: Contender, trap: Callable[[CountingGroup], None] | None) -> None:
     state, target = large(), large(fill=0.0)
     at = stage(contender)
     with at.ranks(3) as ranks:
@@ -144,7 +144,7 @@ def a_receiver_names_two_sources(contender: Contender) -> None:
     from_two(contender, None)
 
 
-def stop_midway(group: Group) -> None:
+def stop_midway(group: CountingGroup) -> None:
     """The end of a process, as far as the others see: all its connections close."""
     if max(group.sent, group.received) > 3 * MIB:
         if not group.closed.is_set():
@@ -152,7 +152,7 @@ def stop_midway(group: Group) -> None:
         raise ConnectionError("this rank was made to stop")
 
 
-def cut_off(group: Group) -> None:
+def cut_off(group: CountingGroup) -> None:
     """The end of a file, of which the group brings no more than the name."""
     raise ConnectionError("this rank was made to stop")
 
@@ -190,7 +190,7 @@ def ends_in_time(contender: Contender, sends: bool, comes: bool) -> None:
     """Whoever's peer does not come, or stops moving midway, ends, with an error or without."""
     at = stage(contender)
 
-    def stall(group: Group) -> None:
+    def stall(group: CountingGroup) -> None:
         if max(group.sent, group.received) > 3 * MIB:
             group.closed.wait(60)
             raise ConnectionError("this rank was made to stall")

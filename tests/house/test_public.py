@@ -168,6 +168,20 @@ def test_the_listing_is_short() -> None:
     assert len(rooms) <= MOST_ROOMS, rooms
 
 
+#: Public classes that do the same for different callers, and are told apart by their module.
+SHARED_NAMES = {"KeepCallback", "PGTransport"}
+
+
+def test_a_class_name_has_one_home() -> None:
+    """No two modules have classes of the same name, a leading underscore ignored."""
+    homes: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1 and name not in SHARED_NAMES} == {}
+
+
 def test_importing_starts_and_configures_nothing() -> None:
     """And brings nothing that takes long to import."""
     script = (

@@ -14,8 +14,8 @@ import torch
 from hub_asking import step_in
 from transfuse._hub import commits as commits_module
 from transfuse._hub.commits import Commit, Commits, Unavailable, Visitor
-from transfuse._hub.safetensors_layout import Layout
-from transfuse._hub.sources import Buffer, LiveSource, Taken
+from transfuse._hub.safetensors_layout import FileLayout
+from transfuse._hub.sources import Buffer, CopiedState, LiveSource
 from transfuse._remote.live_state import LiveState
 
 MAIN = "main"
@@ -39,12 +39,12 @@ class Job:
     def mark(self, seconds: float | None) -> object:
         return self._source.mark(seconds)
 
-    def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> Taken:
+    def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> CopiedState:
         self.copies += 1
         time.sleep(self.seconds)
         return self._source.take(buffer, meanwhile)
 
-    def glance(self, meanwhile: Callable[[], object]) -> tuple[Layout, int | None]:
+    def glance(self, meanwhile: Callable[[], object]) -> tuple[FileLayout, int | None]:
         return self._source.glance(meanwhile)
 
     def _fill(self) -> None:

@@ -406,7 +406,7 @@ def test_an_error_speaks_of_the_object_the_sender_and_the_tensor() -> None:
 
     def told(address: str, entry: str, targets: list[torch.Tensor] | None, timeout: float = 30.0) -> str:
         served = over_transfuse.Served([], "cpu", address=address, token="t", sender="the actor")
-        fetch = over_transfuse._Fetch(settings_of(timeout), entry, served, targets)
+        fetch = over_transfuse._ObjectFetch(settings_of(timeout), entry, served, targets)
         fetch.run()
         with pytest.raises(RayDirectTransportError) as error:
             fetch.wait(DEADLINE)
@@ -434,7 +434,7 @@ def test_a_fetch_that_its_own_thread_cancels_ends() -> None:
     with transfuse.serve({"one": source}, token="t") as server:
         served = over_transfuse.Served([], "cpu", address=server.address, token="t")
 
-        class Dropped(over_transfuse._Fetch):
+        class Dropped(over_transfuse._ObjectFetch):
             def _show(self, progress: dict[int, transfuse.Progress]) -> None:
                 super()._show(progress)
                 if progress:

@@ -15,7 +15,7 @@ from transfuse._keeper.books import Books, Generation
 from transfuse._keeper.bundle_table import KEY_BYTES, PRIVATE, Bundles
 from transfuse._keeper.frames import Lay
 from transfuse._keeper.freeing import Freeing
-from transfuse._keeper.questions import LentSlot, Round, State
+from transfuse._keeper.questions import HostState, LentSlot, Round
 from transfuse._keeper.slots import PAGE, Brief, Label, SlotFile
 
 SLOTS = 3
@@ -47,7 +47,7 @@ class FakePeer:
         self.index, self._simulation = index, simulation
         self.is_lost = False
 
-    def ask(self, question: Round) -> State | None:
+    def ask(self, question: Round) -> HostState | None:
         luck = self._simulation.luck()
         if luck < 0.1:
             return None
@@ -139,7 +139,7 @@ class Simulation:
         _close(books.free_ranks())
 
     def pull(self, index: int) -> None:
-        """As `Puller._pull`, with a copy in place of the network."""
+        """As `ReplicaPuller._pull`, with a copy in place of the network."""
         term, source = self.terms[index], (index - 1) % len(self.rings)
         label = term.puller.wanted()
         if label is None or label == term.puller.replicated:

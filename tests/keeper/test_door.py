@@ -15,7 +15,7 @@ from ring_hosts import SECONDS, TOKEN, Job, Worker, contents, until
 from transfuse._errors import PeerLost, TransfuseError
 from transfuse._keeper import door
 from transfuse._keeper.door import connect
-from transfuse._keeper.questions import Lend, Lent, No, Round, State
+from transfuse._keeper.questions import HostState, Lend, Lent, No, Round
 from transfuse._keeper.slots import Label
 from transfuse._wire.handshake import key_of
 from transfuse._wire.listener import MAX_STRANGERS
@@ -73,7 +73,7 @@ def test_garbage_and_strangers_at_the_door_get_nothing_and_break_nothing(job: Jo
         door.ask(control, Lend(job.generation, 77), SECONDS)
     # A leader of an earlier generation decides nothing.
     stale = Round(job.generation - 1, None, True, Label(job.generation, 5), None, True, False, [], [])
-    assert isinstance(door.ask(control, stale, SECONDS), State)
+    assert isinstance(door.ask(control, stale, SECONDS), HostState)
     job.commit(1)
     job.until_confirmed(1)
     # A connection borrows once.

@@ -15,20 +15,22 @@ import torch
 
 from keeping import SECONDS, Home, Job, home, same, threaded  # noqa: F401
 from transfuse._keeper import frames
-from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.process import Keeper
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Link, Link]]:
+def ends() -> Iterator[tuple[KeeperLink, KeeperLink]]:
     """The worker's end of a connection, and the keeper's."""
-    worker, keeper = (Link(one) for one in socket.socketpair())
+    worker, keeper = (KeeperLink(one) for one in socket.socketpair())
     yield worker, keeper
     worker.close()
     keeper.close()
 
 
-def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(ends: tuple[Link, Link]) -> None:
+def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(
+    ends: tuple[KeeperLink, KeeperLink],
+) -> None:
     worker, keeper = ends
     with pytest.raises(KeeperLost):
         worker.ask(frames.Done(), frames.Done, 0.01)
@@ -40,7 +42,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(en
         worker.ask(frames.Close(), frames.Done, SECONDS)
 
 
-def test_a_worker_without_descriptors_says_so_at_once(ends: tuple[Link, Link]) -> None:
+def test_a_worker_without_descriptors_says_so_at_once(ends: tuple[KeeperLink, KeeperLink]) -> None:
     worker, keeper = ends
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = [os.memfd_create("slot") for _ in range(10)]

@@ -19,7 +19,7 @@ from benchmarks.hosts import LINK, Hosts
 
 import several_hosts
 from transfuse._keeper import frames
-from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.frames import KeeperLink, KeeperLost
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -112,7 +112,7 @@ class _Job:
 
     def keeper_status(self, host: int) -> dict[str, Any]:
         (path,) = (self._directory / f"k{host}").glob("*/socket")
-        link = Link.to(str(path), 60.0)
+        link = KeeperLink.to(str(path), 60.0)
         try:
             status: dict[str, Any] = json.loads(link.ask(frames.Status(), frames.Told, 60.0).text)
             return status

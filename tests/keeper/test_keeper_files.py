@@ -23,7 +23,7 @@ from transfuse._errors import TransfuseError
 from transfuse._keeper import attach, frames, runs
 from transfuse._keeper.attach import Lock
 from transfuse._keeper.files import remove_files
-from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.process import Keeper
 from transfuse._keeper.runs import Process
 
@@ -75,7 +75,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> InThreads:
     return starter
 
 
-def join(run: runs.Run, rank: int, agent: Process | None = None) -> tuple[Link, str]:
+def join(run: runs.Run, rank: int, agent: Process | None = None) -> tuple[KeeperLink, str]:
     """As a worker does it: a keeper that is about to end does not count. Returns the keeper's address."""
     me = Process.of(os.getpid())
     assert me is not None

@@ -221,7 +221,7 @@ def test_replicas_of_a_host_that_left_stay_until_a_newer_step_is_confirmed(job: 
     job.hosts[1].stop()
     # Host 2 is rank 1 now, and holds what rank 1 of before had committed on the host that is lost.
     workers = job.meet([0, 2])
-    assert workers[1].link.ask(frames.Inventory(), frames.Holdings, SECONDS).has_held
+    assert workers[1].link.ask(frames.Inventory(), frames.HeldStates, SECONDS).has_held
     assert np.array_equal(workers[1].read(1, 7, first), contents(1, 7))
     assert np.array_equal(workers[0].read(0, 7, first), contents(0, 7))
     assert np.array_equal(workers[0].read(2, 7, first), contents(2, 7))

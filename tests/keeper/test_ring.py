@@ -78,7 +78,7 @@ def test_a_replaced_host_learns_what_is_confirmed_and_takes_part(job: Job) -> No
     job.hosts[1].stop()
     workers = job.meet([0, 2])
     job.until_confirmed(3)
-    assert workers[1].link.ask(frames.Inventory(), frames.Holdings, SECONDS).has_held
+    assert workers[1].link.ask(frames.Inventory(), frames.HeldStates, SECONDS).has_held
     assert np.array_equal(workers[0].read(1, 3, job.generation - 1), contents(1, 3))
     job.commit(4)
     job.until_confirmed(4)
@@ -237,7 +237,7 @@ def test_a_keeper_that_is_killed_or_frozen_holds_up_confirmations_until_it_is_ba
     assert np.array_equal(workers[0].read(1, 2), contents(1, 2))
     job.come_back(1)
     job.until_confirmed(2)
-    assert workers[1].link.ask(frames.Inventory(), frames.Holdings, SECONDS).has_held
+    assert workers[1].link.ask(frames.Inventory(), frames.HeldStates, SECONDS).has_held
     job.commit(4)
     job.until_confirmed(4)
     assert np.array_equal(workers[1].read(0, 4), contents(0, 4))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfuse import _rules
-from transfuse._plan.apply_rules import Link, Linked, link
+from transfuse._plan.apply_rules import BlockPair, Linked, link
 from transfuse._rules import Concat, MapPath, Rename, Rule, Slice, Split, check
 
 Shape = tuple[int, ...]
@@ -71,10 +71,10 @@ def test_without_rules_every_leaf_keeps_its_name() -> None:
         {"d": (0, 4), "c": (), "b": None, "a": (2, 3), "f": (1,)},
     )
     assert linked.links == [
-        Link(3, 0, (0, 0), (0, 0), (0, 4)),
-        Link(2, 1, (), (), ()),
-        Link(1, 2, (), (), ()),
-        Link(0, 3, (0, 0), (0, 0), (2, 3)),
+        BlockPair(3, 0, (0, 0), (0, 0), (0, 4)),
+        BlockPair(2, 1, (), (), ()),
+        BlockPair(1, 2, (), (), ()),
+        BlockPair(0, 3, (0, 0), (0, 0), (2, 3)),
     ]
     assert linked.unused == [4]
     assert linked.untouched == [4]
@@ -252,11 +252,11 @@ def test_fused_weights() -> None:
     )
     assert (linked.unused, linked.untouched, linked.problems) == ([], [], [])
     assert linked.links[:5] == [
-        Link(0, 0, (0, 0), (0, 0), (8, 6)),
-        Link(1, 0, (0, 0), (8, 0), (2, 6)),
-        Link(2, 0, (0, 0), (10, 0), (2, 6)),
-        Link(3, 1, (0, 0), (0, 0), (5, 6)),
-        Link(3, 2, (5, 0), (0, 0), (5, 6)),
+        BlockPair(0, 0, (0, 0), (0, 0), (8, 6)),
+        BlockPair(1, 0, (0, 0), (8, 0), (2, 6)),
+        BlockPair(2, 0, (0, 0), (10, 0), (2, 6)),
+        BlockPair(3, 1, (0, 0), (0, 0), (5, 6)),
+        BlockPair(3, 2, (5, 0), (0, 0), (5, 6)),
     ]
 
 
@@ -304,20 +304,20 @@ def test_leaves_without_elements_and_dims() -> None:
     )
     assert (linked.unused, linked.untouched, linked.problems) == ([], [], [])
     assert linked.links == [
-        Link(0, 0, (), (), ()),
-        Link(1, 1, (0, 0), (0, 0), (0, 4)),
-        Link(1, 2, (0, 0), (0, 0), (0, 4)),
-        Link(2, 2, (0, 0), (0, 0), (2, 4)),
-        Link(1, 3, (0, 0), (0, 0), (0, 2)),
-        Link(1, 4, (0, 2), (0, 0), (0, 2)),
-        Link(3, 5, (), (), ()),
+        BlockPair(0, 0, (), (), ()),
+        BlockPair(1, 1, (0, 0), (0, 0), (0, 4)),
+        BlockPair(1, 2, (0, 0), (0, 0), (0, 4)),
+        BlockPair(2, 2, (0, 0), (0, 0), (2, 4)),
+        BlockPair(1, 3, (0, 0), (0, 0), (0, 2)),
+        BlockPair(1, 4, (0, 2), (0, 0), (0, 2)),
+        BlockPair(3, 5, (), (), ()),
     ]
 
 
 def test_shapes_may_be_sizes_of_torch() -> None:
     tensor = torch.empty(4, 8)
     linked = link([Rename("a", "b")], ["a"], [tensor.shape], ["b"], [tensor.shape])
-    assert linked.links == [Link(0, 0, (0, 0), (0, 0), (4, 8))]
+    assert linked.links == [BlockPair(0, 0, (0, 0), (0, 0), (4, 8))]
     assert type(linked.links[0].sizes) is tuple
     only_problem(link(None, ["a"], [tensor.shape], ["a"], [(4, 6)]), "shape: source (4, 8), target (4, 6)")
 

@@ -13,7 +13,7 @@ from moves import CPU
 from transfuse._errors import PeerRefused
 from transfuse._limits import KIB, Limits
 from transfuse._memory.digest import digest_of
-from transfuse._memory.packing import Place
+from transfuse._memory.packing import RegionPlace
 from transfuse._plan import parcels
 from transfuse._plan.parcels import Most, Parcels
 from transfuse._plan.regions import lay_out
@@ -45,8 +45,8 @@ class Flat:
     def run(self, region: int, low: int, high: int) -> torch.Tensor:
         return self._bytes[low:high]
 
-    def places(self, region: int) -> Sequence[Place]:
-        return [Place(self._bytes)]
+    def places(self, region: int) -> Sequence[RegionPlace]:
+        return [RegionPlace(self._bytes)]
 
     def paths_of(self, regions: Sequence[int]) -> list[str]:
         return ["w"]

@@ -75,7 +75,7 @@ def test_a_source_that_freezes_is_given_up_within_the_timeout() -> None:
 def test_a_silent_source_of_two_is_left_before_the_timeout(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At half of it, on both wires: the connection's own wait would end after all of it."""
     left = threading.Event()
-    agree, await_turn = source._Serving._agree, Outgoing._await_turn
+    agree, await_turn = source._ReceiverConversation._agree, Outgoing._await_turn
 
     def agrees(serving: Any, *args: Any) -> None:
         if serving._channel.home.rank() == 0 and when == "before it agrees":
@@ -87,7 +87,7 @@ def test_a_silent_source_of_two_is_left_before_the_timeout(when: str, monkeypatc
             left.wait(30)
         await_turn(outgoing, numbers)
 
-    monkeypatch.setattr(source._Serving, "_agree", agrees)
+    monkeypatch.setattr(source._ReceiverConversation, "_agree", agrees)
     monkeypatch.setattr(Outgoing, "_await_turn", awaits)
     state = {"w": torch.randn(1 << 20)}
 
@@ -266,7 +266,7 @@ def test_what_was_kept_is_no_state_if_its_source_leaves_before_it_has_compared_i
         return mover.send_checkpoint([1], state) if rank == 0 else mover.recv_checkpoint(0, resume=error.partial)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source._Serving, "_compare", leave)
+        patch.setattr(source._ReceiverConversation, "_compare", leave)
         received = two.ranks.outcomes(work)[1].error
     if silent:
         assert isinstance(received, transfuse.PeerTimeout)
@@ -331,7 +331,7 @@ def test_a_parcel_that_cannot_be_packed_never_passes_for_one_that_could(
     pack = places.pack
 
     def fail(memory: Any, *args: Any) -> Any:
-        if isinstance(memory, source._Memory):
+        if isinstance(memory, source._SourceMemory):
             calls.append(1)
             if len(calls) == which + 1:
                 raise RuntimeError("out of memory")

@@ -22,9 +22,9 @@ from transfuse._options import Options
 from transfuse._progress import Progress
 from transfuse._report import Report
 from transfuse._session import negotiation, planning
-from transfuse._session.context import Context, Request
-from transfuse._session.negotiation import Decide, Describe, Done, Negotiation, Wait
-from transfuse._session.planning import Described
+from transfuse._session.context import Context, ReceiveRequest
+from transfuse._session.negotiation import Decide, Decided, Describe, Negotiation, WaitForChange
+from transfuse._session.planning import OfferWithManifest
 from transfuse._session.receive_from_all import Receive
 from transfuse._session.threads import Caller
 from transfuse._sizes import Sizes
@@ -122,7 +122,7 @@ class Model:
             self.at[rank] = "turn"
         elif at == "described":
             offer = self.sources[rank]
-            negotiation.hand_in_description(rank, Described(offer, None))  # type: ignore[arg-type]
+            negotiation.hand_in_description(rank, OfferWithManifest(offer, None))  # type: ignore[arg-type]
             self.at[rank] = "turn"
         elif at == "decided":
             self.decide(rank)
@@ -144,12 +144,12 @@ class Model:
             assert not self.turns, "and only one is taken at a time"
             self.turns[rank] = turn
             self.at[rank] = "decided"
-        elif isinstance(turn, Done):
+        elif isinstance(turn, Decided):
             assert self.decided is not None
             assert turn.late == (rank not in self.decided)
             self.at[rank] = "done"
         else:
-            assert isinstance(turn, Wait)
+            assert isinstance(turn, WaitForChange)
 
     def decide(self, rank: int) -> None:
         """All are needed: as with stages of a pipeline."""
@@ -230,7 +230,7 @@ class Scheduled:
             report=Report("receive", ranks),
             progress={rank: Progress() for rank in ranks},
         )
-        self.receive = Receive(Request(target=target, **request), context)
+        self.receive = Receive(ReceiveRequest(target=target, **request), context)
         group = Group(Silent(), CPU)
         self.channels = [Channel(group, rank, 60.0, LIMITS) for rank in ranks]
         self.receive.negotiator.prepare(self.channels[0])

@@ -31,8 +31,8 @@ from transfuse._wire.handshake import (
     Come,
     Frame,
     Join,
+    ReaderRefused,
     Ready,
-    Refused,
     Wait,
     connect,
     key_of,
@@ -303,7 +303,9 @@ def test_a_proof_for_one_port_is_none_for_another(port: OwnPort) -> None:
     assert nobody_comes(port, number)
 
 
-@pytest.mark.parametrize("frame", [Come(), Wait(), Ready(), Refused("kind", "cause")], ids=lambda frame: str(frame))
+@pytest.mark.parametrize(
+    "frame", [Come(), Wait(), Ready(), ReaderRefused("kind", "cause")], ids=lambda frame: str(frame)
+)
 def test_other_frames_than_the_number(port: OwnPort, frame: Frame) -> None:
     control = connect(port.place().address, key_of(port.place().token), WAIT, -1)
     control.send(frame, WAIT)

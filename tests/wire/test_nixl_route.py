@@ -33,8 +33,8 @@ from transfuse._state.manifest import Described, describe
 from transfuse._wire import nixl_agent, nixl_route
 from transfuse._wire.memory_route import TOKEN_BYTES
 from transfuse._wire.nixl_agent import Agent
-from transfuse._wire.nixl_route import Entry, NixlLease, NixlReader
-from transfuse._wire.route import Malformed, Pull, Unreadable
+from transfuse._wire.nixl_route import NixlEntry, NixlLease, NixlReader
+from transfuse._wire.route import MalformedEntry, Pull, Unreadable
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Fleet, announce
 
@@ -379,16 +379,16 @@ def told(described: Described) -> Pull:
 
 
 @pytest.fixture
-def leased() -> Iterator[tuple[NixlLease, Entry, Pull]]:
+def leased() -> Iterator[tuple[NixlLease, NixlEntry, Pull]]:
     nixl_agent.get(60)
     described = describe({"w": torch.arange(1 << 16), "v": torch.ones(5)}, Limits())
     with NixlLease() as lease:
         entry = lease.export(described)
         assert entry is not None
-        yield lease, Entry.decode(entry), told(described)
+        yield lease, NixlEntry.decode(entry), told(described)
 
 
-def test_a_reader_reads_this_processes_own_memory(leased: tuple[NixlLease, Entry, Pull]) -> None:
+def test_a_reader_reads_this_processes_own_memory(leased: tuple[NixlLease, NixlEntry, Pull]) -> None:
     _, entry, pull = leased
     reader = NixlReader(entry, pull)
     found = np.zeros(1 << 16, dtype=np.int64)
@@ -403,7 +403,7 @@ def test_a_reader_reads_this_processes_own_memory(leased: tuple[NixlLease, Entry
     reader.close()
 
 
-def test_a_reader_notices_that_the_lease_has_ended(leased: tuple[NixlLease, Entry, Pull]) -> None:
+def test_a_reader_notices_that_the_lease_has_ended(leased: tuple[NixlLease, NixlEntry, Pull]) -> None:
     lease, entry, pull = leased
     reader = NixlReader(entry, pull)
     reader.recheck()
@@ -424,7 +424,7 @@ def test_a_reader_notices_that_the_lease_has_ended(leased: tuple[NixlLease, Entr
     ],
 )
 def test_what_is_not_so_is_unreadable(
-    leased: tuple[NixlLease, Entry, Pull], changes: dict[str, Any], says: str
+    leased: tuple[NixlLease, NixlEntry, Pull], changes: dict[str, Any], says: str
 ) -> None:
     _, entry, pull = leased
     with pytest.raises(Unreadable, match=says):
@@ -442,13 +442,15 @@ def test_what_is_not_so_is_unreadable(
         {"storages": b"\xff" * 16},
     ],
 )
-def test_addresses_that_cannot_be_are_refused(leased: tuple[NixlLease, Entry, Pull], changes: dict[str, Any]) -> None:
+def test_addresses_that_cannot_be_are_refused(
+    leased: tuple[NixlLease, NixlEntry, Pull], changes: dict[str, Any]
+) -> None:
     _, entry, pull = leased
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedEntry):
         NixlReader(msgspec.structs.replace(entry, **changes), pull)
 
 
-def test_damaged_entries_never_reach_nixl(leased: tuple[NixlLease, Entry, Pull]) -> None:
+def test_damaged_entries_never_reach_nixl(leased: tuple[NixlLease, NixlEntry, Pull]) -> None:
     """UCX ends the process for much of this."""
     _, entry, _ = leased
     whole, draw = entry.encode(), random.Random(7)
@@ -460,20 +462,20 @@ def test_damaged_entries_never_reach_nixl(leased: tuple[NixlLease, Entry, Pull])
         if draw.random() < 0.2:
             data = data[: draw.randrange(len(data))]
         try:
-            read = Entry.decode(bytes(data))
-        except Malformed:
+            read = NixlEntry.decode(bytes(data))
+        except MalformedEntry:
             refused += 1
             continue
         # What was damaged is checked later: by the version, the token or the addresses.
         assert (read.agent, read.metadata) == (entry.agent, entry.metadata)
     assert refused > 2000
     for size in (0, 1, 100, 1000):
-        with pytest.raises(Malformed):
-            Entry.decode(draw.randbytes(size))
+        with pytest.raises(MalformedEntry):
+            NixlEntry.decode(draw.randbytes(size))
     other = f"transfuse-{'0' * 32}"
     for changes in ({"agent": other}, {"agent": "x"}, {"metadata": b""}, {"metadata": bytes(50), "digest": bytes(16)}):
-        with pytest.raises(Malformed):
-            Entry.decode(msgspec.structs.replace(entry, **changes).encode())
+        with pytest.raises(MalformedEntry):
+            NixlEntry.decode(msgspec.structs.replace(entry, **changes).encode())
 
 
 # -------------------------------------------------------------------------------------------------- the agent's care

@@ -31,7 +31,7 @@ from transfuse._sizes import Sizes
 from transfuse._state.manifest import Described
 from transfuse._wire import route_table
 from transfuse._wire.memory_route_read import Reading
-from transfuse._wire.route import Malformed, Pull, Puller, Route, Unreadable
+from transfuse._wire.route import MalformedEntry, Pull, Puller, Route, Unreadable
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import ProcessPool
 
@@ -149,9 +149,9 @@ class FileRoute:
         try:
             found = msgspec.msgpack.decode(entry, type=FileEntry)
         except msgspec.MsgspecError as error:
-            raise Malformed(f"a malformed entry: {error}") from error
+            raise MalformedEntry(f"a malformed entry: {error}") from error
         if len(found.storages) != len(pull.manifest.storages) or len(found.token) != TOKEN_BYTES:
-            raise Malformed("a malformed entry")
+            raise MalformedEntry("a malformed entry")
         reader = FileReader(found, self.most_bytes)
         if self.looks_first:
             reader.recheck()

@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from transfuse._errors import TransfuseError
-from transfuse._hub.safetensors_layout import INDEX_NAME, File, Layout
+from transfuse._hub.safetensors_layout import INDEX_NAME, File, FileLayout
 from transfuse._hub.sources import Buffer, NotTold, Source
 from transfuse._memory.blocks import digests_at
 
@@ -59,7 +59,7 @@ class Commit:
     mark: object
     #: Whether the state may have changed during the copy.
     is_loose: bool
-    layout: Layout
+    layout: FileLayout
     buffer: Buffer
     etags: dict[str, str]
     made_at: float
@@ -211,7 +211,7 @@ class Commits:
                     self._begun = number
                 self._changed.wait(until - time.monotonic())
 
-    def glance(self) -> tuple[Layout, int | None]:
+    def glance(self) -> tuple[FileLayout, int | None]:
         """The state's files and its step now. Nothing is copied, and no commit is made or held."""
         until = time.monotonic() + WAIT_SECONDS
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from transfuse._hub import page
 from transfuse._hub.commits import Visitor
-from transfuse._hub.repository import Answer, Question
+from transfuse._hub.repository import HttpAnswer, Question
 from transfuse._wire.accepting import Accepting
 from transfuse._wire.handshake import is_loopback
 
@@ -45,7 +45,7 @@ ROOM_SECONDS = 1.0
 #: How long closing waits for threads that have been cut off.
 END_SECONDS = 5.0
 
-Answering = Callable[[Question, Visitor], AbstractContextManager[Answer]]
+Answering = Callable[[Question, Visitor], AbstractContextManager[HttpAnswer]]
 
 
 class HttpServer:
@@ -80,7 +80,7 @@ class HttpServer:
         return self._accepting.is_closed
 
     @property
-    def connections(self) -> dict[threading.Thread, _Connection]:
+    def connections(self) -> dict[threading.Thread, _HttpConnection]:
         return self._accepting.connections
 
     def close(self, *, cancel: bool, patience: float) -> None:
@@ -116,8 +116,8 @@ class HttpServer:
         name = name.rpartition("]")[0].lstrip("[") if name.startswith("[") else name
         return name.lower() == "localhost" or is_loopback(name)
 
-    def _admit(self, sock: socket.socket, where: object) -> _Connection | None:
-        connection = _Connection(sock, self)
+    def _admit(self, sock: socket.socket, where: object) -> _HttpConnection | None:
+        connection = _HttpConnection(sock, self)
         if self._make_room():
             return connection
         connection.turn_away()
@@ -141,7 +141,7 @@ class HttpServer:
         thread.join(ROOM_SECONDS)
         return not thread.is_alive()
 
-    def _serve(self, connection: _Connection) -> None:
+    def _serve(self, connection: _HttpConnection) -> None:
         try:
             connection.run()
         except (OSError, ValueError) as error:
@@ -163,7 +163,7 @@ def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-class _Connection:
+class _HttpConnection:
     """One client's connection."""
 
     def __init__(self, sock: socket.socket, server: HttpServer) -> None:
@@ -191,7 +191,7 @@ class _Connection:
         self.sock.close()
 
 
-class _Arriving(socket.SocketIO):
+class _DeadlineReader(socket.SocketIO):
     """Reads from a socket until a moment that is set for each request, however slowly bytes trickle in."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -217,11 +217,11 @@ class _Handler(BaseHTTPRequestHandler):
     default_request_version = "HTTP/1.0"
     server_version, sys_version = "transfuse", ""
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: _HttpConnection) -> None:
         # Not the base's: it makes streams without deadlines.
         self._connection, self._hub = connection, connection.server
         self.connection = connection.sock
-        self._arriving = _Arriving(connection.sock)
+        self._arriving = _DeadlineReader(connection.sock)
         self._stream = io.BufferedReader(self._arriving, 64 << 10)
         self.wfile = _Writer(self)
         self.close_connection = False
@@ -244,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.raw_requestline, self.rfile = self._head()
         except _TooLarge:
             self.requestline, self.request_version, self.command = "", "HTTP/1.1", ""
-            return self._finish(Answer(431))
+            return self._finish(HttpAnswer(431))
         if not self.raw_requestline.strip() or not self.parse_request():
             return None  # The base class has answered.
         if self.request_version == "HTTP/0.9":
@@ -252,10 +252,10 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "0")
         if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdigit()):
             self.close_connection = True
-            return self._finish(Answer(411))
+            return self._finish(HttpAnswer(411))
         if int(length) > MAX_BODY_BYTES:
             self.close_connection = True
-            return self._finish(Answer(413))
+            return self._finish(HttpAnswer(413))
         headers = {name.lower(): value for name, value in self.headers.items()}
         shown = page.is_wanted(self.command, headers.get("accept"))
         if not self._hub.is_allowed(self.headers.get("Authorization")):
@@ -263,10 +263,12 @@ class _Handler(BaseHTTPRequestHandler):
             given = "another token was sent" if "Authorization" in self.headers else "no token was sent"
             advice = f"{given}: set HF_TOKEN to the token that this hub was started with"
             said = {"WWW-Authenticate": "Bearer", "X-Error-Message": advice}
-            return self._finish(Answer(401, said | page.HEADERS, page.locked(headers)) if shown else Answer(401, said))
+            return self._finish(
+                HttpAnswer(401, said | page.HEADERS, page.locked(headers)) if shown else HttpAnswer(401, said)
+            )
         if not self._hub.is_expected(self.headers.get("Host")):
             self.close_connection = True
-            return self._finish(Answer(403, page.HEADERS, page.wrong_name()) if shown else Answer(403))
+            return self._finish(HttpAnswer(403, page.HEADERS, page.wrong_name()) if shown else HttpAnswer(403))
         body = self._stream.read(int(length))
         if len(body) < int(length):
             self.close_connection = True
@@ -288,7 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
             lines.append(line)
         return lines[0], io.BytesIO(b"".join(lines[1:]))
 
-    def _finish(self, answer: Answer) -> None:
+    def _finish(self, answer: HttpAnswer) -> None:
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)

@@ -80,7 +80,7 @@ def hub(
     _arguments.check_text("prefix", prefix, "the beginning of names")
     addresses = _addresses(state)
     # Refuse all wrong arguments before a state is read or a port is taken.
-    settings = Settings(name, assets, token, host, port, hold, seconds)
+    settings = HubSettings(name, assets, token, host, port, hold, seconds)
     if addresses is None:
         if server_token is not None:
             raise ValueError("server_token= belongs to addresses of servers, and this is a state")
@@ -114,7 +114,7 @@ def _addresses(state: object) -> list[str] | None:
     return list(several)
 
 
-class Settings:
+class HubSettings:
     """What every Hub needs, checked."""
 
     def __init__(
@@ -154,7 +154,7 @@ class Hub:
     """
 
     def __init__(
-        self, source: Source, settings: Settings, live: LiveState | None = None, state: State | None = None
+        self, source: Source, settings: HubSettings, live: LiveState | None = None, state: State | None = None
     ) -> None:
         self._live, self._state = live, state
         self._name = settings.name
@@ -188,7 +188,7 @@ class Hub:
     def of_state(
         cls,
         state: State,
-        settings: Settings,
+        settings: HubSettings,
         *,
         step: SupportsIndex | Callable[[], SupportsIndex | None] | None,
         prefix: str,

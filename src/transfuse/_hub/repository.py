@@ -38,7 +38,7 @@ class Question:
 
 
 @dataclass
-class Answer:
+class HttpAnswer:
     """A response. ``body`` is sent if the method is not HEAD; its length is announced anyway."""
 
     status: int
@@ -58,7 +58,7 @@ class Repository:
         self._assets = assets
 
     @contextmanager
-    def answer(self, question: Question, visitor: Visitor) -> Iterator[Answer]:
+    def answer(self, question: Question, visitor: Visitor) -> Iterator[HttpAnswer]:
         """The answer to a request. Its body is valid within this block."""
         split = urlsplit("//host" + question.target if question.target.startswith("/") else "//host/")
         # Split first: an encoded slash is no separator.
@@ -82,7 +82,7 @@ class Repository:
             return
         allowed = ("POST",) if rest[:1] == ["paths-info"] else ("GET", "HEAD")
         if question.method not in allowed:
-            yield Answer(405, {"Allow": ", ".join(allowed)})
+            yield HttpAnswer(405, {"Allow": ", ".join(allowed)})
             return
         if revision != MAIN and not _COMMIT.fullmatch(revision):
             yield _refuse(404, NO_REVISION, f"there is one branch, {MAIN}, and commits of 40 hex digits")
@@ -102,7 +102,7 @@ class Repository:
 
     def _of(
         self, commit: Commit, rest: Sequence[str], query: Mapping[str, Sequence[str]], question: Question
-    ) -> Answer:
+    ) -> HttpAnswer:
         what = rest[0] if rest else "revision"
         if what == "resolve":
             return self._file(commit, "/".join(rest[2:]) if all("/" not in part for part in rest[2:]) else "", question)
@@ -119,19 +119,19 @@ class Repository:
             return _json(commit, {"branches": [branch], "converts": [], "tags": [], "pullRequests": []})
         return self._info(commit, blobs="true" in query.get("blobs", ()))
 
-    def _page(self, parts: Sequence[str], question: Question) -> Answer:
+    def _page(self, parts: Sequence[str], question: Question) -> HttpAnswer:
         """What a browser gets."""
         if [part for part in parts if part] not in ([], self._parts):
             there = page.notice("There is no such page", f"This Hub has one repository, {self.name}.")
-            return Answer(404, page.HEADERS, there)
+            return HttpAnswer(404, page.HEADERS, there)
         try:
             layout, step = self._commits.glance()
         except TransfuseError as error:
             body = page.notice(self.name, "The job's state cannot be read now. Load this page again.", str(error))
-            return Answer(503, page.HEADERS | {"Retry-After": "1"}, body)
+            return HttpAnswer(503, page.HEADERS | {"Retry-After": "1"}, body)
         sizes = {**layout.sizes(), **self._assets.sizes()}
         body = page.overview(self.name, step, sizes, question.headers, needs_token=self._needs_token)
-        return Answer(200, page.HEADERS, body)
+        return HttpAnswer(200, page.HEADERS, body)
 
     # ------------------------------------------------------------------------------------------------ what there is
 
@@ -141,7 +141,7 @@ class Repository:
     def _etag(self, commit: Commit, name: str) -> str | None:
         return commit.etags.get(name) or self._assets.etag(name)
 
-    def _info(self, commit: Commit, *, blobs: bool) -> Answer:
+    def _info(self, commit: Commit, *, blobs: bool) -> HttpAnswer:
         siblings: list[dict[str, Any]] = []
         for name, size in self._sizes(commit).items():
             more = {"size": size, "blobId": self._etag(commit, name)} if blobs else {}
@@ -179,7 +179,7 @@ class Repository:
     def _entry(self, commit: Commit, name: str, size: int) -> dict[str, Any]:
         return {"type": "file", "path": name, "size": size, "oid": self._etag(commit, name) or ""}
 
-    def _tree(self, commit: Commit, folder: str, *, recursive: bool) -> Answer:
+    def _tree(self, commit: Commit, folder: str, *, recursive: bool) -> HttpAnswer:
         sizes = self._sizes(commit)
         start = f"{folder.strip('/')}/" if folder.strip("/") else ""
         listed: list[dict[str, Any]] = []
@@ -197,7 +197,7 @@ class Repository:
             return _refuse(404, NO_ENTRY, f"there is no directory {folder}", {"X-Repo-Commit": commit.id})
         return _json(commit, listed)
 
-    def _paths(self, commit: Commit, question: Question) -> Answer:
+    def _paths(self, commit: Commit, question: Question) -> HttpAnswer:
         wanted: Any
         try:
             if question.headers.get("content-type", "").startswith("application/json"):
@@ -216,7 +216,7 @@ class Repository:
 
     # ------------------------------------------------------------------------------------------------ files
 
-    def _file(self, commit: Commit, name: str, question: Question) -> Answer:
+    def _file(self, commit: Commit, name: str, question: Question) -> HttpAnswer:
         headers = {"X-Repo-Commit": commit.id}
         body: bytes | memoryview | None = commit.bytes(name)
         etag = commit.etags.get(name)
@@ -229,15 +229,15 @@ class Repository:
         headers["Content-Disposition"] = f'inline; filename="{as_name(name)}"'
         asked = question.headers.get("range") if question.method == "GET" else None
         if asked is None or question.headers.get("if-range", headers["ETag"]) != headers["ETag"]:
-            return Answer(200, headers, body, commit)
+            return HttpAnswer(200, headers, body, commit)
         part = range_of(asked, len(body))
         if part is None:
-            return Answer(200, headers, body, commit)
+            return HttpAnswer(200, headers, body, commit)
         if not part:
             headers["Content-Range"] = f"bytes */{len(body)}"
-            return Answer(416, headers)
+            return HttpAnswer(416, headers)
         headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{len(body)}"
-        return Answer(206, headers, memoryview(body)[part.start : part.stop], commit)
+        return HttpAnswer(206, headers, memoryview(body)[part.start : part.stop], commit)
 
 
 def range_of(text: str, size: int) -> range | None:
@@ -269,14 +269,14 @@ def _date(commit: Commit) -> str:
     return datetime.fromtimestamp(commit.made_at, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
 
-def _json(commit: Commit, said: object) -> Answer:
+def _json(commit: Commit, said: object) -> HttpAnswer:
     headers = {"Content-Type": "application/json; charset=utf-8", "X-Repo-Commit": commit.id}
-    return Answer(200, headers, json.dumps(said).encode())
+    return HttpAnswer(200, headers, json.dumps(said).encode())
 
 
-def _refuse(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Answer:
+def _refuse(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> HttpAnswer:
     # A header is one line of Latin letters.
     line = re.sub(r"[^\x20-\x7e]+", " ", message)[:1000]
     errors = ({"X-Error-Code": code} if code else {}) | {"X-Error-Message": line}
     body = json.dumps({"error": as_utf8(message)}).encode()
-    return Answer(status, {"Content-Type": "application/json; charset=utf-8", **errors, **(headers or {})}, body)
+    return HttpAnswer(status, {"Content-Type": "application/json; charset=utf-8", **errors, **(headers or {})}, body)

@@ -87,7 +87,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """All files of a state."""
 
     #: What the layout was made from: with the same entries it can be used again.
@@ -111,7 +111,7 @@ def why_not(dtype: torch.dtype, *, signed_view: bool) -> str | None:
     return "a conjugate or negative view; resolve it first" if signed_view else None
 
 
-def lay_out(entries: Sequence[Entry], max_shard_bytes: int) -> Layout:
+def lay_out(entries: Sequence[Entry], max_shard_bytes: int) -> FileLayout:
     """Lay out a state in files of at most so many bytes of tensors. A tensor that is larger has a file of its own."""
     _check(entries)
     shards: list[list[Entry]] = [[]]
@@ -140,7 +140,7 @@ def lay_out(entries: Sequence[Entry], max_shard_bytes: int) -> Layout:
         where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         total = sum(entry.nbytes for shard in shards for entry in shard)
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
-    return Layout(tuple(entries), tuple(files), end, index)
+    return FileLayout(tuple(entries), tuple(files), end, index)
 
 
 def _check(entries: Sequence[Entry]) -> None:

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from transfuse._errors import NotCovered, SourcesDiffer, StateError, StepMismatch, UnsupportedLeaf
-from transfuse._hub.safetensors_layout import Entry, Layout, lay_out, why_not
+from transfuse._hub.safetensors_layout import Entry, FileLayout, lay_out, why_not
 from transfuse._limits import Limits
 from transfuse._memory import vm
 from transfuse._memory.mutation import MutationWatch
-from transfuse._plan.apply_rules import Link
+from transfuse._plan.apply_rules import BlockPair
 from transfuse._plan.catalogue import Catalogue
 from transfuse._plan.cohorts import Cohort
 from transfuse._remote.client import fetch_if, peek
-from transfuse._remote.live_state import LiveState, Seen
+from transfuse._remote.live_state import LiveState, StateView
 from transfuse._state import trees
 from transfuse._state.leaves import dense
 from transfuse._state.leaves.codec import CannotCarry
@@ -72,10 +72,10 @@ class Buffer:
         return memoryview((ctypes.c_char * self.nbytes).from_address(self.address)).cast("B")
 
 
-class Taken(NamedTuple):
+class CopiedState(NamedTuple):
     """What has been written into a buffer."""
 
-    layout: Layout
+    layout: FileLayout
     step: int | None
     #: The source's mark at that moment.
     mark: object
@@ -93,10 +93,10 @@ class Source(Protocol):
     def mark(self, seconds: float | None) -> object:
         """Something that differs when the state has moved on. :class:`NotTold` if that takes longer."""
 
-    def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> Taken:
+    def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> CopiedState:
         """Write the state into the buffer. ``meanwhile`` is called now and then while this waits; it may raise."""
 
-    def glance(self, meanwhile: Callable[[], object]) -> tuple[Layout, int | None]:
+    def glance(self, meanwhile: Callable[[], object]) -> tuple[FileLayout, int | None]:
         """The state's files and step, without its bytes."""
 
 
@@ -106,9 +106,9 @@ class _Layouts:
     def __init__(self, prefix: str, max_shard_bytes: int) -> None:
         self.prefix = prefix
         self._max_shard_bytes = max_shard_bytes
-        self._last: Layout | None = None
+        self._last: FileLayout | None = None
 
-    def of(self, entries: Sequence[Entry]) -> Layout:
+    def of(self, entries: Sequence[Entry]) -> FileLayout:
         if self._last is None or self._last.entries != tuple(entries):
             if not entries and self.prefix:
                 raise StateError(f"the state has no tensors whose names begin with {self.prefix!r}")
@@ -148,9 +148,9 @@ class LiveSource:
     def mark(self, seconds: float | None) -> object:
         """How often the state was changed, and whether it has changed otherwise: a job may forget ``mutating()``."""
         seen = self._live.seen
-        return self._live.changes, isinstance(seen, Seen) and bool(_changed(seen))
+        return self._live.changes, isinstance(seen, StateView) and bool(_changed(seen))
 
-    def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> Taken:
+    def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> CopiedState:
         while True:
             with self._live.reading(meanwhile) as seen:
                 found = _tensors(seen.state, self._layouts.prefix)
@@ -159,14 +159,14 @@ class LiveSource:
                     is_loose = self._was_forgotten(seen)
                     seen.watch = _watch(found)
                     _copy({entry.name: tensor for entry, tensor in found}, layout, buffer)
-                    return Taken(layout, seen.step, (seen.changes, False), self._was_forgotten(seen) or is_loose)
+                    return CopiedState(layout, seen.step, (seen.changes, False), self._was_forgotten(seen) or is_loose)
             buffer.grow(layout.nbytes)  # Here, where training goes on: it takes as long as the copy.
 
-    def glance(self, meanwhile: Callable[[], object]) -> tuple[Layout, int | None]:
+    def glance(self, meanwhile: Callable[[], object]) -> tuple[FileLayout, int | None]:
         with self._live.reading(meanwhile) as seen:
             return self._layouts.of([entry for entry, _ in _tensors(seen.state, self._layouts.prefix)]), seen.step
 
-    def _was_forgotten(self, seen: Seen) -> bool:
+    def _was_forgotten(self, seen: StateView) -> bool:
         """Whether tensors have changed, and nobody was in ``mutating()`` since the last look. One warning."""
         changed = _changed(seen)
         if changed and not self._has_warned:
@@ -183,7 +183,7 @@ def _watch(found: list[tuple[Entry, torch.Tensor]]) -> MutationWatch:
     return MutationWatch(describe({entry.name: tensor for entry, tensor in found}, Limits()))
 
 
-def _changed(seen: Seen) -> list[str]:
+def _changed(seen: StateView) -> list[str]:
     """The names of tensors that have changed since somebody looked last, outside of all blocks."""
     return [] if seen.watch is None else seen.watch.changed()
 
@@ -229,7 +229,7 @@ def _whole(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.detach()
 
 
-def _copy(tensors: dict[str, torch.Tensor], layout: Layout, buffer: Buffer) -> None:
+def _copy(tensors: dict[str, torch.Tensor], layout: FileLayout, buffer: Buffer) -> None:
     theirs, mine = [], []
     for file in layout.files:
         for entry, place in zip(file.entries, file.places, strict=True):
@@ -323,17 +323,17 @@ class ServerSource:
             buffer.grow(self._layouts.of([entry for _, entry in self._entries(catalogue)]).nbytes)
         return seen.step
 
-    def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> Taken:
+    def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> CopiedState:
         with self._reach() as reached:
             self._peek(reached, buffer)
             return self._fetch_one_step(reached, buffer, meanwhile)
 
-    def glance(self, meanwhile: Callable[[], object]) -> tuple[Layout, int | None]:
+    def glance(self, meanwhile: Callable[[], object]) -> tuple[FileLayout, int | None]:
         with self._reach() as reached:
             taken = self._fetch_one_step(reached, None, meanwhile)
         return taken.layout, taken.step
 
-    def _fetch_one_step(self, reached: Reached, buffer: Buffer | None, meanwhile: Callable[[], object]) -> Taken:
+    def _fetch_one_step(self, reached: Reached, buffer: Buffer | None, meanwhile: Callable[[], object]) -> CopiedState:
         for left in reversed(range(TRIES)):
             meanwhile()
             try:
@@ -346,11 +346,11 @@ class ServerSource:
                 time.sleep(BETWEEN_SECONDS)
         raise AssertionError("unreachable")
 
-    def _fetch(self, reached: Reached, buffer: Buffer | None) -> Taken:
+    def _fetch(self, reached: Reached, buffer: Buffer | None) -> CopiedState:
         """Everything into the buffer. Without one: what there is, and no bytes of it."""
-        chosen: list[Layout] = []
+        chosen: list[FileLayout] = []
 
-        def late(catalogue: Catalogue) -> tuple[object, list[Link]]:
+        def late(catalogue: Catalogue) -> tuple[object, list[BlockPair]]:
             numbers = {entry.name: number for number, entry in self._entries(catalogue)}
             layout = self._layouts.of([entry for _, entry in self._entries(catalogue)])
             chosen.append(layout)
@@ -362,12 +362,12 @@ class ServerSource:
             for file in layout.files:
                 for entry, place in zip(file.entries, file.places, strict=True):
                     nowhere = (0,) * len(entry.shape)
-                    links.append(Link(numbers[entry.name], len(target), nowhere, nowhere, entry.shape))
+                    links.append(BlockPair(numbers[entry.name], len(target), nowhere, nowhere, entry.shape))
                     target[entry.name] = buffer.tensor(entry, place)
             return target, links
 
         step = fetch_if(None, reached.addresses, token=reached.token, timeout=self._seconds, late=late).step
-        return Taken(chosen[-1], step, step, is_loose=False)
+        return CopiedState(chosen[-1], step, step, is_loose=False)
 
     def _entries(self, catalogue: Catalogue) -> list[tuple[int, Entry]]:
         """The tensors of all servers, each with its number in the catalogue."""

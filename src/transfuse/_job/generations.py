@@ -45,7 +45,7 @@ class _Ticket(msgspec.Struct, array_like=True, frozen=True):
     at: float
 
 
-class _Generation(msgspec.Struct, array_like=True, frozen=True):
+class _AgreedTickets(msgspec.Struct, array_like=True, frozen=True):
     number: int
     tickets: list[str]
 
@@ -105,14 +105,14 @@ def _tickets(store: Store, size: int) -> dict[int, _Ticket]:
     return {rank: msgspec.json.decode(store.get(f"ticket {rank}"), type=_Ticket) for rank in there}
 
 
-def _current(store: Store) -> tuple[bytes, _Generation]:
+def _current(store: Store) -> tuple[bytes, _AgreedTickets]:
     if not store.check(["generation"]):
-        return b"", _Generation(0, [])
+        return b"", _AgreedTickets(0, [])
     data = store.get("generation")
-    return data, msgspec.json.decode(data, type=_Generation)
+    return data, msgspec.json.decode(data, type=_AgreedTickets)
 
 
-def _await_generation(store: Store, rank: int, mine: _Ticket, until: float, seconds: float) -> _Generation:
+def _await_generation(store: Store, rank: int, mine: _Ticket, until: float, seconds: float) -> _AgreedTickets:
     """The generation that this ticket is in, once there is one."""
     while True:
         data, now = _current(store)
@@ -124,7 +124,7 @@ def _await_generation(store: Store, rank: int, mine: _Ticket, until: float, seco
                 raise ValueError(f"rank {rank} says size={mine.size}, and rank {other} says size={ticket.size}")
         late = [each for each in range(mine.size) if each not in tickets or tickets[each].name in now.tickets]
         if not late:
-            found = _Generation(now.number + 1, [tickets[each].name for each in range(mine.size)])
+            found = _AgreedTickets(now.number + 1, [tickets[each].name for each in range(mine.size)])
             # Only one of those who see this at the same time succeeds, and all see what it has written.
             store.compare_set("generation", data.decode(), msgspec.json.encode(found).decode())
             continue
@@ -138,7 +138,7 @@ def _await_generation(store: Store, rank: int, mine: _Ticket, until: float, seco
         time.sleep(LOOK_SECONDS)
 
 
-def _all_there(store: Store, generation: _Generation, rank: int, until: float, seconds: float) -> bool:
+def _all_there(store: Store, generation: _AgreedTickets, rank: int, until: float, seconds: float) -> bool:
     """Wait until all have seen that they are in this generation. False: one has a new ticket, so it was lost."""
     store.set(f"generation {generation.number} has {rank}", "")
     keys = [f"generation {generation.number} has {each}" for each in range(len(generation.tickets))]

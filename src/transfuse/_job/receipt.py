@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from transfuse._errors import StateError
-from transfuse._job.state import Place, State, belongs_to_rank
+from transfuse._job.state import State, StatePart, belongs_to_rank
 from transfuse._options import FetchKeywords, OptionKeywords
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.left_over import check_nothing_was_removed, unplaced
@@ -30,7 +30,7 @@ class Receipt:
         self.target = ask(state.tree)
         self._copies = ReturnedCopies(self.target, ask(state.tree))
         #: Objects and plain values that take what could not land in place.
-        self._takers: list[Place] = []
+        self._takers: list[StatePart] = []
 
     def mesh(self) -> Any:
         """The mesh for DTensors that arrive fresh: the target's own."""
@@ -50,7 +50,7 @@ class Receipt:
         if self._state.is_made:
             return [path for path, _ in unplaced(cohorts, target)]
         places = [place for place in self._state.places() if not belongs_to_rank(place.value)]
-        takers: dict[str, Place] = {}
+        takers: dict[str, StatePart] = {}
         homeless = []
         for path, is_value in [*unplaced(cohorts, target), *((path, False) for path in self._copies.paths)]:
             place = next((place for place in places if place.holds(path)), None)

@@ -44,7 +44,7 @@ def belongs_to_rank(value: object) -> bool:
     return bool(getattr(value, "is_rank_state", False)) and is_stateful(value)
 
 
-class Place(NamedTuple):
+class StatePart(NamedTuple):
     """An object of a state, or plain values of it: one value, or a container of nothing but values."""
 
     #: How errors name it.
@@ -88,15 +88,15 @@ def _children(value: object) -> Iterable[tuple[Any, Any]] | None:
     return enumerate(cast("list[Any]", value)) if type(value) in (list, tuple) else None
 
 
-def _places(value: Any, path: str, trail: tuple[Any, ...], parent: Any) -> tuple[list[Place], bool]:
+def _places(value: Any, path: str, trail: tuple[Any, ...], parent: Any) -> tuple[list[StatePart], bool]:
     """The places in a value, and whether there is nothing but plain values in it."""
     if is_stateful(value):
-        return [Place(path, trail, value, parent)], False
+        return [StatePart(path, trail, value, parent)], False
     children = _children(value)
     if children is None:
         is_plain = not isinstance(value, torch.Tensor) and not dataclasses.is_dataclass(value)
-        return [Place(path, trail, value, parent)] if is_plain else [], is_plain
-    places: list[Place] = []
+        return [StatePart(path, trail, value, parent)] if is_plain else [], is_plain
+    places: list[StatePart] = []
     all_plain = True
     for key, child in children:
         if isinstance(child, torch.Tensor):  # The most frequent case: save the call.
@@ -105,7 +105,7 @@ def _places(value: Any, path: str, trail: tuple[Any, ...], parent: Any) -> tuple
         found, is_plain = _places(child, path + trees.label(key), (*trail, key), value)
         places += found
         all_plain = all_plain and is_plain
-    return ([Place(path, trail, value, parent)] if all_plain and trail else places), all_plain
+    return ([StatePart(path, trail, value, parent)] if all_plain and trail else places), all_plain
 
 
 def _is_plain(value: Any) -> bool:
@@ -141,7 +141,7 @@ def _load_all(given: Any, arrived: Any, parent: Any, key: Any) -> None:
             if name in arrived:
                 _load_all(child, arrived[name], given, name)
     elif parent is not None:
-        Place("", (key,), given, parent).take({key: arrived})
+        StatePart("", (key,), given, parent).take({key: arrived})
 
 
 class State:
@@ -210,7 +210,7 @@ class State:
         if not self.is_made:
             _load_all(self._given, arrived, None, None)
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[StatePart]:
         """The objects of a state that is not made by a callable, and the plain values in it."""
         return [] if self.is_made else _places(self._given, "", (), None)[0]
 

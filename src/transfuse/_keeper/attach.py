@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper import runs
-from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.runs import Run
 
 SOCKET_NAME, LOG_NAME, LOCK_NAME = "socket", "log", "lock"
@@ -23,27 +23,27 @@ NOT_FOR_THE_KEEPER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "GOM
 CANNOT_WRITE = os.EX_CANTCREAT
 
 
-def attach(run: Run, seconds: float) -> Link:
+def attach(run: Run, seconds: float) -> KeeperLink:
     """Connect to the keeper of a run. If there is none, start one, detached from this process."""
     until = time.monotonic() + seconds
     found = find(run, until)
-    if isinstance(found, Link):
+    if isinstance(found, KeeperLink):
         return found
     with found:
         process = _start(found)
     return _await(process, run.directory, seconds, until)
 
 
-def find(run: Run, until: float) -> Link | Lock:
+def find(run: Run, until: float) -> KeeperLink | Lock:
     """A connection to the keeper of a run. If there is none, the lock of its directory, to start one."""
     path = str(run.directory / SOCKET_NAME)
     with suppress(KeeperLost):
-        return Link.to(path, _left(until))
+        return KeeperLink.to(path, _left(until))
     while True:
         lock = _try_lock(run)
         # The process that has the lock may listen by now.
         with suppress(KeeperLost):
-            link = Link.to(path, _left(until))
+            link = KeeperLink.to(path, _left(until))
             if lock is not None:
                 lock.close()
             return link
@@ -54,12 +54,12 @@ def find(run: Run, until: float) -> Link | Lock:
         time.sleep(0.02)
 
 
-def _await(process: subprocess.Popen[bytes], directory: pathlib.Path, seconds: float, until: float) -> Link:
+def _await(process: subprocess.Popen[bytes], directory: pathlib.Path, seconds: float, until: float) -> KeeperLink:
     """The connection to a keeper that this process has started."""
     path = str(directory / SOCKET_NAME)
     while time.monotonic() < until:
         with suppress(KeeperLost):
-            link = Link.to(path, _left(until))
+            link = KeeperLink.to(path, _left(until))
             # The keeper is a child of this process: if it ends first, no zombie stays.
             threading.Thread(target=process.wait, name="transfuse-keeper-ends", daemon=True).start()
             return link

@@ -54,7 +54,7 @@ class Generation:
 
 
 @dataclass(eq=False)
-class _Rank:
+class _RankSlots:
     slots: dict[int, Kept] = field(default_factory=dict)
     layout: Bundles | None = None
     layouts: int = 0
@@ -69,7 +69,7 @@ class _Rank:
 
 class Books:
     def __init__(self) -> None:
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _RankSlots] = {}
         self._generations: dict[int, Generation] = {}
         self.generation = 0
         #: The newest step that is complete everywhere, and the step that keepers are replicating now.
@@ -479,8 +479,8 @@ class Books:
             book.split |= split
             book.must_renew = book.must_renew or bool(split)
 
-    def _book(self, rank: int) -> _Rank:
-        return self._ranks.setdefault(rank, _Rank())
+    def _book(self, rank: int) -> _RankSlots:
+        return self._ranks.setdefault(rank, _RankSlots())
 
     def forget_rank(self, rank: int) -> list[SlotFile]:
         """Forget everything about a rank. Returns the files to close."""

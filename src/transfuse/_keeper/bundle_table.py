@@ -91,14 +91,14 @@ class Bundles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
         return self.digests[number] if self.digest_column else b""
 
 
-class Storages(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, dict=True):
+class StoragePlaces(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, dict=True):
     """For each storage of a state, then of what belongs to the rank alone: its bundle, and its place in the bundle."""
 
     bundle_column: bytes
     place_column: bytes
 
     @classmethod
-    def of(cls, bundles: Sequence[int], places: Sequence[int]) -> Storages:
+    def of(cls, bundles: Sequence[int], places: Sequence[int]) -> StoragePlaces:
         return cls(_encode(bundles, "<i4"), _encode(places, "<i8"))
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from transfuse._keeper.bundle_table import DECLARED, PLACED, PLAIN, PRIVATE, Bundles, Storages
+from transfuse._keeper.bundle_table import DECLARED, PLACED, PLAIN, PRIVATE, Bundles, StoragePlaces
 from transfuse._keeper.slots import round_up
 from transfuse._state.leaves.distributed import DTensorMeta
 from transfuse._state.leaves.spec import Spec, is_dtensor
@@ -28,7 +28,7 @@ ALIGNMENT = 64
 IsShared = Callable[[str], bool]
 
 
-def bundle(manifest: Manifest, own: Manifest | None, is_shared: IsShared) -> tuple[Bundles, Storages]:
+def bundle(manifest: Manifest, own: Manifest | None, is_shared: IsShared) -> tuple[Bundles, StoragePlaces]:
     """Put the storages of a state into bundles."""
     modes, words = _storages(manifest, is_shared, "state")
     sizes = manifest.storages.nbytes.tolist()
@@ -55,7 +55,7 @@ def bundle(manifest: Manifest, own: Manifest | None, is_shared: IsShared) -> tup
         [nbytes for _, nbytes, _ in result],
         [mode for mode, _, _ in result],
     )
-    return bundles, Storages.of(of_storage, place)
+    return bundles, StoragePlaces.of(of_storage, place)
 
 
 def _storages(manifest: Manifest, is_shared: IsShared, tree: str) -> tuple[list[int], list[bytes]]:

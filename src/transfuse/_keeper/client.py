@@ -27,17 +27,17 @@ from transfuse._keeper.bundle_table import ROW_BYTES
 from transfuse._keeper.bundles import IsShared, bundle
 from transfuse._keeper.commits import (
     ANSWER_SECONDS,
+    AgreedLayout,
+    CommitCopy,
     CommitReport,
-    Copy,
-    Layout,
-    Taken,
+    Snapshot,
     Who,
     timed,
 )
-from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.one_call import OneCall
 from transfuse._keeper.own_address import own_address
-from transfuse._keeper.settings import RankState, Settings, at_least, is_shared
+from transfuse._keeper.settings import KeepSettings, RankState, at_least, is_shared
 from transfuse._keeper.slots import Label, SlotView
 from transfuse._keeper.unkept import Unkept
 from transfuse._keeper.unrestorable import Unrestorable
@@ -117,7 +117,7 @@ def keep(
     _arguments.check_callable("on_report", on_report)
     _arguments.check_choices(verify=options.get("verify"))
     given = None if state is None else State.of(state, load)
-    settings = Settings(
+    settings = KeepSettings(
         state=given,
         rank_state=RankState(rank_state, load_rank_state, given),
         is_shared=is_shared(shared),
@@ -150,7 +150,7 @@ class _LeftOut(TransfuseError):
 class Keep:
     """A worker's connection to the keeper of its host, made by :func:`keep`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KeepSettings) -> None:
         self._settings, self._run = settings, settings.run
         self._seconds = settings.timeout.total_seconds()
         self._agreement = Agreement(settings.group, self._seconds)
@@ -158,10 +158,10 @@ class Keep:
         self._who = Who(self.rank, self.world_size, settings.digests, self._ask)
         self._limits = Limits.from_environment()
         self._remembered, self._remembered_own = Remembered(), Remembered()
-        self._link: Link | None = None
+        self._link: KeeperLink | None = None
         self._asking = threading.RLock()
         self._call = OneCall()
-        self._layout: Layout | None = None
+        self._layout: AgreedLayout | None = None
         self._copying: threading.Thread | None = None
         self._reviving: threading.Thread | None = None
         self._warned = self._warned_of_room = False
@@ -187,10 +187,10 @@ class Keep:
         #: The newest step for which :meth:`commit` was called.
         self._reached: int | None = None
         #: The state of the last commit, and the versions of its tensors then.
-        self._taken: Taken | None = None
+        self._taken: Snapshot | None = None
         self._versions: list[int] = []
         #: The same state, and the versions of its tensors at the end of the last ``mutating()``.
-        self._last: tuple[Taken, list[int]] | None = None
+        self._last: tuple[Snapshot, list[int]] | None = None
         self._report: CommitReport | None = None
         #: The keepers of the job. Generation 0: not known yet.
         self._peers = frames.Peers(0, self.world_size, [], [], 0, "", 0, None)
@@ -261,7 +261,7 @@ class Keep:
             raise TransfuseError("\n".join(lines))
         return restoring.Members(agreement, ranks, index, token, address)
 
-    def _attach(self) -> tuple[Link, frames.Welcome]:
+    def _attach(self) -> tuple[KeeperLink, frames.Welcome]:
         """Connect to this host's keeper, and say who this is. If the keeper was about to end, find or start another."""
         until = time.monotonic() + self._seconds
         while True:
@@ -274,7 +274,7 @@ class Keep:
                     raise
             time.sleep(0.05)
 
-    def _greet(self, link: Link) -> frames.Welcome:
+    def _greet(self, link: KeeperLink) -> frames.Welcome:
         settings, here = self._settings, runs.Process.of(os.getpid())
         assert here is not None
         run, agent = self._run, self._run.agent or here
@@ -442,7 +442,7 @@ class Keep:
                 state = self._settings.state.tree()
             own = self._settings.rank_state.tree()
         with timed(report, "describe"):
-            taken = Taken(
+            taken = Snapshot(
                 self._remembered.describe(state, self._limits),
                 None if own is None else self._remembered_own.describe(own, self._limits),
             )
@@ -470,7 +470,7 @@ class Keep:
             return
         if slot.absent:
             report.outcome, report.why = "pending", f"{ranks_and_have(slot.absent)} not called commit() yet"
-        job = Copy(self._who, taken, layout, number, label, report)
+        job = CommitCopy(self._who, taken, layout, number, label, report)
         self._taken, self._versions = taken, taken.versions()
         try:
             with timed(report, "copy"):
@@ -489,7 +489,7 @@ class Keep:
         )
         self._copying.start()
 
-    def _go_on(self, job: Copy, step: int, then: tuple[str, str]) -> None:
+    def _go_on(self, job: CommitCopy, step: int, then: tuple[str, str]) -> None:
         """The rest of a commit, while training goes on, in its own thread. ``then``: the outcome if all goes well."""
         report = job.report
         try:
@@ -503,7 +503,7 @@ class Keep:
             logger.warning("step %d was not kept: %s", report.step, report.why)
             job.drop()
 
-    def _begin(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> tuple[Layout, frames.Slot]:
+    def _begin(self, taken: Snapshot, structure: tuple[Any, ...], label: Label) -> tuple[AgreedLayout, frames.Slot]:
         """The layout for a state, and the slot that the keeper has for it."""
         layout = self._layout
         if layout is None or layout.structure != structure or not layout.fits(taken.text(layout.storages)):
@@ -521,7 +521,7 @@ class Keep:
             logger.warning("rank %d commits step %d, but %s", self.rank, report.step, notes)
         self._noted = notes
 
-    def _lay(self, taken: Taken, structure: tuple[Any, ...], label: Label) -> Layout:
+    def _lay(self, taken: Snapshot, structure: tuple[Any, ...], label: Label) -> AgreedLayout:
         own = None if taken.own is None else taken.own.manifest
         bundles, storages = bundle(taken.described.manifest, own, self._settings.is_shared)
         digests = copying.copy(taken.memory, bundles, storages, None, digests=False)
@@ -551,10 +551,10 @@ class Keep:
                 os.close(fd)
         before = self._layout
         volatile = before.volatile if before is not None and before.structure == structure else set()
-        self._layout = Layout(structure, laid.bundles, storages, views, volatile)
+        self._layout = AgreedLayout(structure, laid.bundles, storages, views, volatile)
         return self._layout
 
-    def _volatile(self, taken: Taken, layout: Layout) -> Ints | None:
+    def _volatile(self, taken: Snapshot, layout: AgreedLayout) -> Ints | None:
         """The storages that must be copied before ``commit`` returns; None: all of them."""
         last, self._last = self._last, None
         if last is None or last[0].structure != taken.structure:

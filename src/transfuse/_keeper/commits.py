@@ -13,9 +13,9 @@ import numpy as np
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper import copying, frames
-from transfuse._keeper.bundle_table import PRIVATE, ROW_BYTES, Bundles, Storages
+from transfuse._keeper.bundle_table import PRIVATE, ROW_BYTES, Bundles, StoragePlaces
 from transfuse._keeper.bundles import BUNDLE_BYTES
-from transfuse._keeper.copying import Memory
+from transfuse._keeper.copying import StateMemory
 from transfuse._keeper.restored import Text
 from transfuse._keeper.slots import PAGE, Brief, Label, SlotView
 from transfuse._memory import vm
@@ -64,12 +64,12 @@ class CommitReport:
 
 
 @dataclass(eq=False)
-class Layout:
+class AgreedLayout:
     """What the keeper has agreed to, for states of one structure."""
 
     structure: tuple[Any, ...]
     bundles: Bundles
-    storages: Storages
+    storages: StoragePlaces
     views: dict[int, SlotView]
     #: Storages that may change at any time: they are copied before ``commit`` returns.
     volatile: set[int] = field(default_factory=set)
@@ -94,16 +94,16 @@ class Layout:
 
 
 @dataclass(eq=False)
-class Taken:
+class Snapshot:
     """A state as it was when ``commit`` was called."""
 
     described: Described
     own: Described | None
-    _text: tuple[Storages, bytes] | None = None
+    _text: tuple[StoragePlaces, bytes] | None = None
 
     @property
-    def memory(self) -> Memory:
-        return Memory([self.described] if self.own is None else [self.described, self.own])
+    def memory(self) -> StateMemory:
+        return StateMemory([self.described] if self.own is None else [self.described, self.own])
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -115,7 +115,7 @@ class Taken:
             own = self.own.manifest.structure
         return manifest.structure, tuple(manifest.coordinates), own
 
-    def text(self, storages: Storages) -> bytes:
+    def text(self, storages: StoragePlaces) -> bytes:
         """The description for a slot whose bundles have these storages."""
         if self._text is None or self._text[0] is not storages:
             manifest = self.described.manifest
@@ -149,10 +149,12 @@ class Who:
     ask: Ask
 
 
-class Copy:
+class CommitCopy:
     """One commit, from the first byte to the marker."""
 
-    def __init__(self, who: Who, taken: Taken, layout: Layout, number: int, label: Label, report: CommitReport) -> None:
+    def __init__(
+        self, who: Who, taken: Snapshot, layout: AgreedLayout, number: int, label: Label, report: CommitReport
+    ) -> None:
         self._who, self._taken, self._layout = who, taken, layout
         self._slot, self._number, self._label, self._report = layout.views[number], number, label, report
         self._digests: list[bytes] = []

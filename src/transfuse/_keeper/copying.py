@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from transfuse._keeper.bundle_table import NO_DIGEST, PLAIN, PRIVATE, Bundles, Storages
+from transfuse._keeper.bundle_table import NO_DIGEST, PLAIN, PRIVATE, Bundles, StoragePlaces
 from transfuse._keeper.slots import SlotView
 from transfuse._memory import blocks, vm
 from transfuse._memory.blocks import BLOCK_BYTES, Task
@@ -26,7 +26,7 @@ PIECE_BYTES = 64 * BLOCK_BYTES
 
 
 @dataclass(eq=False)
-class Memory:
+class StateMemory:
     """Where the storages of a state lie: of the state itself, then of what belongs to the rank alone."""
 
     described: Sequence[Described]
@@ -49,9 +49,9 @@ class Memory:
 
 
 def copy(
-    memory: Memory,
+    memory: StateMemory,
     bundles: Bundles,
-    storages: Storages,
+    storages: StoragePlaces,
     slot: SlotView | None,
     *,
     digests: bool,
@@ -78,7 +78,7 @@ def copy(
 
 class _Work:
     def __init__(
-        self, memory: Memory, bundles: Bundles, storages: Storages, slot: SlotView | None, *, digests: bool
+        self, memory: StateMemory, bundles: Bundles, storages: StoragePlaces, slot: SlotView | None, *, digests: bool
     ) -> None:
         self._memory, self._bundles, self._slot = memory, bundles, slot
         self._places = np.full(len(bundles), -1) if slot is None else bundles.places

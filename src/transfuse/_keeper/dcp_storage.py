@@ -55,7 +55,7 @@ from transfuse._errors import StateError, TransfuseError, UnsupportedLeaf
 from transfuse._job.state import State
 from transfuse._keeper import restoring
 from transfuse._keeper.client import Keep
-from transfuse._keeper.restored import Restored
+from transfuse._keeper.restored import RestoredState
 from transfuse._limits import Limits
 from transfuse._memory.building import build_over
 from transfuse._remote.client import fetch
@@ -254,7 +254,7 @@ def _numbers(sizes: Sequence[int]) -> str:
 # ---------------------------------------------------------------------------------------------- what a rank has written
 
 
-class _Piece(msgspec.Struct, array_like=True, frozen=True):
+class _TensorPiece(msgspec.Struct, array_like=True, frozen=True):
     """A tensor of a rank's part, and which block of which global tensor it is."""
 
     kind: str
@@ -269,7 +269,7 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
 class _Part(msgspec.Struct, array_like=True, frozen=True):
     """All of a rank's part but the tensors, as it travels between the ranks of several hosts."""
 
-    pieces: list[_Piece]
+    pieces: list[_TensorPiece]
     names: str
     values: Wire
     #: The bytes of the tensors, arrays and long texts within the values.
@@ -288,7 +288,7 @@ def _summary(state: Any) -> _Part:
             if kind == "shards":
                 name, _, where = key.rpartition("@")
                 offsets, whole = (tuple(map(int, filter(None, one.split(",")))) for one in where.split("/"))
-            pieces.append(_Piece(kind, key, name, offsets, shape, whole, values.dtype_name(tensor.dtype)))
+            pieces.append(_TensorPiece(kind, key, name, offsets, shape, whole, values.dtype_name(tensor.dtype)))
     described = describe(state["values"], Limits())
     return _Part(pieces, state["names"], described.manifest.encode(), list(_memory(described)))
 
@@ -351,7 +351,7 @@ class KeeperReader(StorageReader):
 
         None if the run has never saved one. Raises if it has, or may have, and none of them can be loaded now.
         """
-        found = _Found(self._keep)
+        found = _CommonSteps(self._keep)
         if found.candidates:
             return found.candidates[0].label.step
         if found.has_held:
@@ -428,13 +428,13 @@ class KeeperReader(StorageReader):
         return False
 
 
-class _Found:
+class _CommonSteps:
     """The steps that all keepers hold together, newest first. Every rank makes one at the same time."""
 
     def __init__(self, keep: Keep) -> None:
         mine = restoring.tell(keep.members, keep._link, keep._asking, keep._seconds)
         told = keep.members.agreement.gather(mine, "gathering what the keepers hold")
-        rows = [msgspec.msgpack.decode(row, type=restoring.Holding) for row in told]
+        rows = [msgspec.msgpack.decode(row, type=restoring.HostHolding) for row in told]
         self.has_held = any(one.has_held for one in rows)
         candidates = restoring.candidates_in(keep.members, rows)
         #: Only steps of which no rank's part is missing: each rank holds what no other has.
@@ -453,7 +453,7 @@ class _Found:
 
 def _open(keep: Keep, wanted: int | None) -> _Checkpoint:
     """Open a step, or the newest one that all ranks can open."""
-    found = _Found(keep)
+    found = _CommonSteps(keep)
     for candidate in found.candidates:
         if wanted is not None and candidate.label.step != wanted:
             continue
@@ -477,7 +477,7 @@ def _close_aside(checkpoint: _Checkpoint) -> None:
     threading.Thread(target=checkpoint.close, name="transfuse-dcp-close", daemon=True).start()
 
 
-class _Place(NamedTuple):
+class _PieceHome(NamedTuple):
     """Where a piece is: in the part of which rank, and under which key."""
 
     rank: int
@@ -522,7 +522,7 @@ class _Checkpoint:
             for row in attempt._agree_to("telling what the ranks have written", None, msgspec.msgpack.encode(mine)):
                 parts |= msgspec.msgpack.decode(row, type=dict[int, _Part])
         self._values: dict[str, Any] = {}
-        self._places: dict[MetadataIndex, _Place] = {}
+        self._places: dict[MetadataIndex, _PieceHome] = {}
         self.metadata = self._describe(parts)
 
     def _describe(self, parts: Mapping[int, _Part]) -> Metadata:
@@ -535,7 +535,7 @@ class _Checkpoint:
                 entry = entries.setdefault(piece.name, TensorStorageMetadata(TensorProperties(dtype), size, []))
                 assert isinstance(entry, TensorStorageMetadata)
                 entry.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)))
-                place = _Place(rank, piece.kind, piece.key, piece.sizes, dtype)
+                place = _PieceHome(rank, piece.kind, piece.key, piece.sizes, dtype)
                 self._places[MetadataIndex(piece.name, piece.offsets)] = place
             own = self._here[rank]["values"] if rank in self._here else _values_of(part)
             for name, value in own.items():
@@ -545,7 +545,7 @@ class _Checkpoint:
         return Metadata(entries, planner_data=names or None)
 
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        tensors: dict[int, list[tuple[ReadItem, _Place]]] = {}
+        tensors: dict[int, list[tuple[ReadItem, _PieceHome]]] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, self._saved(item.storage_index.fqn))
@@ -568,7 +568,7 @@ class _Checkpoint:
         stream.seek(0)
         return stream
 
-    def _fetch(self, rank: int, places: Sequence[_Place]) -> Any:
+    def _fetch(self, rank: int, places: Sequence[_PieceHome]) -> Any:
         """The pieces that another host's keeper holds, in fresh memory."""
         target: dict[str, dict[str, torch.Tensor]] = {"whole": {}, "shards": {}}
         for place in places:
@@ -596,7 +596,7 @@ class _Checkpoint:
         self._stack.close()
 
 
-def _state_of(restored: Restored) -> Any:
+def _state_of(restored: RestoredState) -> Any:
     return build_over(restored.state.manifest, restored.state.tensors)
 
 

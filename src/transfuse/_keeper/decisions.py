@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from transfuse._keeper.questions import Refill, Round, State
+from transfuse._keeper.questions import HostState, Refill, Round
 from transfuse._keeper.slots import Label
 
 #: The most steps that a floor is ahead of what the hosts have reached.
@@ -39,7 +39,7 @@ class Decisions:
         self._closed: dict[int, bool] = {}
         self._margin = 1
 
-    def hear(self, states: Mapping[int, State], others: Sequence[State]) -> bool:
+    def hear(self, states: Mapping[int, HostState], others: Sequence[HostState]) -> bool:
         """Decide, after a round. Returns whether something new was decided, about steps of this generation.
 
         ``states``: by host, of all that have answered and are at this generation. ``others``: of those that are not.
@@ -60,13 +60,13 @@ class Decisions:
         self.decided = replace(decided, over=is_over, behind=behind, restored=restored, refill=refill)
         return decided != before
 
-    def _behind(self, confirmed: Label | None, states: Mapping[int, State]) -> list[int]:
+    def _behind(self, confirmed: Label | None, states: Mapping[int, HostState]) -> list[int]:
         """The hosts that do not have the oldest step that is complete on another one."""
         labels = {label for state in states.values() for label in state.complete}
         oldest = min((label for label in labels if confirmed is None or label > confirmed), default=None)
         return [] if oldest is None else [host for host, state in states.items() if oldest not in state.complete]
 
-    def _refill(self, decided: Round, states: Mapping[int, State]) -> tuple[Label | None, list[Refill]]:
+    def _refill(self, decided: Round, states: Mapping[int, HostState]) -> tuple[Label | None, list[Refill]]:
         """The step that all ranks have restored, and who is to pull what of it: hosts may have been replaced."""
         steps = {state.restored for state in states.values()}
         restored = next(iter(steps)) if len(steps) == 1 and len(states) == self._hosts else None
@@ -82,7 +82,7 @@ class Decisions:
                 wanted.setdefault((host, holders[0]), []).append(rank)
         return restored, [Refill(host, source, ranks) for (host, source), ranks in wanted.items()]
 
-    def _decide(self, decided: Round, states: Sequence[State]) -> Round:
+    def _decide(self, decided: Round, states: Sequence[HostState]) -> Round:
         confirmed, agreed = decided.confirmed, decided.agreed
         # A keeper that was killed has lost what the others replicate.
         if agreed is not None and not all(agreed in state.complete or agreed == confirmed for state in states):
@@ -108,7 +108,7 @@ class Decisions:
         floor = self._floor(decided, states, agreed)
         return replace(decided, confirmed=confirmed, agreed=agreed, floor=floor, has_held=has_held)
 
-    def _floor(self, decided: Round, states: Sequence[State], agreed: Label | None) -> Label | None:
+    def _floor(self, decided: Round, states: Sequence[HostState], agreed: Label | None) -> Label | None:
         """Where all begin again, if a host has no free slot and holds nothing that can be complete everywhere."""
 
         def is_possible(label: Label) -> bool:

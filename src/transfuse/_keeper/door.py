@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from transfuse._errors import PeerTimeout, ProtocolError, TransfuseError, as_utf8
-from transfuse._keeper.questions import VOCABULARY, Answer, Lend, Lent, No, Question, Round, State
+from transfuse._keeper.questions import VOCABULARY, Answer, HostState, Lend, Lent, No, Question, Round
 from transfuse._wire import handshake
 from transfuse._wire.handshake import ControlConnection, key_of
 from transfuse._wire.listener import Listener
@@ -39,7 +39,7 @@ def connect(address: str, key: bytes, seconds: float, host: int) -> ControlConne
 
 def ask(control: ControlConnection, question: Question, seconds: float) -> Answer:
     control.send(question, seconds)
-    answer: Answer | No = control.expect((State, Lent, No), seconds, "waiting for an answer", most_waits=0)
+    answer: Answer | No = control.expect((HostState, Lent, No), seconds, "waiting for an answer", most_waits=0)
     if isinstance(answer, No):
         raise TransfuseError(f"the keeper at {control.name} refused: {as_utf8(answer.why[:1000])}")
     return answer
@@ -55,7 +55,7 @@ class Peer:
         self._pause, self._again = FIRST_PAUSE, 0.0
         self.is_lost = False
 
-    def ask(self, question: Round) -> State | None:
+    def ask(self, question: Round) -> HostState | None:
         """Its state; None if it cannot be reached now."""
         if time.monotonic() < self._again:
             return None
@@ -65,7 +65,7 @@ class Peer:
                 if control is None:
                     control = self._control = connect(self.address, self._key, ASK_SECONDS, self.index)
                 state = ask(control, question, ASK_SECONDS)
-                if not isinstance(state, State):
+                if not isinstance(state, HostState):
                     raise TransfuseError(f"it answered with {type(state).__name__}")
             except (TransfuseError, OSError, ValueError) as error:
                 self.close()

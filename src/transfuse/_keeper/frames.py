@@ -183,10 +183,10 @@ class LeaveOut(_Frame):
 
 
 class Inventory(_Frame):
-    """Worker: what do you hold? Answered by ``Holdings``."""
+    """Worker: what do you hold? Answered by ``HeldStates``."""
 
 
-class Holdings(_Frame):
+class HeldStates(_Frame):
     states: list[Held]
     #: Whether this run has ever held a complete step.
     has_held: bool
@@ -253,20 +253,20 @@ class Refused(_Frame):
 Attaching = Hello | Expose | Peers | Status | Close | Done
 Committing = Reserve | Lay | Begin | Committed | Drop | LeaveOut
 Reading = Inventory | Open | Serve | Restored
-Answers = Welcome | Exposed | Laid | Slot | Holdings | Mapped | Serving | Told | Refused
+Answers = Welcome | Exposed | Laid | Slot | HeldStates | Mapped | Serving | Told | Refused
 Frame = Attaching | Committing | Reading | Answers
 VOCABULARY = Vocabulary(msgspec.msgpack.Decoder(Frame), 256 << 20)
 _F = TypeVar("_F")
 
 
-class Link(Framed):
+class KeeperLink(Framed):
     """One connection between a worker and the keeper."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock, VOCABULARY, passes_files=True)
 
     @classmethod
-    def to(cls, path: str, seconds: float) -> Link:
+    def to(cls, path: str, seconds: float) -> KeeperLink:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             sock.settimeout(seconds)

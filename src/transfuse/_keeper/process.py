@@ -28,16 +28,16 @@ from transfuse._keeper import files, frames
 from transfuse._keeper.allotment import Allotment, Tenant
 from transfuse._keeper.attach import CANNOT_WRITE, SOCKET_NAME, Lock, cannot_write
 from transfuse._keeper.books import Books, Generation, ranks_and_have
-from transfuse._keeper.frames import Address, Frame, KeeperLost, Link
+from transfuse._keeper.frames import Address, Frame, KeeperLink, KeeperLost
 from transfuse._keeper.freeing import Freeing
 from transfuse._keeper.readers import Readers
 from transfuse._keeper.ring import Ring
 from transfuse._keeper.runs import RUN_FILE, Process, Run, remake_directory
 from transfuse._keeper.slots import Label
-from transfuse._keeper.worker import Worker, uid_of
+from transfuse._keeper.worker import ConnectedWorker, uid_of
 from transfuse._timeouts import Patience
 from transfuse._wire.accepting import Accepting
-from transfuse._wire.handshake import READER, WAIT_SECONDS, ControlConnection, Refused, Wait, key_of
+from transfuse._wire.handshake import READER, WAIT_SECONDS, ControlConnection, ReaderRefused, Wait, key_of
 from transfuse._wire.listener import Listener
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Keeper:
         self.freeing = Freeing()
         self._changed = threading.Condition()
         self._readers = Readers(self._changed, self.books)
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, ConnectedWorker] = {}
         self._allotment = Allotment(self._changed, self.books, self.freeing, attached=self._workers)
         #: By rank: the agent that started its worker, and the worker itself.
         self._agents: dict[int, Process] = {}
@@ -123,11 +123,11 @@ class Keeper:
             self._listener.close(cancel=True)
             raise
 
-    def _bind(self) -> Accepting[Link]:
+    def _bind(self) -> Accepting[KeeperLink]:
         """Write what workers need to find this keeper, and listen for them."""
         path = self.directory / SOCKET_NAME
         with suppress(KeeperLost):
-            Link.to(str(path), ANSWER_SECONDS).close()
+            KeeperLink.to(str(path), ANSWER_SECONDS).close()
             raise TransfuseError(f"another keeper listens at {path}")
         files.write(self.directory, files.TOKEN_NAME, self.token)
         files.write(self.directory, files.ADDRESS_NAME, self.address)
@@ -298,12 +298,12 @@ class Keeper:
 
     # -------------------------------------------------------------------------------------------------- workers
 
-    def _admit(self, sock: socket.socket, where: object) -> Link | None:
+    def _admit(self, sock: socket.socket, where: object) -> KeeperLink | None:
         # The directory keeps others out. This is for a directory that was opened up later.
-        return Link(sock) if uid_of(sock) in (os.getuid(), 0) else None
+        return KeeperLink(sock) if uid_of(sock) in (os.getuid(), 0) else None
 
-    def _talk(self, link: Link) -> None:
-        worker = Worker(link)
+    def _talk(self, link: KeeperLink) -> None:
+        worker = ConnectedWorker(link)
         try:
             while True:
                 question, descriptors = link.hear(None)
@@ -323,7 +323,7 @@ class Keeper:
         finally:
             self._detach(worker)
 
-    def _detach(self, worker: Worker) -> None:
+    def _detach(self, worker: ConnectedWorker) -> None:
         self._release(worker)
         with self._changed:
             if worker.hello is not None and self._workers.get(worker.hello.rank) is worker:
@@ -333,20 +333,20 @@ class Keeper:
                 self.books.detach(rank)
                 self._changed.notify_all()
 
-    def _release(self, worker: Worker) -> None:
+    def _release(self, worker: ConnectedWorker) -> None:
         for server in worker.servers:
             server.close(cancel=True)
         worker.servers = []
         self._readers.unpin(worker.pinned)
 
-    def _answer(self, worker: Worker, question: Frame) -> tuple[Frame, list[int]]:
+    def _answer(self, worker: ConnectedWorker, question: Frame) -> tuple[Frame, list[int]]:
         for kind, answer in _ANSWERS.items():
             if isinstance(question, kind):
                 result = answer(self, worker, question)
                 return result if isinstance(result, tuple) else (result, [])
         raise TransfuseError(f"{type(question).__name__} is no question")
 
-    def _hear_hello(self, worker: Worker, hello: frames.Hello) -> Frame:
+    def _hear_hello(self, worker: ConnectedWorker, hello: frames.Hello) -> Frame:
         if hello.version != frames.VERSION:
             raise TransfuseError(
                 f"the keeper of this run speaks version {frames.VERSION}, this worker version {hello.version}: end the "
@@ -382,7 +382,7 @@ class Keeper:
             self._changed.notify_all()
             return frames.Welcome(self.token, self.books.generation, self.address, os.getpid())
 
-    def _end_for(self, worker: Worker) -> None:
+    def _end_for(self, worker: ConnectedWorker) -> None:
         """A process that has closed begins another training: this keeper ends, once all ranks have closed."""
         while not self._has_ended() and not worker.link.gone():
             self._changed.wait(0.1)
@@ -390,7 +390,7 @@ class Keeper:
             self._over.set()
         raise KeeperLost("the keeper ends just now")
 
-    def _meet_peers(self, worker: Worker, peers: frames.Peers) -> Frame:
+    def _meet_peers(self, worker: ConnectedWorker, peers: frames.Peers) -> Frame:
         rank, ranks = self._rank_of(worker), tuple(peers.ranks[peers.index])
         with self._changed:
             self._wait_for_others(worker, lambda: peers.generation > self.books.generation)
@@ -406,7 +406,7 @@ class Keeper:
         self.ring.join(peers)
         return frames.Done()
 
-    def _wait_for_others(self, worker: Worker, begins_anew: Callable[[], bool]) -> None:
+    def _wait_for_others(self, worker: ConnectedWorker, begins_anew: Callable[[], bool]) -> None:
         """Before a worker begins something new here: wait for the job before to go. Refuse if it runs, or its agent.
 
         Ranks do not tell two jobs of one name apart: the second one may have other ranks on this host.
@@ -424,7 +424,7 @@ class Keeper:
                 raise TransfuseError(f"rank {others[0]} of this run is attached already, by another process")
             self._changed.wait(0.1)
 
-    def _take_over(self, worker: Worker) -> None:
+    def _take_over(self, worker: ConnectedWorker) -> None:
         """A new generation begins. Note it if another agent has started it."""
         assert worker.agent is not None
         if self._agents and not worker.has_joined and worker.agent not in self._agents.values():
@@ -432,21 +432,21 @@ class Keeper:
             logger.info("agent %d takes this run over from agent %d, which has ended", worker.agent.pid, before.pid)
         self._agents.clear()
 
-    def _expose(self, worker: Worker, question: frames.Expose) -> Frame:
+    def _expose(self, worker: ConnectedWorker, question: frames.Expose) -> Frame:
         with self._changed:
             self._wait_for_others(worker, lambda: not self.ring.listens(question.host, question.token))
         return frames.Exposed(self.ring.listen(question.host, question.token))
 
     # -- layouts
 
-    def _lay(self, worker: Worker, lay: frames.Lay) -> tuple[Frame, list[int]]:
+    def _lay(self, worker: ConnectedWorker, lay: frames.Lay) -> tuple[Frame, list[int]]:
         return self._allotment.lay(self._tenant(worker), lay)
 
-    def _reserve(self, worker: Worker, reserve: frames.Reserve) -> Frame:
+    def _reserve(self, worker: ConnectedWorker, reserve: frames.Reserve) -> Frame:
         self._allotment.reserve(self._tenant(worker), reserve.nbytes)
         return frames.Done()
 
-    def _tenant(self, worker: Worker) -> Tenant:
+    def _tenant(self, worker: ConnectedWorker) -> Tenant:
         if worker.hello is None:
             raise TransfuseError("say Hello first")
         hello, replicas = worker.hello, self.ring.replicas
@@ -460,7 +460,7 @@ class Keeper:
 
     # -- commits
 
-    def _begin(self, worker: Worker, begin: frames.Begin) -> Frame:
+    def _begin(self, worker: ConnectedWorker, begin: frames.Begin) -> Frame:
         rank = self._rank_of(worker)
         with self._changed:
             if begin.generation != self.books.generation:
@@ -484,7 +484,7 @@ class Keeper:
             return f"the ranks of this host refer to contents of step {label.step} that differ"
         return self.ring.why_incomplete(label)
 
-    def _committed(self, worker: Worker, committed: frames.Committed) -> Frame:
+    def _committed(self, worker: ConnectedWorker, committed: frames.Committed) -> Frame:
         rank, label = self._rank_of(worker), Label(committed.generation, committed.step)
         with self._changed:
             kept = self.books.slot(rank, committed.number)
@@ -499,12 +499,12 @@ class Keeper:
         self.ring.wake()
         return frames.Done()
 
-    def _drop(self, worker: Worker, drop: frames.Drop) -> Frame:
+    def _drop(self, worker: ConnectedWorker, drop: frames.Drop) -> Frame:
         with self._changed:
             self.books.drop(self._rank_of(worker), drop.number)
         return frames.Done()
 
-    def _leave_out(self, worker: Worker, left: frames.LeaveOut) -> Frame:
+    def _leave_out(self, worker: ConnectedWorker, left: frames.LeaveOut) -> Frame:
         with self._changed:
             self.books.leave_out(self._rank_of(worker), Label(left.generation, left.step))
             self._changed.notify_all()
@@ -512,11 +512,11 @@ class Keeper:
 
     # -- restoring
 
-    def _inventory(self, worker: Worker, _: frames.Inventory) -> Frame:
+    def _inventory(self, worker: ConnectedWorker, _: frames.Inventory) -> Frame:
         with self._changed:
             states = self.books.holdings()
             past = "" if self._past is None or states else self._past.tell(self._run())
-            return frames.Holdings(states, self._has_held, past, self._notes(worker))
+            return frames.HeldStates(states, self._has_held, past, self._notes(worker))
 
     def _run(self) -> Run | None:
         """The run, as its directory says."""
@@ -524,7 +524,7 @@ class Keeper:
             return msgspec.json.decode(self._note, type=Run)
         return None
 
-    def _notes(self, worker: Worker) -> str:
+    def _notes(self, worker: ConnectedWorker) -> str:
         """What a worker should know that goes on from what is here. Called under the lock."""
         stop = f"transfuse keep --stop {os.getpid()}"
         if self._ended_at is not None:
@@ -544,7 +544,7 @@ class Keeper:
             f"TRANSFUSE_RUN); to begin anew, end the keeper: {stop}"
         )
 
-    def _open(self, worker: Worker, question: frames.Open) -> tuple[Frame, list[int]]:
+    def _open(self, worker: ConnectedWorker, question: frames.Open) -> tuple[Frame, list[int]]:
         label = Label(question.generation, question.step)
         with self._changed:
             ranks: set[int] = set()
@@ -560,13 +560,13 @@ class Keeper:
                 worker.pinned.append(kept)
             return frames.Mapped([rank for rank, _ in found]), [kept.file.fd for _, kept in found if kept is not None]
 
-    def _restored(self, worker: Worker, restored: frames.Restored) -> Frame:
+    def _restored(self, worker: ConnectedWorker, restored: frames.Restored) -> Frame:
         with self._changed:
             self.books.restored = Label(restored.generation, restored.step)
         self.ring.wake()
         return frames.Done()
 
-    def _serve(self, worker: Worker, question: frames.Serve) -> Frame:
+    def _serve(self, worker: ConnectedWorker, question: frames.Serve) -> Frame:
         """Serve every rank's state of a step that is whole here, for workers on other hosts."""
         label = Label(question.generation, question.step)
         addresses: list[Address] = []
@@ -602,7 +602,7 @@ class Keeper:
                 made.join(WAIT_SECONDS)
             if self._server is None:
                 cause = "the keeper ends just now" if self._over.is_set() else "torch failed: see the keeper's log"
-                control.send(Refused("TransfuseError", cause), SERVE_SECONDS)
+                control.send(ReaderRefused("TransfuseError", cause), SERVE_SECONDS)
                 return
         except TransfuseError as error:
             logger.warning("reader %s: %s", control.name, as_utf8(str(error)))
@@ -617,11 +617,11 @@ class Keeper:
                 newest, step = self._readers.newest, self._readers.newest_step
                 self._server = transfers.serve_newest(self._listener, self.token, newest, step, SERVE_SECONDS)
 
-    def _done(self, worker: Worker, _: frames.Done) -> Frame:
+    def _done(self, worker: ConnectedWorker, _: frames.Done) -> Frame:
         self._release(worker)
         return frames.Done()
 
-    def _close(self, worker: Worker, _: frames.Close) -> Frame:
+    def _close(self, worker: ConnectedWorker, _: frames.Close) -> Frame:
         with self._changed:
             worker.has_closed = True
             rank = self._rank_of(worker)
@@ -631,14 +631,14 @@ class Keeper:
         self.ring.wake()
         return frames.Done()
 
-    def _rank_of(self, worker: Worker) -> int:
+    def _rank_of(self, worker: ConnectedWorker) -> int:
         if worker.hello is None:
             raise TransfuseError("say Hello first")
         return worker.hello.rank
 
     # -- what it says about itself
 
-    def _status(self, worker: Worker, _: frames.Status) -> Frame:
+    def _status(self, worker: ConnectedWorker, _: frames.Status) -> Frame:
         return frames.Told(json.dumps(self.status()).encode())
 
     def status(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from transfuse._keeper.slots import Label
 from transfuse._wire.framed import Vocabulary
 
 
-class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):
+class _KeeperMessage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):
     pass
 
 
@@ -20,8 +20,8 @@ class Refill(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     ranks: list[int]
 
 
-class Round(_Message):
-    """Leader: this is decided. Answered by ``State``."""
+class Round(_KeeperMessage):
+    """Leader: this is decided. Answered by ``HostState``."""
 
     generation: int
     confirmed: Label | None
@@ -41,7 +41,7 @@ class Round(_Message):
     refill: list[Refill] = []
 
 
-class State(_Message):
+class HostState(_KeeperMessage):
     generation: int
     confirmed: Label | None
     #: Steps that are complete here, and those that are or may become so.
@@ -61,7 +61,7 @@ class State(_Message):
     held: list[int] = []
 
 
-class Lend(_Message):
+class Lend(_KeeperMessage):
     """Puller: serve me your slots of this step, as long as this connection lasts. Answered by ``Lent``."""
 
     generation: int
@@ -76,17 +76,17 @@ class LentSlot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
     head: bytes
 
 
-class Lent(_Message):
+class Lent(_KeeperMessage):
     address: str
     token: str
     slots: list[LentSlot]
 
 
-class No(_Message):
+class No(_KeeperMessage):
     why: str
 
 
 Question = Round | Lend
-Answer = State | Lent
+Answer = HostState | Lent
 #: A frame lists the slots of all ranks of a host, in less than 100 bytes each.
 VOCABULARY = Vocabulary(msgspec.msgpack.Decoder(Question | Answer | No), 4 << 20)

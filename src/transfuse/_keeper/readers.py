@@ -11,7 +11,7 @@ from transfuse._keeper.books import Books, Kept
 from transfuse._keeper.slots import Label
 
 if TYPE_CHECKING:
-    from transfuse._keeper.restored import Restored
+    from transfuse._keeper.restored import RestoredState
 
 
 class Readers:
@@ -24,7 +24,7 @@ class Readers:
         with self._changed:
             return sorted({kept.rank for kept in self._books.all() if kept.label == label and kept.brief is not None})
 
-    def pin(self, pinned: list[Kept], rank: int, label: Label) -> Restored | None:
+    def pin(self, pinned: list[Kept], rank: int, label: Label) -> RestoredState | None:
         """A rank's state as it lies in the slots; None if it is not whole. The slots are pinned: see ``pinned``."""
         from transfuse._keeper import transfers
 

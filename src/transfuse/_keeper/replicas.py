@@ -57,11 +57,11 @@ COPIES = 2
 TRY_AGAIN = 8
 
 
-class _Abandoned(TransfuseError):
+class _PullAbandoned(TransfuseError):
     """A pull that is no longer wanted."""
 
 
-class _NoRoom(TransfuseError):
+class _NoRoomForReplica(TransfuseError):
     """There is not enough memory for replicas."""
 
 
@@ -97,7 +97,10 @@ class Stock:
                 kept.pins -= 1
 
     def prepare(self, lent: Sequence[LentSlot], ranks: Sequence[int], copies: int = COPIES) -> dict[int, Kept]:
-        """Choose the replicas to pull into, which hold nothing from now on. Allocates what is missing, or `_NoRoom`."""
+        """Choose the replicas to pull into, which hold nothing from now on. Allocate what is missing.
+
+        Raises :class:`_NoRoomForReplica`.
+        """
         if sorted(slot.rank for slot in lent) != sorted(ranks):
             raise TransfuseError(f"slots of ranks {sorted(slot.rank for slot in lent)} are lent, not of {ranks}")
         with self.changed:
@@ -108,7 +111,7 @@ class Stock:
             short = {slot: copies - len(self._copies(slot)) for slot in lent}
             need, room = sum(slot.nbytes * max(count, 0) for slot, count in short.items()), self._room()
         if need > room:
-            raise _NoRoom(
+            raise _NoRoomForReplica(
                 f"the replicas of ranks {sorted(ranks)} need {human_bytes(need)} more, and there is room for "
                 f"{human_bytes(max(room, 0))} (max_bytes, or free memory)"
             )
@@ -231,7 +234,7 @@ def _borrow(control: ControlConnection, source: int, label: Label, ranks: Sequen
 # ---------------------------------------------------------------------------------------------------------- pulling
 
 
-class Puller:
+class ReplicaPuller:
     """Pulls the agreed step from these hosts, in a generation. ``wake`` it when another step may be agreed."""
 
     def __init__(
@@ -276,12 +279,12 @@ class Puller:
                 for source in self._sources:
                     self._pull(source, label, self._peers.ranks[source])
                 self.bare = False
-            except _Abandoned:
+            except _PullAbandoned:
                 continue
             except _Busy:
                 self._stopped.wait(FIRST_PAUSE)
                 continue
-            except _NoRoom as error:
+            except _NoRoomForReplica as error:
                 self.bare, self.why_bare = True, self.why_bare if self.bare else str(error)
                 self._stock.complain_of_room(error)
             except Exception as error:
@@ -371,7 +374,7 @@ class Puller:
 
         def look(_: Mapping[int, Progress]) -> None:
             if self._stopped.is_set() or not self._is_wanted(label):
-                raise _Abandoned(f"step {label.step} is no longer wanted")
+                raise _PullAbandoned(f"step {label.step} is no longer wanted")
 
         compares = is_old and habit.compares()
         report = transfers.fetch_slots(

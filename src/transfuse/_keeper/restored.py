@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from transfuse._errors import TransfuseError
-from transfuse._keeper.bundle_table import NO_DIGEST, Bundles, Storages
+from transfuse._keeper.bundle_table import NO_DIGEST, Bundles, StoragePlaces
 from transfuse._keeper.slots import SlotView, decode
 from transfuse._limits import Limits
 from transfuse._memory.blocks import digests_at
@@ -25,14 +25,14 @@ class Text(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     manifest: Wire
     coordinates: list[Any]
     own: Wire | None
-    storages: Storages
+    storages: StoragePlaces
 
 
 _text = msgspec.msgpack.Decoder(Text)
 
 
 @dataclass(eq=False)
-class Restored:
+class RestoredState:
     """A rank's kept state, and what belongs to the rank alone. The slots stay mapped as long as it lives."""
 
     rank: int
@@ -59,7 +59,7 @@ class Restored:
         return [manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(rows)).tolist()]
 
 
-def describe_slots(rank: int, slots: Mapping[int, SlotView]) -> Restored:
+def describe_slots(rank: int, slots: Mapping[int, SlotView]) -> RestoredState:
     """Describe a rank's kept state. ``slots``: the rank's own, and those of the ranks that hold some of it."""
     try:
         return _describe(rank, slots)
@@ -67,7 +67,7 @@ def describe_slots(rank: int, slots: Mapping[int, SlotView]) -> Restored:
         raise TransfuseError(f"the kept state of rank {rank} cannot be read: {error}") from error
 
 
-def _describe(rank: int, slots: Mapping[int, SlotView]) -> Restored:
+def _describe(rank: int, slots: Mapping[int, SlotView]) -> RestoredState:
     text: Text = decode(_text, slots[rank].text())
     briefs = {one: view.brief() for one, view in slots.items()}
     mine = briefs[rank].bundles
@@ -96,7 +96,7 @@ def _describe(rank: int, slots: Mapping[int, SlotView]) -> Restored:
         first += count
     state, own = described
     assert state is not None
-    return Restored(rank, mine, state, own, base + starts, bundle)
+    return RestoredState(rank, mine, state, own, base + starts, bundle)
 
 
 def _on_cpu(wire: Wire) -> Wire:

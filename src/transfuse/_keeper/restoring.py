@@ -28,8 +28,8 @@ from transfuse._job.receipt import Receipt
 from transfuse._job.state import State
 from transfuse._keeper import frames
 from transfuse._keeper.bundle_table import PLAIN
-from transfuse._keeper.frames import Held, Link
-from transfuse._keeper.restored import Restored, describe_slots
+from transfuse._keeper.frames import Held, KeeperLink
+from transfuse._keeper.restored import RestoredState, describe_slots
 from transfuse._keeper.slots import Label, SlotView
 from transfuse._memory.blocks import digests_at
 from transfuse._options import FetchKeywords
@@ -96,13 +96,13 @@ class KeptStep(NamedTuple):
     report: Report | None = None
 
 
-class Holding(msgspec.Struct, array_like=True):
+class HostHolding(msgspec.Struct, array_like=True):
     """What a host's keeper holds, as its first rank tells the others."""
 
     states: list[Held]
     has_held: bool
     failure: str
-    #: As in ``frames.Holdings``.
+    #: As in ``frames.HeldStates``.
     past: str = ""
     notes: str = ""
 
@@ -139,11 +139,11 @@ class Unfit(Forbidden):
     """The step is whole, and does not fit this job: what a rank's ``state_dict`` returns, or the number of ranks."""
 
 
-def restore(members: Members, link: Link | None, asking: threading.RLock, wish: Wish) -> KeptStep | None:
+def restore(members: Members, link: KeeperLink | None, asking: threading.RLock, wish: Wish) -> KeptStep | None:
     """Restore the newest step that can be restored on all ranks; None if there never was one."""
     agreement = members.agreement
     told = agreement.gather(tell(members, link, asking, wish.seconds), "gathering what the keepers hold")
-    holdings = [msgspec.msgpack.decode(row, type=Holding) for row in told]
+    holdings = [msgspec.msgpack.decode(row, type=HostHolding) for row in told]
     candidates = candidates_in(members, holdings)
     # A step that some ranks have never committed is no loss: nobody was told that it is kept.
     has_held = any(one.has_held for one in holdings) or any(not candidate.missing for candidate in candidates)
@@ -196,10 +196,10 @@ def restore(members: Members, link: Link | None, asking: threading.RLock, wish: 
     )
 
 
-def look(members: Members, link: Link | None, asking: threading.RLock, seconds: float) -> KeptStep | None:
+def look(members: Members, link: KeeperLink | None, asking: threading.RLock, seconds: float) -> KeptStep | None:
     """The newest step that is whole, and what belonged to the ranks. No state is touched."""
     told = members.agreement.gather(tell(members, link, asking, seconds), "gathering what the keepers hold")
-    candidates = candidates_in(members, [msgspec.msgpack.decode(row, type=Holding) for row in told])
+    candidates = candidates_in(members, [msgspec.msgpack.decode(row, type=HostHolding) for row in told])
     wish = Wish(state=State({}), load_rank_state=None, seconds=seconds, missing_ok=True, options={})
     for candidate in candidates:
         if candidate.missing:
@@ -236,7 +236,7 @@ def _of_ranks(failures: Mapping[int, Failure]) -> str:
 
 
 def _attempt(
-    members: Members, link: Link | None, asking: threading.RLock, wish: Wish, candidate: Candidate
+    members: Members, link: KeeperLink | None, asking: threading.RLock, wish: Wish, candidate: Candidate
 ) -> KeptStep:
     with ExitStack() as stack:
         attempt = Attempt(members, link, asking, wish, candidate, stack)
@@ -260,22 +260,22 @@ def _attempt(
             raise kind(why, alone.kinds | error.kinds) from error
 
 
-def tell(members: Members, link: Link | None, asking: threading.RLock, seconds: float) -> bytes:
-    holding = Holding([], False, "")
+def tell(members: Members, link: KeeperLink | None, asking: threading.RLock, seconds: float) -> bytes:
+    holding = HostHolding([], False, "")
     if members.speaks:
         try:
             if link is None:
                 raise TransfuseError("the keeper of this host is lost")
             with asking:
                 # The other ranks wait for this one as long as the timeout: it has to know before.
-                answer = link.ask(frames.Inventory(), frames.Holdings, seconds / 2)
-            holding = Holding(answer.states, answer.has_held, "", answer.past, answer.notes)
+                answer = link.ask(frames.Inventory(), frames.HeldStates, seconds / 2)
+            holding = HostHolding(answer.states, answer.has_held, "", answer.past, answer.notes)
         except TransfuseError as error:
             holding.failure = f"host {members.host}: {as_utf8(str(error))}"
     return msgspec.msgpack.encode(holding)
 
 
-def candidates_in(members: Members, holdings: Sequence[Holding]) -> list[Candidate]:
+def candidates_in(members: Members, holdings: Sequence[HostHolding]) -> list[Candidate]:
     """The steps to try, best first: whole ones before those of which ranks are missing, newest first."""
     found: dict[Label, Candidate] = {}
     for host, ranks in enumerate(members.ranks):
@@ -294,7 +294,7 @@ class Attempt:
     def __init__(
         self,
         members: Members,
-        link: Link | None,
+        link: KeeperLink | None,
         asking: threading.RLock,
         wish: Wish,
         candidate: Candidate,
@@ -314,12 +314,12 @@ class Attempt:
         """Only what belonged to the ranks."""
         return KeptStep(self._candidate.label.step, self._begin()[2], self._candidate.world_size)
 
-    def _begin(self) -> tuple[list[int], dict[int, Restored], dict[int, Any], dict[int, frames.Address]]:
+    def _begin(self) -> tuple[list[int], dict[int, RestoredState], dict[int, Any], dict[int, frames.Address]]:
         """Whose states this rank needs, those of them that are here, what belonged to ranks, who serves the others."""
         sources = [self._agreement.rank] if self.same else sorted(self._candidate.holders)
         local = [rank for rank in sources if self._members.host in self._candidate.holders[rank]]
         failure: Failure | None = None
-        restored: dict[int, Restored] = {}
+        restored: dict[int, RestoredState] = {}
         own: dict[int, Any] = {}
         try:
             restored = self._open(local)
@@ -356,7 +356,7 @@ class Attempt:
         with self._asking:
             return self._link.ask_for_files(question, expected, self._wish.seconds)
 
-    def _open(self, ranks: Sequence[int]) -> dict[int, Restored]:
+    def _open(self, ranks: Sequence[int]) -> dict[int, RestoredState]:
         """Map the states of these ranks, which this host's keeper holds."""
         if not ranks:
             return {}
@@ -432,7 +432,7 @@ class Attempt:
             raise Forbidden(_of_ranks(failures), (failure.kind for failure in failures.values()))
         return [row for _, row in decoded]
 
-    def _compare(self, restored: Mapping[int, Restored]) -> None:
+    def _compare(self, restored: Mapping[int, RestoredState]) -> None:
         """With another number of ranks: leaves in which the ranks differed cannot be given to anybody."""
         mine = restored if self._members.speaks else {}
         lost = self._find_lost(mine)
@@ -469,7 +469,7 @@ class Attempt:
                 "commit them with rank_state=, and choose from keep.rank_states"
             )
 
-    def _find_lost(self, restored: Mapping[int, Restored]) -> str:
+    def _find_lost(self, restored: Mapping[int, RestoredState]) -> str:
         """If ranks are missing, name the leaves of which every rank may have had values of its own."""
         if not self._candidate.missing:
             return ""
@@ -486,7 +486,7 @@ class Attempt:
                 )
         return ""
 
-    def _check_coverage(self, restored: Mapping[int, Restored]) -> None:
+    def _check_coverage(self, restored: Mapping[int, RestoredState]) -> None:
         """If ranks are missing, name the leaves whose shards only they had. Nobody's ``state_dict`` was called yet."""
         rows = self._agree_to(
             "looking for lost shards", None, msgspec.msgpack.encode([_shards(one) for one in restored.values()])
@@ -504,7 +504,7 @@ class Attempt:
                 f"{', '.join(sorted(lost)[:10])}{', …' if len(lost) > 10 else ''}"
             )
 
-    def _serve_here(self, restored: Restored) -> InProcess:
+    def _serve_here(self, restored: RestoredState) -> InProcess:
         """Serve a mapped state to this process itself: from there on it is a source like any other."""
         return self._in_process(restored.state, f"the kept state of rank {restored.rank}", self._candidate.label.step)
 
@@ -512,7 +512,7 @@ class Attempt:
         timeout, verify = timedelta(seconds=self._wish.seconds), self._wish.options.get("verify")
         return InProcess(state, name, step=step, timeout=timeout, verify=verify)
 
-    def _own(self, restored: Mapping[int, Restored]) -> dict[int, Any]:
+    def _own(self, restored: Mapping[int, RestoredState]) -> dict[int, Any]:
         """What belonged to the ranks themselves, in fresh tensors."""
         found: dict[int, Any] = {}
         for rank, one in restored.items():
@@ -612,13 +612,13 @@ class Attempt:
             ) from all_of_them
 
 
-def _plain(restored: Restored) -> dict[bytes, bytes]:
+def _plain(restored: RestoredState) -> dict[bytes, bytes]:
     """The digests of the bundles of which every rank may have values of its own."""
     bundles = restored.bundles
     return {bundles.keys[n]: bundles.digests[n] for n in np.flatnonzero(bundles.modes == PLAIN).tolist()}
 
 
-def _shards(restored: Restored) -> dict[str, tuple[int, list[Block]]]:
+def _shards(restored: RestoredState) -> dict[str, tuple[int, list[Block]]]:
     """For each sharded leaf: how many elements it has in all, and the blocks of it that this state holds."""
     manifest, found = restored.state.manifest, {}
     holdings = Holdings(manifest)
@@ -636,7 +636,7 @@ def _shards(restored: Restored) -> dict[str, tuple[int, list[Block]]]:
     return found
 
 
-def _storage_digests(restored: Restored, keys: set[bytes]) -> dict[str, bytes]:
+def _storage_digests(restored: RestoredState, keys: set[bytes]) -> dict[str, bytes]:
     """The digests of single leaves in these bundles."""
     state = restored.state
     chosen = [number for number, key in enumerate(restored.bundles.keys) if key in keys]

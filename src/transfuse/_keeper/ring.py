@@ -2,7 +2,7 @@
 
     follower                                          leader: the keeper of the first host
       | <- Round: confirmed, agreed, floor, over ------ |  every 0.2 s, and at once when something was decided
-      | -- State: what is complete here, replicated … -> |
+      | -- HostState: what is complete, replicated … -> |
 
 The leader tells everybody its decisions (:mod:`transfuse._keeper.decisions`) with every round, so nothing is lost when
 a message or a keeper is. Host i pulls the agreed step from hosts i-1 … i-replicas (:mod:`transfuse._keeper.replicas`).
@@ -22,8 +22,8 @@ from transfuse._keeper import files, frames
 from transfuse._keeper.books import ranks_and_have
 from transfuse._keeper.decisions import Decisions
 from transfuse._keeper.door import Door, Peer
-from transfuse._keeper.questions import Answer, Lend, Lent, Question, Round, State
-from transfuse._keeper.replicas import Loan, Loans, Puller, Stock
+from transfuse._keeper.questions import Answer, HostState, Lend, Lent, Question, Round
+from transfuse._keeper.replicas import Loan, Loans, ReplicaPuller, Stock
 from transfuse._keeper.slots import Label
 from transfuse._wire.handshake import key_of
 
@@ -80,7 +80,7 @@ class Ring:
             self._door = None
             if self._is_closed:
                 raise TransfuseError("this keeper is ending")
-            self._door = Door(host, token, self._port_before(), lambda: _Visit(self))
+            self._door = Door(host, token, self._port_before(), lambda: _KeeperVisit(self))
             files.write(self._keeper.directory, files.PORT_NAME, str(self._door.port))
             return self._door.address
 
@@ -166,7 +166,7 @@ class Ring:
     def set_over(self) -> None:
         self._over = True
 
-    def follow(self, decided: Round) -> State:
+    def follow(self, decided: Round) -> HostState:
         """Follow the leader's decisions, and say how this keeper is."""
         with self._lock:
             term = self._term
@@ -174,11 +174,11 @@ class Ring:
             term.apply(decided)
         return self.state(term)
 
-    def state(self, term: Term | None) -> State:
+    def state(self, term: Term | None) -> HostState:
         closed = self._keeper.all_closed
         with self.stock.changed:
             books = self.stock.books
-            return State(
+            return HostState(
                 books.generation if term is None else term.peers.generation,
                 books.confirmed,
                 books.complete_labels()[:MAX_LABELS],
@@ -215,7 +215,7 @@ class Ring:
         return term.loans.lend(label, door.host, ranks)
 
 
-class _Visit:
+class _KeeperVisit:
     """Answers one connection of another keeper. What it borrows is lent as long as the connection lasts."""
 
     def __init__(self, ring: Ring) -> None:
@@ -248,7 +248,7 @@ class Term:
         self._sources = sources
         self._stopped, self._news = threading.Event(), threading.Event()
         self.loans = Loans(ring.stock, peers.ranks[peers.index], peers.rate)
-        self.puller = Puller(
+        self.puller = ReplicaPuller(
             ring.stock,
             peers,
             sources,
@@ -389,8 +389,8 @@ class Term:
     def _round(self) -> bool:
         """Tell everybody what is decided, hear how they are, decide. Returns whether something new was decided."""
         decided = self._decisions.decided
-        states: dict[int, State] = {}
-        others: list[State] = []
+        states: dict[int, HostState] = {}
+        others: list[HostState] = []
         for peer in self._others:
             if self._stopped.is_set():
                 return False

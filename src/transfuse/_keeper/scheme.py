@@ -26,7 +26,7 @@ def announce() -> None:
     if _THEIRS in sys.modules:
         _tell(importlib.import_module(_THEIRS))  # Another thread may be importing it just now.
     else:
-        sys.meta_path.insert(0, _Waiting())
+        sys.meta_path.insert(0, _TorchFinder())
 
 
 def _tell(theirs: ModuleType) -> None:
@@ -40,7 +40,7 @@ def _join(*args: Any, **kwargs: Any) -> Any:
     return join(*args, **kwargs)
 
 
-class _Waiting:
+class _TorchFinder:
     """Lets the other finders find torch's module, and has it told once it is there."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -54,7 +54,7 @@ class _Waiting:
 
 
 class _Telling:
-    def __init__(self, loader: Loader, finder: _Waiting) -> None:
+    def __init__(self, loader: Loader, finder: _TorchFinder) -> None:
         self._loader, self._finder = loader, finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

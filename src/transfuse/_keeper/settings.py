@@ -17,7 +17,7 @@ from transfuse._options import FetchKeywords
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class KeepSettings:
     """What a worker has given to ``keep()``."""
 
     state: State | None

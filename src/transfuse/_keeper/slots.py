@@ -73,7 +73,7 @@ def room_for(text_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Contents:
+class SlotContents:
     """What the header of a committed slot says."""
 
     label: Label
@@ -116,7 +116,7 @@ class SlotView:
 
     # -- everybody
 
-    def contents(self) -> Contents | None:
+    def contents(self) -> SlotContents | None:
         """What the slot holds; None if it holds nothing."""
         head = bytes(self.memory[: _HEADER.size])
         (seal,) = _SEAL.unpack_from(self.memory, _HEADER.size)
@@ -125,7 +125,7 @@ class SlotView:
         magic, version, state, generation, step, brief, text, digest = _HEADER.unpack(head)
         if (magic, version, state) != (MAGIC, VERSION, COMMITTED) or PAGE + brief + text > self.nbytes:
             return None
-        return Contents(Label(generation, step), brief, text, digest)
+        return SlotContents(Label(generation, step), brief, text, digest)
 
     def brief(self) -> Brief:
         """The slot's brief. ``ValueError`` if the slot holds nothing or is damaged."""
@@ -142,7 +142,7 @@ class SlotView:
             raise ValueError("the description of a kept state is damaged: its digest is wrong")
         return data
 
-    def _checked(self) -> Contents:
+    def _checked(self) -> SlotContents:
         contents = self.contents()
         if contents is None:
             raise ValueError("a slot that should hold a state holds none")

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from transfuse._keeper import frames
 from transfuse._keeper.books import Kept
-from transfuse._keeper.frames import Link
+from transfuse._keeper.frames import KeeperLink
 from transfuse._keeper.runs import Process
 
 if TYPE_CHECKING:
     from transfuse._remote.server import Server
 
 
-class Worker:
+class ConnectedWorker:
     """A connection, and what the worker behind it uses."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: KeeperLink) -> None:
         self.link = link
         self.hello: frames.Hello | None = None
         #: Its process; None if that is of another namespace of pids, and cannot be seen from here.
@@ -40,7 +40,7 @@ def uid_of(sock: socket.socket) -> int:
     return int(uid)
 
 
-def _peer(link: Link) -> Process | None:
+def _peer(link: KeeperLink) -> Process | None:
     """The process that has made this connection, if it can be seen from here."""
     with suppress(OSError):
         pid = link.peer_pid()

@@ -17,7 +17,7 @@ import torch
 from transfuse._memory.building import Builder, tensor_over
 from transfuse._memory.fresh import FreshMemory, MemorySupply, allocate, say_where
 from transfuse._memory.landing import Built, Copy
-from transfuse._memory.packing import Place, place_in_storage, place_in_tensor
+from transfuse._memory.packing import RegionPlace, place_in_storage, place_in_tensor
 from transfuse._plan import parcels
 from transfuse._plan.match import Match
 from transfuse._plan.outline import Outline
@@ -31,7 +31,7 @@ from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
 
 
-class Kept(NamedTuple):
+class ReusablePlan(NamedTuple):
     """What a plan leaves for the next receive of the same structure into a target with the same outline."""
 
     #: The match, without its tensors, and the number of each destination among the outline's tensors, or -1.
@@ -58,7 +58,7 @@ class AsIs:
         *,
         parcel_bytes: int,
         atomic: bool,
-        kept: Kept | None = None,
+        kept: ReusablePlan | None = None,
     ) -> None:
         self.manifest = manifest
         self.atomic = atomic
@@ -87,7 +87,7 @@ class AsIs:
         self.cut = parcels.cut(self._regions, parcel_bytes) if kept is None else kept.cut
         self.shares = Everything(manifest, self.cut, self._apart, self._wanted) if kept is None else kept.shares
 
-    def keep(self, outline: Outline) -> Kept | None:
+    def keep(self, outline: Outline) -> ReusablePlan | None:
         """What the next receive may use again; None if it must plan by itself."""
         if self._kept is not None:
             return self._kept
@@ -95,7 +95,7 @@ class AsIs:
         if numbers is None:
             return None
         found = replace(self._found, target_leaves=[], destinations=[])
-        return Kept(found, numbers, self._regions, self.cut, self.shares)
+        return ReusablePlan(found, numbers, self._regions, self.cut, self.shares)
 
     @property
     def fingerprint(self) -> int:
@@ -158,9 +158,9 @@ class AsIs:
         start = dense.offset_of(target) * target.element_size()
         return dense.over(target.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
 
-    def places(self, region: int) -> list[Place]:
+    def places(self, region: int) -> list[RegionPlace]:
         members = self._regions.members(region)
-        result: list[Place] = []
+        result: list[RegionPlace] = []
         for row in members:
             target = self._destinations[row]
             if target is not None:
@@ -340,7 +340,7 @@ class AsIs:
         return result
 
 
-def _same_place(one: Place, other: Place) -> bool:
+def _same_place(one: RegionPlace, other: RegionPlace) -> bool:
     a, b = one.view, other.view
     return (
         a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -18,10 +18,10 @@ import xxhash
 from transfuse._memory.building import Builder
 from transfuse._memory.fresh import FreshMemory, FreshTensors, MemorySupply
 from transfuse._memory.landing import Built, Copy
-from transfuse._memory.packing import Place
+from transfuse._memory.packing import RegionPlace
 from transfuse._options import Options
 from transfuse._plan import parcels
-from transfuse._plan.apply_rules import Link
+from transfuse._plan.apply_rules import BlockPair
 from transfuse._plan.catalogue import Catalogue, Late
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.match import Prepared, prepare
@@ -61,7 +61,7 @@ def assemble(
 
     Raises :class:`TargetMismatch` with all mismatches, or :class:`NotCovered` if no source holds a needed block.
     """
-    links: Sequence[Link] | None = None
+    links: Sequence[BlockPair] | None = None
     if late is not None:
         target, links = late(Catalogue(cohorts))
         prepared = prepare(target, supply.limits)
@@ -173,7 +173,7 @@ class Assembly:
         start = int(self._starts[region])
         return dense.over(destination.tensor.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
 
-    def places(self, region: int) -> list[Place]:
+    def places(self, region: int) -> list[RegionPlace]:
         need = self._needed.blocks[int(self._pieces.need[region])]
         n = len(need.block.start)
         first, sizes = self._pieces.start[region, :n].tolist(), self._pieces.sizes[region, :n].tolist()
@@ -184,7 +184,7 @@ class Assembly:
             )
             kind = dense.ITEM_TYPES[destination.item] if destination.wire is None else destination.tensor.dtype
             view = dense.over(destination.tensor.untyped_storage(), kind, offset, *merged(sizes, destination.strides))
-            result.append(Place(view, 0, destination.signs, destination.wire))
+            result.append(RegionPlace(view, 0, destination.signs, destination.wire))
         return result
 
     def tensors_of(self, regions: Bools) -> Bools:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 UNLIMITED = 1 << 62
 
 
-class _Names(NamedTuple):
+class _CgroupFiles(NamedTuple):
     """How a version of control groups calls its files, and what of ``memory.stat`` the kernel takes back if needed."""
 
     most: str
@@ -20,8 +20,8 @@ class _Names(NamedTuple):
 
 
 #: The page cache of files that were read is in a group's usage. Slots are not in it: they are shared memory.
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
+_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = _CgroupFiles("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
 
 
 def free_memory(proc: pathlib.Path = pathlib.Path("/proc")) -> int:
@@ -38,7 +38,7 @@ def free_memory(proc: pathlib.Path = pathlib.Path("/proc")) -> int:
     return min(free)
 
 
-def _free_in(group: pathlib.Path, names: _Names) -> int:
+def _free_in(group: pathlib.Path, names: _CgroupFiles) -> int:
     most, used = (int((group / name).read_text()) for name in (names.most, names.used))
     with suppress(OSError, ValueError):
         rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -46,7 +46,7 @@ def _free_in(group: pathlib.Path, names: _Names) -> int:
     return most - max(used, 0)
 
 
-def _groups(proc: pathlib.Path) -> Iterator[tuple[pathlib.Path, _Names]]:
+def _groups(proc: pathlib.Path) -> Iterator[tuple[pathlib.Path, _CgroupFiles]]:
     """The directories of this process's groups, and of all groups around them that can be seen from here."""
     mounts = [line.split() for line in (proc / "self" / "mountinfo").read_text().splitlines()]
     for line in (proc / "self" / "cgroup").read_text().splitlines():

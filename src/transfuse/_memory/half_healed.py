@@ -25,7 +25,7 @@ class Truth(NamedTuple):
     step: int | None = None
 
 
-class _Whole(NamedTuple):
+class _WholeState(NamedTuple):
     step: int
     versions: list[tuple[ReferenceType[torch.UntypedStorage], int]]
 
@@ -34,7 +34,7 @@ _lock = threading.Lock()
 #: Half-written storages, each with its version then.
 _torn: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
 #: States that are whole, and of another step than the caller was told.
-_whole: list[_Whole] = []
+_whole: list[_WholeState] = []
 
 
 def has_notes() -> bool:
@@ -48,7 +48,7 @@ def note_torn(state: object, paths: Collection[str]) -> None:
 
 def note_whole(state: object, step: int) -> None:
     with _lock:
-        _whole.append(_Whole(step, [(ref(storage), version) for _, storage, version in _storages(state)]))
+        _whole.append(_WholeState(step, [(ref(storage), version) for _, storage, version in _storages(state)]))
 
 
 def forget(state: object) -> None:

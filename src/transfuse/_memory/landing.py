@@ -19,7 +19,7 @@ import torch
 
 from transfuse._memory.building import Builder
 from transfuse._memory.fresh import FreshMemory
-from transfuse._memory.packing import Place
+from transfuse._memory.packing import RegionPlace
 from transfuse._plan.parcels import Parcels
 from transfuse._plan.shares import Shares
 from transfuse._state.leaves import dense
@@ -99,7 +99,7 @@ class Plan(Protocol):
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
         """Bytes ``[low, high)`` of a region as they lie in memory; None unless its only place is one run."""
 
-    def places(self, region: int) -> list[Place]:
+    def places(self, region: int) -> list[RegionPlace]:
         """All places of a region, whatever their layout."""
 
     def tensors_of(self, regions: Bools) -> Bools:
@@ -185,7 +185,7 @@ class Landing:
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
         return self._plan.run(region, low, high)
 
-    def places(self, region: int) -> list[Place]:
+    def places(self, region: int) -> list[RegionPlace]:
         return self._plan.places(region)
 
     # -- what has been written
@@ -233,7 +233,7 @@ class Landing:
         paths = self._plan.paths
         missing = np.zeros(len(paths), dtype=bool)
         missing[self._plan.leaf[tensors]] = True
-        return Paths(paths, ~missing), Paths(paths, missing)
+        return ChosenPaths(paths, ~missing), ChosenPaths(paths, missing)
 
     def paths_of(self, regions: Sequence[int]) -> list[str]:
         """Paths of the leaves that have bytes in these regions."""
@@ -285,7 +285,7 @@ class Landing:
         return built.state
 
 
-class Paths(Sequence[str]):
+class ChosenPaths(Sequence[str]):
     """Paths of some leaves. Each path is made only when it is read."""
 
     def __init__(self, paths: Sequence[str], chosen: Bools) -> None:

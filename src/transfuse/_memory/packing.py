@@ -34,7 +34,7 @@ HASHED_TOGETHER = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class RegionPlace:
     """Memory of one region. ``view`` has ``lead`` dimensions that repeat the region, then the region's own."""
 
     view: torch.Tensor
@@ -59,7 +59,7 @@ class Places(Protocol):
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
         """Bytes ``[low, high)`` of a region as they lie in memory; None unless its only place is one run."""
 
-    def places(self, region: int) -> Sequence[Place]:
+    def places(self, region: int) -> Sequence[RegionPlace]:
         """All places of a region, whatever their layout."""
 
     def paths_of(self, regions: Sequence[int]) -> list[str]:
@@ -80,22 +80,22 @@ class Land(Places, Protocol):
         """Whether parcels may land straight in the caller's memory."""
 
 
-def place_in_storage(storage: torch.UntypedStorage, window: int, region: Region) -> Place:
+def place_in_storage(storage: torch.UntypedStorage, window: int, region: Region) -> RegionPlace:
     """The place of a region in a storage whose window begins at byte ``window``."""
     offset = (window + region.start) // region.item
-    return Place(dense.over(storage, dense.ITEM_TYPES[region.item], offset, region.sizes, region.strides))
+    return RegionPlace(dense.over(storage, dense.ITEM_TYPES[region.item], offset, region.sizes, region.strides))
 
 
-def place_of_region(storage: torch.UntypedStorage, window: int, regions: Regions, region: int) -> Place:
+def place_of_region(storage: torch.UntypedStorage, window: int, regions: Regions, region: int) -> RegionPlace:
     """The place of one of ``regions`` in such a storage. Its items may be converted before they are sent."""
     cast = regions.casts.get(region)
     if cast is None:
         return place_in_storage(storage, window, regions.region(region))
     offset = (window + cast.region.start) // cast.region.item
-    return Place(dense.over(storage, cast.memory, offset, cast.region.sizes, cast.region.strides), wire=cast.wire)
+    return RegionPlace(dense.over(storage, cast.memory, offset, cast.region.sizes, cast.region.strides), wire=cast.wire)
 
 
-def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> Place:
+def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> RegionPlace:
     """The place in ``target`` of a region that comes from a tensor of this form: the same order, other strides."""
     order = (*form.repeated, *form.order)
     view = dense.over(
@@ -106,7 +106,7 @@ def place_in_tensor(target: torch.Tensor, form: Form, source_flags: int) -> Plac
         [1 if d in form.repeated and target.stride(d) == 0 else target.size(d) for d in order],
         [target.stride(d) for d in order],
     )
-    return Place(view, len(form.repeated), dense.signs_between(target, source_flags))
+    return RegionPlace(view, len(form.repeated), dense.signs_between(target, source_flags))
 
 
 def as_bytes(places: Places, parcels: Parcels, parcel: int, device: torch.device) -> torch.Tensor | None:
@@ -317,7 +317,7 @@ def _gather(
     return True
 
 
-def _copy(place: Place, extent: Extent, buffer: torch.Tensor, *, out: bool) -> None:
+def _copy(place: RegionPlace, extent: Extent, buffer: torch.Tensor, *, out: bool) -> None:
     view, item = place.view, place.item
     staged = buffer[extent.position : extent.position + extent.high - extent.low].view(place.wire or view.dtype)
     at = 0

@@ -18,7 +18,7 @@ from transfuse._rules import AnyRule, Concat, MapPath, Rename, Slice, Split, lis
 Shape: TypeAlias = tuple[int, ...]
 
 
-class Link(NamedTuple):
+class BlockPair(NamedTuple):
     """A block of a source leaf that becomes a block of a target leaf. For plain values and 0-d tensors all tuples are
     empty.
     """
@@ -34,7 +34,7 @@ class Linked(NamedTuple):
     """The result of :func:`link`. If a target has links, they cover each of its elements once, even with problems."""
 
     #: Sorted by target, then by ``target_start``. Leaves and blocks without elements have links, too.
-    links: list[Link]
+    links: list[BlockPair]
     #: Source leaves that no link reads, and target leaves that no link writes, also because of a problem.
     unused: list[int]
     untouched: list[int]
@@ -112,7 +112,7 @@ class _Linking:
     def __init__(self, sources: _Tree, targets: _Tree) -> None:
         self.sources = sources
         self.targets = targets
-        self.links: list[Link] = []
+        self.links: list[BlockPair] = []
         self.problems: list[str] = []
         self.left_out: list[int] = []
         #: For each target: the rule that writes it, even if the rule fails, and a leaf that the rule reads.
@@ -197,7 +197,7 @@ class _Linking:
         shape, into = self.sources.shapes[leaf], self.targets.shapes[target_leaf]
         if shape is None and not isinstance(source, Slice):
             if into is None:
-                self.links.append(Link(leaf, target_leaf, (), (), ()))
+                self.links.append(BlockPair(leaf, target_leaf, (), (), ()))
             else:
                 self._problem(
                     rule, name, f"a plain value cannot become the tensor {target!r}; map it to a value, or leave it out"
@@ -220,7 +220,7 @@ class _Linking:
                 "with Slice, Split or Concat",
             )
         else:
-            self.links.append(Link(leaf, target_leaf, start, (0,) * len(into), sizes))
+            self.links.append(BlockPair(leaf, target_leaf, start, (0,) * len(into), sizes))
 
     def _concat(self, rule: Concat, captures: tuple[str, ...]) -> None:
         target, names = _fill(rule.target, captures), [_fill(path_of(source), captures) for source in rule.sources]
@@ -260,7 +260,7 @@ class _Linking:
                     "correct dim, or the sources",
                 )
                 continue
-            links.append(Link(leaf, target_leaf, start, (*[0] * axis, at, *[0] * (len(into) - axis - 1)), sizes))
+            links.append(BlockPair(leaf, target_leaf, start, (*[0] * axis, at, *[0] * (len(into) - axis - 1)), sizes))
             at += sizes[axis]
         if fits and at != into[axis]:
             partly = "which is only partly covered" if at < into[axis] else "which is too small"
@@ -316,7 +316,7 @@ class _Linking:
                 )
                 continue
             start = (*[0] * axis, at, *[0] * (len(into) - axis - 1))
-            links.append(Link(leaf, target_leaf, start, (0,) * len(into), into))
+            links.append(BlockPair(leaf, target_leaf, start, (0,) * len(into), into))
             at += into[axis]
         if fits and at != shape[axis]:
             self._problem(
@@ -401,7 +401,7 @@ def _label(rule: AnyRule | str) -> str:
     return rule if isinstance(rule, str) else repr(rule)
 
 
-def _sum(links: Sequence[Link], axis: int) -> str:
+def _sum(links: Sequence[BlockPair], axis: int) -> str:
     """The sum of sizes along a dimension, as text."""
     sizes = [found.sizes[axis] for found in links]
     return f"{sum(sizes)} ({' + '.join(map(str, sizes))})"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from transfuse._plan.apply_rules import Link
+from transfuse._plan.apply_rules import BlockPair
 from transfuse._plan.cohorts import Cohort
 from transfuse._state import trees
 from transfuse._state.leaves import values
@@ -49,4 +49,4 @@ class Catalogue:
 
 
 #: Chooses the target, and pairs blocks of the sources with blocks of the target.
-Late = Callable[[Catalogue], tuple[object, list[Link]]]
+Late = Callable[[Catalogue], tuple[object, list[BlockPair]]]

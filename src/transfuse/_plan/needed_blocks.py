@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from transfuse._errors import TargetMismatch, UnsupportedLeaf
 from transfuse._options import Options
-from transfuse._plan.apply_rules import Link, Linked, link
+from transfuse._plan.apply_rules import BlockPair, Linked, link
 from transfuse._plan.catalogue import Catalogue
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.collisions import Written, find_collision
@@ -149,7 +149,7 @@ class NeededBlocks:
         blobs = [leaf for leaf in self.partner if leaf in self.fresh]
         self._make_fresh([*alone, *blobs])
 
-    def linked(self, map_path: MapPath | None, strict: bool | None, links: Sequence[Link] | None = None) -> None:
+    def linked(self, map_path: MapPath | None, strict: bool | None, links: Sequence[BlockPair] | None = None) -> None:
         """Match leaves with targets by rules. The result is the target's tree; unmatched leaves are not received."""
         targets, sources = self.prepared, Catalogue(self.cohorts)
         if links is not None:
@@ -193,7 +193,7 @@ class NeededBlocks:
 
     # -- one leaf and its target
 
-    def _pair(self, number: int, leaf: int, partner: int, link: Link | None = None) -> None:
+    def _pair(self, number: int, leaf: int, partner: int, link: BlockPair | None = None) -> None:
         target = self.prepared.leaves[partner]
         cohort = self.cohorts[number]
         if isinstance(target, AsyncCollectiveTensor):
@@ -229,7 +229,7 @@ class NeededBlocks:
                 self._problem(partner, f"global shape: source {holding.shape}, target {found.shape}")
                 return
             start = (0,) * len(found.shape)
-            link = Link(leaf, partner, start, start, found.shape)
+            link = BlockPair(leaf, partner, start, start, found.shape)
         theirs = holding.layout if isinstance(holding, Spread) else None
         coordinate = self._partial_coordinate(partner, theirs, found)
         self._land(_Origin(number, leaf, 0), partner, link, found.tensors, coordinate)
@@ -250,7 +250,7 @@ class NeededBlocks:
             return None
         return target.coordinate
 
-    def _pair_composite(self, number: int, leaf: int, partner: int, target: Any, link: Link | None) -> None:
+    def _pair_composite(self, number: int, leaf: int, partner: int, target: Any, link: BlockPair | None) -> None:
         """Match a leaf of several tensors, or of a kind that has no shards: each tensor travels whole."""
         cohort = self.cohorts[number]
         if number or link is not None:
@@ -273,14 +273,14 @@ class NeededBlocks:
                 self._problem(partner, f"shape: source {shape}, target {tuple(mine.shape)}")
                 continue
             start = (0,) * len(shape)
-            one = Link(leaf, partner, start, start, shape)
+            one = BlockPair(leaf, partner, start, start, shape)
             self._land(_Origin(number, leaf, inner), partner, one, [(mine, [(Block(start, shape), start)])], None)
 
     def _land(
         self,
         origin: _Origin,
         partner: int,
-        link: Link,
+        link: BlockPair,
         tensors: Sequence[tuple[torch.Tensor, Sequence[LocalBlock]]],
         coordinate: Coordinate,
     ) -> None:

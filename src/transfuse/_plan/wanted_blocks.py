@@ -114,7 +114,7 @@ def regions_in(holdings: Holdings, wanted_blocks: WantedBlocks) -> Regions:
     wires = [None, *(values.dtype_named(name) for name in wanted_blocks.dtypes)]
     first = np.cumsum(ndim) - ndim
     manifest = holdings.manifest
-    found, tensors = _Regions(), manifest.tensors
+    found, tensors = _RegionList(), manifest.tensors
     most = MOST_TIMES * float((tensors.numel * tensors.item).sum())
     columns = (leaf, tensor, first, first + ndim, dtype)
     for number, which, low, high, code in zip(*(column.tolist() for column in columns), strict=True):
@@ -130,7 +130,7 @@ def regions_in(holdings: Holdings, wanted_blocks: WantedBlocks) -> Regions:
     return found.columns(np.cumsum(begins))
 
 
-class _Regions:
+class _RegionList:
     """Regions, collected one after another."""
 
     def __init__(self) -> None:

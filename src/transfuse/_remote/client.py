@@ -137,7 +137,7 @@ def fetch_if(
     check_resume(resume)
     entry = _check_entry(entry)
     given = None if state is None else State.of(state, load)
-    with _Visit(addresses, key_of(token), timeout.total_seconds(), entry) as visit:
+    with _ServerVisit(addresses, key_of(token), timeout.total_seconds(), entry) as visit:
         transport = PGTransport(
             Servers(visit.groups, len(addresses)), timeout, CPU, None if given is None else lambda: target, **options
         )
@@ -176,7 +176,7 @@ def peek(address: str, *, token: str | bytes | None = None, timeout: timedelta |
     """Ask a server for the description of its state. No tensor moves."""
     seconds, limits = _arguments.duration(timeout).total_seconds(), Limits.from_environment()
     found: list[messages.Offer] = []
-    with _Visit(_check([address]), key_of(token), seconds) as visit:
+    with _ServerVisit(_check([address]), key_of(token), seconds) as visit:
         visit.begin()
         group = Group(Servers(visit.groups, 1), CPU)
 
@@ -227,7 +227,7 @@ def _check_entry(entry: str | None) -> str | None:
     return str.__str__(entry)  # A class that is derived from str cannot be sent.
 
 
-class _Visit:
+class _ServerVisit:
     """What precedes the conversation: connect to every server at once, and wait until each holds its state still."""
 
     def __init__(
@@ -249,7 +249,7 @@ class _Visit:
         #: By address number: the stream to each server that is ready.
         self.groups: dict[int, ReaderEnd] = {}
 
-    def __enter__(self) -> _Visit:
+    def __enter__(self) -> _ServerVisit:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -23,7 +23,7 @@ from transfuse._wire.loopback import Loopback
 logger = logging.getLogger("transfuse")
 
 
-class _End:
+class _PairEnd:
     """One end of the pair, with the methods that a transport calls on a group."""
 
     outlives_waits = True
@@ -66,16 +66,16 @@ class InProcess:
         self.name = name
         self._state, self._step = state, step
         loopback = Loopback()
-        server = _End(loopback, SERVER)
+        server = _PairEnd(loopback, SERVER)
         #: The reader's end.
-        self.group = _End(loopback, READER)
+        self.group = _PairEnd(loopback, READER)
         self._transport = PGTransport(server, timeout, torch.device("cpu"), relay=False, lanes=1, verify=verify)
         self._thread = threading.Thread(target=self._send, name="transfuse-in-process", daemon=True)
 
     def __str__(self) -> str:
         return self.name
 
-    def begin(self) -> _End:
+    def begin(self) -> _PairEnd:
         self._thread.start()
         return self.group
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("transfuse")
 
 
 @dataclass(eq=False)
-class Seen:
+class StateView:
     """The state as readers find it between two blocks that change it."""
 
     state: object
@@ -49,7 +49,7 @@ class LiveState:
         #: How many blocks the owner of the lock is in.
         self._depth = 0
         #: What readers find, or why they find nothing.
-        self.seen: Seen | Exception = Seen(*self._ask(), 0)
+        self.seen: StateView | Exception = StateView(*self._ask(), 0)
         self._last_change = _Moment(self.seen)
         #: How many blocks have changed the state and ended. A block within another one is a part of it.
         self.changes = 0
@@ -75,7 +75,7 @@ class LiveState:
                     self._depth -= 1
 
     @contextmanager
-    def reading(self, meanwhile: Callable[[], object]) -> Iterator[Seen]:
+    def reading(self, meanwhile: Callable[[], object]) -> Iterator[StateView]:
         """Read the state within this block. ``meanwhile`` is called now and then during the wait; it may raise."""
         with self.rwlock.reading(meanwhile):
             if isinstance(self.seen, Exception):
@@ -87,7 +87,7 @@ class LiveState:
     def forget(self) -> None:
         """Hold the state no longer: nobody reads any more."""
         self._state_dict = self._step = None
-        self.seen = Seen(None, None, self.changes)
+        self.seen = StateView(None, None, self.changes)
 
     def _ask(self) -> tuple[object, int | None]:
         state = self._state_dict() if callable(self._state_dict) else self._state_dict
@@ -100,7 +100,7 @@ class LiveState:
         """Note what readers will find from now on. If a callable raises, they are told; training goes on."""
         self.changes += 1
         try:
-            self.seen = Seen(*self._ask(), self.changes)
+            self.seen = StateView(*self._ask(), self.changes)
         except Exception as error:
             if not were_refused:
                 said = as_utf8(f"{type(error).__name__}: {error}")
@@ -134,16 +134,16 @@ class AskedState(LiveState):
         self._state_dict, self._step = state_dict, step
 
     @contextmanager
-    def reading(self, meanwhile: Callable[[], object]) -> Iterator[Seen]:
+    def reading(self, meanwhile: Callable[[], object]) -> Iterator[StateView]:
         with self.rwlock.reading(meanwhile):
-            yield Seen(*self._ask(), self.changes)
+            yield StateView(*self._ask(), self.changes)
 
 
 class _Moment:
     """Marks the accelerator work that this thread has queued so far; another thread can wait for that work."""
 
-    def __init__(self, seen: Seen | Exception) -> None:
-        lies_on = streams.devices_of(seen.state) if isinstance(seen, Seen) else set()
+    def __init__(self, seen: StateView | Exception) -> None:
+        lies_on = streams.devices_of(seen.state) if isinstance(seen, StateView) else set()
         devices = lies_on.union(streams.current())
         self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from transfuse._timeouts import Patience
 
 
-class _Ticket:
+class _LockTicket:
     def __init__(self, *, changing: bool) -> None:
         self.changing = changing
         self.since = time.monotonic()
@@ -29,7 +29,7 @@ class RWLock:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         #: Those that wait, in the order of arrival.
-        self._waiting: deque[_Ticket] = deque()
+        self._waiting: deque[_LockTicket] = deque()
         self._readers: set[int] = set()
         self._owner: int | None = None
         self._depth = 0
@@ -43,7 +43,7 @@ class RWLock:
                 if me in self._readers:
                     raise RuntimeError("the state is being read by this thread: it cannot be changed here")
                 if self._owner != me:
-                    self._queue(_Ticket(changing=True), lambda: None)
+                    self._queue(_LockTicket(changing=True), lambda: None)
                     self._owner = me
                 self._depth += 1
                 holds = True
@@ -62,7 +62,7 @@ class RWLock:
         me = threading.get_ident()
         try:
             with self._lock:
-                self._queue(_Ticket(changing=False), meanwhile)
+                self._queue(_LockTicket(changing=False), meanwhile)
                 self._readers.add(me)
                 self._changed.notify_all()
             yield
@@ -77,7 +77,7 @@ class RWLock:
             since = [ticket.since for ticket in self._waiting if ticket.changing]
         return time.monotonic() - min(since) if since else 0.0
 
-    def _queue(self, ticket: _Ticket, meanwhile: Callable[[], object]) -> None:
+    def _queue(self, ticket: _LockTicket, meanwhile: Callable[[], object]) -> None:
         try:
             self._waiting.append(ticket)
             while not self._may(ticket):
@@ -93,7 +93,7 @@ class RWLock:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
 
-    def _may(self, ticket: _Ticket) -> bool:
+    def _may(self, ticket: _LockTicket) -> bool:
         if self._owner is not None or (ticket.changing and self._readers):
             return False
         before = list(self._waiting)[: self._waiting.index(ticket)]

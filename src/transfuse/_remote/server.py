@@ -31,7 +31,17 @@ from transfuse._report import Report
 from transfuse._session.remembered import Remembered
 from transfuse._timeouts import Patience
 from transfuse._transport import PGTransport
-from transfuse._wire.handshake import READER, WAIT_SECONDS, Come, ControlConnection, Join, Ready, Refused, Wait, key_of
+from transfuse._wire.handshake import (
+    READER,
+    WAIT_SECONDS,
+    Come,
+    ControlConnection,
+    Join,
+    ReaderRefused,
+    Ready,
+    Wait,
+    key_of,
+)
 from transfuse._wire.listener import Listener
 
 logger = logging.getLogger("transfuse")
@@ -244,7 +254,7 @@ class Server:
         if control.is_released:
             return  # The conversation has told the reader.
         with suppress(TransfuseError):
-            control.send(Refused(type(error).__name__, as_utf8(str(error)[:2000])), self._seconds)
+            control.send(ReaderRefused(type(error).__name__, as_utf8(str(error)[:2000])), self._seconds)
 
     def _receive(self, control: ControlConnection) -> None:
         """Serve a reader that has proved the token: wait for a free slot, take the lock, send."""

@@ -11,8 +11,8 @@ from transfuse._plan.catalogue import Catalogue
 from transfuse._plan.cohorts import Cohort, difference
 from transfuse._plan.local_blocks import global_shape
 from transfuse._plan.match import Prepared
-from transfuse._session.context import Request
-from transfuse._session.planning import Accepted, Described, check
+from transfuse._session.context import ReceiveRequest
+from transfuse._session.planning import Accepted, OfferWithManifest, check
 from transfuse._state import trees
 from transfuse._state.manifest import Manifest
 from transfuse._wire.messages import Offer
@@ -36,8 +36,8 @@ class _AtStep(NamedTuple):
 def choose(
     ranks: Sequence[int],
     offers: Mapping[int, Offer],
-    described: Mapping[bytes, Described],
-    request: Request,
+    described: Mapping[bytes, OfferWithManifest],
+    request: ReceiveRequest,
 ) -> Choice:
     """Choose the largest set of sources that agree. Sources that do not offer the requested step do not count.
 
@@ -90,7 +90,7 @@ def _count(family: Sequence[_AtStep]) -> int:
     return sum(len(cohort.members) for _, cohort in family)
 
 
-def lacking(cohorts: Sequence[Cohort], request: Request) -> list[str]:
+def lacking(cohorts: Sequence[Cohort], request: ReceiveRequest) -> list[str]:
     """Leaves of the target that get nothing from these sources, after the rules if there are any."""
     target, rules = request.target, request.options.map_path
     if not isinstance(target, Prepared) or target.target is None:
@@ -104,13 +104,13 @@ def lacking(cohorts: Sequence[Cohort], request: Request) -> list[str]:
     return sorted(paths[leaf] for leaf in linked.untouched)
 
 
-def would_bring(manifest: Manifest, cohorts: Sequence[Cohort], request: Request) -> list[str]:
+def would_bring(manifest: Manifest, cohorts: Sequence[Cohort], request: ReceiveRequest) -> list[str]:
     """Leaves of the target that get something only if a source with this manifest is used too."""
     with_it = lacking([*cohorts, Cohort(manifest, {})], request)
     return sorted(set(lacking(cohorts, request)).difference(with_it))
 
 
-def why_not(rank: int, offer: Offer, accepted: Accepted, request: Request) -> TransfuseError | None:
+def why_not(rank: int, offer: Offer, accepted: Accepted, request: ReceiveRequest) -> TransfuseError | None:
     """Why a source that offers after the decision is not used; None if it is used."""
     try:
         check(offer, request)
@@ -135,7 +135,7 @@ def _steps(one: int | None, other: int | None) -> str:
     return f"step {one} against {other}"
 
 
-def _difference(one: _AtStep, other: _AtStep, request: Request) -> str | None:
+def _difference(one: _AtStep, other: _AtStep, request: ReceiveRequest) -> str | None:
     """How two cohorts differ; None if they describe one state or complete each other."""
     if one.step != other.step:
         return _steps(one.step, other.step)

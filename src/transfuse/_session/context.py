@@ -1,4 +1,4 @@
-"""One call of a transport: its :class:`Context` (both ends have one), and the :class:`Request` of a receive."""
+"""One call of a transport: its :class:`Context` (both ends have one), and the :class:`ReceiveRequest` of a receive."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ReceiveRequest:
     """What the caller of a receive asks for."""
 
     step: int | None = None

@@ -27,10 +27,17 @@ from transfuse._phases import WAITING, Phase
 from transfuse._plan.match import prepare
 from transfuse._plan.outline import outline
 from transfuse._session import agreement
-from transfuse._session.context import Context, Request
+from transfuse._session.context import Context, ReceiveRequest
 from transfuse._session.ledger import Ledger
 from transfuse._session.partial import Partial
-from transfuse._session.planning import Accepted, Described, accept, is_described, read_description, read_manifest
+from transfuse._session.planning import (
+    Accepted,
+    OfferWithManifest,
+    accept,
+    is_described,
+    read_description,
+    read_manifest,
+)
 from transfuse._session.remembered import Remembered
 from transfuse._session.roster import Roster
 from transfuse._sizes import Sizes
@@ -44,7 +51,7 @@ logger = logging.getLogger("transfuse")
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitForChange:
     """This conversation has nothing to do until something changes."""
 
 
@@ -58,17 +65,17 @@ class Decide:
     """Choose among these offers and plan, then report the outcome. Every offer here is described."""
 
     offers: dict[int, Offer]
-    described: dict[bytes, Described]
+    described: dict[bytes, OfferWithManifest]
 
 
 @dataclass(frozen=True)
-class Done:
+class Decided:
     """The decision stands, with this source's offer or without it (``late``); or this source is not used."""
 
     late: bool = False
 
 
-Turn = Wait | Describe | Decide | Done
+Turn = WaitForChange | Describe | Decide | Decided
 
 
 class Negotiation:
@@ -93,7 +100,7 @@ class Negotiation:
         #: When the first offer came.
         self.first_at = float("inf")
         #: For each likeness: the description; and, until it is here, the source that has been asked for it.
-        self._described: dict[bytes, Described] = {}
+        self._described: dict[bytes, OfferWithManifest] = {}
         self._asked: dict[bytes, int] = {}
         #: The decision that a conversation is working on, if any.
         self._deciding: Decide | None = None
@@ -112,7 +119,7 @@ class Negotiation:
             self.first_at = min(self.first_at, now)
             self._decide_at = min(self._decide_at, now + self._patience)
 
-    def hand_in_description(self, rank: int, described: Described) -> None:
+    def hand_in_description(self, rank: int, described: OfferWithManifest) -> None:
         """Record the description that a source was asked for. It stays valid even if the source is gone by now."""
         likeness = described.offer.likeness
         self._described.setdefault(likeness, described)
@@ -131,9 +138,9 @@ class Negotiation:
     def next_turn(self, rank: int, now: float) -> Turn:
         """What the conversation with this source does next."""
         if rank in self.dropped or rank in self.gone:
-            return Done()
+            return Decided()
         if self._decided:
-            return Done(late=rank not in self._considered)
+            return Decided(late=rank not in self._considered)
         likeness = self.offers[rank].likeness
         if likeness not in self._described and likeness not in self._asked:
             self._asked[likeness] = rank
@@ -142,7 +149,7 @@ class Negotiation:
             self._deciding = Decide(dict(self.offers), dict(self._described))
             self._considered = frozenset(self.offers)
             return self._deciding
-        return Wait()
+        return WaitForChange()
 
     def _may_decide(self, now: float) -> bool:
         if self._deciding is not None or any(offer.likeness not in self._described for offer in self.offers.values()):
@@ -187,7 +194,7 @@ class Negotiator:
     ``request`` changes only before there is a plan: under ``_preparing``, and by the one thread that decides.
     """
 
-    def __init__(self, roster: Roster, request: Request, context: Context) -> None:
+    def __init__(self, roster: Roster, request: ReceiveRequest, context: Context) -> None:
         self.request = request
         self._roster = roster
         self._context = context
@@ -234,7 +241,7 @@ class Negotiator:
             if described is not None:
                 self.negotiation.hand_in_description(rank, described)
             changed.notify_all()
-        while not isinstance(turn := self._next_turn(channel), Done):
+        while not isinstance(turn := self._next_turn(channel), Decided):
             if isinstance(turn, Describe):
                 self._describe(channel, describe)
             else:
@@ -277,7 +284,7 @@ class Negotiator:
 
     # -- turns
 
-    def _next_turn(self, channel: Channel) -> Describe | Decide | Done:
+    def _next_turn(self, channel: Channel) -> Describe | Decide | Decided:
         """Wait until this conversation has to describe or decide, or until the decision stands."""
         rank, roster = channel.peer, self._roster
         with channel.resting(), roster.changed:
@@ -286,7 +293,7 @@ class Negotiator:
                 self.check(rank)
                 roster.check_caller()
                 turn = self.negotiation.next_turn(rank, time.monotonic())
-                if not isinstance(turn, Wait):
+                if not isinstance(turn, WaitForChange):
                     return turn
                 roster.progress[rank].phase = WAITING
                 roster.changed.wait(Patience.SLICE_SECONDS)
@@ -313,7 +320,7 @@ class Negotiator:
             self.negotiation.hand_in_description(channel.peer, described)
             roster.changed.notify_all()
 
-    def _read(self, offer: Offer, rank: int) -> Described:
+    def _read(self, offer: Offer, rank: int) -> OfferWithManifest:
         if self.remembered.structure(offer.structure) is not None:
             self._context.report.reuse("description")
         return read_description(offer, self._limits, rank, self.remembered)
@@ -374,7 +381,7 @@ class Negotiator:
                 error.add_note(f"source {rank} is not used: {why}")
             self._roster.fail(error)
 
-    def _accept(self, choice: agreement.Choice, described: dict[bytes, Described]) -> Accepted:
+    def _accept(self, choice: agreement.Choice, described: dict[bytes, OfferWithManifest]) -> Accepted:
         """Make the plan, and resume from an earlier receive if that is possible."""
         first = described[choice.offers[next(iter(choice.cohorts[0].members))].likeness].offer
         parcel_bytes = min(offer.parcel_bytes for offer in choice.offers.values())

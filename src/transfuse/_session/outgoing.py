@@ -42,7 +42,7 @@ class ParcelSupply:
     arrived: Callable[[int], torch.Tensor | None] = lambda _: None
 
 
-class Fetched(NamedTuple):
+class ReadyParcel(NamedTuple):
     """A parcel that is ready to be sent: its bytes on the wire's device, the staging buffer that holds them, or None.
 
     ``host`` is the same bytes in main memory, to be hashed, and ``host_buffer`` the buffer that was taken for them.
@@ -80,7 +80,7 @@ class Outgoing(ABC):
         self._caller = caller
         self._progress = progress
         #: Of an accelerator's parcels: the next ones, which are packed while the wire is busy.
-        self._next: list[Fetched] | None = None
+        self._next: list[ReadyParcel] | None = None
         #: Whether parcels are always copied to staging, so that the backend never holds their own memory and a silent
         #: peer can be abandoned.
         self._always_staged = always_staged
@@ -112,12 +112,12 @@ class Outgoing(ABC):
             return int(self._cut.payload[numbers[0]])
         return int(self._cut.payload[np.asarray(numbers, dtype=np.int64)].sum())
 
-    def _digest(self, one: Fetched) -> int:
+    def _digest(self, one: ReadyParcel) -> int:
         digest = self._supply.digest(one.number, one.host) if self.failure is None else 0
         self._to_hash.give_back(one.host_buffer)
         return digest
 
-    def _fetched(self, numbers: Sequence[int]) -> Iterable[Fetched]:
+    def _fetched(self, numbers: Sequence[int]) -> Iterable[ReadyParcel]:
         """These parcels, ready to be hashed and sent."""
         if not streams.are_involved():
             self._await_turn(numbers)
@@ -132,7 +132,7 @@ class Outgoing(ABC):
             self.failure = self.failure or error
         return fetched
 
-    def _bring(self, one: Fetched) -> Fetched:
+    def _bring(self, one: ReadyParcel) -> ReadyParcel:
         """Queue a copy of a parcel to main memory, if it is not there."""
         if isinstance(one.data, tuple) or one.data.is_cpu:
             return one
@@ -144,7 +144,7 @@ class Outgoing(ABC):
         if self._next is None and streams.are_involved() and not self._always_staged:
             self._next = self._pack(numbers)
 
-    def _pack(self, numbers: Sequence[int]) -> list[Fetched]:
+    def _pack(self, numbers: Sequence[int]) -> list[ReadyParcel]:
         self._await_turn(numbers)
         return [self._fetch(number) for number in numbers]
 
@@ -154,7 +154,7 @@ class Outgoing(ABC):
         if self.failure is None:
             self._supply.rate_limit.take(self._payload(numbers), lambda: self._caller.cause is not None)
 
-    def _fetch(self, number: int) -> Fetched:
+    def _fetch(self, number: int) -> ReadyParcel:
         """A parcel's bytes on the wire's device. On an accelerator they are only queued to be there."""
         size, buffer = int(self._cut.nbytes[number]), None
         try:
@@ -167,21 +167,21 @@ class Outgoing(ABC):
                     buffer = self._supply.arrived(number)
                     if buffer is not None:
                         data = start_of(buffer, size)
-                        return Fetched(number, data, buffer, data)
+                        return ReadyParcel(number, data, buffer, data)
                     if not self._always_staged and (direct := self._direct(number)) is not None:
-                        return Fetched(number, direct, None, direct)
+                        return ReadyParcel(number, direct, None, direct)
                     buffer = self._staging.take(size)
                     data = start_of(buffer, size)
                     if data.is_cpu and (address := packing.address_of(self._supply.memory, self._cut, number)):
                         ctypes.memmove(data.data_ptr(), address, size)
                     else:
                         packing.pack(self._supply.memory, self._cut, number, buffer)
-                    return Fetched(number, data, buffer, data)
+                    return ReadyParcel(number, data, buffer, data)
         except Exception as error:
             self.failure = error
         # The receiver expects these parcels: send them with any bytes, and cancel with the record.
         buffer = self._staging.take(size) if buffer is None else buffer
-        return Fetched(number, buffer[:size], buffer, buffer[:size])
+        return ReadyParcel(number, buffer[:size], buffer, buffer[:size])
 
 
 def _is_here(data: torch.Tensor | Run) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from transfuse._errors import ProtocolError, StateError, StepMismatch, TransfuseError
 from transfuse._limits import Limits
 from transfuse._memory import streams
-from transfuse._memory.as_is import AsIs, Kept
+from transfuse._memory.as_is import AsIs, ReusablePlan
 from transfuse._memory.assembled import Assembly, assemble
 from transfuse._memory.digest import WIDE_BYTES
 from transfuse._memory.fresh import MemorySupply
@@ -25,7 +25,7 @@ from transfuse._plan.match import Match, Prepared, compare, prepare, promise_fre
 from transfuse._plan.outline import Outline, outline
 from transfuse._plan.parcels import Parcels
 from transfuse._plan.shares import Shares
-from transfuse._session.context import Context, Request
+from transfuse._session.context import Context, ReceiveRequest
 from transfuse._session.remembered import PlanKey, Remembered, Structure
 from transfuse._state.leaves.codec import BuildContext, Coordinate
 from transfuse._state.leaves.dtensors import is_dtensor_class
@@ -86,7 +86,7 @@ def read_offer(body: bytes | bytearray, limits: Limits, peer: int) -> messages.O
     return offer
 
 
-class Described(NamedTuple):
+class OfferWithManifest(NamedTuple):
     """An offer and its manifest, decoded. The manifest describes all offers with the same likeness."""
 
     offer: messages.Offer
@@ -102,7 +102,7 @@ def is_described(offer: messages.Offer, remembered: Remembered) -> bool:
 
 def read_description(
     offer: messages.Offer, limits: Limits, peer: int, remembered: Remembered | None = None
-) -> Described:
+) -> OfferWithManifest:
     """The manifest of an offer that :func:`is_described`. The offer's digests must be those of this manifest."""
     try:
         wire, manifest = read_manifest(offer, limits, remembered or Remembered())
@@ -112,7 +112,7 @@ def read_description(
         raise
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
-    return Described(offer, manifest)
+    return OfferWithManifest(offer, manifest)
 
 
 def read_manifest(offer: messages.Offer, limits: Limits, remembered: Remembered) -> Structure:
@@ -141,7 +141,7 @@ def _check_structure(wire: Wire, offer: messages.Offer) -> None:
         raise ValueError("its digests are those of another state")
 
 
-def check(offer: messages.Offer, request: Request) -> None:
+def check(offer: messages.Offer, request: ReceiveRequest) -> None:
     """Raise if the offer itself shows that the source does not have what the caller asked for."""
     if request.options.verify and not offer.digests:
         raise StateError(
@@ -162,7 +162,7 @@ def accept(
     cohorts: Sequence[Cohort],
     offers: Mapping[int, messages.Offer],
     described: messages.Offer,
-    request: Request,
+    request: ReceiveRequest,
     context: Context,
     parcel_bytes: int,
 ) -> Accepted:
@@ -183,7 +183,7 @@ def accept(
         mine = None if key is None else request.outline or outline(target, limits)
         kept = None if key is None or mine is None else context.remembered.take_plan(key, mine)
         found: Match | TransfuseError | None = None
-        if isinstance(kept, Kept):
+        if isinstance(kept, ReusablePlan):
             assert mine is not None
             found = kept.match(mine, target.leaves)
             unsupported = promise_fresh(manifest, found, build_context, registry)
@@ -198,7 +198,7 @@ def accept(
         plan: AsIs | Assembly
         with streams.for_the_caller():
             if isinstance(found, Match):
-                before = kept if isinstance(kept, Kept) else None
+                before = kept if isinstance(kept, ReusablePlan) else None
                 plan = AsIs(manifest, found, supply, parcel_bytes=parcel_bytes, atomic=options.atomic, kept=before)
             elif isinstance(kept, Assembly):
                 assert mine is not None
@@ -232,7 +232,7 @@ def _keep(remembered: Remembered, key: PlanKey, mine: Outline, plan: AsIs | Asse
 
 
 def _key(
-    cohorts: Sequence[Cohort], request: Request, parcel_bytes: int, *, as_is: bool, anybody: bool
+    cohorts: Sequence[Cohort], request: ReceiveRequest, parcel_bytes: int, *, as_is: bool, anybody: bool
 ) -> PlanKey | None:
     """The key of a plan; None if it depends on more than can be compared.
 
@@ -260,7 +260,9 @@ def _members(cohort: Cohort) -> tuple[tuple[int, tuple[Coordinate, ...]], ...]:
     return tuple((rank, tuple(coordinates)) for rank, coordinates in sorted(cohort.members.items()))
 
 
-def _all_have_the_same(cohorts: Sequence[Cohort], offers: Mapping[int, messages.Offer], request: Request) -> bool:
+def _all_have_the_same(
+    cohorts: Sequence[Cohort], offers: Mapping[int, messages.Offer], request: ReceiveRequest
+) -> bool:
     """Whether all sources have the same manifest and coordinates, and no rules apply: the state may land as it is."""
     if len(cohorts) > 1 or request.options.map_path is not None or request.late is not None:
         return False
@@ -274,7 +276,7 @@ def _may_be_assembled(manifest: Manifest, target: Prepared, options: Options) ->
     return any(is_dtensor_class(cls) or issubclass(cls, ShardedTensor) for cls in set(map(type, target.leaves)))
 
 
-def compares_digests(offer: messages.Offer, request: Request, device: torch.device) -> bool:
+def compares_digests(offer: messages.Offer, request: ReceiveRequest, device: torch.device) -> bool:
     """Whether the receiver compares digests on the group route."""
     # On an accelerator, hashing first copies every byte to the host, so it is done only with verify=True.
     return offer.digests and (device.type == "cpu" if request.options.verify is None else request.options.verify)

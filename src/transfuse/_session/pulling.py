@@ -20,7 +20,7 @@ from transfuse._wire import route_table
 from transfuse._wire.channel import Channel
 from transfuse._wire.messages import Offer
 from transfuse._wire.rate_limit import RateLimit
-from transfuse._wire.route import Malformed, Pull, Puller, Route, SourceEnded, Unreadable
+from transfuse._wire.route import MalformedEntry, Pull, Puller, Route, SourceEnded, Unreadable
 
 logger = logging.getLogger("transfuse")
 
@@ -82,7 +82,7 @@ class Pulling:
                     with turn, shared.roster.phase(channel, Phase.READ):
                         if not self._ledger.complete:
                             self._pull_by(route, manifest, theirs)
-        except Malformed as error:
+        except MalformedEntry as error:
             raise ProtocolError(channel.peer, f"rank {channel.peer}: {error}") from error
         finally:
             self._progress.bytes = self._ledger.bytes_from(channel.peer)
@@ -93,7 +93,7 @@ class Pulling:
         try:
             return self._share.seen_from_source(lambda: self._receive.negotiator.manifest_of(self._offer))
         except ValueError as error:
-            raise Malformed(f"a malformed offer: {error}") from error
+            raise MalformedEntry(f"a malformed offer: {error}") from error
 
     def _pull_by(self, route: Route, manifest: Manifest, theirs: Parcels) -> None:
         """Pull all that one route can bring. If the route stops working, leave the rest to the next one."""
@@ -103,7 +103,7 @@ class Pulling:
             return
         entry = self._offer.routes.get(route.name)
         if entry is None:
-            raise Malformed(f"its description lacks the {route.name} route that its offer had")
+            raise MalformedEntry(f"its description lacks the {route.name} route that its offer had")
         try:
             with closing(route.open(entry, self._told(manifest, theirs))) as puller:
                 if readable is None:

@@ -17,7 +17,7 @@ import numpy as np
 from transfuse._errors import PeerError, ProtocolError, SourceMutated, TransfuseError
 from transfuse._phases import WAITING, Phase
 from transfuse._plan.shares import Share
-from transfuse._session.context import Context, Request
+from transfuse._session.context import Context, ReceiveRequest
 from transfuse._session.ledger import Ledger
 from transfuse._session.negotiation import Negotiator
 from transfuse._session.partial import Partial
@@ -59,7 +59,7 @@ class Receive:
     ``roster.changed`` guards the attributes from ``_shares`` on.
     """
 
-    def __init__(self, request: Request, context: Context) -> None:
+    def __init__(self, request: ReceiveRequest, context: Context) -> None:
         self.roster = Roster(context)
         #: The transport's lanes.
         self.lanes = context.lanes
@@ -91,7 +91,7 @@ class Receive:
         return self.negotiator.ledger
 
     @property
-    def request(self) -> Request:
+    def request(self) -> ReceiveRequest:
         return self.negotiator.request
 
     @property

@@ -61,7 +61,7 @@ def this_host() -> int:
 
 
 @dataclass
-class _Member:
+class _ChainMember:
     rank: int
     key: Hashable
     host: int
@@ -76,7 +76,7 @@ class Chains:
         self._changed = threading.Condition()
         #: Receivers that have neither joined nor left. When the wait is over, chains are formed without them.
         self._expected = set(ranks)
-        self._waiting: list[_Member] = []
+        self._waiting: list[_ChainMember] = []
         self._patience = Patience(timeout)
         self._wait = self._patience.chain_members(nbytes)
         self._until = float("inf")
@@ -91,7 +91,7 @@ class Chains:
 
     def join(self, rank: int, key: Hashable, host: int) -> tuple[Agreed, RateLimit]:
         """Join the receivers that want the same. Return the answer to this receiver, and its chain's rate limit."""
-        me = _Member(rank, key, host)
+        me = _ChainMember(rank, key, host)
         with self._changed:
             self._expected.discard(rank)
             if not self._waiting:
@@ -108,7 +108,7 @@ class Chains:
             return me.agreed, me.rate_limit
 
     def _line_up(self) -> None:
-        by_key: dict[Hashable, list[_Member]] = {}
+        by_key: dict[Hashable, list[_ChainMember]] = {}
         for member in sorted(self._waiting, key=lambda member: (member.host, member.rank)):
             by_key.setdefault(member.key, []).append(member)
         self._waiting.clear()
@@ -168,7 +168,7 @@ class _Arrived:
 Mover = TypeVar("Mover", Outgoing, Incoming)
 
 
-class _Link(Generic[Mover]):
+class _RelayEnd(Generic[Mover]):
     """One end of the conversation of two neighbours: how it moves parcels is known when they have met."""
 
     def __init__(self, channel: Channel, make: Callable[[], Mover]) -> None:
@@ -252,7 +252,7 @@ class Relay:
             self._arrived.under_way = lambda: mover.under_way
             return mover
 
-        link = _Link(channel, outgoing)
+        link = _RelayEnd(channel, outgoing)
 
         def send() -> None:
             try:
@@ -282,7 +282,7 @@ class Relay:
         not brought by then are wanted from the source again.
         """
         channel = self._channel_to(upstream, RELAYING, is_source=False)
-        link = _Link(
+        link = _RelayEnd(
             channel,
             lambda: incoming_on(channel)(
                 channel,

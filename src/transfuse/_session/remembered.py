@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 from transfuse._limits import Limits
-from transfuse._memory.as_is import Kept
+from transfuse._memory.as_is import ReusablePlan
 from transfuse._memory.assembled import Assembly
 from transfuse._plan.outline import Outline
 from transfuse._plan.parcels import Parcels
@@ -85,7 +85,7 @@ class Remembered:
         self._sent: _Recent[bytes, bool] = _Recent(MAX_STRUCTURES)
         self._cuts: _Recent[Hashable, tuple[Parcels, int | None]] = _Recent(MAX_CUTS)
         self._structures: _Recent[bytes, Structure] = _Recent(MAX_STRUCTURES)
-        self._plans: _Recent[PlanKey, tuple[Outline, Kept | Assembly]] = _Recent(MAX_PLANS)
+        self._plans: _Recent[PlanKey, tuple[Outline, ReusablePlan | Assembly]] = _Recent(MAX_PLANS)
 
     # -- at the source
 
@@ -131,7 +131,7 @@ class Remembered:
     def has_plans(self) -> bool:
         return bool(self._plans)
 
-    def take_plan(self, key: PlanKey, outline: Outline) -> Kept | Assembly | None:
+    def take_plan(self, key: PlanKey, outline: Outline) -> ReusablePlan | Assembly | None:
         """Take out the plan for such sources and such a target, if there is one: only one receive may use it."""
         with self._lock:
             known = self._plans.pop(key)
@@ -139,7 +139,7 @@ class Remembered:
             return None
         return known[1]
 
-    def keep_plan(self, key: PlanKey, outline: Outline, plan: Kept | Assembly) -> None:
+    def keep_plan(self, key: PlanKey, outline: Outline, plan: ReusablePlan | Assembly) -> None:
         outline.forget()
         with self._lock:
             self._plans.put(key, (outline, plan))

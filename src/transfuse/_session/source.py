@@ -16,7 +16,7 @@ from transfuse._errors import PeerError, ProtocolError, SourceMutated
 from transfuse._memory import packing, streams
 from transfuse._memory.digest import Run, digest_of
 from transfuse._memory.mutation import MutationWatch
-from transfuse._memory.packing import Place, digests_of, wide_digests_of
+from transfuse._memory.packing import RegionPlace, digests_of, wide_digests_of
 from transfuse._phases import READS, Phase
 from transfuse._plan import parcels
 from transfuse._plan.holdings import Holdings
@@ -81,7 +81,7 @@ class OfferedState:
         return int(self.described.manifest.storages.nbytes.sum())
 
 
-class _Memory:
+class _SourceMemory:
     """The source's own memory, in the form that packing reads."""
 
     def __init__(self, described: Described, regions: Regions) -> None:
@@ -98,7 +98,7 @@ class _Memory:
         start = int(self._described.windows[storage]) + int(self._regions.start[region])
         return dense.over(self._described.storages[storage], torch.uint8, start + low, (high - low,), (1,))
 
-    def places(self, region: int) -> Sequence[Place]:
+    def places(self, region: int) -> Sequence[RegionPlace]:
         storage = int(self._regions.storage[region])
         window = int(self._described.windows[storage])
         return [packing.place_of_region(self._described.storages[storage], window, self._regions, region)]
@@ -130,7 +130,7 @@ def serve(
     if caller.cause is not None:
         refuse(channel, transfer, tag, caller.cause)
         raise caller.cause
-    serving = _Serving(channel, transfer, tag, offered, caller=caller, progress=progress, report=report)
+    serving = _ReceiverConversation(channel, transfer, tag, offered, caller=caller, progress=progress, report=report)
     well = False
     try:
         serving.serve()
@@ -146,7 +146,7 @@ def _nothing_to_send(_: Channel) -> Outgoing:
     raise AssertionError("the receiver has not sent its want")
 
 
-class _Serving:
+class _ReceiverConversation:
     """The conversation with one receiver."""
 
     def __init__(
@@ -168,7 +168,7 @@ class _Serving:
         self._report = report
         #: Known once the receiver has sent its want: how parcels are cut, and where they lie in memory.
         self._cut: Parcels | None = None
-        self._memory: _Memory | None = None
+        self._memory: _SourceMemory | None = None
         self._outgoing: Outgoing | None = None
         self._new_outgoing: Callable[[Channel], Outgoing] = _nothing_to_send
         self._known: dict[int, int] = {}
@@ -322,7 +322,7 @@ class _Serving:
             return known[number]
 
         self._cut = cut
-        self._memory = _Memory(offered.described, cut.regions)
+        self._memory = _SourceMemory(offered.described, cut.regions)
         shape = Shape.of(offered.offer, want, agreed)
         supply = ParcelSupply(
             self._memory, digest, count_more=self._count_more, confirms=self._confirms, rate_limit=rate_limit

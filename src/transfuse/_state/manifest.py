@@ -384,7 +384,7 @@ class LastDescription:
 
     last: tuple[live_tensors.LiveTensors, bytes, Described] | None = None
 
-    def again(self, root: trees.Node | None, opened: _Opened, found: live_tensors.LiveTensors) -> Described | None:
+    def again(self, root: trees.Node | None, opened: _OpenedTree, found: live_tensors.LiveTensors) -> Described | None:
         """The same description for these tensors and values; None if anything else than values differs."""
         if self.last is None:
             return None
@@ -395,7 +395,7 @@ class LastDescription:
         manifest.root, manifest.details = root, opened.details
         return replace(last, manifest=manifest, tensors=opened.tensors)
 
-    def keep(self, columns: live_tensors.LiveTensors, opened: _Opened, described: Described) -> None:
+    def keep(self, columns: live_tensors.LiveTensors, opened: _OpenedTree, described: Described) -> None:
         self.last = columns, opened.text(), replace(described, tensors=[])
 
 
@@ -423,7 +423,7 @@ def describe(state: object, limits: Limits, last: LastDescription | None = None)
     return _lay_down(root, opened, live_tensors.read_any(opened.tensors))
 
 
-class _Opened(NamedTuple):
+class _OpenedTree(NamedTuple):
     """The tree in its form on the wire, and all leaves, opened into their tensors."""
 
     tree: Any
@@ -438,10 +438,10 @@ class _Opened(NamedTuple):
         return msgspec.msgpack.encode([self.tree, self.kinds, composites, shared.items, shared.coordinates])
 
 
-def _open(root: trees.Node | None, leaves: list[Any], odd: Sequence[int], limits: Limits) -> _Opened:
+def _open(root: trees.Node | None, leaves: list[Any], odd: Sequence[int], limits: Limits) -> _OpenedTree:
     """Open the ``odd`` leaves. All other leaves are taken for plain tensors."""
     registry, shared = Registry(limits), Shared()
-    opened = _Opened(None, b"", [], shared, [])
+    opened = _OpenedTree(None, b"", [], shared, [])
     codes = bytearray([Leaf.TENSOR]) * len(leaves)
     done = 0
     for i in odd:
@@ -455,7 +455,7 @@ def _open(root: trees.Node | None, leaves: list[Any], odd: Sequence[int], limits
     return opened._replace(tree=trees.encode(root), kinds=bytes(codes))
 
 
-def _open_leaf(leaf: Any, registry: Registry, shared: Shared, opened: _Opened) -> int:
+def _open_leaf(leaf: Any, registry: Registry, shared: Shared, opened: _OpenedTree) -> int:
     """Add a leaf's details and tensors to ``opened``, and return the leaf's code."""
     if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
         dense.check(leaf)
@@ -475,7 +475,7 @@ def _open_leaf(leaf: Any, registry: Registry, shared: Shared, opened: _Opened) -
     return Leaf.COMPOSITE
 
 
-def _lay_down(root: trees.Node | None, opened: _Opened, found: live_tensors.LiveTensors) -> Described:
+def _lay_down(root: trees.Node | None, opened: _OpenedTree, found: live_tensors.LiveTensors) -> Described:
     """Number the storages, find the window of each, and compute each tensor's offset in its window."""
     number, owners = _number(found.device, found.storage_key, found.storage_nbytes)
     start, end = found.offset * found.item, (found.offset + found.reach) * found.item

@@ -45,8 +45,8 @@ import torch
 import torch.distributed as dist
 
 from transfuse._memory.streams import with_index
-from transfuse._wire.switchboard import Stuck, configuration_of, switchboard_of
-from transfuse._wire.turns import Line, Speaks
+from transfuse._wire.switchboard import StuckOperation, configuration_of, switchboard_of
+from transfuse._wire.turns import SourceOrder, Speaks
 
 #: The headers of all offers travel on this tag, matched in call order. Everything else uses the transfer's own tag.
 OFFER_TAG = 0x5446_0000
@@ -142,7 +142,9 @@ class Group:
         return self.switchboard.host()
 
     @contextmanager
-    def turn(self, channel: Speaks, source: int, line: Line | None = None, *, several: bool = False) -> Iterator[None]:
+    def turn(
+        self, channel: Speaks, source: int, line: SourceOrder | None = None, *, several: bool = False
+    ) -> Iterator[None]:
         """Reserve the group for a transfer with a channel's peer. With tags, transfers do not disturb each other.
 
         A channel that leaves the group for a stream gives its turn up before this block ends.
@@ -174,7 +176,7 @@ class Group:
         """Whether an operation that a silent peer never answered still blocks the queue of this peer."""
         return self.switchboard.is_stuck(self._queue(peer))
 
-    def leave_stuck(self, peer: int, operations: Sequence[Stuck]) -> None:
+    def leave_stuck(self, peer: int, operations: Sequence[StuckOperation]) -> None:
         """Leave operations behind that may never complete. Their memory is kept, and nothing is posted after them."""
         self.switchboard.leave_stuck(self._queue(peer), operations)
 

@@ -74,14 +74,14 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True
     entry: str | None = None
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):
+class ReaderRefused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):
     """Server to reader: refused, with the cause."""
 
     kind: str
     cause: str
 
 
-Frame = Wait | Come | Join | Ready | Refused
+Frame = Wait | Come | Join | Ready | ReaderRefused
 #: What is said after a handshake, unless the two ends have a vocabulary of their own. Frames carry only addresses and
 #: causes of failures, so they are short.
 VOCABULARY = Vocabulary(msgspec.msgpack.Decoder(Frame), MAX_FRAME_BYTES)
@@ -137,7 +137,7 @@ class ControlConnection(Framed):
         started = time.monotonic()
         for _ in range(most_waits + 1):
             frame, _ = self.receive(time.monotonic() + seconds, phase)
-            if isinstance(frame, Refused):
+            if isinstance(frame, ReaderRefused):
                 raise PeerRefused(self.rank, frame.kind[:200], frame.cause[:4000], name=self.name)
             if isinstance(frame, kind):
                 return frame

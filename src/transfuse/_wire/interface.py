@@ -40,7 +40,7 @@ def host_of(pg: Any) -> str | None:
     return None
 
 
-class _Told(Store):
+class _AddressStore(Store):
     """A store that only hears at which address a device listens."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class _Told(Store):
 
 
 def _host_of_device(device: Any) -> str | None:
-    store = _Told()
+    store = _AddressStore()
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices, options._timeout = [device], timedelta(seconds=1)

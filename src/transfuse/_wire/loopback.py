@@ -32,7 +32,7 @@ class _Sent:
         return True
 
 
-class _Receive:
+class _LoopbackReceive:
     def __init__(self, loop: Loopback, mail: _Mail, into: torch.Tensor) -> None:
         self._loopback, self._mail, self._into = loop, mail, into
 
@@ -81,9 +81,9 @@ class Loopback:
             self._changed.notify_all()
         return _Sent()
 
-    def recv(self, tensor: torch.Tensor, tag: int, *, by_source: bool) -> _Receive:
+    def recv(self, tensor: torch.Tensor, tag: int, *, by_source: bool) -> _LoopbackReceive:
         """Receive the message that the other end sends."""
-        return _Receive(self, self._meet((tag, not by_source), self._sent, self._awaited), tensor)
+        return _LoopbackReceive(self, self._meet((tag, not by_source), self._sent, self._awaited), tensor)
 
     def _meet(self, way: Way, theirs: dict[Way, list[_Mail]], ours: dict[Way, list[_Mail]]) -> _Mail:
         """The oldest message that the other end has posted, or a new one for the other end to find."""

@@ -1,9 +1,9 @@
 """The memory route: a receiver on the source's host reads straight from the source's address space.
 
-The source gives a :class:`MemoryLease`. The receiver opens the source's :class:`Entry` with a :class:`Reader`. Host
-names prove nothing, and process ids are reused. The proof that a receiver reads the right memory is a random token at
-the address that the offer names. The source wipes the token before its call returns, and the receiver reads the token
-again after the last byte: while the token is there, so are the tensors.
+The source gives a :class:`MemoryLease`. The receiver opens the source's :class:`MemoryEntry` with a :class:`Reader`.
+Host names prove nothing, and process ids are reused. The proof that a receiver reads the right memory is a random token
+at the address that the offer names. The source wipes the token before its call returns, and the receiver reads the
+token again after the last byte: while the token is there, so are the tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transfuse._memory.vm import Ranges
 from transfuse._state.manifest import Described
 from transfuse._state.mapped_file import MappedFile
 from transfuse._wire.memory_route_read import Reading
-from transfuse._wire.route import Malformed, Pull, SourceEnded, Unreadable
+from transfuse._wire.route import MalformedEntry, Pull, SourceEnded, Unreadable
 
 TOKEN_BYTES = 32
 #: Above all user-space addresses, and low enough that adding an offset within a storage does not overflow.
@@ -38,7 +38,7 @@ _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
-class Entry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class MemoryEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Where a source's bytes lie, for receivers that can read them there."""
 
     pid: int
@@ -52,30 +52,30 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decode(cls, data: bytes) -> Entry:
+    def decode(cls, data: bytes) -> MemoryEntry:
         try:
             return _decoder.decode(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise Malformed(f"a malformed description of memory: {error}") from error
+            raise MalformedEntry(f"a malformed description of memory: {error}") from error
 
 
 # Made once, at import: if two threads make msgspec inspect a type at the same time, the process ends.
-_decoder = msgspec.msgpack.Decoder(Entry)
+_decoder = msgspec.msgpack.Decoder(MemoryEntry)
 
 
 def addresses_in(data: bytes, storages: int, token_address: int, token: bytes) -> npt.NDArray[np.uint64]:
-    """The addresses of this many storages, as an entry has them. :class:`Malformed` if they or the token cannot be."""
+    """The addresses of this many storages, as an entry has them. Raises :class:`MalformedEntry` if they cannot be."""
     if len(data) % 8:
-        raise Malformed("a malformed description of memory: its addresses are not 8 bytes each")
+        raise MalformedEntry("a malformed description of memory: its addresses are not 8 bytes each")
     addresses = np.frombuffer(data, dtype="<u8")
     if len(addresses) != storages or len(token) != TOKEN_BYTES:
-        raise Malformed(
+        raise MalformedEntry(
             f"a malformed description of memory: {len(addresses)} addresses for {storages} storages, "
             f"a token of {len(token)} bytes (expected {TOKEN_BYTES})"
         )
     highest = max(token_address, int(addresses.max(initial=0)))
     if token_address < 0 or highest >= HIGHEST_ADDRESS:
-        raise Malformed(
+        raise MalformedEntry(
             f"a malformed description of memory: an impossible address (the token at {token_address:#x}, "
             f"the highest at {highest:#x})"
         )
@@ -143,15 +143,15 @@ class MemoryLease:
             _mapped[self._token] = entry.storages, described.files
         return entry.encode()
 
-    def describe(self, storages: npt.NDArray[np.int64]) -> Entry:
+    def describe(self, storages: npt.NDArray[np.int64]) -> MemoryEntry:
         """The entry for an offer, given the address of each storage."""
-        return Entry(os.getpid(), ctypes.addressof(self._page), self._token, storages.astype("<u8").tobytes())
+        return MemoryEntry(os.getpid(), ctypes.addressof(self._page), self._token, storages.astype("<u8").tobytes())
 
 
 class Reader:
     """Reads a source's memory, proven by the token. Raises :class:`Unreadable` if that is impossible here."""
 
-    def __init__(self, memory: Entry, storages: int, call_bytes: int = 0) -> None:
+    def __init__(self, memory: MemoryEntry, storages: int, call_bytes: int = 0) -> None:
         if not vm.AVAILABLE:
             raise Unreadable("this system has no process_vm_readv")
         self._memory = memory
@@ -159,7 +159,7 @@ class Reader:
         #: The address of each storage's window, or 0.
         self.storages = addresses_in(memory.storages, storages, memory.token_address, memory.token)
         if not 0 < memory.pid < 1 << 31:
-            raise Malformed(f"a malformed description of memory: process {memory.pid}")
+            raise MalformedEntry(f"a malformed description of memory: process {memory.pid}")
         #: A pidfd: becomes readable when the source's process ends, even if the process id is in use again.
         self._process: int | None = None
         if memory.pid != os.getpid():
@@ -233,4 +233,4 @@ class MemoryRoute:
 
     def open(self, entry: bytes, pull: Pull) -> Reading:
         call_bytes = pull.at_once(vm.CALL_BYTES)
-        return Reading(Reader(Entry.decode(entry), len(pull.manifest.storages), call_bytes), pull)
+        return Reading(Reader(MemoryEntry.decode(entry), len(pull.manifest.storages), call_bytes), pull)

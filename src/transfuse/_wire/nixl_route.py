@@ -1,9 +1,9 @@
 """The NIXL route: a receiver reads the source's memory through NIXL, on the same host or over the network.
 
 The source registers its storages with its agent (:mod:`.nixl_agent`) and gives a :class:`NixlLease`. The receiver
-opens the source's :class:`Entry` with a :class:`NixlReader`. As on the memory route, the proof that a receiver reads
-the right memory is a random token at the address that the offer names: the source wipes it before its call returns,
-and the receiver reads it again after the last byte.
+opens the source's :class:`NixlEntry` with a :class:`NixlReader`. As on the memory route, the proof that a receiver
+reads the right memory is a random token at the address that the offer names: the source wipes it before its call
+returns, and the receiver reads it again after the last byte.
 
 A read that is given up may still write, so reads never go straight into targets. They land in staging, and the bytes
 are copied from there once NIXL has said that the read is done. Staging of a read that was given up is never used again.
@@ -44,7 +44,7 @@ from transfuse._wire import nixl_agent
 from transfuse._wire.memory_route import TOKEN_BYTES, addresses_in
 from transfuse._wire.memory_route_read import Reading
 from transfuse._wire.nixl_agent import Agent, NixlFailed, Transfer
-from transfuse._wire.route import Malformed, Pull, Unreadable
+from transfuse._wire.route import MalformedEntry, Pull, Unreadable
 
 #: How long a transfer waits for this process's agent.
 AGENT_SECONDS = 1.0
@@ -70,7 +70,7 @@ _NAME = re.compile(r"transfuse-[0-9a-f]{32}")
 logger = logging.getLogger("transfuse")
 
 
-class Entry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class NixlEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """What a receiver must know to read a source's memory through NIXL."""
 
     #: NIXL's version. Agents of other versions may describe themselves in another way.
@@ -89,26 +89,28 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decode(cls, data: bytes) -> Entry:
+    def decode(cls, data: bytes) -> NixlEntry:
         try:
             entry = _decoder.decode(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise Malformed(f"a malformed description of memory for NIXL: {error}") from error
+            raise MalformedEntry(f"a malformed description of memory for NIXL: {error}") from error
         if _NAME.fullmatch(entry.agent) is None or not 0 < len(entry.metadata) <= MAX_METADATA_BYTES:
-            raise Malformed(
+            raise MalformedEntry(
                 f"a malformed description of memory for NIXL: {len(entry.metadata)} bytes of metadata of the agent "
                 f"{entry.agent[:64]!r}"
             )
         if not hmac.compare_digest(entry.digest, _digest(entry.metadata)):
-            raise Malformed("a malformed description of memory for NIXL: the metadata have another digest")
+            raise MalformedEntry("a malformed description of memory for NIXL: the metadata have another digest")
         # This is how NIXL's metadata begin: the name must be the name that the entry gives.
         if not entry.metadata.startswith(_metadata_begin(entry.agent)):
-            raise Malformed("a malformed description of memory for NIXL: the metadata are not of the agent it names")
+            raise MalformedEntry(
+                "a malformed description of memory for NIXL: the metadata are not of the agent it names"
+            )
         return entry
 
 
 # Made once, at import: if two threads make msgspec inspect a type at the same time, the process ends.
-_decoder = msgspec.msgpack.Decoder(Entry)
+_decoder = msgspec.msgpack.Decoder(NixlEntry)
 
 
 def _digest(metadata: bytes) -> bytes:
@@ -161,7 +163,7 @@ class NixlLease:
             logger.info("this source does not offer the NIXL route: %s", error)
             return None
 
-    def _export(self, agent: Agent, described: Described) -> Entry:
+    def _export(self, agent: Agent, described: Described) -> NixlEntry:
         addresses = described.addresses.copy()
         nbytes = described.manifest.storages.nbytes
         here = np.flatnonzero(addresses > 0)
@@ -175,7 +177,7 @@ class NixlLease:
         agent.register([self._window])
         self._agent = agent
         metadata = agent.metadata([*dict.fromkeys(windows), self._window])
-        return Entry(
+        return NixlEntry(
             version=agent.version,
             agent=agent.name,
             metadata=metadata,
@@ -198,7 +200,7 @@ class _Flight(NamedTuple):
 class NixlReader:
     """Reads a source's memory through NIXL, proven by the token. :class:`Unreadable` if that is impossible here."""
 
-    def __init__(self, entry: Entry, pull: Pull) -> None:
+    def __init__(self, entry: NixlEntry, pull: Pull) -> None:
         self._entry = entry
         #: The address of each storage's window, or 0.
         self.storages = addresses_in(entry.storages, len(pull.manifest.storages), entry.token_address, entry.token)
@@ -386,4 +388,4 @@ class NixlRoute:
         return NixlLease()
 
     def open(self, entry: bytes, pull: Pull) -> Reading:
-        return Reading(NixlReader(Entry.decode(entry), pull), pull)
+        return Reading(NixlReader(NixlEntry.decode(entry), pull), pull)

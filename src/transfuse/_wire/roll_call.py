@@ -61,7 +61,7 @@ LEFT = 1 << 16
 T = TypeVar("T")
 
 
-class Agreed(NamedTuple):
+class RoundResult(NamedTuple):
     """What all ranks who live have heard."""
 
     #: By rank: what it said. Empty words are left out.
@@ -84,7 +84,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
         return Failure(kind, as_utf8(f"{kind}: {error}" if text is None else text))
 
 
-class _View(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class _RankView(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     words: dict[int, bytes]
     lost: dict[int, str]
 
@@ -96,7 +96,7 @@ class _First(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 _decode_first = msgspec.msgpack.Decoder(_First).decode
-_decode_view = msgspec.msgpack.Decoder(_View).decode
+_decode_view = msgspec.msgpack.Decoder(_RankView).decode
 
 #: By switchboard: threads that were left behind in a wait for a silent rank. They would take a later roll call's words.
 _left_behind: WeakKeyDictionary[Switchboard, list[tuple[int, threading.Thread]]] = WeakKeyDictionary()
@@ -250,7 +250,7 @@ class RollCall:
                 thread.start()
         self._halfway = False
 
-    def agree(self, data: bytes, ranks: Iterable[int], *, last: bool = False, pass_on: bool = True) -> Agreed:
+    def agree(self, data: bytes, ranks: Iterable[int], *, last: bool = False, pass_on: bool = True) -> RoundResult:
         """Tell these ranks some bytes; return what all have said, the same on all who live.
 
         All of them call this as often as the others, in the same order. ``last``: nothing follows. Without ``pass_on``
@@ -269,7 +269,7 @@ class RollCall:
             early = [peer for peer, at in said.items() if at != stage]
             lost |= {peer: words[peer].decode(errors="replace") or "it has ended this call" for peer in early}
         words[self.rank] = data
-        view = _View({rank: word for rank, word in words.items() if word and pass_on}, lost)
+        view = _RankView({rank: word for rank, word in words.items() if word and pass_on}, lost)
         # Also those that this rank takes for lost: they may be only slow, and must hear of it.
         self._tell(peers, stage + 1, msgspec.msgpack.encode(view))
         self._wait([peer for peer in peers if peer in words], stage + 1, time.monotonic())
@@ -280,7 +280,7 @@ class RollCall:
                 if told is not None:
                     with suppress(msgspec.MsgspecError):
                         views[peer] = _decode_view(told)
-        merged = Agreed({} if pass_on else words, {})
+        merged = RoundResult({} if pass_on else words, {})
         for _, one in sorted(views.items()):
             for rank, word in one.words.items():
                 merged.words.setdefault(rank, word)
@@ -300,7 +300,7 @@ class RollCall:
 
         ``leaves``: the others shall not wait for this rank in what they do meanwhile.
         """
-        view = msgspec.msgpack.encode(_View({self.rank: data}, {}))
+        view = msgspec.msgpack.encode(_RankView({self.rank: data}, {}))
         untold = [peer for peer in self.peers if peer not in self._told]
         self._tell(untold, OPEN | LEFT, msgspec.msgpack.encode(_First(self._phase, b"")))
         self._tell(self.peers, LAST_STAGE | (LEFT if leaves else 0), data)

@@ -29,7 +29,7 @@ class SourceEnded(Unreadable):
     """The source's process is gone, and its memory with it."""
 
 
-class Malformed(ValueError):
+class MalformedEntry(ValueError):
     """An entry that no honest source writes. The receiver refuses the source."""
 
 
@@ -110,6 +110,6 @@ class Route(Protocol):
     def open(self, entry: bytes, pull: Pull) -> Puller:
         """Open the entry of a source's lease. Do not trust the entry: anybody may have written it.
 
-        Raises :class:`Unreadable` if nothing can be pulled here, :class:`Malformed` if no honest source writes such an
-        entry.
+        Raises :class:`Unreadable` if nothing can be pulled here, :class:`MalformedEntry` if no honest source writes
+        such an entry.
         """

@@ -64,7 +64,7 @@ class Waits(Protocol):
     def wait(self) -> torch.Tensor: ...
 
 
-class Stuck(Protocol):
+class StuckOperation(Protocol):
     """An operation that was left behind, because its peer has fallen silent."""
 
     def is_complete(self) -> bool: ...
@@ -224,7 +224,7 @@ class Switchboard:
         #: peers may still write to it.
         self._left_behind: set[object] = set()
         #: Operations on the accelerator that silent peers have never answered, by queue.
-        self._stuck: dict[int, list[Stuck]] = {}
+        self._stuck: dict[int, list[StuckOperation]] = {}
         #: After a fork: the parent's pending receives, kept so that their memory stays.
         self._parents: list[FirstWord] = []
         #: The last messages of conversations that have ended. gloo needs their memory until it has sent them.
@@ -298,7 +298,7 @@ class Switchboard:
             self._left_behind.discard(channel)
             self._keep()
 
-    def leave_stuck(self, queue: int, operations: Sequence[Stuck]) -> None:
+    def leave_stuck(self, queue: int, operations: Sequence[StuckOperation]) -> None:
         """Keep operations on the accelerator and their memory until they are complete, which may be never."""
         if operations:
             with self._lock:

@@ -41,7 +41,7 @@ CROWDED = (
 )
 
 
-class _Posted(Protocol):
+class _PostedOperation(Protocol):
     def wait(self) -> torch.Tensor: ...
 
 
@@ -61,9 +61,9 @@ class Speaks(Protocol):
 
     def leave_stuck(self) -> None: ...
 
-    def post_send(self, tensor: torch.Tensor) -> _Posted: ...
+    def post_send(self, tensor: torch.Tensor) -> _PostedOperation: ...
 
-    def post_recv(self, tensor: torch.Tensor) -> _Posted: ...
+    def post_recv(self, tensor: torch.Tensor) -> _PostedOperation: ...
 
     def wire(self, data: bytes) -> torch.Tensor: ...
 
@@ -78,7 +78,7 @@ class _Way(enum.IntFlag):
     HIGHER_SENDS = 2
 
 
-class Line:
+class SourceOrder:
     """The sources of one receive, in the order in which it asks for their turns."""
 
     def __init__(self, sources: Iterable[int], patience: float) -> None:

@@ -14,7 +14,7 @@ import typer
 
 import transfuse
 from transfuse._errors import TransfuseError
-from transfuse._hub.hub import DEFAULT_NAME, MAX_SHARD_BYTES, Hub, Settings, check_shard_bytes
+from transfuse._hub.hub import DEFAULT_NAME, MAX_SHARD_BYTES, Hub, HubSettings, check_shard_bytes
 from transfuse._hub.sources import Reached, ServerSource
 from transfuse._job.state import State
 from transfuse._wire.handshake import is_loopback, split_address
@@ -95,7 +95,7 @@ def hub(
     if secret is None and not is_loopback(host):
         print(f"transfuse hub: without a token: whoever reaches {host} gets the weights", file=sys.stderr)
     try:
-        settings = Settings(name, assets, secret, host, port, duration_of(hold), timeout)
+        settings = HubSettings(name, assets, secret, host, port, duration_of(hold), timeout)
         with warnings_shown("hub"):
             opened = _open(sources, settings, server_token_file, prefix, step, shard_bytes, timeout)
     except (ValueError, NotADirectoryError) as error:
@@ -115,7 +115,7 @@ def hub(
 
 def _open(
     sources: list[str],
-    settings: Settings,
+    settings: HubSettings,
     token_file: Path | None,
     prefix: str,
     step: int | None,
@@ -150,7 +150,7 @@ def _open(
 
 def _of_servers(
     reach: Callable[[], AbstractContextManager[Reached]],
-    settings: Settings,
+    settings: HubSettings,
     prefix: str,
     shard_bytes: int,
     timeout: float,

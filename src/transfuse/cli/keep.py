@@ -17,11 +17,11 @@ import typer
 from transfuse._errors import TransfuseError
 from transfuse._keeper import attach, runs
 from transfuse._keeper.files import read_past
-from transfuse._keeper.frames import Link
+from transfuse._keeper.frames import KeeperLink
 from transfuse._keeper.runs import Run
 from transfuse._sizes import human_bytes
 from transfuse.cli.errors import Failed
-from transfuse.cli.keepers import ALIVE, DEAD, Found, find, list_keepers, stop
+from transfuse.cli.keepers import ALIVE, DEAD, FoundRun, find, list_keepers, stop
 from transfuse.cli.options import LONGEST_SECONDS, AsJson, Seconds, check_settings
 from transfuse.cli.tables import Column, printable, say, show
 
@@ -107,7 +107,7 @@ def _run(run: Run, linger: float | None, timeout: float, as_json: bool) -> None:
     from transfuse._keeper.process import Keeper, go_before_training
 
     found = attach.find(run, time.monotonic() + timeout)
-    if isinstance(found, Link):
+    if isinstance(found, KeeperLink):
         pid = found.peer_pid()
         found.close()
         raise Failed(f"run {run.name} has a keeper already, process {pid}: end it with transfuse keep --stop {pid}")
@@ -120,7 +120,7 @@ def _run(run: Run, linger: float | None, timeout: float, as_json: bool) -> None:
     try:
         with _told():
             if as_json:
-                print(json.dumps(Found(run, ALIVE, keeper.status()).to_dict()), flush=True)
+                print(json.dumps(FoundRun(run, ALIVE, keeper.status()).to_dict()), flush=True)
             else:
                 print(keeper.address, flush=True)
                 print(f"transfuse keep: run {run.name}, in {directory}; Ctrl-C ends it", file=sys.stderr)
@@ -160,7 +160,7 @@ def _stop(name: str, timeout: float, as_json: bool) -> None:
         say(printable(done))
 
 
-def _show(keepers: list[Found], as_json: bool) -> None:
+def _show(keepers: list[FoundRun], as_json: bool) -> None:
     if as_json:
         print(json.dumps([one.to_dict() for one in keepers], indent=2))
         return
@@ -177,7 +177,7 @@ def _show(keepers: list[Found], as_json: bool) -> None:
             say(f"{one.directory}: {told}; --stop removes it")
 
 
-def _cells(found: Found) -> tuple[str, ...]:
+def _cells(found: FoundRun) -> tuple[str, ...]:
     status: dict[str, Any] = found.status
     name = printable(found.run.name) if found.run.is_named else f"(no name: {found.directory.name})"
     if found.state != ALIVE:

@@ -16,12 +16,12 @@ from transfuse._errors import TransfuseError
 from transfuse._keeper import frames, runs
 from transfuse._keeper.attach import SOCKET_NAME, Lock
 from transfuse._keeper.files import HELD_NAME, TOKEN_NAME, remove_files
-from transfuse._keeper.frames import KeeperLost, Link
+from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.runs import Run
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import token_of
 
-__all__ = ["PREFIX", "Found", "find", "list_keepers", "served", "stop"]
+__all__ = ["PREFIX", "FoundRun", "find", "list_keepers", "served", "stop"]
 
 #: ``keeper:NAME`` is the keeper of this run.
 PREFIX = "keeper:"
@@ -30,7 +30,7 @@ ALIVE, SILENT, DEAD = "alive", "silent", "dead"
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRun:
     """A run that has a directory on this host, and what its keeper says."""
 
     run: Run
@@ -56,27 +56,27 @@ class Found:
         return about | self.status | (where if self.state != DEAD else {"directory": str(self.directory)})
 
 
-def list_keepers(seconds: float) -> list[Found]:
+def list_keepers(seconds: float) -> list[FoundRun]:
     """All runs of this user that have a directory here. Each keeper has so long to answer."""
     return [_look(run, seconds) for run in runs.list_runs()]
 
 
-def _look(run: Run, seconds: float) -> Found:
+def _look(run: Run, seconds: float) -> FoundRun:
     try:
-        link = Link.to(str(run.directory / SOCKET_NAME), seconds)
+        link = KeeperLink.to(str(run.directory / SOCKET_NAME), seconds)
     except KeeperLost:
-        return Found(run, DEAD, {})
+        return FoundRun(run, DEAD, {})
     try:
         pid = link.peer_pid()
         told = link.ask(frames.Status(), frames.Told, seconds)
-        return Found(run, ALIVE, json.loads(told.text))
+        return FoundRun(run, ALIVE, json.loads(told.text))
     except TransfuseError:
-        return Found(run, SILENT, {"pid": pid})
+        return FoundRun(run, SILENT, {"pid": pid})
     finally:
         link.close()
 
 
-def find(name: str, seconds: float) -> Found:
+def find(name: str, seconds: float) -> FoundRun:
     """The keeper of the run of this name, or the keeper with this pid."""
     keepers = list_keepers(seconds)
     # A name comes first: it may consist of digits.
@@ -88,17 +88,17 @@ def find(name: str, seconds: float) -> Found:
     raise Failed(f"no keeper of a run {name} in {runs.base_directory()}: {there}; see transfuse keep --status")
 
 
-def _short_name(found: Found) -> str:
+def _short_name(found: FoundRun) -> str:
     return found.run.name if found.run.is_named else f"pid {found.pid}" if found.pid else found.directory.name
 
 
-def stop(found: Found, seconds: float) -> str:
+def stop(found: FoundRun, seconds: float) -> str:
     """Ask a keeper to end, wait for it, and say what has happened."""
     if found.state == DEAD:
         _remove(found)
         return f"the keeper of {_short_name(found)} was dead; its directory is removed"
     try:
-        link = Link.to(str(found.directory / SOCKET_NAME), seconds)
+        link = KeeperLink.to(str(found.directory / SOCKET_NAME), seconds)
     except KeeperLost:
         return f"the keeper of {_short_name(found)} has ended by itself"
     try:
@@ -128,14 +128,14 @@ def stop(found: Found, seconds: float) -> str:
     return f"keeper {pid} of {_short_name(found)} has ended{more}"
 
 
-def _remove(found: Found) -> None:
+def _remove(found: FoundRun) -> None:
     """Remove what a dead keeper has left, unless a worker is starting another one."""
     lock = Lock.take(found.directory)
     if lock is None:
         raise Failed(f"a worker is starting a keeper in {found.directory} at this moment")
     with lock:
         with suppress(KeeperLost):
-            Link.to(str(found.directory / SOCKET_NAME), 1.0).close()
+            KeeperLink.to(str(found.directory / SOCKET_NAME), 1.0).close()
             raise Failed(f"a worker has started a keeper in {found.directory} at this moment")
         remove_files(found.directory)
 
@@ -160,7 +160,7 @@ def served(where: str, token_file: Path | None, seconds: float) -> Iterator[tupl
     if newest is None:
         raise Failed(f"the keeper of {_short_name(found)} holds no complete step yet")
     token = found.token_file.read_text()
-    link = Link.to(str(found.directory / SOCKET_NAME), seconds)
+    link = KeeperLink.to(str(found.directory / SOCKET_NAME), seconds)
     try:
         question = frames.Serve(newest["generation"], newest["step"], LOOPBACK, token)
         serving = link.ask(question, frames.Serving, seconds)

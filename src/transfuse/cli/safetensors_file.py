@@ -38,7 +38,7 @@ __all__ = ["SafetensorError", "contents_of", "load", "misfits", "save"]
 KEYS = "transfuse.keys"
 
 
-class _Entry(msgspec.Struct):
+class _HeaderEntry(msgspec.Struct):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
@@ -59,7 +59,7 @@ def contents_of(path: Path) -> tuple[Contents, dict[str, str]]:
     keys = _keys(metadata, set(entries))
     rows = []
     for name, trail in keys.items():
-        entry = msgspec.convert(entries[name], _Entry)
+        entry = msgspec.convert(entries[name], _HeaderEntry)
         dtype = values.dtype_name(DTYPES[entry.dtype]) if entry.dtype in DTYPES else entry.dtype
         low, high = entry.data_offsets
         path_of = "".join(f"[{key!r}]" for key in trail)

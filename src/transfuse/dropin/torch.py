@@ -254,7 +254,7 @@ def _wait(work: Work, timeout: timedelta, rank: int, phase: str) -> None:
         raise PeerLost(rank, f"rank {rank}: the operation was aborted while {phase}")
 
 
-class _Message(NamedTuple):
+class _TorchMessage(NamedTuple):
     """A message under way. Keeps its tensor alive, because the backend reads its memory."""
 
     work: Work
@@ -268,7 +268,7 @@ class _Receiver:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         #: Posted and not yet taken, oldest first.
-        self.queue: deque[_Message] = deque()
+        self.queue: deque[_TorchMessage] = deque()
         self.taken = 0
         self.since = 0.0  # when the oldest message became the oldest
         self.waiting = False
@@ -341,7 +341,7 @@ class _Outbox:
             with self._changed:
                 if not receiver.queue:
                     receiver.since = time.monotonic()
-                receiver.queue.append(_Message(work, data, phase))
+                receiver.queue.append(_TorchMessage(work, data, phase))
                 self._changed.notify_all()
         if cost:
             self._copies.append((self._posted, cost))
@@ -508,7 +508,7 @@ class _Piece:
         return self.value
 
 
-class _Plan:
+class _ReceivePlan:
     """What to do with every message. Complete before the first message is received."""
 
     def __init__(self, rank: int, meta: _StateDictMeta, targets: dict[KeyPath, object], device: torch.device) -> None:
@@ -725,7 +725,7 @@ class PGTransport:
 
         with _timeit("recv meta"):
             meta, device = self._recv_meta(src_rank)
-        plan = _Plan(src_rank, meta, targets, device)
+        plan = _ReceivePlan(src_rank, meta, targets, device)
         with _timeit("recv tensors"):
             self._recv_pieces(src_rank, plan.pieces, device)
         return tree_unflatten([leaf() for leaf in plan.leaves], meta.treespec)

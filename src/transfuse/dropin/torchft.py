@@ -156,7 +156,7 @@ class PGTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
                 self._changed.notify_all()
 
 
-class _Held:
+class _HeldWork:
     """A work of a group whose backend runs in a child process."""
 
     def __init__(self, work: WorkLike) -> None:
@@ -181,7 +181,7 @@ class _InChild:
 
     def __init__(self, pg: Any) -> None:
         self._pg = pg
-        self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
+        self._held: weakref.WeakSet[_HeldWork] = weakref.WeakSet()
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> WorkLike:
         return self._hold(self._pg.send(tensors, rank, tag))
@@ -200,7 +200,7 @@ class _InChild:
             held.work = None
 
     def _hold(self, work: WorkLike) -> WorkLike:
-        held = _Held(work)
+        held = _HeldWork(work)
         self._held.add(held)
         return held
 

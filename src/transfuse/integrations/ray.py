@@ -181,7 +181,7 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
         self._objects: dict[str, dict[str, torch.Tensor]] = {}
         self._pool = ThreadPoolExecutor(MOST_FETCHES, thread_name_prefix="transfuse-ray")
         #: The fetches that have not ended, for Ray to abort.
-        self._fetches: set[_Fetch] = set()
+        self._fetches: set[_ObjectFetch] = set()
 
     def tensor_transport_backend(self) -> str:
         return self.settings.name
@@ -286,7 +286,7 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
         if not tensor_transport_metadata.tensor_meta:
             return FetchRequest(obj_id, [])
         targets = self._targets(tensor_transport_metadata, target_buffers)
-        fetch = _Fetch(self.settings, obj_id, tensor_transport_metadata, targets)
+        fetch = _ObjectFetch(self.settings, obj_id, tensor_transport_metadata, targets)
         with self._lock:
             self._fetches.add(fetch)
         self._pool.submit(self._run, fetch)
@@ -314,7 +314,7 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
             return buffers
         return [torch.empty(shape, dtype=dtype, device=served.tensor_device) for shape, dtype in served.tensor_meta]
 
-    def _run(self, fetch: _Fetch) -> None:
+    def _run(self, fetch: _ObjectFetch) -> None:
         try:
             fetch.run()
         finally:
@@ -322,7 +322,7 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
                 self._fetches.discard(fetch)
 
 
-class _Fetch:
+class _ObjectFetch:
     """One fetch of one object. It can be cancelled at any time, from any thread."""
 
     def __init__(self, settings: Settings, obj_id: str, served: Served, targets: list[torch.Tensor] | None) -> None:
@@ -432,7 +432,7 @@ class _Fetch:
 class Request(FetchRequest):  # type: ignore[misc]
     """Ray's handle of a fetch. Once nobody holds it, nobody wants the tensors any more."""
 
-    fetch: _Fetch
+    fetch: _ObjectFetch
 
     def __del__(self) -> None:
         self.fetch.cancel("nobody waits for it any more")

@@ -509,7 +509,7 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         _shards(source)  # Refuse a source that cannot be served here, not in the first round.
         self._info = info
-        self._ranks = _Ranks(info.group, info.update_timeout)
+        self._ranks = _TrainerRanks(info.group, info.update_timeout)
         self._engines: list[_Engine] = []
         self._lock = threading.Lock()
         self._last = 0
@@ -673,7 +673,7 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
             raise TransfuseError(f"round {update.round} reached no engine:{causes}")
 
 
-class _Ranks(Agreement):
+class _TrainerRanks(Agreement):
     """The trainer's ranks."""
 
     def check_rank(self, told: int) -> None:

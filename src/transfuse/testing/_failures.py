@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transfuse.testing._group import CPU, Factory, Group
+from transfuse.testing._group import CPU, CountingGroup, Factory
 from transfuse.testing._processes import die, run_processes
 from transfuse.testing._stage import Cases, Stage, expect, expect_failed, expect_name, expect_rank, value
 from transfuse.testing._states import numbers
@@ -104,7 +104,7 @@ def _no_receiver(stage: Stage) -> None:
 
 
 def _stall(stage: Stage, stalls: int, judged: int) -> None:
-    def trap(group: Group) -> None:
+    def trap(group: CountingGroup) -> None:
         if max(group.sent, group.received) > _HALF:
             group.closed.wait(60)
             raise ConnectionError("this rank was made to stall")
@@ -129,7 +129,7 @@ def _receiver_stalls(stage: Stage) -> None:
 def _slow(stage: Stage) -> None:
     state, paused = _state(), 0
 
-    def slow(group: Group) -> None:
+    def slow(group: CountingGroup) -> None:
         # Pause for an eighth of the timeout every 2 MiB: in all 1.5 timeouts, at a time at most a quarter of one.
         nonlocal paused
         pauses = group.sent // (2 << 20)
@@ -212,12 +212,12 @@ def _nothing_executes(stage: Stage) -> None:
 # Death: processes that are killed while bytes move.
 
 
-def _die_midway(group: Group) -> None:
+def _die_midway(group: CountingGroup) -> None:
     if max(group.sent, group.received) > _HALF:
         die()
 
 
-def _work(factory: Factory, group: Group, patience: float, doomed: int) -> list[str]:
+def _work(factory: Factory, group: CountingGroup, patience: float, doomed: int) -> list[str]:
     """Rank 0 sends to all others, and one rank is killed midway; each receiver returns the differences it found."""
     if group.rank() == doomed:
         group.trap = _die_midway
@@ -228,11 +228,11 @@ def _work(factory: Factory, group: Group, patience: float, doomed: int) -> list[
     return differences(_state(), transport.recv_checkpoint(0))
 
 
-def _lose_source(factory: Factory, group: Group, patience: float) -> list[str]:
+def _lose_source(factory: Factory, group: CountingGroup, patience: float) -> list[str]:
     return _work(factory, group, patience, 0)
 
 
-def _lose_receiver(factory: Factory, group: Group, patience: float) -> list[str]:
+def _lose_receiver(factory: Factory, group: CountingGroup, patience: float) -> list[str]:
     return _work(factory, group, patience, 1)
 
 

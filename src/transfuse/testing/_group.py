@@ -44,7 +44,7 @@ class Factory(Protocol):
     ) -> Transport: ...
 
 
-class Group(dist.ProcessGroup):
+class CountingGroup(dist.ProcessGroup):
     """A gloo group that counts the bytes posted, and calls a hook of the case before each operation."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
@@ -58,7 +58,7 @@ class Group(dist.ProcessGroup):
         self.received = 0
         self.closed = threading.Event()
         #: Called before a send or receive is posted. The count includes that operation already.
-        self.trap: Callable[[Group], None] | None = None
+        self.trap: Callable[[CountingGroup], None] | None = None
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803 - torch's name
         self.sent += sum(tensor.nbytes for tensor in tensors)
@@ -90,17 +90,17 @@ def _loopback() -> Any:
     return ProcessGroupGloo.create_device(hostname=HOST)
 
 
-Job = Callable[[Group], Any]
+Job = Callable[[CountingGroup], Any]
 
 
-class GroupRanks(ThreadedRanks[Group]):
+class GroupRanks(ThreadedRanks[CountingGroup]):
     """``size`` such groups, one for each thread: ``with GroupRanks(2, 5.0) as ranks: ranks.run({0: …, 1: …}, 5.0)``."""
 
     def __init__(self, size: int, patience: float) -> None:
-        super().__init__(size, patience, Group)
+        super().__init__(size, patience, CountingGroup)
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[CountingGroup]:
         return self.pgs
 
     def run(

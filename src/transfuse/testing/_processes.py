@@ -11,13 +11,13 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from transfuse.testing._group import Factory, Group
+from transfuse.testing._group import CountingGroup, Factory
 from transfuse.testing.ranks import Died, Fleet, Late, Outcome, RemoteError, store
 
 # Importing torch takes seconds, and is not part of the test.
 _START = 60.0
 
-Work = Callable[[Factory, Group, float], Any]
+Work = Callable[[Factory, CountingGroup, float], Any]
 
 
 def die() -> None:
@@ -48,7 +48,7 @@ def _judged(rank: int, end: Outcome[Any]) -> Outcome[Any]:
 
 
 #: The group lives as long as its process: closing connections early would tell the other ranks something.
-_kept: list[Group] = []
+_kept: list[CountingGroup] = []
 
 
 def _run(rank: int, size: int, patience: float, task: bytes) -> Outcome[Any]:
@@ -56,7 +56,7 @@ def _run(rank: int, size: int, patience: float, task: bytes) -> Outcome[Any]:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _START)
     work, factory = pickle.loads(task)
-    group = Group(PrefixStore("conformance", store()), rank, size, patience)
+    group = CountingGroup(PrefixStore("conformance", store()), rank, size, patience)
     _kept.append(group)
     signal.setitimer(signal.ITIMER_REAL, 3 * patience)
     started, value, error = time.monotonic(), None, None

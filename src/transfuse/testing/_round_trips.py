@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from transfuse.testing._group import Group
+from transfuse.testing._group import CountingGroup
 from transfuse.testing._stage import Cases, Stage, expect, expect_failed, expect_name
 from transfuse.testing._states import (
     DTYPES,
@@ -311,12 +311,12 @@ def _small_in_place(stage: Stage) -> None:
 def _in_sequence(stage: Stage) -> None:
     states = [{"w": numbers(1000, seed=i), "i": i} for i in range(4)]
 
-    def send(group: Group) -> None:
+    def send(group: CountingGroup) -> None:
         transport = stage.transport(group)
         for state in states:
             transport.send_checkpoint([1], state)
 
-    def receive(group: Group) -> list[Any]:
+    def receive(group: CountingGroup) -> list[Any]:
         transport = stage.transport(group)
         return [transport.recv_checkpoint(0) for _ in states]
 
@@ -328,7 +328,7 @@ def _in_sequence(stage: Stage) -> None:
 def _both_directions(stage: Stage) -> None:
     states = [{"w": numbers(1000, seed=i), "i": i} for i in range(2)]
 
-    def talk(group: Group) -> Any:
+    def talk(group: CountingGroup) -> Any:
         transport, rank = stage.transport(group), group.rank()
         for source in range(2):
             if source == rank:
@@ -347,7 +347,7 @@ def _write_after_return(stage: Stage) -> None:
     state = {f"w{i}": numbers(1 << 18, seed=i) for i in range(8)}
     expected = copy.deepcopy(state)
 
-    def send(group: Group) -> None:
+    def send(group: CountingGroup) -> None:
         stage.source(state)(group)
         for tensor in state.values():
             tensor.zero_()
@@ -367,11 +367,11 @@ def _after_refusal(stage: Stage) -> None:
             return action(1)
         raise AssertionError("the first transfer was not refused")
 
-    def send(group: Group) -> None:
+    def send(group: CountingGroup) -> None:
         transport = stage.transport(group)
         twice(lambda turn: transport.send_checkpoint([1], state if turn else {"culprit": lambda: 3}))
 
-    def receive(group: Group) -> Any:
+    def receive(group: CountingGroup) -> Any:
         transport = stage.transport(group)
         return twice(lambda _: transport.recv_checkpoint(0))
 

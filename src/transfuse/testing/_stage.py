@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from transfuse.testing._group import CPU, Factory, Group, GroupRanks, Job, Transport
+from transfuse.testing._group import CPU, CountingGroup, Factory, GroupRanks, Job, Transport
 from transfuse.testing._states import quiet
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Late, Outcome
@@ -32,7 +32,7 @@ class Stage:
         return GroupRanks(size, self.patience)
 
     def transport(
-        self, group: Group, callback: Callable[[], Any] | None = None, timeout: float | None = None
+        self, group: CountingGroup, callback: Callable[[], Any] | None = None, timeout: float | None = None
     ) -> Transport:
         return self.factory(group, timedelta(seconds=timeout or self.patience), CPU, callback)
 

@@ -37,7 +37,7 @@ from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse._progress import Progress
 from transfuse._report import Report
 from transfuse._session import negotiation, planning, receive_from_one, threads
-from transfuse._session.context import Context, Request
+from transfuse._session.context import Context, ReceiveRequest
 from transfuse._session.partial import Partial
 from transfuse._session.planning import Accepted
 from transfuse._session.receive_from_all import Receive
@@ -47,12 +47,12 @@ from transfuse._state import memory_maps
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
 from transfuse._wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
-from transfuse._wire.memory_route import Entry
+from transfuse._wire.memory_route import MemoryEntry
 from transfuse._wire.messages import Agreed, Header, Intent, Link, Message
 from transfuse._wire.operations import Posted
 from transfuse._wire.pool import Pool
 from transfuse._wire.rate_limit import RateLimit
-from transfuse._wire.route import Malformed
+from transfuse._wire.route import MalformedEntry
 from transfuse._wire.switchboard import Waits
 
 
@@ -294,7 +294,7 @@ def context(
 
 def gather(
     lines: Sequence[Channel],
-    request: Request,
+    request: ReceiveRequest,
     caller: Caller | None = None,
     report: Report | None = None,
     pool: Pool | None = None,
@@ -329,8 +329,8 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
 
     def read_offer(*args: Any) -> messages.Offer:
         offer = planning.read_offer(*args)
-        with contextlib.suppress(Malformed):
-            entry = Entry.decode(offer.routes.get("memory", b""))
+        with contextlib.suppress(MalformedEntry):
+            entry = MemoryEntry.decode(offer.routes.get("memory", b""))
             if 0 < entry.pid < 1 << 31 and entry.pid != os.getpid():
                 # Other processes are none of a test's business.
                 absent = msgspec.structs.replace(entry, pid=ABSENT_PID).encode()
@@ -361,7 +361,7 @@ def interrupted(rng: random.Random, member: Member, target: object | None, burst
     """What is left of an honest receive that ended after so many bursts, or when all had come."""
     wire = Wire(rng, member, [member.body], bursts=bursts)
     wire._filling = "honest"
-    request = Request(target=target, options=Options(weights_only_objects=True, same_host=False))
+    request = ReceiveRequest(target=target, options=Options(weights_only_objects=True, same_host=False))
     try:
         with patched_accept(wire), mock.patch.object(Receive, "_build", side_effect=TransfuseError), torch.no_grad():
             gather([wire], request)

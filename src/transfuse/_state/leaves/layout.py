@@ -25,7 +25,7 @@ MAX_RUNS = 1 << 10
 MAX_RANKS = 1 << 20
 
 
-class Step(NamedTuple):
+class ShardingStep(NamedTuple):
     """A mesh dimension that shards a tensor dimension: ``split_factor`` pieces, each sharded over ``ranks`` ranks."""
 
     ranks: int
@@ -58,7 +58,7 @@ def intersect(one: Block, other: Block) -> Block | None:
 
 
 @lru_cache(maxsize=1 << 10)
-def runs_of(size: int, steps: tuple[Step, ...], coordinate: tuple[int, ...]) -> tuple[Run, ...]:
+def runs_of(size: int, steps: tuple[ShardingStep, ...], coordinate: tuple[int, ...]) -> tuple[Run, ...]:
     """The runs of a dimension of ``size`` that the rank at this coordinate (one number for each step) holds."""
     _check(steps)
     runs: list[Run] = [(0, size)]
@@ -75,7 +75,7 @@ def runs_of(size: int, steps: tuple[Step, ...], coordinate: tuple[int, ...]) -> 
     return tuple(_joined(runs))
 
 
-def _check(steps: Sequence[Step]) -> None:
+def _check(steps: Sequence[ShardingStep]) -> None:
     """Refuse to cut a dimension into more pieces than real shardings have."""
     ranks = runs = 1
     for step in steps:
@@ -124,7 +124,7 @@ class _Segments(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _segments(size: int, steps: tuple[Step, ...]) -> _Segments:
+def _segments(size: int, steps: tuple[ShardingStep, ...]) -> _Segments:
     _check(steps)
     rows = sorted(
         (start, start + length, coordinate)
@@ -162,10 +162,11 @@ class Layout:
         )
 
     @cached_property
-    def steps(self) -> tuple[tuple[Step, ...], ...]:
+    def steps(self) -> tuple[tuple[ShardingStep, ...], ...]:
         codes, sizes = self.placements, self.mesh.shape
         return tuple(
-            tuple(Step(sizes[m], int(codes[m][2]) if codes[m][0] == "X" else 1) for m in dims) for dims in self.by_dim
+            tuple(ShardingStep(sizes[m], int(codes[m][2]) if codes[m][0] == "X" else 1) for m in dims)
+            for dims in self.by_dim
         )
 
     @cached_property

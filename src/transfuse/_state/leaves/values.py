@@ -48,7 +48,7 @@ class Unencodable(TypeError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Codec:
+class _ValueCodec:
     """How to carry one type, or each type that a predicate accepts."""
 
     tag: int  # stands for the type on the wire: never reuse a tag
@@ -182,9 +182,9 @@ def _named_in(table: dict[str, T], name: str) -> T:
 _DTYPES = _constants(torch.dtype)
 
 
-def _constant_codec(tag: int, kind: type[T]) -> _Codec:
+def _constant_codec(tag: int, kind: type[T]) -> _ValueCodec:
     table = _constants(kind)
-    return _Codec(tag, kind, lambda c: (_name_in(table, c),), lambda name: _named_in(table, name), (str,))
+    return _ValueCodec(tag, kind, lambda c: (_name_in(table, c),), lambda name: _named_in(table, name), (str,))
 
 
 # Containers.
@@ -217,8 +217,8 @@ def _join_dict(kind: Callable[[Iterable[tuple[object, object]]], Any], *parts: o
     return made
 
 
-def _dict_codec(tag: int, kind: type) -> _Codec:
-    return _Codec(
+def _dict_codec(tag: int, kind: type) -> _ValueCodec:
+    return _ValueCodec(
         tag, kind, lambda d: itertools.chain.from_iterable(d.items()), functools.partial(_join_dict, kind), None
     )
 
@@ -260,8 +260,8 @@ def _split_path(path: pathlib.PurePath) -> tuple[str]:
     return (str(path),)
 
 
-def _path_codec(tag: int, kind: type[pathlib.PurePath], here: type[pathlib.PurePath]) -> _Codec:
-    return _Codec(tag, kind, _split_path, here, (str,))
+def _path_codec(tag: int, kind: type[pathlib.PurePath], here: type[pathlib.PurePath]) -> _ValueCodec:
+    return _ValueCodec(tag, kind, _split_path, here, (str,))
 
 
 def _split_fraction(value: fractions.Fraction) -> tuple[int, int]:
@@ -451,76 +451,78 @@ _NONE = type(None)
 _ZONE = (_NONE, datetime.timezone, zoneinfo.ZoneInfo)
 _POSIX = os.name == "posix"
 
-_CODECS: tuple[_Codec, ...] = (
-    _Codec(
+_CODECS: tuple[_ValueCodec, ...] = (
+    _ValueCodec(
         1,
         int,
         lambda n: (n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True),),
         lambda data: int.from_bytes(data, "little", signed=True),
         (bytes,),
     ),
-    _Codec(
+    _ValueCodec(
         2,
         str,
         lambda s: (s.encode("utf-8", "surrogatepass"),),
         lambda data: data.decode("utf-8", "surrogatepass"),
         (bytes,),
     ),
-    _Codec(3, complex, lambda c: (c.real, c.imag), complex, (float, float)),
-    _Codec(4, bytearray, lambda b: (bytes(b),), bytearray, (bytes,)),
-    _Codec(5, tuple, lambda t: t, lambda *parts: parts),
-    _Codec(6, list, lambda x: x, lambda *parts: list(parts)),
-    _Codec(7, set, _in_one_order, functools.partial(_unique, set)),
-    _Codec(8, frozenset, _in_one_order, functools.partial(_unique, frozenset)),
+    _ValueCodec(3, complex, lambda c: (c.real, c.imag), complex, (float, float)),
+    _ValueCodec(4, bytearray, lambda b: (bytes(b),), bytearray, (bytes,)),
+    _ValueCodec(5, tuple, lambda t: t, lambda *parts: parts),
+    _ValueCodec(6, list, lambda x: x, lambda *parts: list(parts)),
+    _ValueCodec(7, set, _in_one_order, functools.partial(_unique, set)),
+    _ValueCodec(8, frozenset, _in_one_order, functools.partial(_unique, frozenset)),
     _dict_codec(9, dict),
     _dict_codec(10, collections.OrderedDict),
-    _Codec(11, range, lambda r: (r.start, r.stop, r.step), range, (int, int, int)),
-    _Codec(12, slice, lambda s: (s.start, s.stop, s.step), slice, (object, object, object)),
-    _Codec(13, type(...), lambda _: (), lambda: ..., ()),
-    _Codec(20, datetime.date, lambda d: (d.year, d.month, d.day), datetime.date, (int, int, int)),
-    _Codec(
+    _ValueCodec(11, range, lambda r: (r.start, r.stop, r.step), range, (int, int, int)),
+    _ValueCodec(12, slice, lambda s: (s.start, s.stop, s.step), slice, (object, object, object)),
+    _ValueCodec(13, type(...), lambda _: (), lambda: ..., ()),
+    _ValueCodec(20, datetime.date, lambda d: (d.year, d.month, d.day), datetime.date, (int, int, int)),
+    _ValueCodec(
         21,
         datetime.time,
         lambda t: (t.hour, t.minute, t.second, t.microsecond, t.tzinfo, t.fold),
         lambda *parts: datetime.time(*parts[:-1], fold=parts[-1]),
         (int, int, int, int, _ZONE, int),
     ),
-    _Codec(
+    _ValueCodec(
         22,
         datetime.datetime,
         lambda t: (t.year, t.month, t.day, t.hour, t.minute, t.second, t.microsecond, t.tzinfo, t.fold),
         lambda *parts: datetime.datetime(*parts[:-1], fold=parts[-1]),
         (int, int, int, int, int, int, int, _ZONE, int),
     ),
-    _Codec(23, datetime.timedelta, lambda d: (d.days, d.seconds, d.microseconds), datetime.timedelta, (int, int, int)),
-    _Codec(24, datetime.timezone, _split_timezone, _join_timezone, (datetime.timedelta, (_NONE, str))),
-    _Codec(25, zoneinfo.ZoneInfo, _zone_key, _join_zone, (str,)),
+    _ValueCodec(
+        23, datetime.timedelta, lambda d: (d.days, d.seconds, d.microseconds), datetime.timedelta, (int, int, int)
+    ),
+    _ValueCodec(24, datetime.timezone, _split_timezone, _join_timezone, (datetime.timedelta, (_NONE, str))),
+    _ValueCodec(25, zoneinfo.ZoneInfo, _zone_key, _join_zone, (str,)),
     # A concrete path of the other operating system cannot be made here: it becomes a pure path.
     _path_codec(30, pathlib.PurePosixPath, pathlib.PurePosixPath),
     _path_codec(31, pathlib.PosixPath, pathlib.PosixPath if _POSIX else pathlib.PurePosixPath),
     _path_codec(32, pathlib.PureWindowsPath, pathlib.PureWindowsPath),
     _path_codec(33, pathlib.WindowsPath, pathlib.PureWindowsPath if _POSIX else pathlib.WindowsPath),
-    _Codec(
+    _ValueCodec(
         34,
         uuid.UUID,
         lambda u: (u.bytes, u.is_safe.value),
         lambda data, safe: uuid.UUID(bytes=data, is_safe=uuid.SafeUUID(safe)),
         (bytes, (int, _NONE)),
     ),
-    _Codec(35, decimal.Decimal, lambda d: (str(d),), _join_decimal, (str,)),
-    _Codec(36, fractions.Fraction, _split_fraction, _join_fraction, (int, int)),
+    _ValueCodec(35, decimal.Decimal, lambda d: (str(d),), _join_decimal, (str,)),
+    _ValueCodec(36, fractions.Fraction, _split_fraction, _join_fraction, (int, int)),
     _constant_codec(40, torch.dtype),
     _constant_codec(41, torch.layout),
     _constant_codec(42, torch.memory_format),
-    _Codec(43, torch.device, lambda d: (d.type, d.index), _join_device, (str, (int, _NONE))),
-    _Codec(44, torch.Size, lambda s: _sizes(*s), _sizes),
+    _ValueCodec(43, torch.device, lambda d: (d.type, d.index), _join_device, (str, (int, _NONE))),
+    _ValueCodec(44, torch.Size, lambda s: _sizes(*s), _sizes),
     # numpy's str_ and bytes_ travel by content: as arrays they would lose trailing zeros.
-    _Codec(50, np.str_, lambda s: (str.__str__(s),), np.str_, (str,)),
-    _Codec(51, np.bytes_, lambda b: (bytes(b),), np.bytes_, (bytes,)),
-    _Codec(52, lambda kind: issubclass(kind, np.generic), _split_numpy, _join_numpy, ((str, list), bytes)),
-    _Codec(60, _is_enum, _split_enum, lambda name, key: _enum_member(_find(name), key), (str, (str, int))),
-    _Codec(61, _is_safe_dataclass, _split_dataclass, _join_dataclass, (str, dict)),
-    _Codec(62, _is_safe_named_tuple, _split_named_tuple, _join_named_tuple),
+    _ValueCodec(50, np.str_, lambda s: (str.__str__(s),), np.str_, (str,)),
+    _ValueCodec(51, np.bytes_, lambda b: (bytes(b),), np.bytes_, (bytes,)),
+    _ValueCodec(52, lambda kind: issubclass(kind, np.generic), _split_numpy, _join_numpy, ((str, list), bytes)),
+    _ValueCodec(60, _is_enum, _split_enum, lambda name, key: _enum_member(_find(name), key), (str, (str, int))),
+    _ValueCodec(61, _is_safe_dataclass, _split_dataclass, _join_dataclass, (str, dict)),
+    _ValueCodec(62, _is_safe_named_tuple, _split_named_tuple, _join_named_tuple),
 )
 
 _BY_TAG = {codec.tag: codec for codec in _CODECS}

@@ -36,7 +36,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     settings = list(setup.variables(os.environ))
     if any(finding.status == "fail" for finding in settings):
-        outcome = trial.Outcome({}, (), False, "", "not tried, because a setting is wrong")
+        outcome = trial.TrialOutcome({}, (), False, "", "not tried, because a setting is wrong")
     else:
         with Console(stderr=True, quiet=not sys.stderr.isatty()).status("Trying the routes between two processes …"):
             outcome = trial.try_routes()
@@ -51,7 +51,7 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(Exit.FAILED)
 
 
-def _routes(outcome: trial.Outcome) -> Iterator[Finding]:
+def _routes(outcome: trial.TrialOutcome) -> Iterator[Finding]:
     memory, group = outcome.tried.get("memory"), outcome.tried.get("group")
     if outcome.error:
         yield Finding("fail", "routes", printable(outcome.error))

@@ -18,12 +18,12 @@ import transfuse
 from transfuse._limits import allows_streams
 from transfuse._wire.group import Group
 from transfuse._wire.meeting import own_port
-from transfuse._wire.memory_route import Entry, MemoryLease, Reader
+from transfuse._wire.memory_route import MemoryEntry, MemoryLease, Reader
 from transfuse._wire.route import Unreadable
 from transfuse.cli.doctor import network
 from transfuse.testing.ranks import Late, RanksFailed, listening, say
 
-__all__ = ["Outcome", "Tried", "try_routes"]
+__all__ = ["TrialOutcome", "Tried", "try_routes"]
 
 STATE_BYTES = 32 << 20
 #: Measure a route for at most so long, and give up the whole trial after so long.
@@ -43,7 +43,7 @@ class Tried(NamedTuple):
     reason: str = ""
 
 
-class Outcome(NamedTuple):
+class TrialOutcome(NamedTuple):
     tried: dict[str, Tried]
     #: The addresses where gloo listens by default.
     addresses: tuple[str, ...]
@@ -61,7 +61,7 @@ class _Listens(NamedTuple):
     port: str = ""
 
 
-def try_routes() -> Outcome:
+def try_routes() -> TrialOutcome:
     """Move a state by every route."""
     tried: dict[str, Tried] = {}
     listens, error = _Listens(), ""
@@ -74,7 +74,7 @@ def try_routes() -> Outcome:
                     listens = said
     except (RanksFailed, Late, RuntimeError, OSError) as failed:
         error = str(failed).split("\n")[0]
-    return Outcome(tried, *listens, error)
+    return TrialOutcome(tried, *listens, error)
 
 
 # ------------------------------------------------------------------------------------------------------- in the workers
@@ -114,7 +114,7 @@ def _why_unreadable() -> str:
         reason = ""
         if dist.get_rank() == 1:
             try:
-                Reader(Entry.decode(told[0]), 1).close()
+                Reader(MemoryEntry.decode(told[0]), 1).close()
             except Unreadable as error:
                 reason = str(error)
         dist.barrier()

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from torch._C._distributed_c10d import TCPStore
 
-from transfuse.testing.ranks.inside import Place, serve
+from transfuse.testing.ranks.inside import RankStart, serve
 from transfuse.testing.ranks.outcome import Died, Late, Outcome, RanksFailed, RemoteError
 from transfuse.testing.ranks.worker import Method, Worker, interrupts_held, loopback_environment, loopback_store
 
@@ -177,7 +177,7 @@ class Fleet:
 
     def _add(self, rank: int, generation: int | None) -> _Member:
         assert rank not in self._members
-        place = Place(rank, self.n, self.port, self.timeout, self._start_seconds, generation)
+        place = RankStart(rank, self.n, self.port, self.timeout, self._start_seconds, generation)
         with interrupts_held():
             process = Worker(
                 serve,

@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from transfuse.testing.ranks.outcome import RemoteError
 from transfuse.testing.ranks.worker import HOST
 
-__all__ = ["Place", "announce", "hear", "say", "serve", "store"]
+__all__ = ["RankStart", "announce", "hear", "say", "serve", "store"]
 
 
 @dataclass(frozen=True)
-class Place:
+class RankStart:
     """What a rank is told when it starts."""
 
     rank: int
@@ -61,7 +61,7 @@ def store() -> TCPStore:
 
 
 class _Rank:
-    def __init__(self, connection: Connection[Any, Any], place: Place) -> None:
+    def __init__(self, connection: Connection[Any, Any], place: RankStart) -> None:
         self.connection, self.place = connection, place
         self._lock = threading.Lock()
         self._store: TCPStore | None = None
@@ -99,7 +99,7 @@ def _me() -> _Rank:
     return _rank
 
 
-def serve(connection: Connection[Any, Any], place: Place) -> None:
+def serve(connection: Connection[Any, Any], place: RankStart) -> None:
     """The main loop of a rank's process: run one function after the other, until the parent ends the process."""
     global _rank
     # A file without a name; the parent reads it by the number of the descriptor.
