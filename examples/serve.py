@@ -35,7 +35,7 @@ class Trainer:
             self.state,
             step=lambda: self.step,
             token=os.environ["TRANSFUSE_TOKEN"],
-            timeout=TIMEOUT,  # A reader that stalls holds training up for so long, and no longer.
+            timeout=TIMEOUT,  # A reader that stalls holds training up for this time at most.
             on_report=self.reports.append,
         )
 
@@ -60,7 +60,7 @@ class Trainer:
 def train(parent: "Connection[str, str]") -> None:
     trainer = Trainer()
     with trainer.serve() as server:
-        trainer.train(server, 1)  # Who joins now joins in the middle, however slow this machine is.
+        trainer.train(server, 1)  # A reader that joins now joins in the middle, however slow this machine is.
         parent.send(server.address)
         while not trainer.reports:
             trainer.train(server, 1)
@@ -76,7 +76,7 @@ def join(parent: "Connection[str, str]", address: str) -> None:
     trainer.join(address)
     print(f"joined in the middle: {trainer.step > 0}", flush=True)
     with trainer.serve() as server:
-        trainer.train(server, 1)  # Who joins now joins in the middle, however slow this machine is.
+        trainer.train(server, 1)  # A reader that joins now joins in the middle, however slow this machine is.
         parent.send(server.address)
         last = int(parent.recv())  # Where the other trainer has stopped.
         trainer.train(server, last - trainer.step)

@@ -83,7 +83,7 @@ def train(replica: int, lighthouse: str, life: int, result: str) -> None:
 
     received, alone = None, False
     while together < STEPS:
-        optimizer.zero_grad()  # Forms the quorum, and heals whoever is behind.
+        optimizer.zero_grad()  # Forms the quorum, and heals replicas that are behind.
         report, step = transport.report, manager.current_step()
         if report is not None and report.direction == "receive" and report is not received:
             received = report

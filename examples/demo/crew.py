@@ -72,7 +72,7 @@ class Crew:
         self._fleet.tell(rank, order)
 
     def hear(self, seconds: float) -> Iterator[tuple[int, Word]]:
-        """Yield what is said within about so many seconds, or was said already. A killed worker says :class:`Lost`.
+        """Yield what is said within about ``seconds``, or was said already. A killed worker says :class:`Lost`.
 
         One word at a time: once a worker is ended, its remaining words are dropped.
         """

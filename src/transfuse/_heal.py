@@ -1,4 +1,4 @@
-"""``heal()``: all ranks of a group call it, and whoever is behind gets the state of those who are not.
+"""``heal()``: all ranks of a group call it, and ranks that are behind get the state of those that are not.
 
 every rank          its step, or that it has nothing             one round: all know who is behind
 the newest          send to all who are behind, at once
@@ -244,7 +244,7 @@ class _Healing:
                 )
                 return TORN, 0
             if truth.step is not None and truth.step != said:
-                logger.warning("this rank has step %d, not %s: so far came a heal that failed", truth.step, said)
+                logger.warning("this rank holds step %d, not %s: a failed heal() came so far", truth.step, said)
                 return STEP, truth.step
         return (NOTHING, 0) if said is None else (STEP, said)
 

@@ -556,7 +556,7 @@ class PGTransport:
         whole = cache(lambda: self._encode(offer))
         wire = None
         if known or len(whole()) > self._limits.brief_bytes:
-            # Who has received this structure before needs only the values, and where the bytes lie.
+            # A receiver that has received this structure before needs only the values, and where the bytes lie.
             wire = _wire(messages.encode(messages.brief(offer, manifest.values if known else None)))
         chains = Chains(ranks, nbytes, self._seconds, offer.max_bytes_per_second) if relay else None
         return source.OfferedState(

@@ -118,7 +118,7 @@ class PeerReader(StorageReader):
 
     # The parameter must not be named kwargs: torch would ask again after a failure, for the metadata of single ranks.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Wait for the sources and return what they have. Each tensor is one chunk, whoever holds its shards."""
+        """Wait for the sources and return what they have. Each tensor is one chunk, whichever ranks hold its shards."""
         self.reset()
         load = self._load = _Load(self._transport, self._src_ranks, self._step)
         self._watch = weakref.finalize(self, load.give_up, "the load has ended before any data was read")

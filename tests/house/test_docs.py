@@ -356,3 +356,20 @@ def test_every_file_of_the_rooms_is_on_the_page_that_lists_them() -> None:
         if file.stem != "__init__" and f"`{file.name}`" not in keeper
     ]
     assert not missing
+
+
+#: What reads as translated: name the parameter ("``seconds``", "this number of") or the subject ("a rank that …").
+UNUSUAL = re.compile(
+    r"\bso (many|long|often)\b|\bwhoever\b|\bsuch that have\b|\bsee above\b|(?-i:[a-z`)][.;:] Who [a-z])", re.I
+)
+
+
+def test_sentences_name_their_subjects() -> None:
+    sources = sorted((ROOT / "src").rglob("*.py"))
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in [*PAGES, ROOT / "CONTRIBUTING.md", *sources]
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if UNUSUAL.search(line)
+    ]
+    assert not found, "\n".join(found)

@@ -1,7 +1,7 @@
 """Commits: immutable copies of a state, made when somebody asks for ``main``. At most two, and no byte ever changes.
 
-Whoever asks for ``main`` gets a copy of the newest state, unless both copies are in use: then the newer one. A commit
-is in use
+A visitor that asks for ``main`` gets a copy of the newest state, unless both copies are in use: then the newer one. A
+commit is in use
 
 - while an answer is being sent from it;
 - for ``hold`` seconds after the last request of a visitor (a connection) that got it as ``main``, until this visitor
@@ -35,13 +35,13 @@ logger = logging.getLogger("transfuse")
 
 #: The name of the revision that moves on.
 MAIN = "main"
-#: A client gives up a request after 10 s. So long it waits here for a copy.
+#: A client gives up a request after 10 s. A request waits at most this long for a copy.
 WAIT_SECONDS = 8.0
 #: How long a commit stays in use after a request of a visitor that did not get it as ``main``, or has closed.
 SHORT_SECONDS = 1.0
-#: A superseded commit is given up after so many times ``hold``, if its memory is needed.
+#: A superseded commit is given up after this multiple of ``hold``, if its memory is needed.
 PATIENCE = 10
-#: Memory is freed when nobody has asked for anything for so long.
+#: Memory is freed when nobody has asked for anything for this long.
 FREE_SECONDS = 600.0
 
 
@@ -111,7 +111,7 @@ class Commits:
         #: Numbers of the copies that were begun last, ended last, and became a commit last.
         self._begun = self._ended = self._newest = 0
         self._failure: BaseException | None = None
-        #: Whether the last copy took so long that visitors may have been sent away meanwhile.
+        #: Whether the last copy was so slow that visitors may have been sent away meanwhile.
         self._is_slow = False
         self._closed = False
         self._asked_at = time.monotonic()
@@ -138,7 +138,7 @@ class Commits:
                 commit.readers.discard(visitor)
                 now = time.monotonic()
                 if commit.revoked:
-                    pass  # Whoever has been cut off holds nothing.
+                    pass  # A visitor that has been cut off holds nothing.
                 elif visitor.holds is commit:
                     # Listing alone does not hold a commit for ever.
                     visitor.until = min(visitor.until, now + self._hold) if lists else now + self._hold
@@ -332,7 +332,7 @@ class Commits:
             self._changed.notify_all()
 
     def free(self, seconds: float) -> None:
-        """After :meth:`close`, when nobody reads: wait so long for a copy that is being made, and free the memory."""
+        """After :meth:`close`, when nobody reads: wait ``seconds`` for a copy that is being made; free the memory."""
         with self._changed:
             self._changed.wait_for(lambda: self._begun == self._ended, seconds)
             self._kept.clear()

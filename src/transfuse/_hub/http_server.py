@@ -36,7 +36,7 @@ MAX_HEAD_BYTES, MAX_BODY_BYTES = 32 << 10, 1 << 20
 REQUEST_SECONDS, IDLE_SECONDS = 10.0, 120.0
 #: What one call hands to the kernel. The kernel copies it: memory that has been handed over may change.
 SEND_BYTES = 1 << 20
-#: A client must take so many bytes in every span of the timeout, or all that is left.
+#: A client must take at least this number of bytes in every span of the timeout, or all that is left.
 LEAST_BYTES = 1 << 20
 #: The listening thread looks this often whether there is other work.
 LISTEN_SECONDS = 1.0

@@ -112,7 +112,7 @@ def why_not(dtype: torch.dtype, *, signed_view: bool) -> str | None:
 
 
 def lay_out(entries: Sequence[Entry], max_shard_bytes: int) -> FileLayout:
-    """Lay out a state in files of at most so many bytes of tensors. A tensor that is larger has a file of its own."""
+    """Lay out a state in files of at most ``max_shard_bytes`` of tensors. A larger tensor has a file of its own."""
     _check(entries)
     shards: list[list[Entry]] = [[]]
     room = max_shard_bytes

@@ -37,9 +37,9 @@ logger = logging.getLogger("transfuse")
 
 #: What to do about a leaf of which this process holds a part only.
 SERVE_ALL = "let every rank call transfuse.serve(), and give all addresses to one hub"
-#: Servers of a job that trains on may be at different steps. So often a fetch is tried, and so long it waits between.
+#: Servers of a training job may be at different steps: a fetch is tried ``TRIES`` times, ``BETWEEN_SECONDS`` apart.
 TRIES, BETWEEN_SECONDS = 20, 0.05
-#: The step that servers have told is believed for so long: a client asks for ``main`` several times in a row.
+#: The step that servers have told is believed for this long: a client asks for ``main`` several times in a row.
 BELIEVED_SECONDS = 0.25
 
 
@@ -58,7 +58,7 @@ class Buffer:
         return self.memory.data_ptr()
 
     def grow(self, nbytes: int) -> None:
-        """Have room for so many bytes. What was in it is lost."""
+        """Have room for ``nbytes``. What was in the buffer is lost."""
         if nbytes > self.nbytes:
             self.memory = torch.empty(0, dtype=torch.uint8)  # Free the old memory first.
             # Zeros: pages that nobody has touched would be made while training waits for the copy.

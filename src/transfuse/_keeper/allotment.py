@@ -137,7 +137,7 @@ class Allotment:
                 self._allocating -= slot_bytes * count
 
     def reserve(self, tenant: Tenant, nbytes: int) -> None:
-        """Make slots for a state of so many bytes, before its layout is known."""
+        """Make slots for a state of ``nbytes``, before its layout is known."""
         rank = tenant.rank
         with self._changed:
             if self._books.has_layout(rank):

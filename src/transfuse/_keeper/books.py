@@ -187,7 +187,7 @@ class Books:
         return {rank: _place(rank, lay, owners[rank]) for rank, lay in lays.items()}
 
     def reusable(self, rank: int, slot_bytes: int) -> list[int]:
-        """The slots of a rank, by number, that a layout with slots of so many bytes can use, whatever they hold now."""
+        """The slots of a rank, by number, that a layout with slots of ``slot_bytes`` can use, whatever they hold."""
         slots = self._book(rank).slots.items()
         return [number for number, kept in slots if slot_bytes <= kept.nbytes <= 2 * slot_bytes and not kept.is_written]
 
@@ -230,7 +230,7 @@ class Books:
         ]
         free = [one for one in slots if self._is_free(book.slots[one[1]])]
         if not free:
-            # Who commits has restored before: what was only there to be restored may go.
+            # A rank that commits has finished restoring: slots that were kept only for that are free now.
             free = [one for one in slots if self._is_spare(book.slots[one[1]])]
         if not free:
             book.is_starved = True

@@ -28,7 +28,7 @@ ROW_BYTES = 64
 
 
 class Bundles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, dict=True):
-    """The bundles of a rank. Columns travel as bytes; whoever asks for one gets numbers."""
+    """The bundles of a rank. Columns travel as bytes; properties give them as numbers."""
 
     key_column: bytes
     nbytes_column: bytes

@@ -6,8 +6,8 @@
   and takes the newest.
 - *floor*: the hosts' slots are full of different steps, of which none will ever be complete everywhere. All begin again
   with a step that nobody has reached yet. If somebody was faster, the next floor is twice as far ahead.
-- *refill*: a host was replaced, and what the ranks have restored is on fewer hosts than it should be. Who lacks it
-  pulls it, as long as no newer step is agreed on.
+- *refill*: a host was replaced, and what the ranks have restored is on fewer hosts than it should be. Hosts
+  that lack it pull it, as long as no newer step is agreed on.
 - *over*: all ranks of all hosts have closed.
 """
 

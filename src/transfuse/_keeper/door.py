@@ -108,7 +108,7 @@ class Visit(Protocol):
         """Answer, or raise why not."""
 
     def may_stay(self, silent: float) -> bool:
-        """Whether the connection is still needed, after so many seconds without a question."""
+        """Whether the connection is still needed, after ``silent`` seconds without a question."""
 
     def end(self) -> None:
         """The connection is closed."""

@@ -109,7 +109,7 @@ class Peers(_Frame):
 
 
 class Reserve(_Frame):
-    """Worker: allocate slots for a state of so many bytes now. ``Done``."""
+    """Worker: allocate slots for a state of ``nbytes`` now. ``Done``."""
 
     nbytes: int
 

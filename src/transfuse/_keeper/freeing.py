@@ -10,7 +10,7 @@ from transfuse._keeper.slots import SlotFile
 
 
 class Freeing:
-    """Closes slots in a thread of its own. Who needs the memory calls `settle`, without the keeper's lock."""
+    """Closes slots in a thread of its own. A thread that needs the memory calls `settle`, without the keeper's lock."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -705,7 +705,7 @@ def _belongs(rank: int, run: str, agent: Process) -> TransfuseError:
 
 
 def detach() -> None:
-    """Be nobody's helper: all cores, no limit on threads that a launcher set, the first to go if memory runs out."""
+    """Detach from the launcher: use all cores and any number of threads, and be the first to go if memory runs out."""
     os.chdir("/")
     with suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

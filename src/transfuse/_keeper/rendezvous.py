@@ -82,7 +82,7 @@ def check_group(group: Any) -> None:
 def form_group() -> None:
     """Form the default group of a job that torchrun has started: by ``transfuse://``, with torch's choice of backends.
 
-    Who forms it again is told why there is one.
+    A caller that forms it again is told why there is one.
     """
     global _formed
     rendezvous_by_default()

@@ -34,9 +34,9 @@ logger = logging.getLogger("transfuse.keeper")
 
 #: How often the leader asks the others, if nothing wakes it.
 ROUND_SECONDS = 0.2
-#: The leader ends so long after everybody has closed, also if somebody could not be told.
+#: After everybody has closed, the leader ends within this time, even if some followers could not be told.
 OVER_SECONDS = 10.0
-#: A follower complains if it has not heard the leader for so long.
+#: A follower complains if it has not heard the leader for this long.
 SILENCE_SECONDS = 30.0
 #: How long another keeper's connection may say nothing, if it borrows nothing.
 IDLE_SECONDS = 120.0

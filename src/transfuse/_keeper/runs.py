@@ -290,8 +290,8 @@ def _check_name(name: str, source: str) -> None:
 def base_directory() -> pathlib.Path:
     """The directory of this user's keepers on this host. It is made if it is not there.
 
-    It is ``TRANSFUSE_KEEPER_DIR`` if that is set, else ``/tmp/transfuse-<uid>``. Whoever can write there can pretend to
-    be the keeper, so it must be open to us alone. ``XDG_RUNTIME_DIR`` would not do: it is deleted when its user logs
+    It is ``TRANSFUSE_KEEPER_DIR`` if that is set, else ``/tmp/transfuse-<uid>``. A user who can write there can pretend
+    to be the keeper, so it must be open to us alone. ``XDG_RUNTIME_DIR`` would not do: it is deleted when its user logs
     out, and jobs go on.
     """
     chosen = os.environ.get("TRANSFUSE_KEEPER_DIR")

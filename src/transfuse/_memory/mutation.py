@@ -23,7 +23,7 @@ from transfuse._state.region import Ints
 
 #: A sample has this many words of eight bytes. Short or unaligned memory is sampled byte by byte.
 WORDS = 8
-#: To look at so many tensors takes less time than to be asked.
+#: To look at this number of tensors takes less time than to be asked.
 QUICK = 256
 _WORD, _BYTE = np.dtype(np.uint64), np.dtype(np.uint8)
 

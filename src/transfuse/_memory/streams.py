@@ -199,7 +199,7 @@ def for_the_caller() -> Iterator[None]:
 
 
 def complete(seconds: float) -> None:
-    """Wait until all that this thread has queued on its streams is done. Raise after so many seconds."""
+    """Wait until all that this thread has queued on its streams is done. Raise after ``seconds``."""
     for stream in _entered.own:
         event = stream.record_event()
         if not poll(event.query, time.monotonic() + seconds):

@@ -69,7 +69,7 @@ class Outline:
         return None if -2 in found else found
 
     def forget(self) -> None:
-        """Drop the tensors: whoever remembers the outline must not keep the target in memory."""
+        """Drop the tensors: an outline that is remembered must not keep the target in memory."""
         self.tensors = ()
 
 

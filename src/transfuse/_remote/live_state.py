@@ -148,7 +148,7 @@ class _Moment:
         self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
 
     def wait(self, seconds: float) -> None:
-        """Raise after so many seconds."""
+        """Wait for that work. Raise after ``seconds``."""
         until = time.monotonic() + seconds
         if not all(streams.poll(event.query, until) for event in self._events):
             raise TransfuseError(f"the work that training had queued on the accelerator has not ended in {seconds:g} s")

@@ -23,7 +23,7 @@ from transfuse._wire.messages import Offer
 
 
 class Arrivals:
-    """See above."""
+    """Asks one source for parcels and takes them in. The threads of all its connections share one."""
 
     def __init__(self, channel: Channel, shared: Receive, offer: Offer) -> None:
         self._channel = channel

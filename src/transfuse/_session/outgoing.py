@@ -38,7 +38,7 @@ class ParcelSupply:
     confirms: Callable[[], bool] = lambda: False
     rate_limit: RateLimit = field(default_factory=lambda: RateLimit(None))
     #: The staging buffer in which a parcel has arrived, if it can be sent out of that. From then on the buffer belongs
-    #: to whoever sends it.
+    #: to the thread that sends it.
     arrived: Callable[[int], torch.Tensor | None] = lambda _: None
 
 

@@ -58,7 +58,7 @@ Body = TypeVar(
 
 
 class _Due:
-    """So many bytes of a record that are still to be read from the stream."""
+    """``count`` bytes of a record that are still to be read from the stream."""
 
     def __init__(self, channel: Channel, count: int) -> None:
         self._channel, self._count = channel, count
@@ -288,7 +288,7 @@ class Channel(Operations):
         self._let_go()
 
     def _let_go(self) -> None:
-        """End with messages that the peer waits for. On gloo, do not wait until they have been sent: see above."""
+        """End with messages that the peer waits for. On gloo, do not wait for them, as in :meth:`send_last`."""
         if not self.group.shares_fate:
             self.settle()
         for posted in self._unanswered:

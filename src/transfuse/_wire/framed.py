@@ -163,7 +163,7 @@ class Framed:
             raise told from (None if isinstance(error, TimeoutError) else error)
 
 
-#: The sockets of all connections, whoever has them now.
+#: The sockets of all connections, wherever they are in use now.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 

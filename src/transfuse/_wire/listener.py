@@ -1,4 +1,4 @@
-"""Listens on an address, and lets in whoever proves the token. Strangers get nothing, and keep nobody out."""
+"""Listens on an address, and lets in peers that prove the token. Strangers get nothing, and keep nobody out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transfuse._wire.framed import Vocabulary
 from transfuse._wire.handshake import VOCABULARY, ControlConnection, check_descriptors, join_address
 
 logger = logging.getLogger("transfuse")
-#: The listener logs at most one warning about strangers in so many seconds.
+#: The listener logs at most one warning about strangers in this time.
 COMPLAINT_SECONDS = 1.0
 #: The most connections that have not proved the token yet. When there are more, the oldest is closed: proving takes
 #: milliseconds, so idle connections keep nobody out.

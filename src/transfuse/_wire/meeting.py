@@ -83,7 +83,7 @@ class Expected:
         return [sock for sock in come if sock is not None]
 
     def bring(self, number: int, control: ControlConnection) -> bool:
-        """Hand a connection to whoever expects it. Whether anybody does."""
+        """Hand a connection to the conversation that expects it. Whether there is one."""
         with self._lock:
             arrival = self._numbers.get(number)
             if arrival is None or not arrival.empty():

@@ -149,7 +149,7 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Where an end listens for streams: its address (host:port), and the token that whoever connects has to prove."""
+    """Where an end listens for streams: its address (host:port), and the token that the other end has to prove."""
 
     address: Annotated[str, msgspec.Meta(max_length=128)]
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]

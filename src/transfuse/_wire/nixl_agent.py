@@ -172,7 +172,7 @@ class Agent:
     # -- other agents
 
     def connect(self, name: str, metadata: bytes) -> None:
-        """Get to know a remote agent. Whoever calls this calls :meth:`disconnect` later."""
+        """Get to know a remote agent. The caller has to call :meth:`disconnect` later."""
         if name == self.name:
             return  # A process may read its own memory. Its agent knows itself.
         with self._lock:
@@ -335,7 +335,7 @@ def begin() -> None:
 
 
 def get(seconds: float) -> Agent:
-    """This process's agent. Wait at most so long for it. Raises :class:`NixlFailed` if there is none by then."""
+    """This process's agent. Waits at most ``seconds`` for it. Raises :class:`NixlFailed` if there is none by then."""
     begin()
     _holder.ready.wait(seconds)
     if _holder.failure is not None:

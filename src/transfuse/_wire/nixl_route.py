@@ -10,7 +10,7 @@ are copied from there once NIXL has said that the read is done. Staging of a rea
 NIXL has no timeout: this route's own bounds every read, and then the group brings the rest.
 
 NIXL hands an entry's metadata to UCX, which ends the process if they are malformed. What can be checked is checked, but
-whoever asks for this route trusts the other ranks not to forge metadata, as with gloo's messages.
+a receiver that asks for this route trusts the other ranks not to forge metadata, as with gloo's messages.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class Operations:
         polled = self.group.polls and tensor.device.type != "cpu" and self._loopback is None
         post = partial(operation, tensor, self.tag if tag is None else tag)
         posted = Posted(self, _NOT_POSTED, tensor, polled=polled, lent=lent)
-        # First, so that whoever takes the queue away from this conversation counts this operation as stuck.
+        # First, so that a thread that takes the queue away from this conversation counts this operation as stuck.
         self.outstanding.append(posted)
         try:
             if polled and not self.may_post():

@@ -48,7 +48,7 @@ from transfuse._wire.switchboard import Switchboard, Watched
 FIRST_TAG, TAG = 0x5447_0002, 0x5447_0003
 #: The most bytes of one word.
 MAX_BYTES = 64 << 20
-#: One thread waits for the first words of all ranks. After so long, each rank that is late gets a thread of its own.
+#: One thread waits for the first words of all ranks. After this time, each rank that is late gets a thread of its own.
 TOGETHER_SECONDS = 0.05
 #: How much of an error's text a rank that leaves tells the others.
 MOST_CHARACTERS = 4000
@@ -122,7 +122,7 @@ class RollCall:
         self._group, self._seconds, self._phase = group, seconds, phase
         self._chunk_bytes = Limits.from_environment().chunk_bytes
         self._changed = threading.RLock()
-        #: Wakes whoever waits. Not a condition: an interrupt in its Python code can leave its lock released twice.
+        #: Wakes waiting threads. Not a condition: an interrupt in its Python code can leave its lock released twice.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._sending = threading.Lock()
         #: By rank: what is sent to it. The backend owns the memory of sends under way.
@@ -200,7 +200,7 @@ class RollCall:
         posted, self._halfway = self._posted, True
         started = time.monotonic()
         for peer in self.peers:
-            # First all receives, then all sends: whoever hears a rank knows that this rank can hear, too.
+            # First all receives, then all sends: a rank that hears another knows that the other can hear, too.
             with self._noting(peer):
                 operations = self._operations(peer)
                 posted[peer] = operations.post_recv(operations.empty(BLOCK_BYTES), FIRST_TAG)
@@ -310,7 +310,7 @@ class RollCall:
     def close(self, error: BaseException | None) -> None:
         """The call is over on this rank: tell the others, and wait until it is over on them, too, unless interrupted.
 
-        Whoever still waits for a word of this rank gets the error's text, and takes this rank for lost.
+        A rank that still waits for a word of this rank gets the error's text, and takes this rank for lost.
         """
         text = "" if error is None else as_utf8(f"{type(error).__name__}: {error}"[:MOST_CHARACTERS])
         self.say_last(text.encode())
@@ -384,7 +384,7 @@ class RollCall:
         return operations
 
     def _tell(self, peers: Sequence[int], stage: int | None = None, body: bytes = b"") -> None:
-        """Send a word, and do not wait for it: whoever is gone is noticed by the thread that listens.
+        """Send a word, and do not wait for it: the thread that listens notices ranks that are gone.
 
         Without a stage: a sign of life.
         """
@@ -515,7 +515,7 @@ class Agreement:
         try:
             rank, size = self._ranks()
         except (RuntimeError, ValueError):
-            return  # The group is gone. Whoever needs it will say so.
+            return  # The group is gone. The next call that needs it will say so.
         if (rank, size) != (self.rank, self.size):
             raise TransfuseError(
                 f"the group was reconfigured: this was rank {self.rank} of {self.size}, and is rank {rank} of {size}; "

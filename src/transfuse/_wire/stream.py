@@ -17,7 +17,7 @@ What a socket does and does not do, and what follows from it:
 - A forked child holds copies of all descriptors, which would hide the parent's death from the peers. So the child
   closes them.
 - A call that ends in the middle, by Ctrl-C for example, leaves the connection at a place that neither end knows. So
-  it is of no more use, and says so to whoever wants to use it next.
+  it is of no more use, and says so to the next call that wants to use it.
 """
 
 from __future__ import annotations

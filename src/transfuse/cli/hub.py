@@ -86,14 +86,14 @@ def hub(
     The first line is the endpoint, for clients' `HF_ENDPOINT`. A copy of the state is fetched when a client asks for
     `main` and the step has moved on.
 
-    Nothing is encrypted, and without a token whoever reaches the endpoint gets the weights.
+    Nothing is encrypted, and without a token anybody who reaches the endpoint gets the weights.
     """
     check_settings()
     check_step(step)
     secret = token_of(token_file, HUB_TOKEN_VARIABLE)
     shard_bytes = check_shard_bytes(bytes_of(max_shard_size))
     if secret is None and not is_loopback(host):
-        print(f"transfuse hub: without a token: whoever reaches {host} gets the weights", file=sys.stderr)
+        print(f"transfuse hub: without a token: anybody who reaches {host} gets the weights", file=sys.stderr)
     try:
         settings = HubSettings(name, assets, secret, host, port, duration_of(hold), timeout)
         with warnings_shown("hub"):

@@ -66,7 +66,7 @@ def inspect(
         ),
     ],
     depth: Annotated[
-        int | None, typer.Option(min=1, help="Fold leaves whose names agree in so many steps between dots.")
+        int | None, typer.Option(min=1, help="Fold leaves whose names agree in this number of steps between dots.")
     ] = None,
     pattern: Annotated[
         str | None, typer.Option("--filter", metavar="GLOB", help="Only leaves with such names: `model.*.weight`.")

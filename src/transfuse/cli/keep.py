@@ -57,7 +57,7 @@ def keep(
             min=0.0,
             max=LONGEST_SECONDS,
             metavar="SECONDS",
-            help="End when no worker has come for so long after all have ended. Without it: stay.",
+            help="End when no worker has come for this time after all have ended. Without it: stay.",
         ),
     ] = None,
     status: Annotated[bool, typer.Option("--status", help="List the keepers of this user on this host.")] = False,

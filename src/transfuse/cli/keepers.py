@@ -57,7 +57,7 @@ class FoundRun:
 
 
 def list_keepers(seconds: float) -> list[FoundRun]:
-    """All runs of this user that have a directory here. Each keeper has so long to answer."""
+    """All runs of this user that have a directory here. Each keeper has ``seconds`` to answer."""
     return [_look(run, seconds) for run in runs.list_runs()]
 
 

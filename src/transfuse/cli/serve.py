@@ -46,7 +46,7 @@ def serve(
     step: Annotated[int | None, typer.Option(min=0, help="The step that readers are told.")] = None,
     timeout: Seconds = 30,
     max_rate: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Give away so many bytes a second at most: `100MiB`.")
+        str | None, typer.Option(metavar="SIZE", help="Give away at most this number of bytes a second: `100MiB`.")
     ] = None,
     max_readers: Annotated[int, typer.Option(min=1, help="How many read at once; others wait.")] = 4,
     same_host: Annotated[
@@ -59,7 +59,7 @@ def serve(
     The first line is the address; then there is a line for every reader. The file is mapped, not loaded: do not write
     to it meanwhile (a file that is renamed into its place does no harm).
 
-    Nothing is encrypted, and without a token whoever reaches the address gets the state.
+    Nothing is encrypted, and without a token anybody who reaches the address gets the state.
     """
     check_settings()
     if not host:
@@ -73,7 +73,7 @@ def serve(
     if not totals.bytes:
         raise Failed(f"{file} holds no tensors: there is nothing to move")
     if token is None and not is_loopback(host):
-        print(f"transfuse serve: without a token: whoever reaches {host} gets the state", file=sys.stderr)
+        print(f"transfuse serve: without a token: anybody who reaches {host} gets the state", file=sys.stderr)
     done = threading.Event()
 
     def tell(report: Report) -> None:

@@ -176,7 +176,7 @@ class _InChild:
 
     When a work of such a group is garbage-collected, the group sends the work's number to its child process. If the
     group has been reconfigured by then, the new child does not know the number and crashes. An error's traceback keeps
-    works for as long as the error lives. So all works are released at the end of a transfer, whoever refers to them.
+    works for as long as the error lives. So all works are released when a transfer ends, whatever still refers to them.
     """
 
     def __init__(self, pg: Any) -> None:

@@ -407,7 +407,7 @@ class _Batches:
 
 
 class _Rest:
-    """What a sampler yields after it has yielded so many."""
+    """What a sampler yields after its first ``skipped`` items."""
 
     def __init__(self, sampler: Any, skipped: int) -> None:
         self._sampler, self._skipped = sampler, skipped

@@ -256,7 +256,7 @@ class TransfuseTransport(TensorTransportManager):  # type: ignore[misc]
         return self._server
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[torch.Tensor]) -> None:
-        """Forget an object that no ref names any more. Whoever reads it now finishes."""
+        """Forget an object that no ref names any more. A fetch that reads it now finishes."""
         with self._lock:
             self._objects.pop(obj_id, None)
 
@@ -383,7 +383,7 @@ class _ObjectFetch:
     def _end(self, tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
         with self._lock:
             if self._outcome.done():
-                return  # Cancelled: whoever waited has an error already.
+                return  # Cancelled: the caller that waited has an error already.
             if tensors is not None:
                 self._outcome.set_result(tensors)
             elif error is not None:
@@ -410,7 +410,7 @@ class _ObjectFetch:
         return "If the sender has died, or has freed the object, have the object made again."
 
     def wait(self, seconds: float | None) -> list[torch.Tensor]:
-        """Wait so long for the tensors. A TimeoutError means that the fetch goes on."""
+        """Wait ``seconds`` for the tensors. A TimeoutError means that the fetch goes on."""
         return self._outcome.result(seconds)
 
     def cancel_landing(self, cause: str) -> None:

@@ -80,7 +80,7 @@ class KeepCallback(TrainerCallback):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------ the hooks
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """A callback is not told whose it is. It is called by its Trainer's constructor: that one is it."""
+        """Transformers does not pass the Trainer to its callbacks. Find it on the stack: its constructor calls this."""
         self._trainer = _calling_trainer()
         self._train = self._trainer.train
         self._trainer.train = self.train

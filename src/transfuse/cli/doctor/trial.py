@@ -26,7 +26,7 @@ from transfuse.testing.ranks import Late, RanksFailed, listening, say
 __all__ = ["TrialOutcome", "Tried", "try_routes"]
 
 STATE_BYTES = 32 << 20
-#: Measure a route for at most so long, and give up the whole trial after so long.
+#: How long a route is measured at most, and after which time the whole trial is given up.
 MEASURED_SECONDS, DEADLINE_SECONDS = 0.7, 12.0
 TIMEOUT = timedelta(seconds=5)
 CPU = torch.device("cpu")

@@ -258,7 +258,7 @@ class Fleet:
     def said(self, seconds: float = math.inf) -> tuple[int, Any] | None:
         """Return a rank and the next thing it said. A rank's last word is its function's :class:`Outcome`.
 
-        Returns None if nothing is said within so many seconds, or no function runs any more.
+        Returns None if nothing is said within ``seconds``, or no function runs any more.
         """
         self._until(lambda: bool(self._words) or not any(member.busy for member in self.workers), seconds)
         return self._words.popleft() if self._words else None
@@ -417,5 +417,5 @@ def listening(
 
 
 def threads_for(n: int) -> int:
-    """How many threads torch should use in each of so many processes that share this machine's cores."""
+    """How many threads torch should use in each of ``n`` processes that share this machine's cores."""
     return max(1, (os.cpu_count() or 1) // n)

@@ -1,4 +1,4 @@
-"""Give a program the signal handling of a foreground program, whoever started it.
+"""Give a program the signal handling of a foreground program, however it was started.
 
 A program inherits ignored signals: ``nohup`` ignores SIGHUP, and a shell ignores SIGINT for background programs; Python
 then raises no KeyboardInterrupt. A test that interrupts a program it has started needs the handling of a foreground

@@ -50,7 +50,7 @@ def run_program(
     environment: Mapping[str, str] | None = None,
     timeout: float = 250.0,
 ) -> list[Ended]:
-    """Run a program on so many ranks; without ``ranks`` as one process that has no rank.
+    """Run a program on ``ranks`` ranks; without ``ranks`` as one process that has no rank.
 
     When a rank fails or the time is up, all ranks are ended, with every process that they have started.
     """
