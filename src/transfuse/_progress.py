@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from transfuse._phases import DONE, FAILED, MOVING, Phase
+from transfuse._tuning import PROGRESS_STILL_SECONDS
 
-#: When nothing moves, the bar is drawn again after this many seconds, so that its clock goes on.
-STILL_SECONDS = 0.5
 #: The most phases that a bar names at once.
 MOST_PHASES = 3
 
@@ -176,7 +175,7 @@ class Bar:
         bar.set_postfix_str(text, refresh=False)
         if bar.update(moved):
             self._drawn = now
-        elif changed or now - self._drawn > STILL_SECONDS:
+        elif changed or now - self._drawn > PROGRESS_STILL_SECONDS:
             bar.refresh()
             self._drawn = now
         self._commit()

@@ -10,8 +10,9 @@ import queue
 import threading
 from collections.abc import Callable
 
-#: The name of a worker that has nothing to do, and the seconds after which it ends.
-IDLE, LINGER_SECONDS = "transfuse-idle", 1.0
+from transfuse._tuning import WORKER_LINGER_SECONDS
+
+IDLE = "transfuse-idle"
 
 
 class Job:
@@ -55,7 +56,7 @@ class _WorkerThread:
     def _next(self) -> Job | None:
         """Wait for a job; None: nobody has one."""
         try:
-            return self.jobs.get(timeout=LINGER_SECONDS)
+            return self.jobs.get(timeout=WORKER_LINGER_SECONDS)
         except queue.Empty:
             with _lock:
                 if self in _idle:

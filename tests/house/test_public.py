@@ -119,6 +119,7 @@ ROOMS = (
         "_limits",
         "_sizes",
         "_timeouts",
+        "_tuning",
         "_phases",
         "_rules",
         "_arguments",
@@ -144,7 +145,7 @@ ROOMS = (
     ("testing",),
     ("cli",),
 )
-MOST_FILES_AT_THE_TOP = 16
+MOST_FILES_AT_THE_TOP = 17
 MOST_ROOMS = 13
 
 
@@ -195,3 +196,25 @@ def test_importing_starts_and_configures_nothing() -> None:
 
 def test_the_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").exists()
+
+
+#: Lengths that a format fixes, and sums of others: they are with the format.
+FIXED = {
+    "DIGEST_BYTES", "HEADER_BYTES", "HEAD_BYTES", "HELLO_BYTES", "KEY_BYTES", "MARK_BYTES", "MAX_HEADER_BYTES",
+    "MAX_SOCKET_NAME_BYTES", "MAX_SOCKET_PATH_BYTES", "MAX_BASE_BYTES", "NONCE_BYTES", "PIECE_BYTES", "PROOF_BYTES",
+    "ROW_BYTES", "TOKEN_BYTES", "WIDE_BYTES", "BLOCK_BYTES",
+}  # fmt: skip
+
+
+def test_every_second_and_every_byte_that_somebody_chose_is_in_one_table() -> None:
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0]
+        if not room.startswith("_") or room == "_tuning.py":
+            continue
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+            chosen = [name for name in names if re.search(r"_(SECONDS|BYTES)$", name)]
+            found += [f"{path.name}: {name}" for name in chosen if name.lstrip("_") not in FIXED]
+    assert found == []

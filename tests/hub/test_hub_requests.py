@@ -393,7 +393,7 @@ def test_pipelined_requests_are_answered_in_order(hub: transfuse.Hub) -> None:
 
 
 def test_a_request_that_trickles_in_is_dropped(monkeypatch: pytest.MonkeyPatch, hub: transfuse.Hub) -> None:
-    monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(http_server, "HTTP_REQUEST_SECONDS", 0.5)
     with connect(hub.endpoint) as sock:
         until = time.monotonic() + 60
         sock.setblocking(False)

@@ -17,7 +17,7 @@ import torch
 import transfuse
 from keeping import SECONDS, Home, Job, exact, home, same, snapshot, threaded  # noqa: F401
 from transfuse._errors import PeerRefused, TransfuseError
-from transfuse._keeper import commits, copying
+from transfuse._keeper import copying
 from transfuse._keeper.process import Keeper
 from transfuse._keeper.slots import SlotFile
 
@@ -449,7 +449,7 @@ def test_one_rank_changes_its_structure(
 ) -> None:
     """A rank no longer has what another one shares with it: the other keeps its own, and steps are whole again."""
     # Nobody waits for a rank that has come to the step without asking for a layout.
-    monkeypatch.setattr(commits, "PARTNER_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr("transfuse._keeper.client.COMMIT_PARTNER_SECONDS", 10 * SECONDS)
     states: list[dict[str, Any]] = [{"a": torch.randn(MIB), "b": torch.randn(MIB)} for _ in range(2)]
     states[1] = snapshot(states[0])
     with Job(2, shared=declared) as job:

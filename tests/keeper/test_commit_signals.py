@@ -66,7 +66,7 @@ def test_calls_inside_a_commit_are_refused_and_nothing_is_lost(
     is_caught: bool,
 ) -> None:
     """``is_caught``: by the handler. Else the commit that was interrupted ends with it, anywhere."""
-    monkeypatch.setattr(client, "REVIVE_SECONDS", 0.01)
+    monkeypatch.setattr(client, "KEEP_REVIVE_SECONDS", 0.01)
     state = {"w": torch.zeros(1 << 18)}
     keep = transfuse.keep(lambda: state, run="job", timeout=SECONDS)
     names = itertools.cycle(["commit", "mutating", "restore", "look", "close"])

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import transfuse
 from keeping import SECONDS, Home, Job, home, threaded, until  # noqa: F401
 from transfuse._errors import StateError, UnsupportedLeaf
-from transfuse._keeper import commits
+from transfuse._keeper import client
 from transfuse.dcp import KeeperReader, KeeperWriter
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
@@ -158,7 +158,7 @@ class Late(KeeperWriter):
 
 
 def save_late(rank: int) -> tuple[str, int | None]:
-    commits.PARTNER_SECONDS = 0.2
+    setattr(client, "COMMIT_PARTNER_SECONDS", 0.2)  # noqa: B010
     keep = transfuse.keep(run="late", timeout=SECONDS)
     saved = {"mine": distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])}
     dcp_save(saved, storage_writer=Late(keep, 7))

@@ -271,7 +271,7 @@ def test_values_that_differed_are_named_too(keeper: Keeper) -> None:
 
 def test_a_rank_never_gets_what_belonged_to_another_one(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rank 0 has committed a step: that is no state for rank 1."""
-    monkeypatch.setattr("transfuse._keeper.commits.PARTNER_SECONDS", 0.2)
+    monkeypatch.setattr("transfuse._keeper.client.COMMIT_PARTNER_SECONDS", 0.2)
     with Job(2) as job:
         job.start(same(*[state_of(rank, 5) for rank in range(2)]))
         job.keeps[0].commit(5)
@@ -317,7 +317,7 @@ def test_one_process_may_keep_one_thing_after_the_other(home: Home) -> None:  # 
 
 
 def test_a_rank_is_attached_once(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfuse._keeper.process.CHANGE_SECONDS", 0.2)
+    monkeypatch.setattr("transfuse._keeper.process.KEEPER_CHANGE_SECONDS", 0.2)
     with Job(1) as job, Job(1) as second:
         job.start(same(state_of(0, 0)))
         with pytest.raises(TransfuseError, match="rank 0 of this run is attached already, by this process"):
@@ -360,7 +360,7 @@ def test_commits_leak_nothing(home: Home, keeper: Keeper) -> None:  # noqa: F811
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost keeper is found lost, and looked for, at once."""
-    monkeypatch.setattr(client, "REVIVE_SECONDS", 0.05)
+    monkeypatch.setattr(client, "KEEP_REVIVE_SECONDS", 0.05)
 
 
 def warnings(caplog: pytest.LogCaptureFixture, text: str) -> int:

@@ -214,7 +214,7 @@ def test_a_second_job_of_one_name_is_refused_though_its_hosts_are_swapped(
 def test_a_keeper_that_is_killed_or_frozen_holds_up_confirmations_until_it_is_back(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "ASK_SECONDS", 2.0)
+    monkeypatch.setattr(door, "DOOR_ASK_SECONDS", 2.0)
     job.add_host()
     host = job.add_host(processes=True)
     workers = job.meet([0, 1])

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "REVIVE_SECONDS", 0.05)
+    monkeypatch.setattr(client, "KEEP_REVIVE_SECONDS", 0.05)
 
 
 def on(*hosts: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import transfuse
 from keeping import SECONDS, Home, Job, home, same, threaded, until  # noqa: F401
 from transfuse._errors import TransfuseError
-from transfuse._keeper import allotment, commits, unkept
+from transfuse._keeper import allotment, client, unkept
 from transfuse._keeper.frames import KeeperLost
 from transfuse.testing.ranks import ProcessPool
 
@@ -53,7 +53,12 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def commit_on_rank_0(rank: int, directory: str) -> tuple[list[tuple[str, str]], list[str], int | None]:
     """Everybody's habit: only rank 0 commits. Then the job begins again, and every rank commits."""
     os.environ["TRANSFUSE_KEEPER_DIR"] = directory
-    commits.PARTNER_SECONDS, unkept.FIRST_SECONDS, unkept.AGAIN_SECONDS = 0.5, 0.1, 0.2
+    for module, name, seconds in (
+        (client, "COMMIT_PARTNER_SECONDS", 0.5),
+        (unkept, "UNKEPT_FIRST_SECONDS", 0.1),
+        (unkept, "UNKEPT_AGAIN_SECONDS", 0.2),
+    ):
+        setattr(module, name, seconds)
     state, told = {"w": torch.zeros(1000)}, []
     try:
         with warnings() as heard:

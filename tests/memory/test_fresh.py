@@ -23,8 +23,9 @@ from torch import nn
 from moves import CPU, Pair, pair
 from transfuse._limits import KIB, MIB
 from transfuse._memory import arena
-from transfuse._memory.arena import ALIGNMENT, LARGE_BYTES, MAPPING_BYTES, Arena
+from transfuse._memory.arena import ALIGNMENT, Arena
 from transfuse._state.leaves.values import dtype_name
+from transfuse._tuning import ARENA_LARGE_BYTES, ARENA_MAPPING_BYTES
 
 #: All but the quantized, and those of less than a byte.
 DTYPES = sorted(
@@ -49,7 +50,9 @@ def of(sizes: list[int], needed: list[bool] | None = None) -> Arena:
 
 
 SIZES = st.one_of(
-    st.integers(0, 300), st.integers(0, 2 * MIB), st.sampled_from([LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1])
+    st.integers(0, 300),
+    st.integers(0, 2 * MIB),
+    st.sampled_from([ARENA_LARGE_BYTES - 1, ARENA_LARGE_BYTES, ARENA_LARGE_BYTES + 1]),
 )
 
 
@@ -72,10 +75,10 @@ def test_no_two_pieces_overlap_and_each_is_aligned(wanted: list[tuple[int, bool]
             assert made.address[number] == storage.data_ptr() == memory.data_ptr()
             assert made.address[number] % ALIGNMENT == 0
             spans.append((storage.data_ptr(), storage.data_ptr() + size))
-        assert storage.resizable() == (size == 0 or size >= LARGE_BYTES)
+        assert storage.resizable() == (size == 0 or size >= ARENA_LARGE_BYTES)
     spans.sort()
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert all(len(mapping) <= MAPPING_BYTES for mapping in made.mappings)
+    assert all(len(mapping) <= ARENA_MAPPING_BYTES for mapping in made.mappings)
 
 
 def test_small_storages_take_few_mappings() -> None:
@@ -172,7 +175,7 @@ def test_a_small_tensor_is_like_any_other(two: Pair) -> None:
 
 
 def test_a_small_storage_cannot_be_resized_but_a_large_one_can() -> None:
-    made = of([32, LARGE_BYTES])
+    made = of([32, ARENA_LARGE_BYTES])
     with pytest.raises(RuntimeError, match="not resizable"):
         made.storage(0).resize_(0)
     made.storage(1).resize_(0)

@@ -41,18 +41,9 @@ from serving import (
     some_state,
     wait_until,
 )
+from transfuse._tuning import HANDSHAKE_MAX_FRAME_BYTES
 from transfuse._wire import listener
-from transfuse._wire.handshake import (
-    HELLO_BYTES,
-    MAGIC,
-    MAX_FRAME_BYTES,
-    PROOF_BYTES,
-    VERSION,
-    Come,
-    connect,
-    key_of,
-    split_address,
-)
+from transfuse._wire.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, VERSION, Come, connect, key_of, split_address
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
 
@@ -114,7 +105,7 @@ def test_frames_that_are_not_from_who_has_proved_itself(what: str) -> None:
         body = bytes([0x81, 0xA4]) + b"type" + bytes([0xA5]) + b"ready"
         length = len(body)
         if what == "length":
-            length = MAX_FRAME_BYTES + 1
+            length = HANDSHAKE_MAX_FRAME_BYTES + 1
         if what == "malformed":
             body = body[:-1] + b"\xff"
         head = length.to_bytes(4, "little")

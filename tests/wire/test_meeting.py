@@ -22,10 +22,10 @@ import transfuse
 from connections import WAIT, InThread, descriptors, ended, forked
 from descriptor_limits import leaving
 from serving import all_it_says, hello, wait_until
+from transfuse._tuning import HANDSHAKE_MAX_FRAME_BYTES
 from transfuse._wire import meeting
 from transfuse._wire.handshake import (
     HELLO_BYTES,
-    MAX_FRAME_BYTES,
     PROOF_BYTES,
     VERSION,
     Come,
@@ -314,12 +314,12 @@ def test_other_frames_than_the_number(port: OwnPort, frame: Frame) -> None:
     assert lets_in(port)
 
 
-@pytest.mark.parametrize("length", [0, MAX_FRAME_BYTES, MAX_FRAME_BYTES + 1, (1 << 32) - 1])
+@pytest.mark.parametrize("length", [0, HANDSHAKE_MAX_FRAME_BYTES, HANDSHAKE_MAX_FRAME_BYTES + 1, (1 << 32) - 1])
 def test_frames_of_any_length(port: OwnPort, length: int) -> None:
     """Whoever knows the token announces a long frame, sends what is no frame, and goes."""
     control = connect(port.place().address, key_of(port.place().token), WAIT, -1)
     with control.release() as sock:
-        sock.sendall(length.to_bytes(4, "little") + bytes(min(length, MAX_FRAME_BYTES) + PROOF_BYTES))
+        sock.sendall(length.to_bytes(4, "little") + bytes(min(length, HANDSHAKE_MAX_FRAME_BYTES) + PROOF_BYTES))
         assert is_closed(sock)
     assert lets_in(port)
 
@@ -528,7 +528,7 @@ def test_no_free_port(
     port.expected.add(number)
     with own.dial(port.place(), number, WAIT) as mine, port.expected.wait(number, WAIT) or socket.socket() as theirs:
         assert talks(mine, theirs)
-    monkeypatch.setattr(meeting, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(meeting, "MEETING_AGAIN_SECONDS", 0.0)
     assert isinstance(own_port(HERE), OwnPort)
 
 

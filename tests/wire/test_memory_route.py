@@ -436,8 +436,9 @@ def test_ranges_are_read_in_order_and_bad_ones_are_named() -> None:
 
 
 def test_more_ranges_and_bytes_than_one_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vm, "CALL_BYTES", 10_000)
-    monkeypatch.setattr(vm, "THREAD_BYTES", 1)
+    monkeypatch.setattr(vm, "VM_CALL_BYTES", 10_000)
+    monkeypatch.setattr("transfuse._wire.memory_route.VM_CALL_BYTES", 10_000)
+    monkeypatch.setattr(vm, "VM_THREAD_BYTES", 1)
     source = np.random.default_rng(1).integers(0, 256, 400_000, dtype=np.uint8)
     target = np.zeros_like(source)
     starts = np.arange(3000) * 100

@@ -565,7 +565,7 @@ def test_an_agent_that_is_still_being_made_is_not_waited_for(
             """Never ready."""
 
     monkeypatch.setattr(nixl_agent, "_holder", Late())
-    monkeypatch.setattr(nixl_route, "AGENT_SECONDS", 0.05)
+    monkeypatch.setattr(nixl_route, "NIXL_AGENT_SECONDS", 0.05)
     described = describe({"w": torch.ones(10)}, Limits())
     with caplog.at_level(logging.INFO, "transfuse"), NixlLease() as lease:
         assert lease.export(described) is None

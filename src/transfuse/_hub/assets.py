@@ -15,10 +15,10 @@ from pathlib import Path
 
 import xxhash
 
+from transfuse._tuning import HUB_ASSET_MAX_BYTES
+
 #: Names of files that hold weights, or say where they are. The weights come from the state, and from nowhere else.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
-#: Assets are read into memory to be sent.
-MAX_BYTES = 256 << 20
 MAX_FILES = 10_000
 
 
@@ -61,7 +61,7 @@ class Assets:
                     "directory: copy the files themselves (cp -rL)"
                 )
             os.close(opened[0])
-            if opened[1].st_size > MAX_BYTES:
+            if opened[1].st_size > HUB_ASSET_MAX_BYTES:
                 raise ValueError(f"assets={str(directory)!r} holds {name} of {opened[1].st_size} bytes, too large")
 
     def sizes(self) -> dict[str, int]:
@@ -81,9 +81,9 @@ class Assets:
             return None
         descriptor, about = opened
         with open(descriptor, "rb") as file:
-            if about.st_size > MAX_BYTES:
+            if about.st_size > HUB_ASSET_MAX_BYTES:
                 return None
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(HUB_ASSET_MAX_BYTES + 1)
         return Asset(data, xxhash.xxh3_128_hexdigest(data))
 
     def etag(self, name: str) -> str | None:

@@ -30,19 +30,14 @@ from transfuse._errors import TransfuseError
 from transfuse._hub.safetensors_layout import INDEX_NAME, File, FileLayout
 from transfuse._hub.sources import Buffer, NotTold, Source
 from transfuse._memory.blocks import digests_at
+from transfuse._tuning import HUB_COMMIT_FREE_SECONDS, HUB_COMMIT_SHORT_SECONDS, HUB_COMMIT_WAIT_SECONDS
 
 logger = logging.getLogger("transfuse")
 
 #: The name of the revision that moves on.
 MAIN = "main"
-#: A client gives up a request after 10 s. A request waits at most this long for a copy.
-WAIT_SECONDS = 8.0
-#: How long a commit stays in use after a request of a visitor that did not get it as ``main``, or has closed.
-SHORT_SECONDS = 1.0
 #: A superseded commit is given up after this multiple of ``hold``, if its memory is needed.
 PATIENCE = 10
-#: Memory is freed when nobody has asked for anything for this long.
-FREE_SECONDS = 600.0
 
 
 class Unavailable(TransfuseError):
@@ -143,14 +138,14 @@ class Commits:
                     # Listing alone does not hold a commit for ever.
                     visitor.until = min(visitor.until, now + self._hold) if lists else now + self._hold
                 else:
-                    commit.busy_until = max(commit.busy_until, now + SHORT_SECONDS)
+                    commit.busy_until = max(commit.busy_until, now + HUB_COMMIT_SHORT_SECONDS)
                 self._changed.notify_all()
 
     def leave(self, visitor: Visitor) -> None:
         """This visitor has closed."""
         with self._changed:
             if visitor.holds is not None:
-                visitor.holds.busy_until = max(visitor.holds.busy_until, time.monotonic() + SHORT_SECONDS)
+                visitor.holds.busy_until = max(visitor.holds.busy_until, time.monotonic() + HUB_COMMIT_SHORT_SECONDS)
             self._let_go(visitor)
 
     def _let_go(self, visitor: Visitor) -> None:
@@ -176,10 +171,10 @@ class Commits:
             return found
 
     def _main(self, visitor: Visitor) -> Commit:
-        until = time.monotonic() + WAIT_SECONDS
+        until = time.monotonic() + HUB_COMMIT_WAIT_SECONDS
         mark: object = None
         try:
-            mark = self._source.mark(WAIT_SECONDS)
+            mark = self._source.mark(HUB_COMMIT_WAIT_SECONDS)
         except NotTold:
             until = 0.0  # The newest that there is has to do.
         with self._changed:
@@ -204,7 +199,9 @@ class Commits:
                 if tried and self._failure is not None:
                     raise Unavailable(f"{type(self._failure).__name__}: {self._failure}")
                 if overdue:
-                    raise Unavailable(f"the copy of the state has not been made in {WAIT_SECONDS:g} s: ask again")
+                    raise Unavailable(
+                        f"the copy of the state has not been made in {HUB_COMMIT_WAIT_SECONDS:g} s: ask again"
+                    )
                 if self._begun == self._ended:
                     number = self._begun + 1
                     self._start(number)
@@ -213,12 +210,12 @@ class Commits:
 
     def glance(self) -> tuple[FileLayout, int | None]:
         """The state's files and its step now. Nothing is copied, and no commit is made or held."""
-        until = time.monotonic() + WAIT_SECONDS
+        until = time.monotonic() + HUB_COMMIT_WAIT_SECONDS
 
         def meanwhile() -> None:
             self._check_open()
             if time.monotonic() > until:
-                raise TimeoutError(f"the state has been changing for {WAIT_SECONDS:g} s")
+                raise TimeoutError(f"the state has been changing for {HUB_COMMIT_WAIT_SECONDS:g} s")
 
         try:
             return self._source.glance(meanwhile)
@@ -242,7 +239,7 @@ class Commits:
             if buffer is not None:
                 began = time.monotonic()
                 made = self._copy(number, buffer)
-                self._is_slow = time.monotonic() - began > WAIT_SECONDS / 2
+                self._is_slow = time.monotonic() - began > HUB_COMMIT_WAIT_SECONDS / 2
         except BaseException as error:
             failure = error
             logger.warning("the hub could not copy the state: %s: %s", type(error).__name__, str(error))
@@ -259,7 +256,7 @@ class Commits:
     def _room(self) -> Buffer | None:
         """A buffer that nobody uses; None if both are in use."""
         with self._changed:
-            until = time.monotonic() + 2 * SHORT_SECONDS
+            until = time.monotonic() + 2 * HUB_COMMIT_SHORT_SECONDS
             while not self._closed:
                 now = time.monotonic()
                 # If a copy takes long, the newest commit stays until there is a newer one: visitors get it meanwhile.
@@ -321,7 +318,7 @@ class Commits:
         """Free the memory if nobody has asked for anything for a long time."""
         with self._changed:
             now = time.monotonic()
-            idle = self._begun == self._ended and now - self._asked_at > FREE_SECONDS
+            idle = self._begun == self._ended and now - self._asked_at > HUB_COMMIT_FREE_SECONDS
             if idle and all(commit.free_at(now) <= now for commit in self._kept):
                 self._kept.clear()
 

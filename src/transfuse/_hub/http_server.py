@@ -21,6 +21,17 @@ from typing import Any
 from transfuse._hub import page
 from transfuse._hub.commits import Visitor
 from transfuse._hub.repository import HttpAnswer, Question
+from transfuse._tuning import (
+    HTTP_END_SECONDS,
+    HTTP_IDLE_SECONDS,
+    HTTP_LEAST_BYTES,
+    HTTP_LISTEN_SECONDS,
+    HTTP_MAX_BODY_BYTES,
+    HTTP_MAX_HEAD_BYTES,
+    HTTP_REQUEST_SECONDS,
+    HTTP_ROOM_SECONDS,
+    HTTP_SEND_BYTES,
+)
 from transfuse._wire.accepting import Accepting
 from transfuse._wire.handshake import is_loopback
 
@@ -30,20 +41,6 @@ logger = logging.getLogger("transfuse")
 MAX_CONNECTIONS = 64
 #: Connections that the kernel keeps until the server takes them.
 BACKLOG = 128
-#: A request's line and headers, and its body.
-MAX_HEAD_BYTES, MAX_BODY_BYTES = 32 << 10, 1 << 20
-#: How long a request may take to arrive, from its first byte on, and how long a connection may be idle.
-REQUEST_SECONDS, IDLE_SECONDS = 10.0, 120.0
-#: What one call hands to the kernel. The kernel copies it: memory that has been handed over may change.
-SEND_BYTES = 1 << 20
-#: A client must take at least this number of bytes in every span of the timeout, or all that is left.
-LEAST_BYTES = 1 << 20
-#: The listening thread looks this often whether there is other work.
-LISTEN_SECONDS = 1.0
-#: How long a new connection waits for the thread of an idle one that was closed for it.
-ROOM_SECONDS = 1.0
-#: How long closing waits for threads that have been cut off.
-END_SECONDS = 5.0
 
 Answering = Callable[[Question, Visitor], AbstractContextManager[HttpAnswer]]
 
@@ -68,7 +65,7 @@ class HttpServer:
         self._is_loopback = is_loopback(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        sock.settimeout(LISTEN_SECONDS)
+        sock.settimeout(HTTP_LISTEN_SECONDS)
         self.port = int(sock.getsockname()[1])
         self._accepting = Accepting(
             sock, self._admit, self._serve, name="hub-listener", complain=_complain, between=upkeep
@@ -94,7 +91,7 @@ class HttpServer:
             _join(connections, patience)
             for connection in connections.values():
                 connection.cut()
-        _join(connections, END_SECONDS)
+        _join(connections, HTTP_END_SECONDS)
 
     def is_allowed(self, said: str | None) -> bool:
         """Whether an Authorization header carries the token. Takes the same time for any wrong one."""
@@ -138,7 +135,7 @@ class HttpServer:
         thread = min(idle)[2]
         connections[thread].cut()
         # Only a thread that has ended makes room: a flood of connections must not become a flood of threads.
-        thread.join(ROOM_SECONDS)
+        thread.join(HTTP_ROOM_SECONDS)
         return not thread.is_alive()
 
     def _serve(self, connection: _HttpConnection) -> None:
@@ -233,12 +230,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _one_request(self) -> None:
         self._connection.idle_since = time.monotonic()
-        self._arriving.until = time.monotonic() + IDLE_SECONDS
+        self._arriving.until = time.monotonic() + HTTP_IDLE_SECONDS
         if not self._stream.peek(1):
             self.close_connection = True
             return None
         self._connection.idle_since = None
-        self._arriving.until = time.monotonic() + REQUEST_SECONDS
+        self._arriving.until = time.monotonic() + HTTP_REQUEST_SECONDS
         self.close_connection = True
         try:
             self.raw_requestline, self.rfile = self._head()
@@ -253,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
         if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdigit()):
             self.close_connection = True
             return self._finish(HttpAnswer(411))
-        if int(length) > MAX_BODY_BYTES:
+        if int(length) > HTTP_MAX_BODY_BYTES:
             self.close_connection = True
             return self._finish(HttpAnswer(413))
         headers = {name.lower(): value for name, value in self.headers.items()}
@@ -281,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _head(self) -> tuple[bytes, io.BytesIO]:
         """The request line, and the headers as a stream."""
         lines: list[bytes] = []
-        room = MAX_HEAD_BYTES
+        room = HTTP_MAX_HEAD_BYTES
         while not lines or lines[-1] not in (b"\r\n", b"\n", b""):
             line = self._stream.readline(room + 1)
             room -= len(line)
@@ -311,10 +308,10 @@ class _Handler(BaseHTTPRequestHandler):
             if revoked():
                 raise ConnectionAbortedError("the commit was given up")
             sock.settimeout(seconds)
-            at += sock.send(data[at : at + SEND_BYTES])
+            at += sock.send(data[at : at + HTTP_SEND_BYTES])
             now = time.monotonic()
             if now - since > seconds:
-                if at - taken < LEAST_BYTES and at < len(data):
+                if at - taken < HTTP_LEAST_BYTES and at < len(data):
                     raise TimeoutError(f"the client took {at - taken} bytes in {now - since:.0f} s")
                 since, taken = now, at
 

@@ -15,12 +15,13 @@ from typing import Self, SupportsIndex
 from transfuse import _arguments
 from transfuse._hub.assets import Assets
 from transfuse._hub.commits import PATIENCE, Commits
-from transfuse._hub.http_server import END_SECONDS, HttpServer
+from transfuse._hub.http_server import HttpServer
 from transfuse._hub.repository import Repository
 from transfuse._hub.sources import LiveSource, ServerSource, Source
 from transfuse._job.face import one_manner
 from transfuse._job.state import State
 from transfuse._remote.live_state import LiveState
+from transfuse._tuning import HTTP_END_SECONDS, HUB_MAX_SHARD_BYTES
 from transfuse._wire.handshake import check_token, join_address, split_address
 
 logger = logging.getLogger("transfuse")
@@ -28,8 +29,6 @@ logger = logging.getLogger("transfuse")
 DEFAULT_NAME = "live/model"
 #: The file that says which class a model is of.
 CONFIG = "config.json"
-#: What ``save_pretrained`` takes for a file. Clients download several files at once.
-MAX_SHARD_BYTES = 5_000_000_000
 MAX_PORT = 65535
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
@@ -42,7 +41,7 @@ def hub(
     name: str = DEFAULT_NAME,
     assets: str | os.PathLike[str] | None = None,
     prefix: str = "",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = HUB_MAX_SHARD_BYTES,
     hold: timedelta | float = 30,
     server_token: str | bytes | None = None,
     host: str = "127.0.0.1",
@@ -229,7 +228,7 @@ class Hub:
             return  # A fork: the socket is the other process's, too.
         self._commits.close()
         self._server.close(cancel=cancel, patience=self._patience)
-        self._commits.free(END_SECONDS)
+        self._commits.free(HTTP_END_SECONDS)
         atexit.unregister(self._end)
         if self._live is not None and self._state is not None:
             self._state.leave(self._live.changing)

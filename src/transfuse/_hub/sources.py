@@ -32,15 +32,13 @@ from transfuse._state.leaves.codec import CannotCarry
 from transfuse._state.leaves.dtensors import is_dtensor
 from transfuse._state.leaves.spec import Spec, is_sharded, of_plain_tensors
 from transfuse._state.manifest import describe
+from transfuse._tuning import HUB_SOURCE_BELIEVED_SECONDS, HUB_SOURCE_BETWEEN_SECONDS
 
 logger = logging.getLogger("transfuse")
 
 #: What to do about a leaf of which this process holds a part only.
 SERVE_ALL = "let every rank call transfuse.serve(), and give all addresses to one hub"
-#: Servers of a training job may be at different steps: a fetch is tried ``TRIES`` times, ``BETWEEN_SECONDS`` apart.
-TRIES, BETWEEN_SECONDS = 20, 0.05
-#: The step that servers have told is believed for this long: a client asks for ``main`` several times in a row.
-BELIEVED_SECONDS = 0.25
+TRIES = 20
 
 
 class Buffer:
@@ -290,7 +288,7 @@ class ServerSource:
     def mark(self, seconds: float | None) -> object:
         """The step that the first server is at."""
         with self._told:
-            if not self._is_asking and time.monotonic() - self._told_at > BELIEVED_SECONDS:
+            if not self._is_asking and time.monotonic() - self._told_at > HUB_SOURCE_BELIEVED_SECONDS:
                 threading.Thread(target=self._ask, name="transfuse-hub-asking", daemon=True).start()
                 self._is_asking = True
             if not self._told.wait_for(lambda: not self._is_asking, seconds):
@@ -343,7 +341,7 @@ class ServerSource:
                 if not left or len(reached.addresses) == 1:
                     raise
                 logger.debug("the hub asks its servers again: %s", str(error))
-                time.sleep(BETWEEN_SECONDS)
+                time.sleep(HUB_SOURCE_BETWEEN_SECONDS)
         raise AssertionError("unreachable")
 
     def _fetch(self, reached: Reached, buffer: Buffer | None) -> CopiedState:

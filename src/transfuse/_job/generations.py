@@ -25,12 +25,11 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from transfuse import _arguments
 from transfuse._errors import PeerLost, TransfuseError
+from transfuse._tuning import REGROUP_LOOK_SECONDS
 
 logger = logging.getLogger("transfuse")
 
 HOST = "127.0.0.1"
-#: How often a rank looks for the others.
-LOOK_SECONDS = 0.02
 
 #: Groups that have lost a member. To free one would wait for its operations, and gloo may never end them.
 _left: list[object] = []
@@ -135,7 +134,7 @@ def _await_generation(store: Store, rank: int, mine: _Ticket, until: float, seco
                 f"ranks {names} have not called regroup() within {seconds:g} s: were they started again, and do all "
                 "survivors leave the old group?",
             )
-        time.sleep(LOOK_SECONDS)
+        time.sleep(REGROUP_LOOK_SECONDS)
 
 
 def _all_there(store: Store, generation: _AgreedTickets, rank: int, until: float, seconds: float) -> bool:
@@ -149,7 +148,7 @@ def _all_there(store: Store, generation: _AgreedTickets, rank: int, until: float
         if time.monotonic() > until:
             lost = next(each for each, key in enumerate(keys) if not store.check([key]))
             raise PeerLost(lost, f"rank {lost} called regroup(), and was lost before the group was formed")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(REGROUP_LOOK_SECONDS)
     return True
 
 

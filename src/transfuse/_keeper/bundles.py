@@ -18,9 +18,8 @@ from transfuse._keeper.slots import round_up
 from transfuse._state.leaves.distributed import DTensorMeta
 from transfuse._state.leaves.spec import Spec, is_dtensor
 from transfuse._state.manifest import Manifest
+from transfuse._tuning import BUNDLE_BYTES
 
-#: Storages smaller than this are put together, into bundles of about this size.
-BUNDLE_BYTES = 1 << 20
 #: Where a storage may begin in a bundle.
 ALIGNMENT = 64
 

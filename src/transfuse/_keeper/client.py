@@ -20,20 +20,12 @@ from transfuse import _arguments
 from transfuse._errors import TransfuseError, as_utf8
 from transfuse._job.face import Step, one_manner
 from transfuse._job.state import State
-from transfuse._keeper import commits, copying, frames, rendezvous, restoring, runs
+from transfuse._keeper import copying, frames, rendezvous, restoring, runs
 from transfuse._keeper.attach import attach
 from transfuse._keeper.books import ranks_and_have
 from transfuse._keeper.bundle_table import ROW_BYTES
 from transfuse._keeper.bundles import IsShared, bundle
-from transfuse._keeper.commits import (
-    ANSWER_SECONDS,
-    AgreedLayout,
-    CommitCopy,
-    CommitReport,
-    Snapshot,
-    Who,
-    timed,
-)
+from transfuse._keeper.commits import AgreedLayout, CommitCopy, CommitReport, Snapshot, Who, timed
 from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.one_call import OneCall
 from transfuse._keeper.own_address import own_address
@@ -45,12 +37,10 @@ from transfuse._limits import Limits
 from transfuse._options import FetchKeywords, check_names
 from transfuse._session.remembered import Remembered
 from transfuse._state.region import Ints
+from transfuse._tuning import COMMIT_ANSWER_SECONDS, COMMIT_PARTNER_SECONDS, KEEP_REVIVE_SECONDS
 from transfuse._wire.roll_call import Agreement
 
 logger = logging.getLogger("transfuse")
-
-#: How often a lost keeper is looked for.
-REVIVE_SECONDS = 5.0
 
 
 @one_manner
@@ -508,10 +498,10 @@ class Keep:
         layout = self._layout
         if layout is None or layout.structure != structure or not layout.fits(taken.text(layout.storages)):
             layout = self._lay(taken, structure, label)
-        slot = self._ask(frames.Begin(*label), frames.Slot, ANSWER_SECONDS)
+        slot = self._ask(frames.Begin(*label), frames.Slot, COMMIT_ANSWER_SECONDS)
         if slot.renew:
             layout = self._lay(taken, structure, label)
-            slot = self._ask(frames.Begin(*label), frames.Slot, ANSWER_SECONDS)
+            slot = self._ask(frames.Begin(*label), frames.Slot, COMMIT_ANSWER_SECONDS)
         return layout, slot
 
     def _warn_of_replicas(self, report: CommitReport, notes: str) -> None:
@@ -529,7 +519,7 @@ class Keep:
             *label,
             bundles.hashed(digests),
             len(taken.text(storages)) + ROW_BYTES * len(bundles),
-            min(commits.PARTNER_SECONDS, self._seconds / 2),
+            min(COMMIT_PARTNER_SECONDS, self._seconds / 2),
         )
         self._needs_memory = self._link is not None and not self._link.gone()
         try:
@@ -632,7 +622,7 @@ class Keep:
                 "rank %d goes on without the keeper of its host, and looks for it every %g s: %s. Until it is back, "
                 "nothing is kept",
                 self.rank,
-                REVIVE_SECONDS,
+                KEEP_REVIVE_SECONDS,
                 error,
             )
         self._revive()
@@ -659,13 +649,13 @@ class Keep:
                     with self._asking:
                         if self._closed:
                             if not self._detached:
-                                link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+                                link.ask(frames.Close(), frames.Done, COMMIT_ANSWER_SECONDS)
                             link.close()
                             return
                         if self._reached is not None:
                             # The other ranks of this host need not wait for these.
                             left = frames.LeaveOut(self._peers.generation, self._reached)
-                            link.ask(left, frames.Done, ANSWER_SECONDS)
+                            link.ask(left, frames.Done, COMMIT_ANSWER_SECONDS)
                         self._link = link
                 except BaseException:
                     link.close()
@@ -677,7 +667,7 @@ class Keep:
                 logger.debug("looking for the keeper: %s", error)
                 if self._closed:
                     time.sleep(0.1)
-                self._hurry.wait(REVIVE_SECONDS)
+                self._hurry.wait(KEEP_REVIVE_SECONDS)
 
     # -------------------------------------------------------------------------------------------------- the end
 
@@ -693,7 +683,7 @@ class Keep:
             self._closed, link = True, self._link
             if link is not None:
                 try:
-                    link.ask(frames.Close(), frames.Done, ANSWER_SECONDS)
+                    link.ask(frames.Close(), frames.Done, COMMIT_ANSWER_SECONDS)
                 except TransfuseError as error:
                     logger.warning("rank %d says close() again: %s", self.rank, error)
                     link.close()

@@ -14,7 +14,6 @@ import numpy as np
 from transfuse._errors import TransfuseError
 from transfuse._keeper import copying, frames
 from transfuse._keeper.bundle_table import PRIVATE, ROW_BYTES, Bundles, StoragePlaces
-from transfuse._keeper.bundles import BUNDLE_BYTES
 from transfuse._keeper.copying import StateMemory
 from transfuse._keeper.restored import Text
 from transfuse._keeper.slots import PAGE, Brief, Label, SlotView
@@ -23,11 +22,7 @@ from transfuse._memory.mutation import MutationWatch
 from transfuse._sizes import human_bytes
 from transfuse._state.manifest import Described
 from transfuse._state.region import Ints
-
-#: How long a commit waits for the keeper's answer, before training goes on without it.
-ANSWER_SECONDS = 5.0
-#: How long a rank that asks for a layout waits for the other ranks of its host, which may share it.
-PARTNER_SECONDS = 5.0
+from transfuse._tuning import BUNDLE_BYTES, COMMIT_ANSWER_SECONDS
 
 
 @dataclass
@@ -210,7 +205,7 @@ class CommitCopy:
             f"{', '.join(paths)} changed outside mutating() while they were copied; from now on they are copied before "
             "commit() returns"
         )
-        self._who.ask(frames.Drop(self._number), frames.Done, ANSWER_SECONDS)
+        self._who.ask(frames.Drop(self._number), frames.Done, COMMIT_ANSWER_SECONDS)
         return False
 
     def _copy(self, chosen: Ints, workers: int | None = None) -> list[bytes]:
@@ -230,12 +225,12 @@ class CommitCopy:
         """Write the marker, and tell the keeper."""
         brief = Brief(self._who.rank, self._who.world_size, self._layout.bundles.hashed(self._digests))
         self._slot.commit(self._label, msgspec.msgpack.encode(brief), self._taken.text(self._layout.storages))
-        self._who.ask(frames.Committed(self._number, *self._label), frames.Done, ANSWER_SECONDS)
+        self._who.ask(frames.Committed(self._number, *self._label), frames.Done, COMMIT_ANSWER_SECONDS)
 
     def drop(self) -> None:
         """What was copied does not count, and the slot is free again."""
         with suppress(TransfuseError):
-            self._who.ask(frames.Drop(self._number), frames.Done, ANSWER_SECONDS)
+            self._who.ask(frames.Drop(self._number), frames.Done, COMMIT_ANSWER_SECONDS)
 
 
 @contextmanager

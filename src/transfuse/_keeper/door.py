@@ -13,20 +13,15 @@ from typing import Protocol
 
 from transfuse._errors import PeerTimeout, ProtocolError, TransfuseError, as_utf8
 from transfuse._keeper.questions import VOCABULARY, Answer, HostState, Lend, Lent, No, Question, Round
+from transfuse._tuning import DOOR_ASK_SECONDS, DOOR_LISTEN_SECONDS, DOOR_PROVE_SECONDS
 from transfuse._wire import handshake
 from transfuse._wire.handshake import ControlConnection, key_of
 from transfuse._wire.listener import Listener
 
 logger = logging.getLogger("transfuse.keeper")
 
-#: How long a question to another keeper may take.
-ASK_SECONDS = 5.0
 #: A keeper that cannot be reached is asked again after the first, then twice as much, at most the second.
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
-#: A connection to the door: how long it has to prove the token.
-PROVE_SECONDS = 10.0
-#: How often a connection looks whether it is still needed.
-LISTEN_SECONDS = 0.5
 
 
 # ------------------------------------------------------------------------------------------------------------ asking
@@ -63,8 +58,8 @@ class Peer:
             try:
                 control = self._control
                 if control is None:
-                    control = self._control = connect(self.address, self._key, ASK_SECONDS, self.index)
-                state = ask(control, question, ASK_SECONDS)
+                    control = self._control = connect(self.address, self._key, DOOR_ASK_SECONDS, self.index)
+                state = ask(control, question, DOOR_ASK_SECONDS)
                 if not isinstance(state, HostState):
                     raise TransfuseError(f"it answered with {type(state).__name__}")
             except (TransfuseError, OSError, ValueError) as error:
@@ -138,7 +133,7 @@ class Door:
             self._attend,
             name="ring-door",
             rank=-1,
-            prove_seconds=PROVE_SECONDS,
+            prove_seconds=DOOR_PROVE_SECONDS,
             complain=self._complain,
             vocabulary=VOCABULARY,
         )
@@ -168,14 +163,14 @@ class Door:
     def _converse(self, control: ControlConnection, visit: Visit) -> None:
         heard_at = time.monotonic()
         while not self._listener.is_closed:
-            if not control.has_news(LISTEN_SECONDS):
+            if not control.has_news(DOOR_LISTEN_SECONDS):
                 if not visit.may_stay(time.monotonic() - heard_at):
                     return
                 continue
             try:
-                question = control.expect((Round, Lend), ASK_SECONDS, "waiting for a question", most_waits=0)
+                question = control.expect((Round, Lend), DOOR_ASK_SECONDS, "waiting for a question", most_waits=0)
             except ProtocolError as error:
-                control.send(_refusal(error), ASK_SECONDS)
+                control.send(_refusal(error), DOOR_ASK_SECONDS)
                 raise
             heard_at = time.monotonic()
             answer: Answer | No
@@ -183,7 +178,7 @@ class Door:
                 answer = visit.answer(question)
             except (TransfuseError, ValueError, OSError) as error:
                 answer = _refusal(error)
-            control.send(answer, ASK_SECONDS)
+            control.send(answer, DOOR_ASK_SECONDS)
 
 
 def _refusal(error: Exception) -> No:

@@ -36,8 +36,17 @@ from transfuse._keeper.runs import RUN_FILE, Process, Run, remake_directory
 from transfuse._keeper.slots import Label
 from transfuse._keeper.worker import ConnectedWorker, uid_of
 from transfuse._timeouts import Patience
+from transfuse._tuning import (
+    HANDSHAKE_WAIT_SECONDS,
+    KEEPER_ANSWER_SECONDS,
+    KEEPER_CHANGE_SECONDS,
+    KEEPER_FIRST_SECONDS,
+    KEEPER_LOOK_SECONDS,
+    KEEPER_NOTE_SECONDS,
+    KEEPER_SERVE_SECONDS,
+)
 from transfuse._wire.accepting import Accepting
-from transfuse._wire.handshake import READER, WAIT_SECONDS, ControlConnection, ReaderRefused, Wait, key_of
+from transfuse._wire.handshake import READER, ControlConnection, ReaderRefused, Wait, key_of
 from transfuse._wire.listener import Listener
 
 if TYPE_CHECKING:
@@ -45,17 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("transfuse.keeper")
 
-#: How often the keeper looks whether it is still needed.
-LOOK_SECONDS = 0.25
-#: How long a worker has to attach before a keeper that nobody needs ends.
-FIRST_SECONDS = 60.0
-#: How often the newest step is noted, for a keeper that comes after this one.
-NOTE_SECONDS = 5.0
-#: How long a worker that takes an ended worker's place waits until its connection is closed.
-CHANGE_SECONDS = 10.0
-ANSWER_SECONDS = 30.0
-#: How long a reader on another host may go without progress.
-SERVE_SECONDS = 60.0
 #: Slots of a rank that did not say how many it wants.
 SLOTS = 3
 #: What the keeper's ``oom_score_adj`` is raised to.
@@ -112,7 +110,7 @@ class Keeper:
             self._attend,
             name="server",
             rank=READER,
-            prove_seconds=Patience(SERVE_SECONDS).handshake,
+            prove_seconds=Patience(KEEPER_SERVE_SECONDS).handshake,
         )
         self._server: Server | None = None
         self._serving = threading.Lock()
@@ -127,7 +125,7 @@ class Keeper:
         """Write what workers need to find this keeper, and listen for them."""
         path = self.directory / SOCKET_NAME
         with suppress(KeeperLost):
-            KeeperLink.to(str(path), ANSWER_SECONDS).close()
+            KeeperLink.to(str(path), KEEPER_ANSWER_SECONDS).close()
             raise TransfuseError(f"another keeper listens at {path}")
         files.write(self.directory, files.TOKEN_NAME, self.token)
         files.write(self.directory, files.ADDRESS_NAME, self.address)
@@ -147,7 +145,7 @@ class Keeper:
     def run(self) -> None:
         """Answer workers until it is over."""
         self._accepting.start()
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._over.wait(KEEPER_LOOK_SECONDS):
             self._mend_files()
             with self._changed:
                 self._bury()
@@ -176,7 +174,7 @@ class Keeper:
         now, step = time.monotonic(), self._step
         if step is None and not self.ring.has_held:
             return
-        if why or self._noted is None or (self._noted[0] != step and now - self._noted[1] > NOTE_SECONDS):
+        if why or self._noted is None or (self._noted[0] != step and now - self._noted[1] > KEEPER_NOTE_SECONDS):
             self._noted = step, now
             with suppress(OSError):
                 files.note_past(self.directory, step, why)
@@ -271,7 +269,7 @@ class Keeper:
                 self._alone_since = None
                 return None
             if hello is None:
-                gone = now - self._since > FIRST_SECONDS
+                gone = now - self._since > KEEPER_FIRST_SECONDS
                 return "no worker has come" if gone and not self._in_foreground else None
             if any(agent.alive() for agent in self._agents.values()):
                 self._alone_since = None
@@ -317,7 +315,7 @@ class Keeper:
                     if not isinstance(error, TransfuseError):
                         logger.exception("a question of a worker could not be answered")
                     answer, files = frames.Refused(f"{error}" or type(error).__name__), []
-                link.send(answer, ANSWER_SECONDS, files)
+                link.send(answer, KEEPER_ANSWER_SECONDS, files)
         except KeeperLost:
             pass
         finally:
@@ -362,7 +360,7 @@ class Keeper:
             before, here = self._agents.get(hello.rank), self._processes.get(hello.rank)
             if before not in (None, agent) and before.alive() and here is not None and here.alive():
                 raise _belongs(hello.rank, self.directory.name, before)
-            until = time.monotonic() + CHANGE_SECONDS
+            until = time.monotonic() + KEEPER_CHANGE_SECONDS
             while (
                 (other := self._workers.get(hello.rank)) is not None
                 and other is not worker
@@ -411,7 +409,7 @@ class Keeper:
 
         Ranks do not tell two jobs of one name apart: the second one may have other ranks on this host.
         """
-        until = time.monotonic() + CHANGE_SECONDS
+        until = time.monotonic() + KEEPER_CHANGE_SECONDS
         while not worker.has_joined and begins_anew():
             newcomers = {one.agent for one in self._workers.values() if not one.has_joined}
             for rank, agent in self._agents.items():
@@ -580,7 +578,7 @@ class Keeper:
             if restored is None:
                 continue
             served = partial(
-                transfers.serve, host=question.host, token=question.token, max_readers=16, timeout=SERVE_SECONDS
+                transfers.serve, host=question.host, token=question.token, max_readers=16, timeout=KEEPER_SERVE_SECONDS
             )
             server = served(restored.state, step=label.step)
             worker.servers.append(server)
@@ -598,11 +596,11 @@ class Keeper:
             if self._server is None:
                 made.start()
             while made.is_alive():
-                control.send(Wait(), SERVE_SECONDS)
-                made.join(WAIT_SECONDS)
+                control.send(Wait(), KEEPER_SERVE_SECONDS)
+                made.join(HANDSHAKE_WAIT_SECONDS)
             if self._server is None:
                 cause = "the keeper ends just now" if self._over.is_set() else "torch failed: see the keeper's log"
-                control.send(ReaderRefused("TransfuseError", cause), SERVE_SECONDS)
+                control.send(ReaderRefused("TransfuseError", cause), KEEPER_SERVE_SECONDS)
                 return
         except TransfuseError as error:
             logger.warning("reader %s: %s", control.name, as_utf8(str(error)))
@@ -615,7 +613,7 @@ class Keeper:
         with self._serving:
             if self._server is None and not self._over.is_set():
                 newest, step = self._readers.newest, self._readers.newest_step
-                self._server = transfers.serve_newest(self._listener, self.token, newest, step, SERVE_SECONDS)
+                self._server = transfers.serve_newest(self._listener, self.token, newest, step, KEEPER_SERVE_SECONDS)
 
     def _done(self, worker: ConnectedWorker, _: frames.Done) -> Frame:
         self._release(worker)

@@ -38,11 +38,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from transfuse._errors import PeerTimeout, TransfuseError
 from transfuse._keeper.scheme import SCHEME
+from transfuse._tuning import RENDEZVOUS_MAX_PAUSE_SECONDS, RENDEZVOUS_MIN_PAUSE_SECONDS
 
 #: Torch's own way under torchrun, and its choice where a caller names none.
 ENVIRONMENT = "env://"
-#: How long a rank sleeps between two looks into the store: this at first, and ever longer up to the second.
-MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.002, 0.2
 #: Rank 0 removes at most this many keys of old rounds in one call. What remains waits for the next call.
 MOST_KEYS_REMOVED = 10_000
 
@@ -295,14 +294,14 @@ def _read(store: Store, keys: Sequence[str]) -> list[str]:
 def _polls(seconds: float) -> Iterator[None]:
     """Yield until ``seconds`` have passed, and once more after that: often at first, then ever less often."""
     deadline = time.monotonic() + seconds
-    pause = MIN_PAUSE_SECONDS
+    pause = RENDEZVOUS_MIN_PAUSE_SECONDS
     while True:
         yield
         left = deadline - time.monotonic()
         if left <= 0:
             return
         time.sleep(min(pause, left))
-        pause = min(1.5 * pause, MAX_PAUSE_SECONDS)
+        pause = min(1.5 * pause, RENDEZVOUS_MAX_PAUSE_SECONDS)
 
 
 def _check_owner(said: str, nonce: str, rank: int) -> None:

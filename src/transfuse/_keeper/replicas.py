@@ -33,12 +33,13 @@ from typing import TYPE_CHECKING, Any
 from transfuse._errors import TransfuseError
 from transfuse._keeper import frames
 from transfuse._keeper.books import Books, Kept
-from transfuse._keeper.door import ASK_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, ask, connect
+from transfuse._keeper.door import FIRST_PAUSE, LONGEST_PAUSE, ask, connect
 from transfuse._keeper.freeing import Freeing
 from transfuse._keeper.questions import Lend, Lent, LentSlot, Refill
 from transfuse._keeper.slots import Brief, Label, SlotView, make_slots
 from transfuse._progress import Progress
 from transfuse._sizes import human_bytes
+from transfuse._tuning import DOOR_ASK_SECONDS, REPLICA_LOOK_SECONDS
 from transfuse._wire.handshake import ControlConnection, key_of
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("transfuse.keeper")
 
-#: How often a puller looks for an agreed step, if nothing wakes it.
-LOOK_SECONDS = 0.2
 #: The bytes of a slot's header.
 HEAD_BYTES = 64
 #: How many replicas of a rank there are: one that is confirmed, and one that is being pulled.
@@ -225,7 +224,7 @@ class Loans:
 
 def _borrow(control: ControlConnection, source: int, label: Label, ranks: Sequence[int]) -> Lent:
     """Ask a host for its slots of a step."""
-    lent = ask(control, Lend(label.generation, label.step, list(ranks)), 2 * ASK_SECONDS)
+    lent = ask(control, Lend(label.generation, label.step, list(ranks)), 2 * DOOR_ASK_SECONDS)
     if not isinstance(lent, Lent):
         raise TransfuseError(f"host {source} answered with {type(lent).__name__}")
     return lent
@@ -271,7 +270,7 @@ class ReplicaPuller:
             if label is None or label == self.replicated:
                 if label is None and self._pull_restored():
                     continue
-                self._news.wait(LOOK_SECONDS)
+                self._news.wait(REPLICA_LOOK_SECONDS)
                 self._news.clear()
                 self._on_idle()
                 continue
@@ -342,7 +341,7 @@ class ReplicaPuller:
             if all(any(kept.label == label for kept in stock.books.replicas.get(rank, ())) for rank in ranks):
                 return
         started = time.monotonic()
-        control = connect(self._peers.keepers[source], self._key, ASK_SECONDS, source)
+        control = connect(self._peers.keepers[source], self._key, DOOR_ASK_SECONDS, source)
         try:
             lent = _borrow(control, source, label, ranks)
             chosen = stock.prepare(lent.slots, ranks, copies)

@@ -25,6 +25,13 @@ from transfuse._keeper.door import Door, Peer
 from transfuse._keeper.questions import Answer, HostState, Lend, Lent, Question, Round
 from transfuse._keeper.replicas import Loan, Loans, ReplicaPuller, Stock
 from transfuse._keeper.slots import Label
+from transfuse._tuning import (
+    RING_CLOSE_SECONDS,
+    RING_IDLE_SECONDS,
+    RING_OVER_SECONDS,
+    RING_ROUND_SECONDS,
+    RING_SILENCE_SECONDS,
+)
 from transfuse._wire.handshake import key_of
 
 if TYPE_CHECKING:
@@ -32,15 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("transfuse.keeper")
 
-#: How often the leader asks the others, if nothing wakes it.
-ROUND_SECONDS = 0.2
-#: After everybody has closed, the leader ends within this time, even if some followers could not be told.
-OVER_SECONDS = 10.0
-#: A follower complains if it has not heard the leader for this long.
-SILENCE_SECONDS = 30.0
-#: How long another keeper's connection may say nothing, if it borrows nothing.
-IDLE_SECONDS = 120.0
-CLOSE_SECONDS = 3.0
 #: The most steps that a keeper lists. It holds only a few slots.
 MAX_LABELS = 64
 
@@ -153,7 +151,7 @@ class Ring:
         with self._lock:
             self._is_closed = True
             term, door, self._term, self._door = self._term, self._door, None, None
-        until = time.monotonic() + CLOSE_SECONDS
+        until = time.monotonic() + RING_CLOSE_SECONDS
         if term is not None:
             term.stop()
             term.join(until)
@@ -232,7 +230,7 @@ class _KeeperVisit:
         return self._loan.describe()
 
     def may_stay(self, silent: float) -> bool:
-        return silent <= IDLE_SECONDS if self._loan is None else not self._loan.is_in_vain()
+        return silent <= RING_IDLE_SECONDS if self._loan is None else not self._loan.is_in_vain()
 
     def end(self) -> None:
         if self._loan is not None:
@@ -366,7 +364,7 @@ class Term:
             ring.set_over()
 
     def _watch_leader(self) -> None:
-        is_silent = not self._ring.is_over() and time.monotonic() - self._heard_at > SILENCE_SECONDS
+        is_silent = not self._ring.is_over() and time.monotonic() - self._heard_at > RING_SILENCE_SECONDS
         if is_silent and not self._is_lonely:
             logger.warning("the keeper of host 0, which leads, is silent: no step is confirmed until it is back")
         self._is_lonely = is_silent
@@ -381,7 +379,7 @@ class Term:
                 logger.exception("a round of the keepers failed")
                 is_new = False
             if not is_new:
-                self._news.wait(ROUND_SECONDS)
+                self._news.wait(RING_ROUND_SECONDS)
                 self._news.clear()
         for peer in self._others:
             peer.close()
@@ -425,5 +423,5 @@ class Term:
         if self._over_since is None:
             self._over_since = now
             self._news.set()
-        elif len(self._told) == len(self._others) or now - self._over_since > OVER_SECONDS:
+        elif len(self._told) == len(self._others) or now - self._over_since > RING_OVER_SECONDS:
             self._ring.set_over()

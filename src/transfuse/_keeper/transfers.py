@@ -19,12 +19,11 @@ from transfuse._remote.client import fetch
 from transfuse._remote.live_state import AskedState
 from transfuse._remote.server import Server, serve
 from transfuse._report import Report
+from transfuse._tuning import REPLICA_PULL_SECONDS
 from transfuse._wire.listener import Listener
 
 __all__ = ["describe_slots", "fetch_slots", "serve", "serve_newest", "serve_slots"]
 
-#: How long a pull may go without progress. More if the rate is so low that a parcel takes longer.
-PULL_SECONDS = 30.0
 #: How many readers read at once from a keeper; others wait for their turn.
 MAX_READERS = 4
 
@@ -96,4 +95,6 @@ def _bytes_of(views: Mapping[int, SlotView]) -> dict[str, torch.Tensor]:
 
 def _patience(rate: float | None) -> float:
     """How long a pull may go without progress: several parcels' time at this rate."""
-    return PULL_SECONDS if rate is None else max(PULL_SECONDS, 2 * slowest_rate(Limits.from_environment(), 1.0) / rate)
+    if rate is None:
+        return REPLICA_PULL_SECONDS
+    return max(REPLICA_PULL_SECONDS, 2 * slowest_rate(Limits.from_environment(), 1.0) / rate)

@@ -9,15 +9,11 @@ from collections.abc import Sequence
 from transfuse._keeper.books import ranks_and_have
 from transfuse._keeper.commits import CommitReport
 from transfuse._keeper.slots import Label
+from transfuse._tuning import UNKEPT_AGAIN_SECONDS, UNKEPT_FIRST_SECONDS, UNKEPT_WHILE_SECONDS
 
 logger = logging.getLogger("transfuse")
 
-#: When a warning comes if no step has become complete since the job began to commit.
-FIRST_SECONDS = 5.0
-#: When it comes later, and again: after the first number of seconds, or after that many commits if these took longer
-#: than the last.
-AGAIN_SECONDS = 30.0
-AGAIN_COMMITS, WHILE_SECONDS = 20, 10.0
+AGAIN_COMMITS = 20
 
 
 class Unkept:
@@ -66,9 +62,9 @@ class Unkept:
         took = now - self._since
         is_first = self._complete is None and not self._has_warned
         if not (
-            took >= AGAIN_SECONDS
-            or (self._commits >= AGAIN_COMMITS and took >= WHILE_SECONDS)
-            or (is_first and took >= FIRST_SECONDS)
+            took >= UNKEPT_AGAIN_SECONDS
+            or (self._commits >= AGAIN_COMMITS and took >= UNKEPT_WHILE_SECONDS)
+            or (is_first and took >= UNKEPT_FIRST_SECONDS)
         ):
             return
         self._since, self._commits, self._has_warned = now, 0, True

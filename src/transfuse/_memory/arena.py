@@ -25,11 +25,8 @@ from transfuse._limits import MIB
 from transfuse._state.leaves import dense
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
+from transfuse._tuning import ARENA_LARGE_BYTES, ARENA_MAPPING_BYTES
 
-#: A storage of this size or more gets its own allocation.
-LARGE_BYTES = 1 * MIB
-#: The largest mapping. One small tensor that outlives all others keeps at most this much memory from being released.
-MAPPING_BYTES = 16 * MIB
 #: Every storage begins at a multiple of this many bytes, as torch's own allocations do.
 ALIGNMENT = 64
 
@@ -55,14 +52,14 @@ class Arena:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._bytes: dict[int, torch.Tensor] = {}
         on_cpu = np.array([device.type == "cpu" for device in homes], dtype=bool)[home] if len(home) else needed
-        small = needed & on_cpu & (nbytes > 0) & (nbytes < LARGE_BYTES)
+        small = needed & on_cpu & (nbytes > 0) & (nbytes < ARENA_LARGE_BYTES)
         for number in np.flatnonzero(needed & ~small).tolist():
             self._storages[number] = _allocate(int(nbytes[number]), homes[int(home[number])])
         self._cut(np.flatnonzero(small))
         self._mapping_bytes = [torch.frombuffer(mapping, dtype=torch.uint8) for mapping in self.mappings]
         bases = np.array([mapping.data_ptr() for mapping in self._mapping_bytes], dtype=np.int64)
         self.address[small] = bases[self.mapping[small]] + self.offset[small]
-        large = np.flatnonzero(needed & on_cpu & (nbytes >= LARGE_BYTES))
+        large = np.flatnonzero(needed & on_cpu & (nbytes >= ARENA_LARGE_BYTES))
         self.address[large] = [self._storages[number].data_ptr() for number in large.tolist()]
         _ask_for_huge_pages(self.address[large], nbytes[large])
 
@@ -72,7 +69,7 @@ class Arena:
         ends = np.cumsum(sizes)
         first, begin = 0, 0
         while first < len(numbers):
-            stop = int(np.searchsorted(ends, begin + MAPPING_BYTES, side="right"))
+            stop = int(np.searchsorted(ends, begin + ARENA_MAPPING_BYTES, side="right"))
             self.mapping[numbers[first:stop]] = len(self.mappings)
             self.offset[numbers[first:stop]] = ends[first:stop] - sizes[first:stop] - begin
             self.mappings.append(_map(int(ends[stop - 1]) - begin))

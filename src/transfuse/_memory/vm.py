@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfuse._state.mapped_file import MappedFile
+from transfuse._tuning import VM_CALL_BYTES, VM_LONG_BYTES, VM_THREAD_BYTES
 
 #: Rows of (address, length in bytes), laid out as the kernel's ``struct iovec``.
 Ranges = npt.NDArray[np.uint64]
@@ -26,15 +27,10 @@ Ranges = npt.NDArray[np.uint64]
 #: The most ranges in one call of the kernel, and the most bytes that one call asks for: few enough that a read stops
 #: soon when it should, and that threads share the calls evenly.
 MAX_RANGES = 1024
-CALL_BYTES = 8 << 20
 #: More threads than this only wait for memory bandwidth.
 MAX_THREADS = 8
 #: Up to this many ranges are copied one by one.
 FEW = 8
-#: Ranges of about this size are long: the call for each of them does not count.
-LONG_BYTES = 64 << 10
-#: For fewer bytes a second thread costs more time than it saves.
-THREAD_BYTES = 4 << 20
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 AVAILABLE = hasattr(_libc, "process_vm_readv")
@@ -126,7 +122,7 @@ def read(
     ``files``: the process is this one, and its memory is mapped from these files. Long ranges are read from the files,
     so that no page of the mapping has to be touched.
     """
-    split_theirs, split_mine, starts = split(theirs, mine, call_bytes or CALL_BYTES)
+    split_theirs, split_mine, starts = split(theirs, mine, call_bytes or VM_CALL_BYTES)
     upto = np.concatenate([[0], np.cumsum(split_theirs[:, 1].astype(np.int64))])[starts]
     calls = itertools.count()
     failed: list[int] = []
@@ -137,7 +133,7 @@ def read(
             while not errors and (call := next(calls)) < len(starts) - 1:
                 low, high = int(starts[call]), int(starts[call + 1])
                 begins(int(upto[call + 1]))
-                are_long = upto[call + 1] - upto[call] >= (high - low) * LONG_BYTES
+                are_long = upto[call + 1] - upto[call] >= (high - low) * VM_LONG_BYTES
                 if is_mapped and are_long:
                     _move(split_theirs, split_mine, low, high)
                 elif files and are_long:
@@ -150,7 +146,7 @@ def read(
 
     helpers = [
         threading.Thread(target=work, name="transfuse-reader", daemon=True)
-        for _ in range(min(workers, len(starts) - 1, int(upto[-1]) // THREAD_BYTES) - 1)
+        for _ in range(min(workers, len(starts) - 1, int(upto[-1]) // VM_THREAD_BYTES) - 1)
     ]
     run_in(helpers, work)
     if errors:

@@ -35,26 +35,16 @@ from transfuse._session.remembered import Remembered
 from transfuse._state.manifest import Manifest
 from transfuse._timeouts import Patience
 from transfuse._transport import PGTransport, check_resume
+from transfuse._tuning import FETCH_MAX_ENTRY_BYTES, HANDSHAKE_WAIT_SECONDS
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
 from transfuse._wire.group import OFFER_TAG, Group
-from transfuse._wire.handshake import (
-    READER,
-    WAIT_SECONDS,
-    Come,
-    ControlConnection,
-    Ready,
-    connect,
-    key_of,
-    split_address,
-)
+from transfuse._wire.handshake import READER, Come, ControlConnection, Ready, connect, key_of, split_address
 from transfuse._wire.messages import Message
 
 logger = logging.getLogger("transfuse")
 
 CPU = torch.device("cpu")
-#: The longest key that a reader may ask for: it travels in one frame of the control connection.
-MAX_ENTRY_BYTES = 4096
 
 
 #: What all fetches of this process remember: most fetch the same structure again and again.
@@ -222,8 +212,8 @@ def _check_entry(entry: str | None) -> str | None:
         nbytes = len(entry.encode())
     except UnicodeEncodeError:
         raise ValueError(f"entry is a text that UTF-8 cannot write, got {entry[:200]!a}") from None
-    if nbytes > MAX_ENTRY_BYTES:
-        raise ValueError(f"entry is at most {MAX_ENTRY_BYTES} bytes long, got {nbytes}")
+    if nbytes > FETCH_MAX_ENTRY_BYTES:
+        raise ValueError(f"entry is at most {FETCH_MAX_ENTRY_BYTES} bytes long, got {nbytes}")
     return str.__str__(entry)  # A class that is derived from str cannot be sent.
 
 
@@ -239,7 +229,8 @@ class _ServerVisit:
         self._seconds = seconds
         self._patience = Patience(seconds)
         # The most `Wait` frames to accept: in all, as long as signs of life in a conversation are believed.
-        self._waits = self._patience.signs_of_life(Limits.from_environment().max_working_records, WAIT_SECONDS)
+        limits = Limits.from_environment()
+        self._waits = self._patience.signs_of_life(limits.max_working_records, HANDSHAKE_WAIT_SECONDS)
         self._controls: dict[int, ControlConnection] = {}
         self._ready: dict[int, ReaderEnd] = {}
         self._causes: dict[int, BaseException] = {}

@@ -31,24 +31,13 @@ from transfuse._report import Report
 from transfuse._session.remembered import Remembered
 from transfuse._timeouts import Patience
 from transfuse._transport import PGTransport
-from transfuse._wire.handshake import (
-    READER,
-    WAIT_SECONDS,
-    Come,
-    ControlConnection,
-    Join,
-    ReaderRefused,
-    Ready,
-    Wait,
-    key_of,
-)
+from transfuse._tuning import HANDSHAKE_WAIT_SECONDS, SERVER_END_SECONDS
+from transfuse._wire.handshake import READER, Come, ControlConnection, Join, ReaderRefused, Ready, Wait, key_of
 from transfuse._wire.listener import Listener
 
 logger = logging.getLogger("transfuse")
 
 MAX_PORT = 65535
-#: How long the end of the interpreter waits for readers to be told.
-END_SECONDS = 3.0
 
 
 @one_manner
@@ -215,7 +204,7 @@ class Server:
         """Stop before the interpreter ends."""
         if self._is_fork():
             return
-        until = time.monotonic() + END_SECONDS
+        until = time.monotonic() + SERVER_END_SECONDS
         for thread in self._stop(cancel=True):
             thread.join(max(0.0, until - time.monotonic()))
         # A reader that does not listen may have left a thread in a wait.
@@ -279,7 +268,7 @@ class Server:
 
     @contextmanager
     def _place(self, meanwhile: _Meanwhile) -> Iterator[None]:
-        while not self._places.acquire(timeout=WAIT_SECONDS):
+        while not self._places.acquire(timeout=HANDSHAKE_WAIT_SECONDS):
             meanwhile()
         try:
             yield
@@ -323,7 +312,7 @@ class _Meanwhile:
             raise TransfuseError(closing)
         if self._control.gone():
             raise PeerLost(READER, f"{self._control.name} closed its connection while it waited for its turn")
-        if time.monotonic() - self._said_at >= WAIT_SECONDS:
+        if time.monotonic() - self._said_at >= HANDSHAKE_WAIT_SECONDS:
             self._control.send(Wait(), self._seconds)
             self._said_at = time.monotonic()
 

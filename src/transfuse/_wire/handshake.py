@@ -32,13 +32,13 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from transfuse._errors import LimitExceeded, PeerLost, PeerRefused, PeerTimeout, ProtocolError
+from transfuse._tuning import HANDSHAKE_MAX_FRAME_BYTES
 from transfuse._wire.framed import Closed, Framed, Malformed, Vocabulary, own
 
 MAGIC = b"TFUSDOOR"
 VERSION = 2
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + 1 + NONCE_BYTES
-MAX_FRAME_BYTES = 16 << 10
 #: The key of those who have no token. It is public, so everybody can prove it.
 PUBLIC_KEY = hashlib.sha256(b"no token").digest()
 #: What a reader is told whose proof was not accepted. The server says nothing to strangers.
@@ -49,8 +49,6 @@ NO_TOKEN = (
 WRONG_TOKEN = "it was started with another token than the one given here, or with none, or is ending"
 #: The ranks of the two ends, as errors and reports name them.
 SERVER, READER = 0, 1
-#: How often the server tells a waiting reader that it still has to wait.
-WAIT_SECONDS = 0.5
 
 
 class Wait(msgspec.Struct, tag="wait", frozen=True, forbid_unknown_fields=True):
@@ -84,7 +82,7 @@ class ReaderRefused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_f
 Frame = Wait | Come | Join | Ready | ReaderRefused
 #: What is said after a handshake, unless the two ends have a vocabulary of their own. Frames carry only addresses and
 #: causes of failures, so they are short.
-VOCABULARY = Vocabulary(msgspec.msgpack.Decoder(Frame), MAX_FRAME_BYTES)
+VOCABULARY = Vocabulary(msgspec.msgpack.Decoder(Frame), HANDSHAKE_MAX_FRAME_BYTES)
 _F = TypeVar("_F")
 
 

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from transfuse._errors import TransfuseError
+from transfuse._tuning import LISTENER_COMPLAINT_SECONDS
 from transfuse._wire.accepting import Accepting
 from transfuse._wire.framed import Vocabulary
 from transfuse._wire.handshake import VOCABULARY, ControlConnection, check_descriptors, join_address
 
 logger = logging.getLogger("transfuse")
-#: The listener logs at most one warning about strangers in this time.
-COMPLAINT_SECONDS = 1.0
 #: The most connections that have not proved the token yet. When there are more, the oldest is closed: proving takes
 #: milliseconds, so idle connections keep nobody out.
 MAX_STRANGERS = 64
@@ -97,7 +96,7 @@ class Listener:
     def _log(self, what: str, error: Exception) -> None:
         """Log a complaint about a stranger, as a warning at most once a second: strangers must not fill a log."""
         now = time.monotonic()
-        loud = now - self._complained_at > COMPLAINT_SECONDS
+        loud = now - self._complained_at > LISTENER_COMPLAINT_SECONDS
         if loud:
             self._complained_at = now
         level = logging.WARNING if loud else logging.DEBUG

@@ -22,6 +22,7 @@ from typing import Protocol, TypeAlias
 from transfuse._errors import LimitExceeded, TransfuseError, as_utf8
 from transfuse._limits import port_range
 from transfuse._timeouts import Patience
+from transfuse._tuning import MEETING_AGAIN_SECONDS
 from transfuse._wire.handshake import ControlConnection, Join, connect, key_of, split_address
 from transfuse._wire.listener import Listener
 from transfuse._wire.messages import TOKEN_BYTES, Place
@@ -194,14 +195,12 @@ _ports: dict[str, OwnPort] = {}
 _refused: dict[str, float] = {}
 _no_port = NoPort()
 _finding = threading.Lock()
-#: Seconds until listening on an address is tried again.
-AGAIN_SECONDS = 60.0
 
 
 def own_port(host: str | None) -> OwnPort | NoPort:
     """The port of this process at this address, if it can listen there."""
     with _finding:
-        again = time.monotonic() - _refused.get(host or "", float("-inf")) > AGAIN_SECONDS
+        again = time.monotonic() - _refused.get(host or "", float("-inf")) > MEETING_AGAIN_SECONDS
         if host is not None and host not in _ports and again:
             try:
                 _ports[host] = OwnPort(host)

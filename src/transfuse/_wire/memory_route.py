@@ -27,6 +27,7 @@ from transfuse._memory import vm
 from transfuse._memory.vm import Ranges
 from transfuse._state.manifest import Described
 from transfuse._state.mapped_file import MappedFile
+from transfuse._tuning import VM_CALL_BYTES
 from transfuse._wire.memory_route_read import Reading
 from transfuse._wire.route import MalformedEntry, Pull, SourceEnded, Unreadable
 
@@ -232,5 +233,5 @@ class MemoryRoute:
         return MemoryLease()
 
     def open(self, entry: bytes, pull: Pull) -> Reading:
-        call_bytes = pull.at_once(vm.CALL_BYTES)
+        call_bytes = pull.at_once(VM_CALL_BYTES)
         return Reading(Reader(MemoryEntry.decode(entry), len(pull.manifest.storages), call_bytes), pull)

@@ -21,6 +21,7 @@ from transfuse._memory import packing, streams, vm
 from transfuse._plan.parcels import Extent
 from transfuse._plan.regions import Cast
 from transfuse._state.region import Ints, Region
+from transfuse._tuning import READ_SPAN_BYTES
 from transfuse._wire.route import Pull
 
 #: The cost of one more range, and of one more item copied out of a span that was read whole. The unit is bytes: how
@@ -31,7 +32,6 @@ ITEM_COST = 16
 #: The most runs, and the most bytes of a span, that are handled at a time. The columns that describe them take memory
 #: too.
 MAX_RUNS = 1 << 15
-SPAN_BYTES = 1 << 20
 
 Bools = npt.NDArray[np.bool_]
 
@@ -240,10 +240,10 @@ class Reading:
         return True
 
     def _fetch_span(self, base: int, item: int, starts: Ints, sizes: Ints, into: npt.NDArray[np.uint8]) -> bool:
-        """Read all memory from the first run to the last, about ``SPAN_BYTES`` at a time, and copy out the runs."""
+        """Read all memory from the first run to the last, ``READ_SPAN_BYTES`` or so at a time; copy out the runs."""
         dtype = _ITEMS[item]
         spacing = max(1, int(starts.max() + sizes.max() - starts.min()) // len(starts))
-        step, at = max(1, SPAN_BYTES // spacing), 0
+        step, at = max(1, READ_SPAN_BYTES // spacing), 0
         for i in range(0, len(starts), step):
             some, lengths = starts[i : i + step], sizes[i : i + step]
             low = int(some.min())

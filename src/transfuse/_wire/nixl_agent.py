@@ -37,17 +37,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from transfuse._arguments import INSTALL_NIXL
 from transfuse._memory.vm import Ranges
+from transfuse._tuning import NIXL_DESTROY_SECONDS, NIXL_EXIT_SECONDS, NIXL_LINGER_SECONDS, NIXL_PROGRESS_MICROSECONDS
 
 BACKEND = "UCX"
-#: How long the progress thread sleeps at most if nothing wakes it. With 0 it would never sleep.
-PROGRESS_MICROSECONDS = 10_000
-#: How long a source keeps memory that a receiver that has failed may still be reading. Over tcp the source's own thread
-#: reads the memory for it, and ends the process if the memory is gone.
-LINGER_SECONDS = 60.0
-#: How long the end of the process waits for calls that other threads make.
-EXIT_SECONDS = 1.0
-#: How long the agent's destructor may take at exit. A process hung at its end once; the cause was not found.
-DESTROY_SECONDS = 30.0
 
 logger = logging.getLogger("transfuse")
 
@@ -89,7 +81,7 @@ class Agent:
         config.useProgThread = True
         config.useListenThread = False
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
-        config.pthrDelay = PROGRESS_MICROSECONDS
+        config.pthrDelay = NIXL_PROGRESS_MICROSECONDS
         with _saying("make an agent"):
             self._agent = self._nixl.nixlAgent(self.name, config)
             self._backends = [self._agent.createBackend(BACKEND, {})]
@@ -233,7 +225,7 @@ class Agent:
             self._left.append(what)
 
     def keep_for_now(self, what: object) -> None:
-        """Keep what remote agents may still be reading, for :data:`LINGER_SECONDS`."""
+        """Keep what remote agents may still be reading, for :data:`NIXL_LINGER_SECONDS`."""
         with self._lock:
             self._lingering.append(what)
 
@@ -241,7 +233,7 @@ class Agent:
             with self._lock:
                 self._lingering.remove(what)
 
-        timer = threading.Timer(LINGER_SECONDS, drop)
+        timer = threading.Timer(NIXL_LINGER_SECONDS, drop)
         timer.daemon = True
         timer.start()
 
@@ -258,7 +250,7 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
-        until = time.monotonic() + EXIT_SECONDS
+        until = time.monotonic() + NIXL_EXIT_SECONDS
         while self._calls and time.monotonic() < until:
             time.sleep(0.01)
         if self._calls or self._left:
@@ -359,7 +351,7 @@ def _at_exit() -> None:
         return
     if sys.__stderr__ is not None:
         with suppress(Exception):  # Some streams have no file descriptor.
-            faulthandler.dump_traceback_later(DESTROY_SECONDS, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(NIXL_DESTROY_SECONDS, exit=True, file=sys.__stderr__)
     _holder.agent.close()
     faulthandler.cancel_dump_traceback_later()
 

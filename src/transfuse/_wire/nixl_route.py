@@ -35,35 +35,34 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from transfuse._limits import KIB, MIB
+from transfuse._limits import MIB
 from transfuse._memory import vm
 from transfuse._memory.vm import Ranges
 from transfuse._state.manifest import Described
 from transfuse._timeouts import Patience
+from transfuse._tuning import (
+    NIXL_AGENT_SECONDS,
+    NIXL_CHUNK_BYTES,
+    NIXL_GOODBYE_SECONDS,
+    NIXL_LEAST_CHUNK_BYTES,
+    NIXL_LEAST_POLL_SECONDS,
+    NIXL_MAX_METADATA_BYTES,
+    NIXL_POLL_SECONDS,
+    NIXL_STOP_SECONDS,
+)
 from transfuse._wire import nixl_agent
 from transfuse._wire.memory_route import TOKEN_BYTES, addresses_in
 from transfuse._wire.memory_route_read import Reading
 from transfuse._wire.nixl_agent import Agent, NixlFailed, Transfer
 from transfuse._wire.route import MalformedEntry, Pull, Unreadable
 
-#: How long a transfer waits for this process's agent.
-AGENT_SECONDS = 1.0
 #: More storages than these are not registered: the group brings their bytes.
 MOST_STORAGES = 1 << 17
-#: The longest metadata that a receiver accepts. NIXL needs about 45 bytes for each storage.
-MAX_METADATA_BYTES = 32 * MIB
 #: How many reads are under way, and the most bytes and ranges of one.
 SLOTS = 4
-CHUNK_BYTES = 4 * MIB
-LEAST_CHUNK_BYTES = 64 * KIB
 CHUNK_RANGES = 4096
 #: The slowest link that is not taken for a dead one, in bytes per second.
 SLOWEST = 1 * MIB
-#: Seconds between two questions whether a read is done: the first, and the longest. And how often it is asked whether
-#: the caller stops.
-LEAST_POLL_SECONDS, POLL_SECONDS, STOP_SECONDS = 20e-6, 1e-3, 0.02
-#: How long a read that is no longer needed may take to end, so that its staging need not be given up.
-GOODBYE_SECONDS = 0.5
 
 _NAME = re.compile(r"transfuse-[0-9a-f]{32}")
 
@@ -94,7 +93,7 @@ class NixlEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
             entry = _decoder.decode(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise MalformedEntry(f"a malformed description of memory for NIXL: {error}") from error
-        if _NAME.fullmatch(entry.agent) is None or not 0 < len(entry.metadata) <= MAX_METADATA_BYTES:
+        if _NAME.fullmatch(entry.agent) is None or not 0 < len(entry.metadata) <= NIXL_MAX_METADATA_BYTES:
             raise MalformedEntry(
                 f"a malformed description of memory for NIXL: {len(entry.metadata)} bytes of metadata of the agent "
                 f"{entry.agent[:64]!r}"
@@ -158,7 +157,7 @@ class NixlLease:
         if not described.addresses.any():
             return None
         try:
-            return self._export(nixl_agent.get(AGENT_SECONDS), described).encode()
+            return self._export(nixl_agent.get(NIXL_AGENT_SECONDS), described).encode()
         except NixlFailed as error:
             logger.info("this source does not offer the NIXL route: %s", error)
             return None
@@ -206,8 +205,8 @@ class NixlReader:
         self.storages = addresses_in(entry.storages, len(pull.manifest.storages), entry.token_address, entry.token)
         self._patience = Patience(pull.timeout).remote_read
         self._check_stop = pull.rate_limit
-        most = min(CHUNK_BYTES, pull.staging_bytes // (4 * SLOTS), int(self._patience / 2 * SLOWEST))
-        self._chunk = pull.at_once(max(most, LEAST_CHUNK_BYTES))
+        most = min(NIXL_CHUNK_BYTES, pull.staging_bytes // (4 * SLOTS), int(self._patience / 2 * SLOWEST))
+        self._chunk = pull.at_once(max(most, NIXL_LEAST_CHUNK_BYTES))
         self._staging = np.empty((SLOTS, self._chunk), dtype=np.uint8)
         self._free = list(range(SLOTS))
         self._changed = threading.Condition()
@@ -215,7 +214,7 @@ class NixlReader:
         self._left = False
         self._open = False
         try:
-            self._agent = nixl_agent.get(AGENT_SECONDS)
+            self._agent = nixl_agent.get(NIXL_AGENT_SECONDS)
             if entry.version != self._agent.version:
                 raise NixlFailed(f"NIXL has version {self._agent.version} here, and {entry.version} at the source")
             self._agent.register([self._window])
@@ -287,7 +286,7 @@ class NixlReader:
         except NixlFailed as error:
             raise Unreadable(str(error)) from error
         finally:
-            until = time.monotonic() + GOODBYE_SECONDS
+            until = time.monotonic() + NIXL_GOODBYE_SECONDS
             for flight in flights:
                 self._settle(flight, until)
         if not unwritable:
@@ -336,16 +335,16 @@ class NixlReader:
 
     def _wait(self, flight: _Flight, until: float, *, stops: bool = True) -> None:
         """Wait until a read is done. Raises if it fails, if it takes too long, or if the caller stops."""
-        pause, look_at = LEAST_POLL_SECONDS, time.monotonic() + STOP_SECONDS
+        pause, look_at = NIXL_LEAST_POLL_SECONDS, time.monotonic() + NIXL_STOP_SECONDS
         while not self._agent.is_done(flight.transfer):
             now = time.monotonic()
             if now > until:
                 raise NixlFailed(f"NIXL read nothing for {self._patience:.1f} s")
             if stops and now > look_at:
                 self._check_stop(0)
-                look_at = now + STOP_SECONDS
+                look_at = now + NIXL_STOP_SECONDS
             time.sleep(pause)
-            pause = min(2 * pause, POLL_SECONDS)
+            pause = min(2 * pause, NIXL_POLL_SECONDS)
 
     def _settle(self, flight: _Flight, until: float) -> None:
         """End a read whose bytes are no longer wanted: wait for a moment, then give it up."""

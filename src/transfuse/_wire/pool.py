@@ -10,13 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from transfuse._tuning import POOL_AGAIN_SECONDS
 from transfuse._wire.group import Group
 from transfuse._wire.meeting import Meeting, own_port
 from transfuse._wire.messages import Place
 from transfuse._wire.stream import Stream
-
-#: Seconds until a connection with a peer is tried again after none could be made.
-AGAIN_SECONDS = 60.0
 
 
 class Pool:
@@ -60,7 +58,7 @@ class Pool:
         """Whether to connect with this peer: not if that has just failed."""
         with self._lock:
             failed = self._failed.get(peer)
-            return failed is None or time.monotonic() - failed > AGAIN_SECONDS
+            return failed is None or time.monotonic() - failed > POOL_AGAIN_SECONDS
 
     def may_form(self, peer: int) -> bool:
         """Whether to form lanes with this peer: not if that has just failed, nor while others are formed."""

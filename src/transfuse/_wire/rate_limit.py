@@ -6,10 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-#: After a pause, the bytes of this many seconds may go at once. More would let a burst through at full speed.
-CREDIT_SECONDS = 0.05
-#: The longest sleep before ``stopped`` is asked again.
-SLICE_SECONDS = 0.05
+from transfuse._tuning import RATE_CREDIT_SECONDS, RATE_SLICE_SECONDS
 
 
 class RateLimit:
@@ -22,7 +19,7 @@ class RateLimit:
 
     def at_once(self, most: int) -> int:
         """How many bytes to move at a time so that they flow evenly: ``most`` if there is no limit."""
-        return most if self.rate is None else max(1, min(most, int(self.rate * CREDIT_SECONDS)))
+        return most if self.rate is None else max(1, min(most, int(self.rate * RATE_CREDIT_SECONDS)))
 
     def take(self, nbytes: int, stopped: Callable[[], bool] = lambda: False) -> None:
         """Wait until these bytes may go, or until ``stopped()`` is true."""
@@ -30,7 +27,7 @@ class RateLimit:
             return
         with self._lock:
             # ``_due`` counts the bytes of all earlier calls. A pause longer than the credit earns nothing more.
-            self._due = max(self._due, time.monotonic() - CREDIT_SECONDS) + nbytes / self.rate
+            self._due = max(self._due, time.monotonic() - RATE_CREDIT_SECONDS) + nbytes / self.rate
             due = self._due
         while (left := due - time.monotonic()) > 0 and not stopped():
-            time.sleep(min(left, SLICE_SECONDS))
+            time.sleep(min(left, RATE_SLICE_SECONDS))

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from transfuse._errors import PeerError, PeerLost, PeerTimeout, ProtocolError, TransfuseError, as_utf8, let_go
 from transfuse._limits import Limits
 from transfuse._timeouts import Patience
+from transfuse._tuning import ROLL_CALL_MAX_BYTES, ROLL_CALL_TOGETHER_SECONDS
 from transfuse._wire import messages
 from transfuse._wire.group import CPU, Group
 from transfuse._wire.messages import BLOCK_BYTES, HEADER_BYTES, Header, Message
@@ -46,10 +47,6 @@ from transfuse._wire.switchboard import Switchboard, Watched
 
 #: The first round has a tag of its own: each roll call has exactly one such word from each rank to each other.
 FIRST_TAG, TAG = 0x5447_0002, 0x5447_0003
-#: The most bytes of one word.
-MAX_BYTES = 64 << 20
-#: One thread waits for the first words of all ranks. After this time, each rank that is late gets a thread of its own.
-TOGETHER_SECONDS = 0.05
 #: How much of an error's text a rank that leaves tells the others.
 MOST_CHARACTERS = 4000
 
@@ -232,7 +229,7 @@ class RollCall:
             thread.start()
             return thread
 
-        start().join(TOGETHER_SECONDS)
+        start().join(ROLL_CALL_TOGETHER_SECONDS)
         for _ in range(len(pending)):
             start()
 
@@ -415,7 +412,7 @@ class RollCall:
         data = block.cpu().numpy().tobytes()
         try:
             header = messages.open_header(data[:HEADER_BYTES])
-            if header.kind not in (Message.WORD, Message.WORKING) or header.length > MAX_BYTES:
+            if header.kind not in (Message.WORD, Message.WORKING) or header.length > ROLL_CALL_MAX_BYTES:
                 raise ValueError(f"{header.kind.name} of {header.length} bytes where a word was due")
             body = bytearray(data[HEADER_BYTES:][: header.length])
             while len(body) < header.length:
@@ -583,8 +580,8 @@ class Agreement:
         lengths = self._all_gather(torch.tensor([len(data)], dtype=torch.int64), what)
         sizes = [int(one) for one in lengths]
         longest = max(sizes)
-        if min(sizes) < 0 or longest > MAX_BYTES:
-            raise TransfuseError(f"{what}: a rank announced {longest} bytes, at most {MAX_BYTES} are expected")
+        if min(sizes) < 0 or longest > ROLL_CALL_MAX_BYTES:
+            raise TransfuseError(f"{what}: a rank announced {longest} bytes, at most {ROLL_CALL_MAX_BYTES} are due")
         mine = torch.zeros(max(longest, 1), dtype=torch.uint8)
         if data:
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

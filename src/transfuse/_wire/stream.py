@@ -39,6 +39,7 @@ import numpy as np
 import torch
 
 from transfuse._memory.digest import Run
+from transfuse._tuning import STREAM_MOST_BYTES, STREAM_MOST_SECONDS, STREAM_SLICE_SECONDS
 
 #: What is sent, or received into. Bytes are only sent.
 Part: TypeAlias = torch.Tensor | Run | bytes | bytearray
@@ -47,17 +48,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.sendmsg, _libc.recvmsg):
     _call.restype, _call.argtypes = ctypes.c_ssize_t, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
 
-#: The most runs of memory, and the most bytes, that the kernel takes in one call.
-MOST_RUNS, MOST_BYTES = 1024, 1 << 30
+MOST_RUNS = 1024
 #: Bytes that are dropped at a time.
 MOST_DROPPED = 1 << 20
 #: How many bytes are read of what a peer said before a write failed.
 MOST_LAST = 1 << 20
-#: A call into the kernel returns after this many seconds at the latest, and after a quarter of the timeout.
-SLICE_SECONDS = 0.1
-#: How many questions to an idle peer may go unanswered before its host counts as gone, and the longest time between
-#: them that the kernel takes.
-QUESTIONS, MOST_SECONDS = 3, 32767
+QUESTIONS = 3
 
 
 class _Head(ctypes.Structure):
@@ -113,11 +109,11 @@ class Stream:
     def set_patience(self, seconds: float) -> None:
         """The peer may take none of the bytes that are sent for this long, and its host may be gone for this long."""
         self._seconds = seconds
-        part = min(SLICE_SECONDS, seconds / 4)
+        part = min(STREAM_SLICE_SECONDS, seconds / 4)
         microseconds = max(int(1e6 * part), 1000)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._set(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(microseconds, 1_000_000)))
-        question = min(max(int(seconds / (QUESTIONS + 1)), 1), MOST_SECONDS)
+        question = min(max(int(seconds / (QUESTIONS + 1)), 1), STREAM_MOST_SECONDS)
         self._set(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._set(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, question)
         self._set(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, question)
@@ -290,8 +286,8 @@ def _runs(parts: Sequence[Part]) -> list[int]:
         else:
             address, left = np.frombuffer(part, np.uint8).__array_interface__["data"][0] if part else 0, len(part)
         while left > 0:
-            runs += (address, min(left, MOST_BYTES))
-            address, left = address + MOST_BYTES, left - MOST_BYTES
+            runs += (address, min(left, STREAM_MOST_BYTES))
+            address, left = address + STREAM_MOST_BYTES, left - STREAM_MOST_BYTES
     return runs
 
 

@@ -25,6 +25,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 
+from transfuse._tuning import WATCH_LINGER_SECONDS
 from transfuse._wire.interface import host_of
 from transfuse._wire.loopback import Loopback
 from transfuse._wire.turns import Turns
@@ -32,8 +33,7 @@ from transfuse._wire.turns import Turns
 _take_reference = ctypes.pythonapi.Py_IncRef
 
 MOST_LAST_MESSAGES = 400
-#: The longest pause of a watch, and how long it stays after the last conversation, in seconds.
-MOST_PAUSE, LINGER_SECONDS = 0.1, 1.0
+MOST_PAUSE = 0.1
 
 
 class Watched(Protocol):
@@ -146,7 +146,7 @@ class Watch:
             pass
 
     def _run(self) -> None:
-        ends_at = time.monotonic() + LINGER_SECONDS
+        ends_at = time.monotonic() + WATCH_LINGER_SECONDS
         while True:
             with self._passing:
                 with self._lock:
@@ -156,7 +156,7 @@ class Watch:
                         return
                 pause = self._look_at(channels)
                 if channels:
-                    ends_at = time.monotonic() + LINGER_SECONDS
+                    ends_at = time.monotonic() + WATCH_LINGER_SECONDS
                 del channels
             self._changed.wait(pause)
             self._changed.clear()

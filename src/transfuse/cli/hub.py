@@ -14,9 +14,10 @@ import typer
 
 import transfuse
 from transfuse._errors import TransfuseError
-from transfuse._hub.hub import DEFAULT_NAME, MAX_SHARD_BYTES, Hub, HubSettings, check_shard_bytes
+from transfuse._hub.hub import DEFAULT_NAME, Hub, HubSettings, check_shard_bytes
 from transfuse._hub.sources import Reached, ServerSource
 from transfuse._job.state import State
+from transfuse._tuning import HUB_MAX_SHARD_BYTES
 from transfuse._wire.handshake import is_loopback, split_address
 from transfuse.cli import files, keepers
 from transfuse.cli.errors import Failed, warnings_shown
@@ -74,7 +75,7 @@ def hub(
     step: Annotated[int | None, typer.Option(min=0, help="The step of the state in a file.")] = None,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes of tensors in a file of the repository.")
-    ] = f"{MAX_SHARD_BYTES // 1000**3}GB",
+    ] = f"{HUB_MAX_SHARD_BYTES // 1000**3}GB",
     hold: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="How long a client may go on with a commit.")
     ] = 30,

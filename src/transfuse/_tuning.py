@@ -1,0 +1,242 @@
+"""Every second and every byte that somebody chose, in one table.
+
+What users may set is in ``_limits``; the sizes of parcels, rounds and bursts follow from rules in ``_sizes``, and how a
+timeout is split among waits from ``_timeouts``. Lengths that a format fixes (headers, digests, nonces) are with the
+format. This module imports nothing.
+"""
+
+from __future__ import annotations
+
+# ------------------------------------------------------------------------------------------------------------- The Hub
+
+# _hub/assets
+#: Assets are read into memory to be sent.
+HUB_ASSET_MAX_BYTES = 256 << 20
+
+# _hub/commits
+#: A client gives up a request after 10 s. A request waits at most this long for a copy.
+HUB_COMMIT_WAIT_SECONDS = 8.0
+#: How long a commit stays in use after a request of a visitor that did not get it as ``main``, or has closed.
+HUB_COMMIT_SHORT_SECONDS = 1.0
+#: Memory is freed when nobody has asked for anything for this long.
+HUB_COMMIT_FREE_SECONDS = 600.0
+
+# _hub/http_server
+#: A request's line and headers, and its body.
+HTTP_MAX_HEAD_BYTES = 32 << 10
+HTTP_MAX_BODY_BYTES = 1 << 20
+#: How long a request may take to arrive, from its first byte on, and how long a connection may be idle.
+HTTP_REQUEST_SECONDS = 10.0
+HTTP_IDLE_SECONDS = 120.0
+#: What one call hands to the kernel. The kernel copies it: memory that has been handed over may change.
+HTTP_SEND_BYTES = 1 << 20
+#: A client must take at least this number of bytes in every span of the timeout, or all that is left.
+HTTP_LEAST_BYTES = 1 << 20
+#: The listening thread looks this often whether there is other work.
+HTTP_LISTEN_SECONDS = 1.0
+#: How long a new connection waits for the thread of an idle one that was closed for it.
+HTTP_ROOM_SECONDS = 1.0
+#: How long closing waits for threads that have been cut off.
+HTTP_END_SECONDS = 5.0
+
+# _hub/hub
+#: What ``save_pretrained`` takes for a file. Clients download several files at once.
+HUB_MAX_SHARD_BYTES = 5_000_000_000
+
+# _hub/sources
+#: Servers of a training job may be at different steps: a fetch is tried ``TRIES`` times, ``BETWEEN_SECONDS`` apart.
+HUB_SOURCE_BETWEEN_SECONDS = 0.05
+#: The step that servers have told is believed for this long: a client asks for ``main`` several times in a row.
+HUB_SOURCE_BELIEVED_SECONDS = 0.25
+
+
+# --------------------------------------------------------------------------------------------------------- Generations
+
+# _job/generations
+#: How often a rank looks for the others.
+REGROUP_LOOK_SECONDS = 0.02
+
+
+# ---------------------------------------------------------------------------------------------------------- The keeper
+
+# _keeper/bundles
+#: Storages smaller than this are put together, into bundles of about this size.
+BUNDLE_BYTES = 1 << 20
+
+# _keeper/client
+#: How often a lost keeper is looked for.
+KEEP_REVIVE_SECONDS = 5.0
+
+# _keeper/commits
+#: How long a commit waits for the keeper's answer, before training goes on without it.
+COMMIT_ANSWER_SECONDS = 5.0
+#: How long a rank that asks for a layout waits for the other ranks of its host, which may share it.
+COMMIT_PARTNER_SECONDS = 5.0
+
+# _keeper/door
+#: How long a question to another keeper may take.
+DOOR_ASK_SECONDS = 5.0
+#: A connection to the door: how long it has to prove the token.
+DOOR_PROVE_SECONDS = 10.0
+#: How often a connection looks whether it is still needed.
+DOOR_LISTEN_SECONDS = 0.5
+
+# _keeper/process
+#: How often the keeper looks whether it is still needed.
+KEEPER_LOOK_SECONDS = 0.25
+#: How long a worker has to attach before a keeper that nobody needs ends.
+KEEPER_FIRST_SECONDS = 60.0
+#: How often the newest step is noted, for a keeper that comes after this one.
+KEEPER_NOTE_SECONDS = 5.0
+#: How long a worker that takes an ended worker's place waits until its connection is closed.
+KEEPER_CHANGE_SECONDS = 10.0
+KEEPER_ANSWER_SECONDS = 30.0
+#: How long a reader on another host may go without progress.
+KEEPER_SERVE_SECONDS = 60.0
+
+# _keeper/rendezvous
+#: How long a rank sleeps between two looks into the store: this at first, and ever longer up to the second.
+RENDEZVOUS_MIN_PAUSE_SECONDS = 0.002
+RENDEZVOUS_MAX_PAUSE_SECONDS = 0.2
+
+# _keeper/replicas
+#: How often a puller looks for an agreed step, if nothing wakes it.
+REPLICA_LOOK_SECONDS = 0.2
+
+# _keeper/ring
+#: How often the leader asks the others, if nothing wakes it.
+RING_ROUND_SECONDS = 0.2
+#: After everybody has closed, the leader ends within this time, even if some followers could not be told.
+RING_OVER_SECONDS = 10.0
+#: A follower complains if it has not heard the leader for this long.
+RING_SILENCE_SECONDS = 30.0
+#: How long another keeper's connection may say nothing, if it borrows nothing.
+RING_IDLE_SECONDS = 120.0
+RING_CLOSE_SECONDS = 3.0
+
+# _keeper/transfers
+#: How long a pull may go without progress. More if the rate is so low that a parcel takes longer.
+REPLICA_PULL_SECONDS = 30.0
+
+# _keeper/unkept
+#: When a warning comes if no step has become complete since the job began to commit.
+UNKEPT_FIRST_SECONDS = 5.0
+#: When it comes later, and again: after the first number of seconds, or after that many commits if these took longer
+#: than the last.
+UNKEPT_AGAIN_SECONDS = 30.0
+UNKEPT_WHILE_SECONDS = 10.0
+
+
+# -------------------------------------------------------------------------------------------------------------- Memory
+
+# _memory/arena
+#: A storage of this size or more gets its own allocation.
+ARENA_LARGE_BYTES = 1 << 20
+#: The largest mapping. One small tensor that outlives all others keeps at most this much memory from being released.
+ARENA_MAPPING_BYTES = 16 << 20
+
+# _memory/vm
+VM_CALL_BYTES = 8 << 20
+#: Ranges of about this size are long: the call for each of them does not count.
+VM_LONG_BYTES = 64 << 10
+#: For fewer bytes a second thread costs more time than it saves.
+VM_THREAD_BYTES = 4 << 20
+
+
+# ------------------------------------------------------------------------------------------------------------ Progress
+
+# _progress
+#: When nothing moves, the bar is drawn again after this many seconds, so that its clock goes on.
+PROGRESS_STILL_SECONDS = 0.5
+
+
+# ----------------------------------------------------------------------------------------------------- serve and fetch
+
+# _remote/client
+#: The longest key that a reader may ask for: it travels in one frame of the control connection.
+FETCH_MAX_ENTRY_BYTES = 4096
+
+# _remote/server
+#: How long the end of the interpreter waits for readers to be told.
+SERVER_END_SECONDS = 3.0
+
+
+# ------------------------------------------------------------------------------------------------------------ The wire
+
+# _wire/handshake
+HANDSHAKE_MAX_FRAME_BYTES = 16 << 10
+#: How often the server tells a waiting reader that it still has to wait.
+HANDSHAKE_WAIT_SECONDS = 0.5
+
+# _wire/listener
+#: The listener logs at most one warning about strangers in this time.
+LISTENER_COMPLAINT_SECONDS = 1.0
+
+# _wire/meeting
+#: Seconds until listening on an address is tried again.
+MEETING_AGAIN_SECONDS = 60.0
+
+# _wire/memory_route_read
+READ_SPAN_BYTES = 1 << 20
+
+# _wire/nixl_agent
+#: How long the progress thread sleeps at most if nothing wakes it. With 0 it would never sleep.
+NIXL_PROGRESS_MICROSECONDS = 10_000
+#: How long a source keeps memory that a receiver that has failed may still be reading. Over tcp the source's own thread
+#: reads the memory for it, and ends the process if the memory is gone.
+NIXL_LINGER_SECONDS = 60.0
+#: How long the end of the process waits for calls that other threads make.
+NIXL_EXIT_SECONDS = 1.0
+#: How long the agent's destructor may take at exit. A process hung at its end once; the cause was not found.
+NIXL_DESTROY_SECONDS = 30.0
+
+# _wire/nixl_route
+#: How long a transfer waits for this process's agent.
+NIXL_AGENT_SECONDS = 1.0
+#: The longest metadata that a receiver accepts. NIXL needs about 45 bytes for each storage.
+NIXL_MAX_METADATA_BYTES = 32 << 20
+NIXL_CHUNK_BYTES = 4 << 20
+NIXL_LEAST_CHUNK_BYTES = 64 << 10
+#: Seconds between two questions whether a read is done: the first, and the longest. And how often it is asked whether
+#: the caller stops.
+NIXL_LEAST_POLL_SECONDS = 20e-6
+NIXL_POLL_SECONDS = 1e-3
+NIXL_STOP_SECONDS = 0.02
+#: How long a read that is no longer needed may take to end, so that its staging need not be given up.
+NIXL_GOODBYE_SECONDS = 0.5
+
+# _wire/pool
+#: Seconds until a connection with a peer is tried again after none could be made.
+POOL_AGAIN_SECONDS = 60.0
+
+# _wire/rate_limit
+#: After a pause, the bytes of this many seconds may go at once. More would let a burst through at full speed.
+RATE_CREDIT_SECONDS = 0.05
+#: The longest sleep before ``stopped`` is asked again.
+RATE_SLICE_SECONDS = 0.05
+
+# _wire/roll_call
+#: The most bytes of one word.
+ROLL_CALL_MAX_BYTES = 64 << 20
+#: One thread waits for the first words of all ranks. After this time, each rank that is late gets a thread of its own.
+ROLL_CALL_TOGETHER_SECONDS = 0.05
+
+# _wire/stream
+#: The most runs of memory, and the most bytes, that the kernel takes in one call.
+STREAM_MOST_BYTES = 1 << 30
+#: A call into the kernel returns after this many seconds at the latest, and after a quarter of the timeout.
+STREAM_SLICE_SECONDS = 0.1
+#: How many questions to an idle peer may go unanswered before its host counts as gone, and the longest time between
+#: them that the kernel takes.
+STREAM_MOST_SECONDS = 32767
+
+# _wire/switchboard
+#: The longest pause of a watch, and how long it stays after the last conversation, in seconds.
+WATCH_LINGER_SECONDS = 1.0
+
+
+# ----------------------------------------------------------------------------------------- Threads that are used again
+
+# _workers
+#: The name of a worker that has nothing to do, and the seconds after which it ends.
+WORKER_LINGER_SECONDS = 1.0
