@@ -134,7 +134,7 @@ def test_a_commit_does_not_change_while_it_is_read_and_there_are_at_most_two() -
 
 
 def test_an_older_commit_goes_when_nobody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commits_module, "SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(commits_module, "HUB_COMMIT_SHORT_SECONDS", 0.0)
     job, me, other = Job(), visitor(), visitor()
     first = job.main(me)
     job.advance()
@@ -170,7 +170,7 @@ def test_listing_main_in_between_keeps_the_commit() -> None:
 
 
 def test_a_visitor_that_goes_silent_holds_for_a_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commits_module, "SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(commits_module, "HUB_COMMIT_SHORT_SECONDS", 0.0)
     job = Job(hold=0.05)
     silent = [visitor(), visitor()]
     first = job.main(silent[0])
@@ -187,7 +187,7 @@ def test_a_visitor_that_goes_silent_holds_for_a_time_only(monkeypatch: pytest.Mo
 def test_a_reader_that_never_ends_is_cut_off_before_its_memory_is_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(commits_module, "SHORT_SECONDS", 1.0)
+    monkeypatch.setattr(commits_module, "HUB_COMMIT_SHORT_SECONDS", 1.0)
     job = Job(hold=0.01)
     ended = threading.Event()
     stuck = Visitor(ended.set)
@@ -229,7 +229,7 @@ def test_etags_follow_the_bytes() -> None:
 
 
 def test_who_waits_for_a_long_change_gets_the_newest_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commits_module, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(commits_module, "HUB_COMMIT_WAIT_SECONDS", 0.3)
     job = Job()
     with job.live.changing(), pytest.raises(Unavailable, match="ask again"):
         _elsewhere(lambda: job.main(visitor()))
@@ -240,7 +240,7 @@ def test_who_waits_for_a_long_change_gets_the_newest_that_there_is(monkeypatch: 
 
 
 def test_a_copy_that_takes_longer_than_clients_wait_is_had_by_asking_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commits_module, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(commits_module, "HUB_COMMIT_WAIT_SECONDS", 0.1)
     job = Job(hold=0.1)
     job.seconds = 0.3
     seen: list[int] = []
@@ -261,8 +261,8 @@ def test_a_copy_that_takes_longer_than_clients_wait_is_had_by_asking_again(monke
 
 
 def test_main_never_goes_back_to_an_older_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commits_module, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(commits_module, "SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(commits_module, "HUB_COMMIT_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(commits_module, "HUB_COMMIT_SHORT_SECONDS", 0.0)
     job, me = Job(), visitor()
     with job.get(MAIN) as old:
         job.advance()
@@ -273,7 +273,7 @@ def test_main_never_goes_back_to_an_older_commit(monkeypatch: pytest.MonkeyPatch
         with job.live.changing(), pytest.raises(Unavailable, match="ask again"):
             # The newest commit has made room, and the copy waits for training: only the old one is there.
             _elsewhere(lambda: job.main(visitor()))
-        monkeypatch.setattr(commits_module, "WAIT_SECONDS", 60.0)
+        monkeypatch.setattr(commits_module, "HUB_COMMIT_WAIT_SECONDS", 60.0)
         with job.get(MAIN) as newest:
             assert newest.step == job.step == step_of(newest)
         # How long the old one may still be read counts from the first newer one.
@@ -315,8 +315,8 @@ def test_memory_is_freed_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> No
     first = job.main(me)
     job.commits.tidy()
     assert job.has(first)
-    monkeypatch.setattr(commits_module, "FREE_SECONDS", 0.0)
-    monkeypatch.setattr(commits_module, "SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(commits_module, "HUB_COMMIT_FREE_SECONDS", 0.0)
+    monkeypatch.setattr(commits_module, "HUB_COMMIT_SHORT_SECONDS", 0.0)
     job.commits.leave(me)
     until = time.monotonic() + 60
     while job.commits._kept:

@@ -122,7 +122,7 @@ def test_one_server_and_its_end() -> None:
 
 def test_servers_that_do_not_answer_hold_up_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client waits 10 s for an answer to HEAD, however many ask and however long the servers may take."""
-    monkeypatch.setattr(commits_module, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(commits_module, "HUB_COMMIT_WAIT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         hub = transfuse.hub(f"127.0.0.1:{frozen.getsockname()[1]}", timeout=100)
         with ThreadPoolExecutor(4) as pool:

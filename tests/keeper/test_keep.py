@@ -609,12 +609,12 @@ def test_a_keeper_is_frozen_and_shouted_at_and_its_socket_is_deleted(
             sock.connect(path)
             sock.sendall(b"\xff\xff\x00\x00\x00\x00\x00\x00" + bytes(100))
             assert job.commit(1) == ["committed"] * 2
-        monkeypatch.setattr(client, "ANSWER_SECONDS", 0.5)
+        monkeypatch.setattr(client, "COMMIT_ANSWER_SECONDS", 0.5)
         os.kill(pid, signal.SIGSTOP)
         assert job.commit(2) == ["skipped"] * 2
         assert warnings(caplog, "goes on without the keeper") == 2
         os.kill(pid, signal.SIGCONT)
-        monkeypatch.setattr(client, "ANSWER_SECONDS", SECONDS)
+        monkeypatch.setattr(client, "COMMIT_ANSWER_SECONDS", SECONDS)
         step = commit_until(job, 2, "committed")
         assert keepers_in(home.base) == [pid]
         # By a cleaner of /tmp. At once: the keeper makes again what is gone while the rest is being deleted.

@@ -46,7 +46,7 @@ def warnings() -> Iterator[list[str]]:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings come soon."""
-    for name, value in (("FIRST_SECONDS", 0.05), ("AGAIN_SECONDS", 0.2), ("WHILE_SECONDS", 0.1)):
+    for name, value in (("UNKEPT_FIRST_SECONDS", 0.05), ("UNKEPT_AGAIN_SECONDS", 0.2), ("UNKEPT_WHILE_SECONDS", 0.1)):
         monkeypatch.setattr(unkept, name, value)
 
 
@@ -151,7 +151,7 @@ def test_a_lost_keeper_is_told_again_and_again(home: Home, monkeypatch: pytest.M
         job.start(same(state))
         assert job.commit(1) == ["committed"]
         os.kill(home.status()["pid"], signal.SIGSTOP)
-        monkeypatch.setattr("transfuse._keeper.client.ANSWER_SECONDS", 0.2)
+        monkeypatch.setattr("transfuse._keeper.client.COMMIT_ANSWER_SECONDS", 0.2)
         step = 1
 
         def is_told() -> bool:

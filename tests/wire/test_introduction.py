@@ -308,7 +308,7 @@ def test_neither_end_can_connect(
         assert wires.said == [Message.MEET, Message.MET, Message.GO]
         assert lines(caplog) == []
         # Later they try again, and say less.
-        monkeypatch.setattr(pools, "AGAIN_SECONDS", 0.0)
+        monkeypatch.setattr(pools, "POOL_AGAIN_SECONDS", 0.0)
         ends.move(4)
         assert wires.take() == ("group", 0)
         assert [one.tries for one in walls.values()] == [2, 2]

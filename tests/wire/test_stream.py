@@ -148,7 +148,7 @@ def test_more_runs_than_one_call_takes(pair: Pair) -> None:
 
 
 def test_longer_runs_than_one_call_takes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 5)
+    monkeypatch.setattr(module, "STREAM_MOST_BYTES", 5)
     move(*pair, [1, 4, 5, 6, 0, 10, 11, 10_001])
 
 
