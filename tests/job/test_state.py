@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -182,9 +183,77 @@ def test_values_in_tuples_cannot_be_replaced() -> None:
     assert "cannot land in the state that was given, and no object in it takes them: ['pair'][1]" in str(error)
 
 
-@pytest.mark.parametrize("wrong", [None, "model", b"model"])
-def test_what_is_no_state(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="state takes a mapping of objects, tensors and values"):
+def test_an_object_that_is_there_twice_is_given_its_state_once() -> None:
+    source, target = Counter(1), Counter(0)
+    assert heal({"a": source, "b": [source]}, {"a": target, "b": [target]})[1].get() == 7
+    assert target.loaded == [{"value": 1}]
+
+
+def test_objects_whose_long_keys_begin_alike_are_told_apart() -> None:
+    """A path shows only the beginning of a key."""
+    keys = ["x" * 300 + end for end in "abc"]
+    target = {key: Counter(value) for key, value in zip(keys, (0, 0, 1), strict=True)}
+    assert heal({key: Counter(1) for key in keys}, target)[1].get() == 7
+    assert [counter.value for counter in target.values()] == [1, 1, 1]
+
+
+def test_a_list_with_fewer_objects_is_an_error_before_anything_is_written() -> None:
+    states: list[dict[str, Any]] = [
+        {"w": torch.ones(2), "many": [Counter(1)]},
+        {"w": torch.zeros(2), "many": [Counter(0), Counter(0)]},
+    ]
+    error = heal(*states)[1].error
+    assert isinstance(error, transfuse.TargetMismatch)
+    assert "['many'][1]['value']: only in the target" in str(error)
+    assert not states[1]["w"].any()
+    assert not states[1]["many"][0].loaded
+    with transfuse.serve(states[0]) as server, pytest.raises(transfuse.TargetMismatch, match="only in the target"):
+        transfuse.fetch(server.address, states[1])
+    assert heal(*states, strict=False)[1].get() == 7
+    assert [counter.value for counter in states[1]["many"]] == [1, 0]
+
+
+def test_an_object_that_refuses_its_state_is_named() -> None:
+    jobs = [trained(rank, 1 - rank) for rank in range(2)]
+    jobs[1][1].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    error = heal(*({"model": model, "optimizer": optimizer} for model, optimizer, _ in jobs))[1].error
+    assert "['optimizer']: AdamW.load_state_dict() has raised ValueError: loaded state dict has" in str(error)
+
+
+def test_milestones_of_a_scheduler_arrive_as_the_counter_they_are() -> None:
+    plans = [torch.optim.lr_scheduler.MultiStepLR(trained(0, 0)[1], milestones) for milestones in ([1, 1, 5], [2])]
+    assert heal({"plan": plans[0]}, {"plan": plans[1]}, strict=False)[1].get() == 7
+    assert type(plans[1].milestones) is type(plans[0].milestones)
+    assert plans[1].milestones[1] == 2
+
+
+def test_no_random_number_of_the_job_is_drawn(home: Home) -> None:  # noqa: F811
+    """A restored job would go on with other numbers than one that went on."""
+    before = random.getstate()
+    heal({"w": torch.ones(3, 3).t()}, {"w": torch.zeros(3, 3).t()})
+    with transfuse.keep({"w": torch.ones(3, 3).t()}, run="random") as keep:
+        keep.commit(1)
+        keep.restore()
+    assert random.getstate() == before
+
+
+def test_the_step_that_was_returned_may_stand_in_the_state() -> None:
+    assert heal({"step": transfuse.Step(5)}, state := {"step": 0})[1].get() == 7
+    assert state == {"step": 5}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        (None, "NoneType"),
+        ("model", "str"),
+        (b"model", "bytes"),
+        (nn.Linear, "the class Linear"),
+        (nn.Linear(1, 1).parameters(), "generator"),
+    ],
+)
+def test_what_is_no_state(wrong: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=f"state takes a mapping of objects, tensors and values.* got {name}"):
         transfuse.State(wrong)
     with pytest.raises(TypeError, match="load= belongs to the State"):
         transfuse.heal(transfuse.State({}), step=1, load=print)
@@ -222,6 +291,43 @@ def test_random_numbers_belong_to_the_rank_unless_told_otherwise() -> None:
     torch.rand(5)
     kept.load_rank_tree(states)
     assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize(
+    ("kept", "given"),
+    [
+        ({"epoch": 5, "more": {"seen": [1, 2]}}, {"epoch": 0, "more": {"seen": []}}),
+        ({"late": 1}, {}),
+        ([1, 2], []),
+        ({"w": torch.ones(2), "more": [torch.ones(1)]}, {"w": torch.zeros(2), "more": [torch.zeros(1)]}),
+    ],
+)
+def test_rank_state_of_plain_values_and_tensors_is_restored(home: Home, kept: Any, given: Any) -> None:  # noqa: F811
+    with transfuse.keep({}, rank_state=kept, run="plain") as keep:
+        keep.commit(1)
+        keep.detach()
+    with transfuse.keep({}, rank_state=given, run="plain") as keep:
+        assert keep.restore() == 1
+    assert repr(given) == repr(kept)
+
+
+def test_objects_in_lists_of_the_rank_state_stay_and_take_what_was_kept(home: Home) -> None:  # noqa: F811
+    counters, others = [Counter(0) for _ in range(3)], [Counter(i) for i in range(1, 4)]
+    with transfuse.keep({}, rank_state={"list": others[:2], "tuple": (others[2], 4)}, run="lists") as keep:
+        keep.commit(1)
+        keep.detach()
+    given = {"list": counters[:2], "tuple": (counters[2], 4)}
+    with transfuse.keep({}, rank_state=given, run="lists") as keep:
+        keep.restore()
+    assert given == {"list": counters[:2], "tuple": (counters[2], 4)}
+    assert [counter.loaded for counter in counters] == [[{"value": i}] for i in range(1, 4)]
+
+
+def test_rank_state_that_nothing_can_take_is_named() -> None:
+    with pytest.raises(transfuse.StateError, match=r"\['w'\] is a tensor of torch.float32 and shape \[2\]"):
+        State({"w": torch.zeros(2)}).load_all({"w": torch.ones(1)})
+    with pytest.raises(transfuse.StateError, match=r"\['pair'\]\[1\] cannot be replaced by a int where it is"):
+        State({"pair": (Counter(0), 0)}).load_all({"pair": ({"value": 1}, 1)})
 
 
 # ------------------------------------------------------------------------------------------------------------ changes

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transfuse._errors import StateError
+from transfuse._errors import StateError, TargetMismatch
 from transfuse._job.state import State, StatePart, belongs_to_rank
 from transfuse._options import FetchKeywords, OptionKeywords
 from transfuse._plan.cohorts import Cohort
-from transfuse._plan.left_over import check_nothing_was_removed, unplaced
+from transfuse._plan.left_over import Unplaced, check_nothing_was_removed, unplaced
 from transfuse._plan.match import Prepared
+from transfuse._state import trees
 from transfuse._state.leaves.own_mesh import own_mesh
 from transfuse._state.returned_copies import ReturnedCopies
 
@@ -39,30 +40,43 @@ class Receipt:
     def check(self, cohorts: Sequence[Cohort], target: Prepared, options: FetchKeywords | OptionKeywords) -> None:
         """Raise if the target is not like the sources', or something can neither land nor be taken by somebody."""
         check_nothing_was_removed(cohorts, target, options)
-        homeless = self.find_takers(cohorts, target)
+        homeless = self.find_takers(cohorts, target, options)
         if self._state.loads is None and self._state.is_made:
             self._copies.refuse()
         if self._state.loads is None and homeless:
             self._refuse(homeless)
 
-    def find_takers(self, cohorts: Sequence[Cohort], target: Prepared) -> list[str]:
-        """Find who takes what cannot land in place. Returns the paths of leaves that nobody takes."""
+    def find_takers(
+        self, cohorts: Sequence[Cohort], target: Prepared, options: FetchKeywords | OptionKeywords
+    ) -> list[str]:
+        """Find who takes what cannot land in place. Returns the paths of leaves that nobody takes.
+
+        Raises if a list of the source ends before an object of the target's list: nothing can be given to that.
+        """
         if self._state.is_made:
-            return [path for path, _ in unplaced(cohorts, target)]
+            return [each.path for each in unplaced(cohorts, target)]
         places = [place for place in self._state.places() if not belongs_to_rank(place.value)]
-        takers: dict[str, StatePart] = {}
-        homeless = []
-        for path, is_value in [*unplaced(cohorts, target), *((path, False) for path in self._copies.paths)]:
-            place = next((place for place in places if place.holds(path)), None)
-            if place is not None and (place.is_object or (is_value and place.can_take())):
-                takers[place.path] = place
-            else:
+        takers: dict[Any, StatePart] = {}
+        homeless, absent = list[str](), list[str]()
+        copies = [Unplaced(path, is_value=False) for path in self._copies.paths]
+        for path, is_value, is_beyond in [*unplaced(cohorts, target), *copies]:
+            # Several: a path shows only the beginning of a long key.
+            found = [place for place in places if place.holds(path)]
+            if is_beyond and not any(trees.leads(cohorts[0].manifest.root, place.trail) for place in found):
+                absent.append(path)
+                continue
+            able = [place for place in found if place.is_object or (is_value and place.can_take())]
+            # An object that is there twice is given its state once.
+            takers |= {id(place.value) if place.is_object else place.trail: place for place in able}
+            if not able:
                 homeless.append(path)
+        if absent and options.get("strict") is not False:
+            raise TargetMismatch([f"{path}: only in the target" for path in absent])
         self._takers = list(takers.values())
         return homeless
 
     def _refuse(self, homeless: list[str]) -> None:
-        names = ", ".join(homeless[:10]) + (", …" if len(homeless) > 10 else "")
+        names = ", ".join(path or "<root>" for path in homeless[:10]) + (", …" if len(homeless) > 10 else "")
         if self._state.is_made:
             raise StateError(
                 f"{len(homeless)} leaves cannot land in what state_dict() returns, and there is no load= to get them: "
@@ -79,5 +93,9 @@ class Receipt:
             self._state.loads(arrived)
             self._takers = []
         for place in self._takers:
-            place.take(arrived)
+            try:
+                place.take(arrived)
+            except Exception as error:
+                call = f"{place.path}: {type(place.value).__name__}.load_state_dict()"
+                raise StateError(f"{call} has raised {type(error).__name__}: {error}") from error
         self._copies.check_taken(self._state.tree)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +27,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from transfuse import _arguments
+from transfuse._errors import StateError
+from transfuse._job.face import Step
 from transfuse._state import trees
+
+logger = logging.getLogger("transfuse")
 
 #: What somebody who reads the state does while the job changes it.
 Changing = Callable[[], AbstractContextManager[object]]
@@ -127,21 +132,48 @@ def _expand(value: Any, takes: Callable[[object], bool]) -> Any:
         children = [_expand(child, takes) for child in value]
         same = all(one is other for one, other in zip(children, value, strict=True))
         return value if same else type(value)(children)
-    return value
+    return int(value) if isinstance(value, Step) else value
 
 
-def _load_all(given: Any, arrived: Any, parent: Any, key: Any) -> None:
+def _holds_objects(value: object) -> bool:
+    return is_stateful(value) or any(_holds_objects(child) for _, child in _children(value) or ())
+
+
+def _load_all(given: Any, arrived: Any, path: str, parent: Any, key: Any) -> None:
+    """Put what has arrived into a value: objects and tensors keep their identity, and so do containers."""
     if is_stateful(given):
         given.load_state_dict(arrived)
-    elif isinstance(given, torch.Tensor):
+        return
+    children, others = _children(given), _children(arrived)
+    if children is not None and others is not None and isinstance(given, Mapping) is isinstance(arrived, Mapping):
+        mine, theirs = dict(children), dict(others)
+        if mine.keys() == theirs.keys() or _holds_objects(given):
+            for name in [name for name in mine if name in theirs]:
+                _load_all(mine[name], theirs[name], path + trees.label(name), given, name)
+            apart = [path + trees.label(name) for name in mine.keys() ^ theirs.keys()]
+            if apart:
+                logger.warning("only the state given or the state restored has %s", ", ".join(sorted(apart)))
+            return
+    if isinstance(given, torch.Tensor):
+        if not isinstance(arrived, torch.Tensor) or (given.shape, given.dtype) != (arrived.shape, arrived.dtype):
+            raise StateError(f"{path or '<root>'} is {_shown(given)}, and what was restored is {_shown(arrived)}")
         with torch.no_grad():
             given.copy_(arrived)
-    elif isinstance(given, Mapping) and any(not _is_plain(child) for child in given.values()):
-        for name, child in given.items():
-            if name in arrived:
-                _load_all(child, arrived[name], given, name)
-    elif parent is not None:
-        StatePart("", (key,), given, parent).take({key: arrived})
+        return
+    place = StatePart(path, (key,), given, parent)
+    if place.can_take():
+        place.take({key: arrived})
+    elif not _is_plain(given) or given != arrived:
+        raise StateError(
+            f"{path or '<root>'} cannot be replaced by {_shown(arrived)} where it is: put values into a mapping or a "
+            "list, or give load_rank_state="
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dtype} and shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 class State:
@@ -161,10 +193,12 @@ class State:
         _arguments.check_flags(hooks=hooks)
         if load is None and inspect.ismethod(state) and state.__name__ == "state_dict" and is_stateful(state.__self__):
             state = state.__self__
-        if state is None or isinstance(state, str | bytes):
+        kind = f"the class {state.__name__}" if isinstance(state, type) else type(state).__name__
+        is_class = isinstance(state, type) and hasattr(state, "state_dict")
+        if state is None or is_class or isinstance(state, str | bytes | Iterator):
             raise TypeError(
                 "state takes a mapping of objects, tensors and values, an object with state_dict() and "
-                f"load_state_dict(), or a callable that returns a tree, got {type(state).__name__}"
+                f"load_state_dict(), or a callable that returns a tree, got {kind}"
             )
         self._given = state
         self.loads = load
@@ -208,7 +242,7 @@ class State:
     def load_all(self, arrived: Any) -> None:
         """Put all that has arrived into the objects, tensors and containers of a state that no callable makes."""
         if not self.is_made:
-            _load_all(self._given, arrived, None, None)
+            _load_all(self._given, arrived, "", None, None)
 
     def places(self) -> list[StatePart]:
         """The objects of a state that is not made by a callable, and the plain values in it."""

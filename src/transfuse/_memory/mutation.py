@@ -30,6 +30,9 @@ _WORD, _BYTE = np.dtype(np.uint64), np.dtype(np.uint8)
 _version = attrgetter("_version")
 _pointer: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
 
+#: Not Python's own generator: a job may draw from that, and a restored one would draw other numbers.
+_lots = random.Random()
+
 
 class MutationWatch:
     """Remembers samples of a described state, and later finds the leaves that have changed."""
@@ -42,7 +45,7 @@ class MutationWatch:
         skip = -starts % 8
         words = (runs - skip) // 8
         # At random positions, because not every step writes everywhere.
-        lots = np.frombuffer(random.randbytes(4 * len(rows)), dtype=np.uint32).astype(np.int64)
+        lots = np.frombuffer(_lots.randbytes(4 * len(rows)), dtype=np.uint32).astype(np.int64)
         wide, narrow = here & (words >= WORDS), here & (words < WORDS)
         #: The tensor that each sample belongs to: samples in words, samples in bytes, samples outside main memory.
         self._rows: list[Ints] = [rows[wide], rows[narrow], rows[~here]]
@@ -71,7 +74,7 @@ class MutationWatch:
         rows, offsets = [whole], [np.zeros(len(whole), dtype=np.int64)]
         runs = [tensors.numel[whole] * tensors.item[whole]]
         for strided in np.flatnonzero((tensors.numel > 0) & ~tensors.contiguous).tolist():
-            lots = np.array([random.randrange(int(tensors.numel[strided])) for _ in range(WORDS)])
+            lots = np.array([_lots.randrange(int(tensors.numel[strided])) for _ in range(WORDS)])
             index = np.unravel_index(lots, tensors.shape(strided))
             steps = np.array(tensors.stride(strided), dtype=np.int64)
             rows.append(np.full(WORDS, strided, dtype=np.int64))

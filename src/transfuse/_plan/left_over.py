@@ -29,6 +29,8 @@ class Unplaced(NamedTuple):
     path: str
     #: Whether it is a plain value, not a tensor.
     is_value: bool
+    #: Whether only the target has it, where its list goes on and the source's has ended.
+    is_beyond: bool = False
 
 
 def check_nothing_was_removed(
@@ -68,24 +70,28 @@ def unplaced(cohorts: Sequence[Cohort], target: Prepared) -> list[Unplaced]:
 
     Leaves that only a later cohort has are received if the target has them, and not otherwise: other ranks' stages.
     """
-    paths = trees.paths(target.root)
-    here = {path: number for number, path in enumerate(paths)}
     left: dict[str, bool] = {}
     for position, cohort in enumerate(cohorts):
         manifest = cohort.manifest
-        for leaf, path in enumerate(manifest.paths):
-            number = here.get(path)
-            if number is None and position:
+        partner = trees.merge(manifest.root, target.root).partner
+        for leaf, (path, number) in enumerate(zip(manifest.paths, partner, strict=True)):
+            if number < 0 and position:
                 continue
-            if number is None or cohort.is_blob(leaf):
+            if number < 0 or cohort.is_blob(leaf):
                 differs = True
             else:
                 differs = cohort.is_value(leaf) and not _is_the_same(manifest.detail(leaf), target.leaves[number])
             if differs:
                 left[path] = cohort.is_value(leaf) or cohort.is_blob(leaf)
-    for leaf in trees.merge(cohorts[0].manifest.root, target.root).beyond:
-        left[paths[leaf]] = not isinstance(target.leaves[leaf], torch.Tensor)
-    return [Unplaced(path, is_value) for path, is_value in left.items()]
+    paths = trees.paths(target.root)
+    beyond = {
+        paths[leaf]: not isinstance(target.leaves[leaf], torch.Tensor)
+        for leaf in trees.merge(cohorts[0].manifest.root, target.root).beyond
+    }
+    return [
+        *(Unplaced(path, is_value) for path, is_value in left.items()),
+        *(Unplaced(path, is_value, is_beyond=True) for path, is_value in beyond.items()),
+    ]
 
 
 def _is_the_same(encoded: object, value: object) -> bool:

@@ -136,7 +136,7 @@ def fetch_if(
         receipt = None if given is None or given.is_made else Receipt(given)
         target = None if given is None else given.tree() if receipt is None else receipt.target
         if permit is None and given is not None and given.places():
-            permit = None if receipt is None else receipt.find_takers
+            permit = None if receipt is None else partial(receipt.find_takers, options=options)
         ranks = visit.begin()
         try:
             with transport:

@@ -38,9 +38,10 @@ class Kind(enum.IntEnum):
     NAMED_TUPLE = 6
     DEQUE = 7
     REGISTERED = 8
+    COUNTER = 9
 
 
-MAPPINGS = {Kind.DICT, Kind.ORDERED_DICT, Kind.DEFAULT_DICT}
+MAPPINGS = {Kind.DICT, Kind.ORDERED_DICT, Kind.DEFAULT_DICT, Kind.COUNTER}
 _SEQUENCES = {Kind.LIST, Kind.TUPLE, Kind.DEQUE}
 _PLAIN = {Kind.DICT, Kind.LIST, Kind.TUPLE}  # These kinds have only keys and children, no extra data.
 
@@ -99,6 +100,19 @@ class Node:
         if self.kind is Kind.REGISTERED:
             return str(self.keys[i])[:MAX_LABEL]
         return f".{self.extra._fields[i]}" if self.kind is Kind.NAMED_TUPLE else f"[{i}]"
+
+
+def leads(root: Node | None, trail: Sequence[Any]) -> bool:
+    """Whether a tree has something at the end of these keys."""
+    node = root
+    for key in trail:
+        if node is None:
+            return False
+        keys: Sequence[Any] = node.keys if node.kind in MAPPINGS else range(len(node.children))
+        if key not in keys:
+            return False
+        node = node.children[keys.index(key)]
+    return True
 
 
 def _path(trail: list[tuple[Node, int]]) -> str:
@@ -204,6 +218,7 @@ _SIMPLE: dict[type, Kind] = {
     dict: Kind.DICT,
     OrderedDict: Kind.ORDERED_DICT,
     defaultdict: Kind.DEFAULT_DICT,
+    Counter: Kind.COUNTER,
     list: Kind.LIST,
     tuple: Kind.TUPLE,
     deque: Kind.DEQUE,
@@ -249,6 +264,8 @@ def unflatten(root: Node | None, leaves: list[Any]) -> Any:
             return mapping
         if node.kind is Kind.DEFAULT_DICT:
             return defaultdict(node.extra, mapping)
+        if node.kind is Kind.COUNTER:
+            return Counter(mapping)
         ordered = OrderedDict(mapping)
         if node.extra is not None:
             ordered._metadata = _own(node.extra)  # type: ignore[attr-defined]
