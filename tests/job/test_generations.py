@@ -93,13 +93,31 @@ def test_a_rank_that_does_not_come_is_started_again(tmp_path: pathlib.Path) -> N
 
 def test_who_does_not_come_is_named_and_wrong_numbers_are_refused() -> None:
     store = HashStore()
-    with pytest.raises(PeerLost, match=r"ranks 1, 2 have not called regroup\(\) within 0\.3 s") as raised:
+    with pytest.raises(PeerLost, match=r"ranks 1, 2 have not called regroup\(\) with size=3 in 0\.3 s") as raised:
         transfuse.regroup(store, 0, 3, timeout=0.3)
     assert raised.value.rank == 1
     with pytest.raises(ValueError, match="rank must be at least 0 and below size, got rank 3 and size 3"):
         transfuse.regroup(store, 3, 3)
-    with pytest.raises(ValueError, match="rank 1 says size=2, and rank 0 says size=3"):
-        transfuse.regroup(store, 1, 2, timeout=5)
+    store.set("ticket 0", '["another", 3, 0.0]')
+    with pytest.raises(PeerLost, match=r"with size=2 in 0\.3 s: rank 0 says size=3"):
+        transfuse.regroup(store, 1, 2, timeout=0.3)
+
+
+def shrink(store: Any, rank: int, size: int, results: pathlib.Path) -> None:
+    """A third rank never comes. The two others see that one after the other, and go on without it."""
+    try:
+        transfuse.regroup(store, rank, size + 1, timeout=1 + 3 * rank)
+    except PeerLost:
+        transfuse.regroup(store, rank, size, timeout=60)
+    dist.barrier()
+    (results / str(rank)).write_text(str(dist.get_world_size()))
+
+
+@pytest.mark.timeout(200)
+def test_ranks_that_agree_on_fewer_one_after_the_other_come_together(tmp_path: pathlib.Path) -> None:
+    """A ticket for the old size is no contradiction, and a rank that has given up is not counted on."""
+    transfuse.supervise(shrink, 2, tmp_path, restarts=0, method="forkserver")
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "2"]
 
 
 @pytest.mark.soak

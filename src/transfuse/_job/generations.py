@@ -16,6 +16,7 @@ import multiprocessing.connection
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,7 @@ class _Ticket(msgspec.Struct, array_like=True, frozen=True):
     """What a rank posts when it wants the next group."""
 
     name: str
+    #: 0: the rank has left with an error.
     size: int
     #: When it was posted, by the clock of the rank's host.
     at: float
@@ -74,10 +76,19 @@ def regroup(
     if dist.is_initialized():
         _left.append(dist.group.WORLD)
         dist.destroy_process_group()
+    try:
+        return _join_next(store, rank, size, seconds, backend)
+    except BaseException:
+        with suppress(Exception):  # The others shall not count on this rank until it comes again.
+            _post(store, rank, _Ticket("", 0, time.time()))
+        raise
+
+
+def _join_next(store: Store, rank: int, size: int, seconds: float, backend: str) -> dist.ProcessGroup:
     until = time.monotonic() + seconds
     while True:
         ticket = _Ticket(f"{rank}-{uuid.uuid4()}", size, time.time())
-        store.set(f"ticket {rank}", msgspec.json.encode(ticket).decode())
+        _post(store, rank, ticket)
         generation = _await_generation(store, rank, ticket, until, seconds)
         if not _all_there(store, generation, rank, until, seconds):
             continue
@@ -96,6 +107,10 @@ def regroup(
         group = dist.group.WORLD
         assert group is not None
         return group
+
+
+def _post(store: Store, rank: int, ticket: _Ticket) -> None:
+    store.set(f"ticket {rank}", msgspec.json.encode(ticket).decode())
 
 
 def _tickets(store: Store, size: int) -> dict[int, _Ticket]:
@@ -118,10 +133,10 @@ def _await_generation(store: Store, rank: int, mine: _Ticket, until: float, seco
         if mine.name in now.tickets:
             return now
         tickets = _tickets(store, mine.size)
-        for other, ticket in tickets.items():
-            if ticket.size != mine.size and ticket.name not in now.tickets:
-                raise ValueError(f"rank {rank} says size={mine.size}, and rank {other} says size={ticket.size}")
-        late = [each for each in range(mine.size) if each not in tickets or tickets[each].name in now.tickets]
+        # A ticket for another size may be one that its rank is about to give up: not all ranks see at the same time
+        # that a worker has left.
+        coming = {each for each, one in tickets.items() if one.size and one.name not in now.tickets}
+        late = [each for each in range(mine.size) if each not in coming or tickets[each].size != mine.size]
         if not late:
             found = _AgreedTickets(now.number + 1, [tickets[each].name for each in range(mine.size)])
             # Only one of those who see this at the same time succeeds, and all see what it has written.
@@ -129,10 +144,10 @@ def _await_generation(store: Store, rank: int, mine: _Ticket, until: float, seco
             continue
         if time.monotonic() > until:
             names = ", ".join(map(str, late))
+            others = [f"rank {each} says size={tickets[each].size}" for each in late if each in coming]
+            why = ", ".join(others) or "were they started again, and do all survivors leave the old group?"
             raise PeerLost(
-                late[0],
-                f"ranks {names} have not called regroup() within {seconds:g} s: were they started again, and do all "
-                "survivors leave the old group?",
+                late[0], f"ranks {names} have not called regroup() with size={mine.size} in {seconds:g} s: {why}"
             )
         time.sleep(REGROUP_LOOK_SECONDS)
 
@@ -215,7 +230,9 @@ def _work(work: Callable[..., object], port: int, rank: int, size: int, args: tu
 def _stuck(store: Store, size: int, before: float) -> list[int]:
     """Ranks that have not come, although some other rank has waited for them since ``before``."""
     _, now = _current(store)
-    waiting = {rank: ticket for rank, ticket in _tickets(store, size).items() if ticket.name not in now.tickets}
+    waiting = {
+        rank: ticket for rank, ticket in _tickets(store, size).items() if ticket.size and ticket.name not in now.tickets
+    }
     if not waiting or min(ticket.at for ticket in waiting.values()) > before:
         return []
     return [rank for rank in range(size) if rank not in waiting]
