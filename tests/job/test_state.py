@@ -195,6 +195,10 @@ def test_objects_whose_long_keys_begin_alike_are_told_apart() -> None:
     target = {key: Counter(value) for key, value in zip(keys, (0, 0, 1), strict=True)}
     assert heal({key: Counter(1) for key in keys}, target)[1].get() == 7
     assert [counter.value for counter in target.values()] == [1, 1, 1]
+    models = [{key: Watched(2, 2) for key in keys} for _ in range(2)]
+    assert heal(*models)[1].get() == 7
+    assert all(torch.equal(models[0][key].weight, models[1][key].weight) for key in keys)
+    assert [model.loads for model in models[1].values()] == [0, 0, 0], "no copies"
 
 
 def test_a_list_with_fewer_objects_is_an_error_before_anything_is_written() -> None:

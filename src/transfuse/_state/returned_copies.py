@@ -6,8 +6,10 @@ themselves lie in the same memory both times, and copies do not.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -18,6 +20,9 @@ from transfuse._state.leaves import dense
 from transfuse._state.leaves.codec import CannotCarry, Shared
 from transfuse._state.leaves.registry import Registry
 
+#: A leaf's path, and how many leaves before it have the same one: a path shows only the beginning of a long key.
+_Key = tuple[str, int]
+
 
 class ReturnedCopies:
     """The leaves of ``target`` that are copies: in ``again``, another result of the same callable, they lie elsewhere.
@@ -26,23 +31,20 @@ class ReturnedCopies:
     """
 
     def __init__(self, target: object, again: object) -> None:
-        self._copies: dict[str, list[torch.Tensor]] = {}
+        self._copies: dict[_Key, list[torch.Tensor]] = {}
         if target is again:
             return
-        limits = Limits.from_environment()
-        root, leaves = trees.flatten(target, max_depth=limits.max_depth)
-        other_root, others = trees.flatten(again, max_depth=limits.max_depth)
-        by_path = dict(zip(trees.paths(other_root), others, strict=True))
-        for path, leaf in zip(trees.paths(root), leaves, strict=True):
-            other = by_path.get(path)
+        others = _by_path(again)
+        for key, leaf in _by_path(target).items():
+            other = others.get(key)
             if isinstance(leaf, torch.Tensor) and not _is_quickly_seen_to_be_same(leaf, other):
                 tensors = _open(leaf)
                 if _places(tensors) != _places(_open(other)):
-                    self._copies[path] = tensors
+                    self._copies[key] = tensors
 
     @property
     def paths(self) -> list[str]:
-        return list(self._copies)
+        return [path for path, _ in self._copies]
 
     def refuse(self) -> None:
         """For callers without a ``load``: raise if there are copies, and name them."""
@@ -56,9 +58,8 @@ class ReturnedCopies:
         """After ``load``: raise if another call does not return what has landed in the copies, bit for bit."""
         if not self._copies:
             return
-        root, leaves = trees.flatten(state_dict(), max_depth=Limits.from_environment().max_depth)
-        now = {path: leaf for path, leaf in zip(trees.paths(root), leaves, strict=True) if path in self._copies}
-        lost = [path for path, tensors in self._copies.items() if not _are_equal(tensors, _open(now.get(path)))]
+        now = _by_path(state_dict())
+        lost = [key for key, tensors in self._copies.items() if not _are_equal(tensors, _open(now.get(key)))]
         if lost:
             raise StateError(
                 f"{len(lost)} leaves were not taken by load= or load_state_dict(): {self._names(lost)}. state_dict() "
@@ -67,8 +68,18 @@ class ReturnedCopies:
             )
 
     @staticmethod
-    def _names(paths: list[str]) -> str:
-        return ", ".join(paths[:10]) + (", …" if len(paths) > 10 else "")
+    def _names(keys: list[_Key]) -> str:
+        return ", ".join(path for path, _ in keys[:10]) + (", …" if len(keys) > 10 else "")
+
+
+def _by_path(tree: object) -> dict[_Key, Any]:
+    root, leaves = trees.flatten(tree, max_depth=Limits.from_environment().max_depth)
+    found: dict[_Key, Any] = {}
+    seen: Counter[str] = Counter()
+    for path, leaf in zip(trees.paths(root), leaves, strict=True):
+        found[path, seen[path]] = leaf
+        seen[path] += 1
+    return found
 
 
 def _is_quickly_seen_to_be_same(leaf: torch.Tensor, other: object) -> bool:
