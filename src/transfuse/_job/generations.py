@@ -172,16 +172,17 @@ def supervise(
     size: int,
     *args: Any,
     restarts: int = 3,
-    patience: timedelta | float = 30,
+    patience: timedelta | float = 90,
     method: str = "spawn",
 ) -> None:
     """Run ``work(store, rank, size, *args)`` in ``size`` processes of this host, and start those again that die.
 
     A rank that ends with another code than 0, or is killed, is started again, ``restarts`` times in all. It calls
     :func:`regroup` then, as the survivors do. A rank that has not come to :func:`regroup` although another one has
-    waited there for ``patience`` seconds is stuck in the old group: it is killed, and started again. :func:`regroup`
-    has to wait longer than this, and longer than a rank takes to start. Returns when every rank has ended with 0.
-    Raises :class:`TransfuseError`, and ends all ranks, when there are no more restarts.
+    waited there for ``patience`` seconds is stuck in the old group: it is killed, and started again. Let ``patience``
+    be longer than the timeout of :func:`regroup`: survivors may wait that long for a rank that died while the group was
+    formed. Returns when every rank has ended with 0. Raises :class:`TransfuseError`, and ends all ranks, when there
+    are no more restarts.
 
     Args:
         method: how processes start, as in ``multiprocessing.get_context``.
