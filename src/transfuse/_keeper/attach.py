@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from transfuse._errors import TransfuseError
@@ -23,10 +24,13 @@ NOT_FOR_THE_KEEPER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "GOM
 CANNOT_WRITE = os.EX_CANTCREAT
 
 
-def attach(run: Run, seconds: float) -> KeeperLink:
-    """Connect to the keeper of a run. If there is none, start one, detached from this process."""
+def attach(run: Run, seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> KeeperLink:
+    """Connect to the keeper of a run. If there is none, start one, detached from this process.
+
+    If the keeper is not wanted any more by then, this raises, and starts none.
+    """
     until = time.monotonic() + seconds
-    found = find(run, until)
+    found = find(run, until, is_wanted)
     if isinstance(found, KeeperLink):
         return found
     with found:
@@ -34,12 +38,14 @@ def attach(run: Run, seconds: float) -> KeeperLink:
     return _await(process, run.directory, seconds, until)
 
 
-def find(run: Run, until: float) -> KeeperLink | Lock:
+def find(run: Run, until: float, is_wanted: Callable[[], bool] = lambda: True) -> KeeperLink | Lock:
     """A connection to the keeper of a run. If there is none, the lock of its directory, to start one."""
     path = str(run.directory / SOCKET_NAME)
     with suppress(KeeperLost):
         return KeeperLink.to(path, _left(until))
     while True:
+        if not is_wanted():
+            raise TransfuseError("the keeper is not wanted any more")
         lock = _try_lock(run)
         # The process that has the lock may listen by now.
         with suppress(KeeperLost):

@@ -255,7 +255,7 @@ class Keep:
         """Connect to this host's keeper, and say who this is. If the keeper was about to end, find or start another."""
         until = time.monotonic() + self._seconds
         while True:
-            link = attach(self._run, self._seconds)
+            link = attach(self._run, self._seconds, lambda: not self._detached)
             try:
                 return link, self._greet(link)
             except BaseException as error:
