@@ -14,13 +14,23 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: install demo test test-fast test-group check docs bench peers soak compat format clean
 
 # Of what is installed, tests import a part: `--no-compile` leaves its bytecode to the first import.
+INSTALL := $(PIP) install --no-compile --no-warn-conflicts --constraint constraints.txt
+LOCKED  := grep -v '^\#' installed.txt | sed -n
+
+# pip reads what an index has of each package, all versions and builds, on one core. So two of them install what was chosen
+# the last time, half each. The resolver comes afterwards: what is there it does not look for, and what fails it mends.
 # NIXL without its build for another CUDA; where there is no build of it, its tests are skipped with a reason.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt installed.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-compile --constraint constraints.txt torch
-	$(PIP) install --no-compile --constraint constraints.txt --editable '.[dev]'
-	-$(PIP) install --no-compile --constraint constraints.txt --no-deps nixl nixl-cu12
+	$(INSTALL) --no-deps $$($(LOCKED) 'p;n') & $(INSTALL) --no-deps $$($(LOCKED) 'n;p'); wait
+	$(INSTALL) --no-deps nixl nixl-cu12 & $(INSTALL) --editable '.[dev]'; installed=$$?; wait; exit $$installed
 	touch $(STAMP) $(COMMAND_STAMP)
+
+# After a change of pyproject.toml or constraints.txt: old lines of installed.txt cost time, and nothing else.
+.PHONY: lock
+lock: $(STAMP)
+	echo '# What `make install` installs beforehand, written by `make lock`.' > installed.txt
+	$(BIN)/python -m pip freeze --exclude-editable --exclude nixl --exclude nixl-cu12 | sed 's/+cpu$$//' >> installed.txt
 
 # What the command and the demo need, and nothing else: the tools of development take minutes more.
 $(COMMAND_STAMP): pyproject.toml constraints.txt
@@ -73,10 +83,13 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.resharding --part host --part delta --json $(RESULTS)/$(TODAY)-resharding.json
 	$(BIN)/python -m benchmarks.planning --json $(RESULTS)/$(TODAY)-planning.json
 	$(BIN)/python -m benchmarks.loopback --json $(RESULTS)/$(TODAY)-loopback.json
+	$(BIN)/python -m benchmarks.tls --json $(RESULTS)/$(TODAY)-tls.json
 	$(BIN)/python -m benchmarks.small --json $(RESULTS)/$(TODAY)-small.json
 	$(BIN)/python -m benchmarks.startup --json $(RESULTS)/$(TODAY)-startup.json
 	$(BIN)/python -m benchmarks.repeat --json $(RESULTS)/$(TODAY)-repeat.json
 	$(BIN)/python -m benchmarks.keeper --json $(RESULTS)/$(TODAY)-keeper.json
+	$(BIN)/python -m benchmarks.storage --json $(RESULTS)/$(TODAY)-storage.json
+	$(BIN)/python -m benchmarks.saving --json $(RESULTS)/$(TODAY)-saving.json
 
 # Mooncake also needs Debian's libibverbs1, ibverbs-providers, librdmacm1 and libnuma1.
 peers: $(STAMP)
@@ -90,11 +103,13 @@ network: $(STAMP)
 	$(BIN)/python -m benchmarks.lanes --json $(RESULTS)/$(TODAY)-lanes.json
 	$(BIN)/python -m benchmarks.resharding --part links --json $(RESULTS)/$(TODAY)-resharding-network.json
 
-# The tests of accelerators with CUDA and NCCL in the place of the imitation: one device for each rank. Tests that need
-# more devices than there are, or what only the imitation can do, are skipped with a reason.
+# A visit of ten minutes to the accelerators of this machine, or to the imitation where torch finds none: build/gpu.md and
+# build/gpu.json, for an issue. packaging/gpu has a container for it. VISIT= has more options (`--kind cuda --minutes 20`).
+VISIT ?=
 .PHONY: gpu
 gpu: $(STAMP)
-	TRANSFUSE_TEST_DEVICE=cuda $(BIN)/python -m pytest -m 'gpu or not soak' tests/device tests/memory/test_devices.py
+	mkdir -p build
+	$(BIN)/python -m benchmarks.gpu --json build/gpu.json --page build/gpu.md $(VISIT)
 
 # The tests against vLLM, in an environment of their own: its wheel has 326 MB, 856 MB on disk. All that vLLM depends on
 # would be gigabytes of CUDA; the list below is what it imports in these tests (no engine starts). Its transformers is older

@@ -1,7 +1,7 @@
 """Two ends meet over the group, and one of them lies about the connection: its number, its place, or that it is there.
 
 Expected: what no honest end says is a ProtocolError that names the rank. If no connection can be made, everything comes
-over the group. Who says that it has connected and has not is lost, within the timeout.
+over the group. A peer that says that it has connected and has not is lost, within the timeout.
 """
 
 from __future__ import annotations

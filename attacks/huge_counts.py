@@ -93,7 +93,7 @@ def many_tensors(count: int) -> list[Any]:
 
 
 def empty_lists(count: int) -> bytes:
-    """An offer with so many lists in its details: one byte each on the wire, 64 in Python."""
+    """An offer with ``count`` lists in its details: one byte each on the wire, 64 in Python."""
     lists = b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count
     return pack(offer(manifest({"w": 64}, details="here"))).replace(pack("here"), lists)
 

@@ -260,7 +260,7 @@ class Heard(NamedTuple):
 class Peer:
     """One hostile end. What it says is posted and not waited for; nobody may ever take it."""
 
-    #: Bursts that an honest receiver has posted: also after a cancel it is owed so many.
+    #: Bursts that an honest receiver has posted: also after a cancel it is owed this number.
     ahead = 2
 
     def __init__(self, pg: Any, rank: int, other: int = 0) -> None:
@@ -366,7 +366,7 @@ class Peer:
         return body
 
     def hear_answers(self, bursts: int) -> list[Heard]:
-        """The answers to so many bursts of one request."""
+        """The answers to this number of bursts of one request."""
         return [self.hear() for _ in range(bursts)]
 
     def hear_offer(self) -> list[Any]:

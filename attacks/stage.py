@@ -245,7 +245,7 @@ def _peak() -> int:
 
 
 def left(rank: int, seconds: float) -> list[str]:
-    """In a worker: threads of the library that have not ended after so many seconds."""
+    """In a worker: threads of the library that have not ended after ``seconds``."""
     until = time.monotonic() + seconds
     while True:
         # The port of the process stays.

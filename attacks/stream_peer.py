@@ -67,7 +67,7 @@ def frame(key: bytes, said: bytes, way: bytes, plain: Any, *, count: int = 0, se
 
 
 def take(sock: socket.socket, count: int) -> bytes:
-    """So many bytes, or :class:`Silence`."""
+    """This number of bytes, or :class:`Silence`."""
     data = bytearray()
     try:
         while len(data) < count:
@@ -325,7 +325,7 @@ class StreamPeer(Peer):
         heard = super().hear(tag, seconds, alive=alive)
         self._is_over = self._is_over or heard.kind in (REFUSAL, VERDICT)
         if heard.kind == REFUSAL:
-            self.close()  # As an honest end does. Who refuses waits for that, for a second.
+            self.close()  # As an honest end does. An end that refuses waits for that, for a second.
         return heard
 
     def hear_answers(self, bursts: int) -> list[Heard]:

@@ -232,7 +232,7 @@ def from_a_neighbour(rank: int, mib: int, runs: int, directory: str) -> None:
         status: dict[str, Any] = {}
         while status.get("confirmed_step") != 1:
             time.sleep(0.05)
-            status = json.loads(keep._ask(frames.Status(), frames.Told).text)
+            status = json.loads(keep._ask(frames.Status(), frames.StatusReply).text)
         dist.barrier()
         keep.detach()
         if rank == 1:

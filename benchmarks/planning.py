@@ -47,9 +47,9 @@ from transfuse._plan import parcels
 from transfuse._plan.holdings import Holdings
 from transfuse._plan.match import Prepared, prepare
 from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
-from transfuse._session import agreement
+from transfuse._session import source_choice
 from transfuse._session.context import ReceiveRequest
-from transfuse._session.planning import read_description, read_offer
+from transfuse._session.offers import read_description, read_offer
 from transfuse._sizes import Sizes
 from transfuse._state.leaves.codec import BuildContext
 from transfuse._state.leaves.registry import Registry
@@ -388,7 +388,7 @@ def _plan(case: Case, rank: int, offered: Offered, mine: object, profiled: bool)
         described = read_offer(offered.whole, limits, 0)
     with clock.phase("agree"):
         known = {described.likeness: read_description(described, limits, 0)}
-        choice = agreement.choose(list(offers), offers, known, ReceiveRequest(target=prepared))
+        choice = source_choice.choose(list(offers), offers, known, ReceiveRequest(target=prepared))
     try:
         with clock.phase("assemble"):
             manifest = choice.cohorts[0].manifest

@@ -74,7 +74,7 @@ class Weight(NamedTuple):
 
 
 def weights(nbytes: int) -> list[Weight]:
-    """Layers of a model with about so many bytes of float32: matrices of several shapes, and vectors."""
+    """Layers of a model with about this number of bytes of float32: matrices of several shapes, and vectors."""
     layers = 4
     side = max(12, round(math.sqrt(nbytes / 4 / layers / 10) / 12) * 12)
     layer = (

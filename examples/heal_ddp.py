@@ -9,6 +9,7 @@ python examples/heal_ddp.py
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -81,8 +82,9 @@ def work(store: Store, rank: int, size: int, results: Path, fatal_step: int | No
             print(f"rank {rank} goes on with step {job.step}\n", end="", flush=True)
             job.train(job.step, fatal_step if is_doomed else None, results)
             break
-        except (RuntimeError, transfuse.TransfuseError):
-            continue  # Somebody is gone. Weights and moments are as after the last optimizer.step(), and stay.
+        except (RuntimeError, transfuse.TransfuseError) as error:
+            # Somebody is gone. Weights and moments are as after the last optimizer.step(), and stay.
+            print(f"rank {rank} begins again: {error}", file=sys.stderr)
     torch.save(job.model.state_dict(), results / f"weights {rank}")
     dist.destroy_process_group()
 

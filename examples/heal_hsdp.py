@@ -1,29 +1,37 @@
-"""HSDP: two replicas of two shards each. One replica loses everything, and is healed in place from the other.
+"""HSDP: two replicas of two shards each. One rank is killed in the middle of a step, and healed from the other replica.
 
-Each healed rank gets its own shard of weights and moments from the rank that holds the same one; no tensor is gathered.
-Then training goes on, and every loss is exactly that of an undisturbed run.
+The survivors stay. They form a new group with the newcomer, build the model on its mesh, and take over their own shards
+of weights and moments. The newcomer gets its shards from the rank that holds the same ones; no tensor is gathered. All
+losses are exactly those of an undisturbed run.
 
-torchrun --nproc-per-node 4 examples/heal_hsdp.py
-(or python examples/heal_hsdp.py)
+python examples/heal_hsdp.py
 """
 
 import os
-from collections.abc import Iterable
+import signal
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.run import main as torchrun
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 import transfuse
 
-LOST = [2, 3]
+REPLICAS, SHARDS, STEPS, FATAL_STEP, DOOMED = 2, 2, 20, 10, 3
+TIMEOUT = timedelta(seconds=60)
 
 
-def build(mesh: DeviceMesh) -> nn.Module:
+def build(mesh: DeviceMesh) -> dict[str, Any]:
     torch.manual_seed(0)
     # 99 is odd: of its rows one rank of each replica has 50, the other 49.
     model = nn.Sequential(nn.Linear(32, 99), nn.ReLU(), nn.Linear(99, 99), nn.ReLU(), nn.Linear(99, 1))
@@ -31,76 +39,79 @@ def build(mesh: DeviceMesh) -> nn.Module:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return {"model": model, "optimizer": optimizer}
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+def onto(mesh: DeviceMesh, tree: Any) -> Any:
+    """The same shards on another mesh of the same shape."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        local = leaf.to_local()
+        return DTensor.from_local(local, mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride())
+
+    return tree_map(move, tree)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> list[float]:
-    losses = []
-    for step in steps:
-        batch = torch.randn(64, 32, generator=torch.Generator().manual_seed(4 * step + dist.get_rank()))
-        loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def train(state: dict[str, Any], step: int, fatal_step: int | None, results: Path) -> None:
+    model, optimizer, rank = state["model"], state["optimizer"], dist.get_rank()
+    batch = torch.randn(64, 32, generator=torch.Generator().manual_seed(4 * step + rank))
+    loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    if step == fatal_step:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()  # No rank steps before all have their gradients.
+    optimizer.step()
+    (results / f"loss {step} {rank}").write_text(loss.item().hex())
 
 
-def heal(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: int | None, group: dist.ProcessGroup
-) -> tuple[int, str]:
-    """Called by all ranks, with whatever they have. The step to go on with, and what happened."""
-    healed = transfuse.heal({"model": model, "optimizer": optimizer}, step=step, group=group)
-    assert healed is not None
-    assert healed.report is not None
-    return healed, f"{healed.report.bytes:,} bytes, by source {healed.report.by_source}"
-
-
-def lose(model: nn.Module) -> torch.optim.Optimizer:
-    """The effect of a restart: other weights, no gradients, and an optimizer without state."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
-            parameter.grad = None
-    return torch.optim.AdamW(model.parameters(), lr=1.0)
-
-
-def main() -> None:
-    dist.init_process_group("gloo")
-    group, rank = dist.group.WORLD, dist.get_rank()
-    assert group is not None
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-
-    model = build(mesh)
-    undisturbed = train(model, make_optimizer(model), range(20))
-
-    model = build(mesh)
-    optimizer = make_optimizer(model)
-    losses = train(model, optimizer, range(10))
-    if rank in LOST:
-        optimizer = lose(model)
-    step, line = heal(model, optimizer, None if rank in LOST else 10, group)
-    losses += train(model, optimizer, range(step, 20))
-
-    lines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, (losses == undisturbed, line))
-    if rank == 0:
-        for each in LOST:
-            print(f"rank {each}: {lines[each][1]}")
-        print(f"loss in step {step}: {losses[step]:.3f}, in the last {losses[-1]:.3f}")
-    if not all(same for same, _ in lines):
-        raise SystemExit(f"rank {rank}: losses {losses}, undisturbed {undisturbed}")
-    if rank == 0:
-        print("healed: every loss on every rank as in the undisturbed run")
+def work(store: Store, rank: int, size: int, results: Path, fatal_step: int | None) -> None:
+    """A rank, from its start to the last step."""
+    is_doomed = rank == DOOMED and store.add("the doomed rank has started", 1) == 1
+    state: dict[str, Any] | None = None
+    step: int | None = None
+    while True:
+        try:
+            transfuse.regroup(store, rank, size, timeout=TIMEOUT)
+            mesh = init_device_mesh("cpu", (REPLICAS, SHARDS), mesh_dim_names=("replica", "shard"))
+            for group in mesh.get_all_groups():
+                _set_pg_timeout(TIMEOUT, group)  # Torch gives the groups of a mesh half an hour.
+            before, state = state, build(mesh)
+            if before is not None:  # A survivor's own shards, from the model of the old group.
+                for name, built in state.items():
+                    built.load_state_dict(onto(mesh, before[name].state_dict()))
+            healed = transfuse.heal(state, step=step)
+            if healed is not None and healed.report is not None and step is None:
+                print(f"rank {rank}: {healed.report.bytes:,} bytes, by source {healed.report.by_source}", flush=True)
+            step = healed or 0
+            while step < STEPS:
+                train(state, step, fatal_step if is_doomed else None, results)
+                step += 1
+            dist.barrier()  # No rank leaves before all are done: if one dies until then, the others heal it.
+            break
+        except (RuntimeError, transfuse.TransfuseError) as error:
+            print(f"rank {rank} begins again: {error}", file=sys.stderr)
     dist.destroy_process_group()
 
 
+def run(fatal_step: int | None) -> dict[str, float]:
+    """Run the job. Returns every loss of every rank."""
+    with tempfile.TemporaryDirectory() as results:
+        transfuse.supervise(work, REPLICAS * SHARDS, Path(results), fatal_step)
+        return {path.name: float.fromhex(path.read_text()) for path in Path(results).iterdir()}
+
+
+def main() -> None:
+    undisturbed, healed = run(None), run(FATAL_STEP)
+    if healed != undisturbed:
+        raise SystemExit(f"losses {healed}, undisturbed {undisturbed}")
+    first, last = (healed[f"loss {step} 0"] for step in (FATAL_STEP, STEPS - 1))
+    print(f"loss in step {FATAL_STEP}: {first:.3f}, in the last {last:.3f}")
+    print("healed: every loss on every rank as in the undisturbed run")
+
+
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        main()
-    else:
-        torchrun(["--standalone", "--nproc-per-node=4", __file__])
+    main()

@@ -1,29 +1,35 @@
-"""Weights go from FSDP2 trainers on two ranks to tensor-parallel inference on three: other shards, names and types.
+"""RL: weights go from FSDP2 trainers on two ranks to tensor-parallel inference on three, every few steps.
 
-The trainers hold float32 rows of separate q, k and v. Inference holds bfloat16, with q, k and v of each head side by
-side in one fused weight, and splits its matrices by columns or rows over three ranks, in unequal shards. The weights
-move twice: whole, and after more training with `delta=True`, which does not send the frozen embedding again.
+The two are jobs of their own, with no group in common. The trainers hold float32 rows of separate q, k and v. Inference
+holds bfloat16, with q, k and v of each head side by side in one fused weight, and splits its matrices by columns or
+rows over three ranks, in unequal shards. The weights move twice: whole, and after more training with `delta=True`,
+which does not send the frozen embedding again.
 
 torchrun --nproc-per-node 5 examples/reshard.py
 (or python examples/reshard.py)
 """
 
+import io
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.run import main as torchrun
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from transfuse import Concat, PGTransport, Slice
+import transfuse
+from transfuse import Concat, Slice
 
-TRAINERS, SERVERS = [0, 1], [2, 3, 4]
+TRAINERS, ENGINES = 2, 3
+#: After these steps inference gets the weights.
+SYNCS = (5, 8)
+TOKEN = os.environ.get("TRANSFUSE_TOKEN")
 VOCABULARY, WIDTH, HEADS, HIDDEN, LAYERS = 2000, 96, 6, 250, 2
 SIZE = WIDTH // HEADS
 
@@ -85,56 +91,54 @@ def tokens(seed: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(seed))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        batch = tokens(2 * step + dist.get_rank())
-        loss = nn.CrossEntropyLoss()(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def train_and_send(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+def train(store: Store, rank: int) -> None:
     torch.manual_seed(0)
     model = Transformer(fused=False)
     model.embedding.requires_grad_(False)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block)
+    fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    transport = PGTransport(group, timedelta(seconds=60), torch.device("cpu"))
-    for steps in (range(5), range(5, 8)):
-        train(model, optimizer, steps)
-        transport.send_checkpoint(SERVERS, model.state_dict(), step=steps.stop)
-        publish({name: whole(tensor) for name, tensor in model.state_dict().items()})
-        collect(None)
+    step = 0
+
+    with transfuse.serve({"model": model, "optimizer": optimizer}, step=lambda: step, token=TOKEN) as server:
+        for sync in SYNCS:
+            while step < sync:
+                batch = tokens(2 * step + rank)
+                loss = nn.CrossEntropyLoss()(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+                optimizer.zero_grad()
+                loss.backward()
+                with server.mutating():  # The step changes together with the weights.
+                    optimizer.step()
+                    step += 1
+            publish(store, model, step)
+            store.set(f"trainer {rank} at step {step}", server.address)
+            # In a real job: until their rollouts are here.
+            store.wait([f"engine {engine} has step {step}" for engine in range(ENGINES)])
 
 
-def receive_and_serve(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    torch.manual_seed(dist.get_rank())
+def infer(store: Store, rank: int) -> None:
+    torch.manual_seed(1 + rank)  # Other weights than the trainers'.
     model = Transformer(fused=True).to(torch.bfloat16)
-    block: dict[str, ParallelStyle] = {
-        "qkv": ColwiseParallel(),
-        "out": RowwiseParallel(),
-        "up": ColwiseParallel(use_local_output=False),
-        "down": RowwiseParallel(),
-    }
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
-        **{f"blocks.*.{name}": style for name, style in block.items()},
+        "blocks.*.qkv": ColwiseParallel(),
+        "blocks.*.out": RowwiseParallel(),
+        "blocks.*.up": ColwiseParallel(use_local_output=False),
+        "blocks.*.down": RowwiseParallel(),
     }
-    parallelize_module(model, mesh, plan)
-    transport = PGTransport(
-        group, timedelta(seconds=60), torch.device("cpu"), model.state_dict, cast=True, map_path=RULES, delta=True
-    )
-    for step in (5, 8):
-        transport.recv_checkpoint(TRAINERS, step=step)
-        report = transport.report
-        assert report is not None
-        mine = ", ".join(f"{count / 1024:,.1f} KiB from {source}" for source, count in sorted(report.by_source.items()))
-        check(model, publish(None))
-        collect(f"step {step}: rank {dist.get_rank()} got {mine}, and kept {report.kept_bytes / 1024:,.1f} KiB")
+    parallelize_module(model, init_device_mesh("cpu", (ENGINES,)), plan)
+
+    for step in SYNCS:
+        # Waits until the trainers are there.
+        addresses = [store.get(f"trainer {trainer} at step {step}").decode() for trainer in range(TRAINERS)]
+        fetched = transfuse.fetch(
+            addresses, model, entry="model", step=step, token=TOKEN, cast=True, map_path=RULES, delta=True
+        )
+        check(model, store, step)
+        tell(rank, fetched)
+        store.set(f"engine {rank} has step {step}", "")
 
 
 # ---------------------------------------------------------------------------------------- what follows checks the above
@@ -144,24 +148,28 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def publish(state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """The whole weights of rank 0, for everybody."""
-    region = [state]
-    dist.broadcast_object_list(region, src=0)
-    assert region[0] is not None
-    return region[0]
-
-
-def collect(line: str | None) -> None:
-    """Gather a line from each rank and print them in the order of ranks."""
-    lines: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line)
+def publish(store: Store, model: nn.Module, step: int) -> None:
+    """The whole weights of the trainers, past transfuse."""
+    weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
     if dist.get_rank() == 0:
-        print("\n".join(filter(None, lines)), flush=True)
+        torch.save(weights, buffer := io.BytesIO())
+        store.set(f"weights of step {step}", buffer.getvalue())  # type: ignore[arg-type]
 
 
-def check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """The trainers' weights, fused and converted by torch, equal the servers' bit for bit, and the logits are close."""
+def tell(rank: int, fetched: transfuse.Fetched) -> None:
+    """Print what each engine got, in the order of ranks."""
+    sources = sorted(fetched.report.by_source.items())
+    mine = ", ".join(f"{count / 1024:,.1f} KiB from trainer {source}" for source, count in sources)
+    kept = fetched.report.kept_bytes / 1024
+    lines = [""] * ENGINES
+    dist.all_gather_object(lines, f"step {fetched.step}: engine {rank} got {mine}, and kept {kept:,.1f} KiB")
+    if rank == 0:
+        print("\n".join(lines), flush=True)
+
+
+def check(model: nn.Module, store: Store, step: int) -> None:
+    """The trainers' weights, fused and converted by torch, equal the engines' bit for bit, and the logits are close."""
+    weights = torch.load(io.BytesIO(store.get(f"weights of step {step}")))
     expected = {}
     for name, tensor in weights.items():
         *path, module, kind = name.split(".")
@@ -186,16 +194,13 @@ def check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    group = dist.group.WORLD
-    assert group is not None
-    # Every rank takes part in making both meshes.
-    trainers, servers = DeviceMesh("cpu", TRAINERS), DeviceMesh("cpu", SERVERS)
-    if dist.get_rank() in TRAINERS:
-        train_and_send(trainers, group)
-    else:
-        receive_and_serve(servers, group)
-    if dist.get_rank() == 0:
+    store, rank, _ = next(rendezvous("env://"))
+    is_trainer = rank < TRAINERS
+    name, rank, size = ("trainers", rank, TRAINERS) if is_trainer else ("engines", rank - TRAINERS, ENGINES)
+    # Two jobs, as two torchruns would start them. What they share is the store, in which they say how far they are.
+    dist.init_process_group("gloo", store=PrefixStore(name, store), rank=rank, world_size=size)
+    (train if is_trainer else infer)(store, rank)
+    if (name, rank) == ("engines", 0):
         print("weights equal bit for bit, logits as in a single process")
     dist.destroy_process_group()
 

@@ -15,14 +15,27 @@ import sys
 import tempfile
 
 MIB = 1 << 20
-NAMES = ("header", "record", "body", "numbers", "tree", "value", "offer", "want", "blocks", "sharding", "memory")
+NAMES = (
+    "header",
+    "record",
+    "body",
+    "numbers",
+    "tree",
+    "value",
+    "offer",
+    "want",
+    "blocks",
+    "sharding",
+    "memory",
+    "device",
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("target", choices=[*NAMES, "all", "canary"])
-    parser.add_argument("--seconds", type=int, default=60, help="at most so long for each target")
-    parser.add_argument("--runs", type=int, default=-1, help="at most so many inputs for each target")
+    parser.add_argument("--seconds", type=int, default=60, help="the most seconds for each target")
+    parser.add_argument("--runs", type=int, default=-1, help="the most inputs for each target")
     parser.add_argument(
         "--memory", type=int, default=1024, help="MiB that a target may take beyond what it has at first"
     )

@@ -27,6 +27,7 @@ from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse._state import manifest
 from transfuse._state.leaves.layout import Block, blocks_of
 from transfuse._wire import messages
+from transfuse._wire.device_route import DeviceEntry
 from transfuse._wire.memory_route import MemoryLease
 from transfuse._wire.messages import Message
 
@@ -229,4 +230,7 @@ def seeds_for(target: str) -> list[bytes]:
         return [msgspec.msgpack.encode(value) for value in OFFERS["values"].described.details]
     if target == "memory":
         return [bytes([2]) + LEASE.describe(DESCRIBED["flat"].addresses).encode()]
+    if target == "device":
+        entry = DeviceEntry(LEASE.describe(np.zeros(0, dtype=np.int64)), "phantom", [b"7", b"x" * 66], bytes(32))
+        return [bytes([2]) + msgspec.msgpack.encode(entry)]
     raise ValueError(target)

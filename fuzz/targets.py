@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import random
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +31,7 @@ from transfuse._plan.match import prepare
 from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse._progress import Progress
 from transfuse._report import Report
-from transfuse._session import agreement, planning, source
+from transfuse._session import offers, planning, source, source_choice
 from transfuse._session.context import Context, ReceiveRequest
 from transfuse._session.remembered import Remembered
 from transfuse._session.threads import Caller
@@ -39,6 +40,7 @@ from transfuse._state.leaves import values
 from transfuse._state.leaves.distributed import checked_coordinate, layout_of, read_meshes
 from transfuse._state.manifest import Manifest
 from transfuse._wire import messages
+from transfuse._wire.device_route import DeviceEntry
 from transfuse._wire.memory_route import MemoryEntry, Reader
 from transfuse._wire.route import MalformedEntry, Unreadable
 
@@ -186,35 +188,38 @@ def offer(data: bytes) -> None:
         target=prepared, options=Options(strict=mode == 2, atomic=mode == 3, weights_only_objects=first >= 128)
     )
     try:
-        read = planning.read_offer(data[1:], LIMITS, PEER)
+        read = offers.read_offer(data[1:], LIMITS, PEER)
         if read.manifest is None:
             return
         read = resealed(read)
-        described = planning.read_description(read, LIMITS, PEER)
-        choice = agreement.choose([PEER], {PEER: read}, {read.likeness: described}, request)
+        described = offers.read_description(read, LIMITS, PEER)
+        choice = source_choice.choose([PEER], {PEER: read}, {read.likeness: described}, request)
         if not choice.cohorts:
             raise choice.dropped[PEER]
         size = min(read.parcel_bytes, PARCEL)
-        accepted = planning.accept(choice.cohorts, choice.offers, read, request, CONTEXT, size)
+        accepted = planning.accept(choice.cohorts, choice.offers, read, request, CONTEXT, size, threading.Condition())
     except TransfuseError as error:
         _within_memory(error)
         str(error)
         return
-    regions, cut = accepted.cut.regions, accepted.cut
+    regions, cut = accepted.landing.cut.regions, accepted.landing.cut
     _promised((cut.nbytes > 0).all() and (cut.nbytes <= PARCEL).all(), "a parcel of an impossible size")
-    share = accepted.shares.of(PEER)
+    share = accepted.landing.shares.of(PEER)
     _promised(share.held.all(), "parcels that nobody brings")
     if share.order is not None:
         _promised(len(share.order) == len(cut), "parcels that nobody brings")
         return
     _promised((regions.start >= 0).all(), "a box before its storage")
     ends = np.array([regions.region(i).end for i in range(min(len(regions), 500))], dtype=np.float64)
-    sizes = accepted.manifest.storages.nbytes[regions.storage][: len(ends)]
+    sizes = accepted.landing.manifest.storages.nbytes[regions.storage][: len(ends)]
     _promised((ends <= sizes).all(), "a box beyond its storage")
-    _promised(target is None or all(0 <= n < len(accepted.manifest.tensors) for n in share.tensors), "wanted tensors")
+    _promised(
+        target is None or all(0 <= n < len(accepted.landing.manifest.tensors) for n in share.tensors), "wanted tensors"
+    )
     if target is None and cut.total_bytes <= MIB:
         try:
-            accepted.landing.finish(accepted.build_context, accepted.registry)  # Of whatever bytes the memory holds.
+            # Of whatever bytes the memory holds.
+            accepted.landing.finish(accepted.build_context, accepted.registry, seconds=10.0)
         except Exception as error:
             _within_memory(error)
 
@@ -232,13 +237,13 @@ def want(data: bytes) -> None:
         ),
         _report=Report("send", (PEER,)),
     )
-    serving._cut_from = partial(source._ReceiverConversation._cut_from, cast(Any, serving))
+    serving._cut_from = partial(source.SourceEnd._cut_from, cast(Any, serving))
     try:
         asked = messages.decode(data[1:], messages.Want)
     except ValueError:
         return
     try:
-        cut, found = source._ReceiverConversation._plan(cast(Any, serving), asked)
+        cut, found = source.SourceEnd._plan(cast(Any, serving), asked)
     except ProtocolError as error:
         _within_memory(error)
         return
@@ -307,6 +312,18 @@ def memory(data: bytes) -> None:
         return
 
 
+def device(data: bytes) -> None:
+    """A description of memory on accelerators."""
+    try:
+        count, entry = data[0] if data else 0, DeviceEntry.decode(data[1:])
+        handle, offset = entry.places(count)
+    except MalformedEntry:
+        return
+    _promised(len(handle) == len(offset) == count, "a place for each storage")
+    _promised(all(-1 <= one < len(entry.handles) for one in handle.tolist()), f"handles {handle}")
+    _promised(all(0 <= one < 1 << 62 for one in offset.tolist()), f"offsets {offset}")
+
+
 def canary(data: bytes) -> None:
     """Is found at once, or nothing ever is."""
     _promised(b"!" not in data, "the canary")
@@ -325,6 +342,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "blocks": wanted_blocks,
     "sharding": sharding,
     "memory": memory,
+    "device": device,
 }
 
 

@@ -77,7 +77,7 @@ def _started_by(pid: int) -> Iterator[int]:
 
 
 def limits(size: int) -> dict[str, Limit]:
-    """Medians of a few runs with so many bytes, each in a process that does nothing else."""
+    """Medians of a few runs with this number of bytes, each in a process that does nothing else."""
     found = {}
     with listening(2, _measure, size) as words:
         for _, limit in words:

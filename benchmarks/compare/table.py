@@ -43,7 +43,7 @@ def show_notes(console: Console, peers: Sequence[type[Peer]], runs: int) -> None
         "what all ranks used in that time. Memory that is received into was touched and warm; fresh memory was not. "
         "Bits: every move, warm-ups included, was compared with the original. Limits: bare process_vm_readv of the "
         "same tensors, in turns with the others"
-        + (f"; for those who use sockets ({sockets}), one TCP stream." if sockets else "."),
+        + (f"; for contenders that use sockets ({sockets}), one TCP stream." if sockets else "."),
     )
     if any(not peer.whole and peer is not LIMIT for peer in peers):
         say(console, "† carries tensors only: no tree, no values, no description.")

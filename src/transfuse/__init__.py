@@ -4,11 +4,13 @@ Modules and packages; each imports only from those above it:
 
     _errors, _limits, _rules           every error; every number that may be set; the rules that map_path= takes
     _phases, _report, _progress, _log  what a caller sees of a transfer
+    _tls                               how connections are encrypted
     _state                             a state as plain data: its tree, leaves, tensors and storages
     _options, _arguments               what the caller chose, checked
     _plan                              which bytes go where, and which sources hold them; touches no bytes
     _memory                            this process's bytes: allocate, pack, hash, land
     _wire                              the messages between two ends, and the routes that bytes take
+    _metrics                           what operators see: numbers for Prometheus, events, a page for torch's debugger
     _session                           one transfer: source, receiver, and all that they share
     _transport                         PGTransport
     _heal                              heal: ranks that are behind get the state of those that are not
@@ -37,6 +39,7 @@ from transfuse._errors import (
     NotCovered,
     PeerError,
     PeerLost,
+    PeerNotTrusted,
     PeerRefused,
     PeerTimeout,
     ProtocolError,
@@ -56,7 +59,6 @@ from transfuse._keeper import scheme
 if typing.TYPE_CHECKING:
     from transfuse._heal import heal
     from transfuse._hub.hub import Hub, hub
-    from transfuse._job.face import Step
     from transfuse._job.generations import regroup, supervise
     from transfuse._job.loader import Loader
     from transfuse._job.rng import RNG
@@ -68,16 +70,18 @@ if typing.TYPE_CHECKING:
     from transfuse._progress import Progress
     from transfuse._remote.client import Fetched, Peeked, fetch, peek
     from transfuse._remote.server import Server, serve
-    from transfuse._report import Report
+    from transfuse._report import Report, Step
     from transfuse._rules import Concat, MapPath, Rename, Slice, Split
-    from transfuse._session.partial import Partial
+    from transfuse._session.context import Partial
     from transfuse._state.leaves.codec import MeshDescription
+    from transfuse._tls import TLS
     from transfuse._transport import PGTransport
 
-__version__ = "0.13.0"
+__version__ = "0.15.0"
 
 __all__ = [
     "RNG",
+    "TLS",
     "CommitReport",
     "Concat",
     "CorruptData",
@@ -95,6 +99,7 @@ __all__ = [
     "Peeked",
     "PeerError",
     "PeerLost",
+    "PeerNotTrusted",
     "PeerRefused",
     "PeerTimeout",
     "Progress",
@@ -132,7 +137,6 @@ __all__ = [
 _HOMES = {
     "_heal": ("heal",),
     "_hub.hub": ("Hub", "hub"),
-    "_job.face": ("Step",),
     "_job.generations": ("regroup", "supervise"),
     "_job.loader": ("Loader",),
     "_job.rng": ("RNG",),
@@ -144,10 +148,11 @@ _HOMES = {
     "_progress": ("Progress",),
     "_remote.client": ("Fetched", "Peeked", "fetch", "peek"),
     "_remote.server": ("Server", "serve"),
-    "_report": ("Report",),
+    "_report": ("Report", "Step"),
     "_rules": ("Concat", "MapPath", "Rename", "Slice", "Split"),
-    "_session.partial": ("Partial",),
+    "_session.context": ("Partial",),
     "_state.leaves.codec": ("MeshDescription",),
+    "_tls": ("TLS",),
     "_transport": ("PGTransport",),
 }
 

@@ -6,12 +6,14 @@ This module imports nothing of the package.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
-from typing import SupportsIndex
+from typing import Annotated, Any, SupportsIndex, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 #: How many characters of a value a message shows.
 SHOWN = 60
+MAX_PORT = 65535
 
 #: What to run where NIXL is missing. The package ``nixl`` alone pulls builds for two versions of CUDA, and imports the
 #: one for torch's version; where torch has no CUDA, any will do.
@@ -58,6 +61,11 @@ def duration(timeout: timedelta | float, name: str = "timeout") -> timedelta:
     if timeout <= timedelta(0):
         raise ValueError(f"{name} must be positive, a microsecond at least, got {timeout.total_seconds():g} seconds")
     return timeout
+
+
+def seconds_of(name: str, value: timedelta | float) -> float:
+    """The seconds of a timeout."""
+    return duration(value, name).total_seconds()
 
 
 def check_step(step: SupportsIndex | None, name: str = "step") -> int | None:
@@ -173,14 +181,70 @@ def check_progress(progress: object) -> None:
         raise _wrong("progress", "True, False, or a function that gets a dict from rank to Progress", progress)
 
 
-def check_callable(name: str, value: Callable[..., object] | None) -> None:
+def check_callable(name: str, value: Callable[..., object] | None) -> Callable[..., object] | None:
     if value is not None and not callable(value):
         raise _wrong(name, "a function or None", value)
+    return value
 
 
-def check_text(name: str, value: object, takes: str) -> None:
+def check_text(name: str, value: object, takes: str) -> str:
     if not isinstance(value, str):
         raise _wrong(name, takes, value)
+    return value
+
+
+def listening_host(name: str, value: object) -> str:
+    """The address that a server listens on."""
+    if not check_text(name, value, "an address to listen on"):
+        raise ValueError(f"{name} is empty, which would mean every interface: if you want that, pass 0.0.0.0")
+    return str(value)
+
+
+def listening_port(name: str, value: object) -> int:
+    port = whole(name, value)
+    if not 0 <= port <= MAX_PORT:
+        raise ValueError(f"{name} must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
+    return port
+
+
+def at_least(least: int, *, or_none: bool = False) -> Callable[[str, object], int | None]:
+    """A check for :class:`Given`: an int that is not smaller."""
+
+    def check(name: str, value: object) -> int | None:
+        if value is None and or_none:
+            return None
+        number = whole(name, value)
+        if number < least:
+            raise ValueError(f"{name} must be at least {least}, got {number}")
+        return number
+
+    return check
+
+
+def alone(check: Callable[[Any], object]) -> Callable[[str, object], object]:
+    """A check for :class:`Given`, of one that needs no name."""
+    return lambda name, value: check(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The arguments of a public call, each under its own name, with its check: ``Annotated[int, check]``.
+
+    A check gets the name and the value, and refuses the value or returns what is used from there on. (No lambda: as a
+    part of an annotation it would not see its module.) A call begins with ``Given(**locals())``. So its arguments stand
+    in its signature and in a subclass of this, and nowhere else.
+    """
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for name, check in _checks_of(kind):
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+
+
+@functools.cache
+def _checks_of(given: type) -> list[tuple[str, Callable[[str, Any], object]]]:
+    hints = get_type_hints(given, include_extras=True)
+    return [(name, hint.__metadata__[0]) for name, hint in hints.items() if get_origin(hint) is Annotated]
 
 
 def _wrong(name: str, takes: str, value: object, instead: str = "") -> TypeError:

@@ -13,6 +13,7 @@
     │   ├── PeerTimeout           no progress within the timeout (also a TimeoutError)
     │   ├── PeerLost              the connection broke (also a ConnectionError)
     │   ├── PeerRefused           the peer declined, and said why
+    │   ├── PeerNotTrusted        with tls=: one end does not accept the other's certificate, or does not encrypt
     │   ├── ProtocolError         bytes that no honest peer of this version sends
     │   ├── CorruptData           digests were still wrong after every repair
     │   └── SourceMutated         the source's tensors changed while it sent them
@@ -39,6 +40,7 @@ __all__ = [
     "NotCovered",
     "PeerError",
     "PeerLost",
+    "PeerNotTrusted",
     "PeerRefused",
     "PeerTimeout",
     "ProtocolError",
@@ -199,6 +201,10 @@ class PeerRefused(PeerError):
         self.kind = kind
         self.cause = cause
         super().__init__(rank, f"{name or f'rank {rank}'} refused: {kind}: {cause}")
+
+
+class PeerNotTrusted(PeerError):
+    """With ``tls=``: one of the two ends does not accept the other's certificate, or only one of them encrypts."""
 
 
 class ProtocolError(PeerError):

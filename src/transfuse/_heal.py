@@ -1,8 +1,8 @@
 """``heal()``: all ranks of a group call it, and ranks that are behind get the state of those that are not.
 
 every rank          its step, or that it has nothing             one round: all know who is behind
-the newest          send to all who are behind, at once
-who are behind      receive from all of these; before a target   a vote of those who are behind: all may write, or none
+the newest          send to all that are behind, at once
+those behind        receive from all of these; before a target   a vote of those behind: all may write, or none
                     is written, everything has been planned
 every rank          how it went                                  an agreement: all return the step, or raise one error
 """
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, SupportsIndex, Unpack
 
 import msgspec
@@ -21,15 +22,13 @@ import torch
 
 from transfuse import _arguments, _errors
 from transfuse._errors import StateError, TornState, TransfuseError, as_utf8, let_go
-from transfuse._job.face import Step, device_for, group_or_default, one_manner
+from transfuse._job.face import device_for, group_or_default, one_manner
 from transfuse._job.receipt import Receipt
 from transfuse._job.state import State
 from transfuse._limits import Limits
 from transfuse._memory import half_healed
 from transfuse._options import OptionKeywords, Options, check_names
-from transfuse._plan.cohorts import Cohort
-from transfuse._plan.match import Prepared
-from transfuse._report import Report
+from transfuse._report import Report, Step
 from transfuse._session.threads import interrupt_behind
 from transfuse._transport import PGTransport
 from transfuse._wire.group import Group, ProcessGroupLike
@@ -57,7 +56,7 @@ def heal(
     """Bring all ranks of a group to the newest step that one of them has. Every rank calls this.
 
     Each rank that is behind receives in place, from all ranks at the newest step at once. Replicas (DDP), shards
-    (FSDP2, HSDP) and stages of a pipeline are alike in this: each rank gets what its own tensors need from those who
+    (FSDP2, HSDP) and stages of a pipeline are alike in this: each rank gets what its own tensors need from those that
     hold it. If nobody is behind, the ranks tell each other their steps, and that is all.
 
     Args:
@@ -277,19 +276,20 @@ class _Healing:
 
     def _receive(self) -> None:
         sources = [rank for rank in range(self._calls.size) if rank not in self._behind]
-        transport = None
+        transport, permit = None, None
         try:
             mesh = None
             try:
                 self._receipt = Receipt(self._state, self._ask)
                 self._target, mesh = self._receipt.target, self._receipt.mesh()
+                permit = partial(self._receipt.permit, options=self._options, vote=self._vote)
             except BaseException as error:
                 transport = self._make_transport(_raises(error))  # It tells the sources.
             else:
                 transport = self._make_transport(lambda: self._target, mesh)
             with transport:
                 self._talks = True
-                self._target = transport.receive(sources, step=self._newest, permit=self._permit, watch=self._watch)
+                self._target = transport.receive(sources, step=self._newest, permit=permit, watch=self._watch)
             self._landed = True
         except BaseException as error:
             if not self._voted and isinstance(error, Exception):
@@ -315,27 +315,16 @@ class _Healing:
             return call()
 
     def _ask_to_send(self) -> object:
-        """There may be collectives in ``state_dict``, so sources call it as often as those who are behind."""
+        """There may be collectives in ``state_dict``, so sources call it as often as the ranks that are behind."""
         self._ask(self._state.tree)
         return self._ask(self._state.tree)
 
-    def _permit(self, cohorts: Sequence[Cohort], target: Prepared) -> None:
-        """Everything is planned, and no target has been touched. Go on only if all who are behind have come so far."""
-        failure: Exception | None = None
-        try:
-            if self._receipt is not None:
-                self._receipt.check(cohorts, target, self._options)
-        except Exception as error:
-            failure = error
-        agreed = self._vote(failure)
-        if failure is not None:
-            raise failure
-        if agreed.lost or any(_decode(word).kind for word in agreed.words.values()):
-            raise _VotedDown("another rank that is behind cannot receive")
-
-    def _vote(self, error: BaseException | None) -> RoundResult:
+    def _vote(self, error: Exception | None) -> None:
+        """Tell the others who are behind whether this rank can receive. Raises if another one cannot."""
         self._voted = True
-        return self._calls.agree(self._describe(error), self._behind)
+        agreed = self._calls.agree(self._describe(error), self._behind)
+        if error is None and (agreed.lost or any(_decode(word).kind for word in agreed.words.values())):
+            raise _VotedDown("another rank that is behind cannot receive")
 
     def _make_transport(self, state_dict: Callable[[], object] | None, mesh: Any = None) -> PGTransport:
         options: Any = dict(self._options)

@@ -14,7 +14,17 @@ from dataclasses import dataclass, field, fields
 KIB = 1 << 10
 MIB = 1 << 20
 #: The variables of the environment that are no limits.
-OTHER_VARIABLES = ("TRANSFUSE_NIXL", "TRANSFUSE_PORT", "TRANSFUSE_SAME_HOST", "TRANSFUSE_STREAMS")
+TLS_VARIABLES = ("TRANSFUSE_TLS_CERT", "TRANSFUSE_TLS_KEY", "TRANSFUSE_TLS_CA", "TRANSFUSE_TLS_NAMES")
+OTHER_VARIABLES = (
+    "TRANSFUSE_KEEPER_DIR",
+    "TRANSFUSE_KEEPER_START",
+    "TRANSFUSE_NIXL",
+    "TRANSFUSE_PORT",
+    "TRANSFUSE_RUN",
+    "TRANSFUSE_SAME_HOST",
+    "TRANSFUSE_STREAMS",
+    *TLS_VARIABLES,
+)
 
 
 def _physical_memory_bytes() -> int:
@@ -89,10 +99,18 @@ class Limits:
 def port_range(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """The first and the last port on which a process may listen for streams (``TRANSFUSE_PORT``). 0: any free port."""
     text = environ.get("TRANSFUSE_PORT", "0")
+    found = ports_in(text)
+    if found is None:
+        raise ValueError(f"TRANSFUSE_PORT must be a port, or the first and the last one (29600-29699), got {text!r}")
+    return found
+
+
+def ports_in(text: str) -> tuple[int, int] | None:
+    """The first and the last port that a text names, as ``9400`` or ``9400-9499``; None if it names none."""
     first, dash, last = text.partition("-")
     ports = [int(port) if port.isdecimal() else -1 for port in (first, last if dash else first)]
     if not 0 <= ports[0] <= ports[1] < 1 << 16 or (dash and not ports[0]):
-        raise ValueError(f"TRANSFUSE_PORT must be a port, or the first and the last one (29600-29699), got {text!r}")
+        return None
     return ports[0], ports[1]
 
 
@@ -106,18 +124,36 @@ def allows_same_host(environ: Mapping[str, str] = os.environ) -> bool:
     return _flag("TRANSFUSE_SAME_HOST", "1", environ)
 
 
-def allows_streams(environ: Mapping[str, str] = os.environ) -> bool:
+def allows_streams(environ: Mapping[str, str] = os.environ, *, encrypted: bool = False) -> bool:
     """Whether the environment allows connections of our own (``TRANSFUSE_STREAMS`` is not 0).
 
-    They are not encrypted. So if gloo is told to encrypt, everything stays on the group.
+    If gloo is told to encrypt, everything stays on the group, unless connections of our own are ``encrypted`` too.
     """
-    return _flag("TRANSFUSE_STREAMS", "1", environ) and environ.get("GLOO_DEVICE_TRANSPORT") != "TCP_TLS"
+    stays = environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS" and not encrypted
+    return _flag("TRANSFUSE_STREAMS", "1", environ) and not stays
+
+
+def tls_files(environ: Mapping[str, str] = os.environ) -> tuple[str, str, str, list[str] | None] | None:
+    """The files of certificate, key and CA that the environment names, and the names of peers; None: it names none."""
+    certificate, key, ca, listed = (environ.get(name, "") for name in TLS_VARIABLES)
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if not (certificate or key or ca or names):
+        return None
+    for name, path in zip(TLS_VARIABLES, (certificate, key, ca), strict=False):
+        if not path:
+            raise ValueError(f"encryption needs all of TRANSFUSE_TLS_CERT, _KEY and _CA, and {name} is not set")
+    return certificate, key, ca, names or None
+
+
+def may_start_keeper(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether workers start the keeper of their host if there is none (``TRANSFUSE_KEEPER_START`` is not 0)."""
+    return _flag("TRANSFUSE_KEEPER_START", "1", environ)
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Raise ``ValueError`` if a variable of the environment has a value that no transfer can work with."""
     Limits.from_environment(environ)
-    for check in (allows_same_host, allows_streams, asks_for_nixl, port_range):
+    for check in (allows_same_host, allows_streams, asks_for_nixl, may_start_keeper, port_range, tls_files):
         check(environ)
 
 

@@ -21,6 +21,7 @@ from transfuse._limits import Limits, allows_same_host, allows_streams, asks_for
 from transfuse._progress import Show
 from transfuse._rules import MapPath
 from transfuse._state.leaves.codec import MeshDescription
+from transfuse._tls import Encryption, check_tls
 
 #: The most connections between two ends.
 MOST_LANES = 16
@@ -32,6 +33,8 @@ class Options:
 
     #: Both ends: receivers on the source's host may read the source's memory. ``TRANSFUSE_SAME_HOST=0`` forbids it.
     same_host: bool = True
+    #: Both ends: receivers on the source's host may map the memory of the source's accelerators, and copy it there.
+    device_memory: bool = False
     #: Both ends: receivers may read the source's memory through NIXL. None: if ``TRANSFUSE_NIXL`` is 1.
     nixl: bool | None = None
     #: Both ends: check the bytes that have landed. None: on the NIXL route, and on the group
@@ -56,12 +59,14 @@ class Options:
     relay: bool = True
     #: Both ends: conversations that begin over the group go on over connections of our own.
     streams: bool = True
-    #: Both ends: how many connections a source and a receiver use. None: as many as are worth their while.
+    #: Both ends: how many connections a source and a receiver use. None: as many as pay.
     lanes: int | None = None
     #: Sources: the most bytes per second that a source sends, to all its receivers together. None: no limit.
     max_bytes_per_second: float | None = None
     #: Receivers: the most bytes that one receive may allocate for fresh tensors. None: what :class:`Limits` says.
     max_receive_bytes: int | None = None
+    #: Both ends: how connections of our own are encrypted. None: as the environment says. False: they are not.
+    tls: Encryption = None
     #: Both ends: True for a bar, or a function that is called with the progress.
     progress: bool | Show = False
 
@@ -69,7 +74,7 @@ class Options:
         """Refuse options that cannot work with this timeout and these limits, or without a target if not ``in_place``.
 
         Returns the options that apply: numbers as plain int and float, ``same_host`` and ``streams`` only if the
-        environment allows them, ``nixl`` also if the environment asks for it.
+        environment allows them, ``nixl`` and ``tls`` also if the environment asks for them.
         """
         flags = {item.name: getattr(self, item.name) for item in fields(self) if item.type == "bool"}
         _arguments.check_flags(**flags)
@@ -89,11 +94,19 @@ class Options:
         if self.map_path is not None and not in_place:
             raise ValueError("map_path= translates names into those of a target: it needs state_dict=")
         _rules.check(self.map_path)
+        tls = check_tls("tls", self.tls)
+        streams = self.streams and allows_streams(encrypted=bool(tls))
+        if tls and not streams:
+            raise ValueError(
+                "tls= encrypts connections of our own, and streams=False (or TRANSFUSE_STREAMS=0) leaves everything to "
+                "the process group, which does not encrypt: leave one of them out, or pass tls=False"
+            )
         port_range()  # Refuse a wrong TRANSFUSE_PORT here, not in the first transfer.
         held = replace(
             self,
             same_host=self.same_host and allows_same_host(),
-            streams=self.streams and allows_streams(),
+            streams=streams,
+            tls=tls,
             nixl=nixl,
             max_bytes_per_second=self._rate(timeout, limits),
             max_receive_bytes=most,
@@ -129,9 +142,11 @@ def slowest_rate(limits: Limits, seconds: float) -> float:
 
 class _BothEnds(TypedDict, total=False):
     same_host: bool
+    device_memory: bool
     nixl: bool | None
     verify: bool | None
     lanes: int | None
+    tls: Encryption
 
 
 class _Sources(TypedDict, total=False):

@@ -1,7 +1,8 @@
 """The rules that ``map_path=`` takes: they translate a source's names into a target's.
 
 Two programs rarely name the same weights alike. The caller declares the difference as data: :class:`Rename`,
-:class:`Concat`, :class:`Split` and :class:`Slice`. ``plan.linking`` works out from these rules which block goes where.
+:class:`Concat`, :class:`Split` and :class:`Slice`. ``_plan.apply_rules`` works out from these rules which block goes
+where.
 
 Leaves are named by *dotted paths*: all keys down to a leaf, joined by dots. In a pattern ``*`` stands for one or more
 characters other than a dot, and ``**`` for one or more characters of any kind, as many as possible. The text that each
@@ -137,7 +138,7 @@ MapPath: TypeAlias = Mapping[str, str] | Sequence[Rule] | Callable[[str], str | 
 
 
 def check(rules: object) -> None:
-    """Raise TypeError or ValueError for anything that ``plan.linking.link`` does not take as rules."""
+    """Raise TypeError or ValueError for anything that ``_plan.apply_rules.link`` does not take as rules."""
     if rules is not None and (isinstance(rules, Mapping) or not callable(rules)):
         listed(rules)
 

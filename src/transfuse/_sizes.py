@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 from transfuse._limits import MIB, Limits
@@ -73,7 +72,7 @@ class Sizes:
     ROUND_BYTES, CALL_BYTES = 16 * MIB, 4 * MIB
     #: Most bytes and most parcels under way between two neighbours in a chain.
     CHAIN_BYTES, CHAIN_PARCELS = 4 * MIB, 12
-    #: The least bytes for which lanes are worth their while, on one host and between hosts.
+    #: The least bytes for which lanes pay, on one host and between hosts.
     LANES_BYTES, FAR_LANES_BYTES = 64 * MIB, 8 * MIB
     #: With a rate limit, a burst holds the bytes of this many seconds.
     RATED_BURST_SECONDS = 0.05
@@ -115,18 +114,11 @@ class Sizes:
         staged, fair = self._staged(sources, ahead), total_bytes // (16 * sources)
         return max(min(offered, staged, fair, self._timely()), min(parcel_bytes, staged), 1)
 
-    def connections(self, total_bytes: int, parcel_bytes: int, *, same_host: bool) -> int:
-        """How many connections two ends use, if their callers do not say."""
-        if total_bytes < (self.LANES_BYTES if same_host else self.FAR_LANES_BYTES):
-            return 1
-        useful = min(3, os.cpu_count() or 1) if same_host else 4
-        return int(max(1, min(useful, self._before_silence() // parcel_bytes)))
-
     def shared_burst(self, burst: int, total_bytes: int, parcel_bytes: int, *, connections: int, ahead: int) -> int:
         """The size of the bursts on each of several connections, of which a single one would have ``burst``."""
         if connections == 1:
             return burst
-        fair, timely = total_bytes // (4 * connections), int(self._before_silence() / (connections * ahead))
+        fair, timely = total_bytes // (4 * connections), int(self.before_silence() / (connections * ahead))
         return max(min(burst // connections, fair, timely), min(parcel_bytes, burst))
 
     @classmethod
@@ -134,7 +126,7 @@ class Sizes:
         """How many bytes one of several streams is asked for at a time."""
         return max(min(left_bytes // (2 * takers), cls.REQUEST_BYTES), burst_bytes)
 
-    def _before_silence(self) -> float:
+    def before_silence(self) -> float:
         """Bytes that arrive over the slowest link before a connection is taken for a silent one."""
         return Patience(self._timeout).lane * self._limits.slowest_bytes_per_second
 

@@ -23,7 +23,9 @@ class Patience:
     a queue, for a peer that owes a message        T/2                    then other conversations may use the queue
     a lane, for the other end                     T/2                    the other connections bring its parcels
     a connection of our own                       1 s, T/4 at most       the group carries the bytes instead
+    the same with ``tls=``                        10 s, T/4 at most      nothing else may carry the bytes
     a read over the network, for up to 4 MiB      T/4                    the group brings the rest
+    a source, for what its devices have queued    T/4                    the group brings the bytes, in stream order
     a chain, for receivers that want the same     1 ns a byte saved,     a chain saves about as much; a late receiver is
                                                   0.25 to 1 s, T/2 most  served by the source
     a receiver, for its neighbour in a chain      T/4 (first) to T/2     the one next to a silent one notices first, and
@@ -76,14 +78,18 @@ class Patience:
         """How long a lane waits for its other end."""
         return self.timeout / 2
 
-    @property
-    def connection(self) -> float:
+    def connection(self, *, encrypted: bool = False) -> float:
         """How long two ends try to connect, in one direction."""
-        return min(self.CONNECTION_SECONDS, self.timeout / 4)
+        return min(self.HANDSHAKE_SECONDS if encrypted else self.CONNECTION_SECONDS, self.timeout / 4)
 
     @property
     def remote_read(self) -> float:
         """How long one read of a source's memory over the network may take."""
+        return self.timeout / 4
+
+    @property
+    def queued_work(self) -> float:
+        """How long a source waits for work on its devices before others may open their memory."""
         return self.timeout / 4
 
     @staticmethod

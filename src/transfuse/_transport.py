@@ -22,6 +22,8 @@ from transfuse._errors import ReceiveFailed, SendFailed, StateError, TornState, 
 from transfuse._limits import Limits
 from transfuse._memory.mutation import MutationWatch
 from transfuse._memory.streams import Streams, devices_of
+from transfuse._metrics.reports import tell
+from transfuse._metrics.under_way import under_way
 from transfuse._options import Options, slowest_rate
 from transfuse._phases import DONE, FAILED, Phase, trace_name
 from transfuse._plan.catalogue import Late
@@ -29,8 +31,7 @@ from transfuse._progress import Progress, Show, showing
 from transfuse._report import Report, failed_with, routes_of, said, trace_range
 from transfuse._rules import MapPath
 from transfuse._session import receive_from_one, source, threads
-from transfuse._session.context import Context, Permit, ReceiveRequest
-from transfuse._session.partial import Partial
+from transfuse._session.context import Context, Partial, Permit, ReceiveRequest
 from transfuse._session.receive_from_all import Receive
 from transfuse._session.relay import Chains, this_host
 from transfuse._session.remembered import Remembered
@@ -38,6 +39,7 @@ from transfuse._sizes import Sizes
 from transfuse._state.leaves.codec import MeshDescription
 from transfuse._state.manifest import Described
 from transfuse._timeouts import Patience
+from transfuse._tls import Encryption
 from transfuse._wire import messages, nixl_agent
 from transfuse._wire.channel import Channel
 from transfuse._wire.group import Group, ProcessGroupLike
@@ -65,6 +67,8 @@ class PGTransport:
             it returns. Without this function, tensors arrive fresh.
         same_host: receivers on the source's host may read straight from the source's memory (the memory route). Both
             ends must allow it, and ``TRANSFUSE_SAME_HOST=0`` in the environment forbids it.
+        device_memory: receivers on the source's host may map the memory of its accelerators, and copy on the device
+            (the device memory route). Both ends must allow it, and ``same_host``. It has run on an imitation only.
         nixl: receivers on any host may read the source's memory through NIXL (the NIXL route). Both ends must allow
             it. None: if ``TRANSFUSE_NIXL`` in the environment is 1. True where NIXL is not installed is an error.
         verify: check the bytes that have landed: on the group route by a digest of every parcel, on the memory route by
@@ -88,6 +92,10 @@ class PGTransport:
             if they move much in main memory, by the number of cores and whether they share a host.
         max_bytes_per_second: the most that a source sends, to all its receivers together.
         max_receive_bytes: the most that one receive may allocate for fresh tensors. None: this machine's memory.
+        tls: a :class:`TLS`: connections of our own are encrypted, and a conversation that gets none ends. Both ends
+            need it. What stays on the backend stays plain: parcels on an accelerator, the first words over the group.
+            Without it: what ``TRANSFUSE_TLS_CERT``, ``_KEY``, ``_CA`` and ``_NAMES`` say. With False nothing is
+            encrypted, whatever they say.
         progress: True for a bar, or a callable that gets a dict from rank to :class:`Progress`, in the calling thread,
             at least every 100 ms and once at the end. An exception that the callable raises ends the transfer: the call
             raises it, and the peers are refused.
@@ -101,6 +109,7 @@ class PGTransport:
         state_dict: Callable[[], object] | None = None,
         *,
         same_host: bool = True,
+        device_memory: bool = False,
         nixl: bool | None = None,
         verify: bool | None = None,
         delta: bool = False,
@@ -115,6 +124,7 @@ class PGTransport:
         lanes: int | None = None,
         max_bytes_per_second: float | None = None,
         max_receive_bytes: int | None = None,
+        tls: Encryption = None,
         progress: bool | Show = False,
     ) -> None:
         _arguments.check_group(pg)
@@ -123,6 +133,7 @@ class PGTransport:
         limits = Limits.from_environment()
         options = Options(
             same_host=same_host,
+            device_memory=device_memory,
             nixl=nixl,
             verify=verify,
             delta=delta,
@@ -137,6 +148,7 @@ class PGTransport:
             lanes=lanes,
             max_bytes_per_second=max_bytes_per_second,
             max_receive_bytes=max_receive_bytes,
+            tls=tls,
             progress=progress,
         )
         self._options = options.check(timeout, limits, in_place=state_dict is not None)
@@ -146,7 +158,7 @@ class PGTransport:
         self._seconds = timeout.total_seconds()
         self._group = Group(pg, _arguments.device_of(device))
         self._state_dict = state_dict
-        self._lanes = Pool(self._group, allowed=self._options.streams)
+        self._lanes = Pool(self._group, allowed=self._options.streams, tls=self._options.tls or None)
         weakref.finalize(self, self._lanes.close)
         self._remembered = Remembered()
         self._report: Report | None = None
@@ -253,7 +265,8 @@ class PGTransport:
     def _send(
         self, state_dict: Callable[[], object], report: Report, caller: threads.Caller, watch: Callable[[], object]
     ) -> None:
-        with self._call(report, caller) as context, Leases(self._options) as leases:
+        patience = Patience(self._seconds).queued_work
+        with self._call(report, caller) as context, Leases(self._options, patience) as leases:
             self._send_to_all(state_dict, context, leases, watch)
 
     def _send_to_all(
@@ -304,20 +317,17 @@ class PGTransport:
     def _talk_to(
         self, channel: Channel, offer: source.OfferedState | BaseException, context: Context, report: Report
     ) -> None:
-        transfer, tag, progress = (
-            secrets.randbits(63),
-            self._group.new_tag(channel.peer),
-            context.progress[channel.peer],
-        )
+        progress = context.progress[channel.peer]
         with (
             _noting(progress),
             self._group.turn(channel, self._group.rank() or 0, several=len(context.ranks) > 1),
             channel,
         ):
+            channel.transfer, channel.tag = secrets.randbits(63), self._group.new_tag(channel.peer)
             if isinstance(offer, BaseException):
-                source.refuse(channel, transfer, tag, offer)
+                source.refuse(channel, offer)
             else:
-                source.serve(channel, transfer, tag, offer, caller=context.caller, progress=progress, report=report)
+                source.SourceEnd(channel, offer, context.caller, progress, report).run()
 
     def recv_checkpoint(
         self,
@@ -440,7 +450,7 @@ class PGTransport:
             report.failed = failed_with(failed)
             if not receive.result:
                 context.show()
-                raise receive.failure or (failed[ranks[0]] if len(ranks) == 1 else ReceiveFailed(failed))
+                raise receive.roster.failure or (failed[ranks[0]] if len(ranks) == 1 else ReceiveFailed(failed))
             context.show()
         except BaseException as error:
             if receive.result:
@@ -455,7 +465,7 @@ class PGTransport:
             receive.close()
         self._torn = ()
         if not failed:
-            receive.remember()
+            receive.roster.accepted.remember()
         return receive.result[0]
 
     def _talk_with(self, rank: int, receive: Receive, context: Context, line: SourceOrder) -> None:
@@ -465,7 +475,7 @@ class PGTransport:
             self._group.turn(channel, rank, line, several=len(context.ranks) > 1),
             channel,
         ):
-            receive_from_one.receive(channel, receive)
+            receive_from_one.run(channel, receive)
 
     # ----------------------------------------------------------------------------------------------------- helpers
 
@@ -499,7 +509,8 @@ class PGTransport:
                 channel = channels[rank]
                 with self._group.turn(channel, (self._group.rank() or 0) if is_source else rank), channel:
                     if is_source:
-                        source.refuse(channel, secrets.randbits(63), self._group.new_tag(rank), error)
+                        channel.transfer, channel.tag = secrets.randbits(63), self._group.new_tag(rank)
+                        source.refuse(channel, error)
                     else:
                         receive_from_one.refuse(channel, error)
 
@@ -593,6 +604,7 @@ class PGTransport:
         try:
             with (
                 trace_range(trace_name(report.direction)),
+                under_way(report, progress),
                 showing(wanted, report.title, progress) as show,
             ):
                 yield Context(
@@ -615,8 +627,7 @@ class PGTransport:
             report.end(time.perf_counter() - started)
             # A receive that went on without some sources is a recovery: users see it without configuring a log.
             recovered = report.error is None and report.failed
-            level = logging.WARNING if recovered else logging.INFO
-            logger.log(level, "%s", report.line(), extra={"transfuse_report": report})
+            tell(report, logging.WARNING if recovered else logging.INFO)
 
     def _check_ranks(self, name: str, given: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
         ranks, size = _arguments.ranks_of(name, given), self._group.size()
@@ -659,7 +670,7 @@ def _noting(progress: Progress) -> Iterator[None]:
     progress.phase = DONE
 
 
-def check_resume(resume: Partial | None) -> None:
+def check_resume(resume: Partial | None) -> Partial | None:
     """Refuse a ``resume=`` that a receive cannot resume from."""
     if resume is not None and not isinstance(resume, Partial):
         raise TypeError(f"resume takes error.partial of an earlier receive, or None, got {type(resume).__name__}")
@@ -668,6 +679,7 @@ def check_resume(resume: Partial | None) -> None:
             "this partial has been resumed from before, and its memory belongs to that receive: if that receive "
             "failed, resume from its own error.partial"
         )
+    return resume
 
 
 def _sum_up(report: Report, single: list[Report]) -> None:

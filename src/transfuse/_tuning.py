@@ -7,6 +7,24 @@ format. This module imports nothing.
 
 from __future__ import annotations
 
+# --------------------------------------------------------------------------------------------------------- The command
+
+# cli/options
+#: A week. The system's clocks do not take much longer times.
+CLI_LONGEST_SECONDS = 604_800
+
+# cli/doctor
+#: The longest wait for a name lookup. If it takes longer, gloo fails as well.
+DOCTOR_LOOKUP_SECONDS = 3.0
+#: How long two agents of NIXL may take to meet, and one read of 512 KiB.
+DOCTOR_NIXL_SECONDS = 20.0
+DOCTOR_NIXL_READ_SECONDS = 5.0
+#: What a trial of the routes moves, the longest time in which it measures one, and after which it is given up.
+DOCTOR_STATE_BYTES = 32 << 20
+DOCTOR_MEASURED_SECONDS = 0.7
+DOCTOR_TRIAL_SECONDS = 12.0
+
+
 # ------------------------------------------------------------------------------------------------------------- The Hub
 
 # _hub/assets
@@ -20,24 +38,6 @@ HUB_COMMIT_WAIT_SECONDS = 8.0
 HUB_COMMIT_SHORT_SECONDS = 1.0
 #: Memory is freed when nobody has asked for anything for this long.
 HUB_COMMIT_FREE_SECONDS = 600.0
-
-# _hub/http_server
-#: A request's line and headers, and its body.
-HTTP_MAX_HEAD_BYTES = 32 << 10
-HTTP_MAX_BODY_BYTES = 1 << 20
-#: How long a request may take to arrive, from its first byte on, and how long a connection may be idle.
-HTTP_REQUEST_SECONDS = 10.0
-HTTP_IDLE_SECONDS = 120.0
-#: What one call hands to the kernel. The kernel copies it: memory that has been handed over may change.
-HTTP_SEND_BYTES = 1 << 20
-#: A client must take at least this number of bytes in every span of the timeout, or all that is left.
-HTTP_LEAST_BYTES = 1 << 20
-#: The listening thread looks this often whether there is other work.
-HTTP_LISTEN_SECONDS = 1.0
-#: How long a new connection waits for the thread of an idle one that was closed for it.
-HTTP_ROOM_SECONDS = 1.0
-#: How long closing waits for threads that have been cut off.
-HTTP_END_SECONDS = 5.0
 
 # _hub/hub
 #: What ``save_pretrained`` takes for a file. Clients download several files at once.
@@ -64,14 +64,26 @@ REGROUP_LOOK_SECONDS = 0.02
 BUNDLE_BYTES = 1 << 20
 
 # _keeper/client
-#: How often a lost keeper is looked for.
+#: How often a lost keeper is started anew, or looked for, when that has failed.
 KEEP_REVIVE_SECONDS = 5.0
+
+# _keeper/attach
+#: How often a worker looks for a keeper that somebody else starts.
+KEEPER_AWAIT_SECONDS = 0.1
 
 # _keeper/commits
 #: How long a commit waits for the keeper's answer, before training goes on without it.
 COMMIT_ANSWER_SECONDS = 5.0
 #: How long a rank that asks for a layout waits for the other ranks of its host, which may share it.
 COMMIT_PARTNER_SECONDS = 5.0
+
+# _keeper/draining
+#: How long a keeper that was told to end waits for what is under way. Kubernetes kills after 30 s.
+DRAIN_SECONDS = 20.0
+#: How often it looks whether that has ended.
+DRAIN_LOOK_SECONDS = 0.02
+#: How long it waits for the leader to agree on its newest step, and for how long a leader may be silent before that.
+DRAIN_RING_SECONDS = 1.5
 
 # _keeper/door
 #: How long a question to another keeper may take.
@@ -80,6 +92,12 @@ DOOR_ASK_SECONDS = 5.0
 DOOR_PROVE_SECONDS = 10.0
 #: How often a connection looks whether it is still needed.
 DOOR_LISTEN_SECONDS = 0.5
+
+# _keeper/overview
+#: How long the keeper of another host may take to say how it is.
+OVERVIEW_ASK_SECONDS = 2.0
+#: The rate of commits that is shown is that of the last seconds.
+RATE_SHOWN_SECONDS = 60.0
 
 # _keeper/process
 #: How often the keeper looks whether it is still needed.
@@ -114,6 +132,34 @@ RING_SILENCE_SECONDS = 30.0
 RING_IDLE_SECONDS = 120.0
 RING_CLOSE_SECONDS = 3.0
 
+# _keeper/storage
+#: What one call writes to a file.
+STORAGE_PIECE_BYTES = 8 << 20
+
+# _keeper/save_leader
+#: How often the leader asks who has what to save, if nothing wakes it, and how a save under way is going.
+SAVE_ROUND_SECONDS = 0.2
+SAVE_POLL_SECONDS = 0.05
+#: A save is given up when a host's storage has taken nothing for this long. A large file is flushed at its end.
+SAVE_SILENCE_SECONDS = 300.0
+#: When all ranks have closed, their last step waits this long to become complete on all hosts.
+SAVE_LAST_SECONDS = 10.0
+
+# _keeper/saved_steps
+#: How long a worker's question for files on storage waits, before it is told to ask again.
+STORAGE_LOOK_SECONDS = 1.0
+
+# _keeper/saving
+#: How often a writer says that it lives; and when a directory that another one writes to is looked at again.
+WRITER_BEAT_SECONDS = 5.0
+WRITER_AGAIN_SECONDS = 60.0
+#: A new writer waits this long, and then looks whether another one came at the same moment.
+WRITER_SETTLE_SECONDS = 0.5
+#: How long a host looks for what the leader has written, before it takes its directory for a disk of its own.
+WRITER_SIGHT_SECONDS = 2.0
+#: An order that is carried out at once is answered at once.
+SAVE_AT_ONCE_SECONDS = 0.02
+
 # _keeper/transfers
 #: How long a pull may go without progress. More if the rate is so low that a parcel takes longer.
 REPLICA_PULL_SECONDS = 30.0
@@ -135,12 +181,69 @@ ARENA_LARGE_BYTES = 1 << 20
 #: The largest mapping. One small tensor that outlives all others keeps at most this much memory from being released.
 ARENA_MAPPING_BYTES = 16 << 20
 
+# _keeper/device_commit
+#: Of at most this number of storages on each device, the first bytes are compared with what has landed in a slot.
+NET_SAMPLES = 256
+NET_SAMPLE_BYTES = 64
+
+# _memory/device_copies
+#: A run of at least this size is copied by itself. Smaller ones are packed on the device, into pieces of the second
+#: size. A device that is full gets smaller pieces.
+DEVICE_LARGE_BYTES = 1 << 20
+DEVICE_PIECE_BYTES = 16 << 20
+#: How long a device that is full to the last item is asked again.
+DEVICE_ROOM_SECONDS = 5.0
+#: Small runs are packed together if fewer bytes than this lie between them: what alignment leaves, and nothing else.
+DEVICE_PADDING_BYTES = 64
+#: The size of a pinned buffer through which ordinary memory is copied. There are two.
+DEVICE_STAGING_BYTES = 8 << 20
+
+# _memory/device_handles
+#: The longest handle that a source gives and a receiver accepts. CUDA's have 66 bytes, and more for segments that grow.
+DEVICE_HANDLE_BYTES = 4096
+
+# _memory/mutation
+#: How long a device may take to bring samples of its tensors, where no transfer says it.
+DEVICE_SAMPLE_SECONDS = 60.0
+
+# _memory/packing
+#: How many bytes of parcels a thread takes at a time to hash. From a device, two such batches are in main memory.
+HASHED_BYTES = 4 << 20
+
 # _memory/vm
 VM_CALL_BYTES = 8 << 20
 #: Ranges of about this size are long: the call for each of them does not count.
 VM_LONG_BYTES = 64 << 10
 #: For fewer bytes a second thread costs more time than it saves.
 VM_THREAD_BYTES = 4 << 20
+
+
+# ------------------------------------------------------------------------------------------------------------- Metrics
+
+# _metrics/endpoint
+#: How long a client that asks for metrics may take nothing, and how long closing waits for answers.
+METRICS_CLIENT_SECONDS = 10.0
+METRICS_END_SECONDS = 1.0
+#: How long a question about a keeper's health waits for the keeper's lock.
+METRICS_HEALTH_SECONDS = 2.0
+
+# _metrics/names
+#: The upper ends of a histogram's buckets.
+METRICS_BUCKET_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+# integrations/debug_server
+#: How long a keeper may take to say how it is, for a page of torch's debug server.
+METRICS_KEEPER_SECONDS = 2.0
+
+# _metrics/shared_file
+#: How long a process that has written the file of a host's metrics waits until it writes again.
+METRICS_WRITE_SECONDS = 1.0
+#: How long the end of a process waits for its turn to write there.
+METRICS_EXIT_SECONDS = 2.0
+
+# _keeper/process
+#: How often a keeper tries again to listen for metrics, if its port is taken.
+KEEPER_METRICS_SECONDS = 5.0
 
 
 # ------------------------------------------------------------------------------------------------------------ Progress
@@ -163,10 +266,38 @@ SERVER_END_SECONDS = 3.0
 
 # ------------------------------------------------------------------------------------------------------------ The wire
 
+# _wire/device_route
+#: How many bytes are copied on a device between two looks whether the caller stops.
+DEVICE_READ_BYTES = 256 << 20
+
+# _wire/group
+#: How long a backend may take to abort its communicators. It may block, and then nobody waits for it.
+ABORT_SECONDS = 5.0
+#: With how many peers a rank makes a communicator of the pair's own, which takes device memory. Others use main memory.
+COLD_PAIRS = 8
+
 # _wire/handshake
 HANDSHAKE_MAX_FRAME_BYTES = 16 << 10
 #: How often the server tells a waiting reader that it still has to wait.
 HANDSHAKE_WAIT_SECONDS = 0.5
+
+# _wire/http_server
+#: A request's line and headers, and its body.
+HTTP_MAX_HEAD_BYTES = 32 << 10
+HTTP_MAX_BODY_BYTES = 1 << 20
+#: How long a request may take to arrive, from its first byte on, and how long a connection may be idle.
+HTTP_REQUEST_SECONDS = 10.0
+HTTP_IDLE_SECONDS = 120.0
+#: What one call hands to the kernel. The kernel copies it: memory that has been handed over may change.
+HTTP_SEND_BYTES = 1 << 20
+#: A client must take at least this number of bytes in every span of the timeout, or all that is left.
+HTTP_LEAST_BYTES = 1 << 20
+#: The listening thread looks this often whether there is other work.
+HTTP_LISTEN_SECONDS = 1.0
+#: How long a new connection waits for the thread of an idle one that was closed for it.
+HTTP_ROOM_SECONDS = 1.0
+#: How long closing waits for threads that have been cut off.
+HTTP_END_SECONDS = 5.0
 
 # _wire/listener
 #: The listener logs at most one warning about strangers in this time.
@@ -220,6 +351,14 @@ RATE_SLICE_SECONDS = 0.05
 ROLL_CALL_MAX_BYTES = 64 << 20
 #: One thread waits for the first words of all ranks. After this time, each rank that is late gets a thread of its own.
 ROLL_CALL_TOGETHER_SECONDS = 0.05
+
+# _wire/secure
+#: What is encrypted, or decrypted, by one call. Records of TLS have at most 16 KiB; more of them share a call.
+SECURE_PIECE_BYTES = 256 << 10
+#: What one read from the kernel takes of a connection that is encrypted and carries frames.
+SECURE_FRAME_BYTES = 64 << 10
+#: The longest cause of a refusal between two ends that have shaken hands.
+SECURE_REFUSAL_BYTES = 2000
 
 # _wire/stream
 #: The most runs of memory, and the most bytes, that the kernel takes in one call.

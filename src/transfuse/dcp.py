@@ -6,6 +6,7 @@ all data that it wants. A receive is one conversation. So the receive runs in a 
 the two calls.
 
 :class:`KeeperWriter` and :class:`KeeperReader` save to, and load from, the keepers of a run (:func:`transfuse.keep`).
+:class:`DirectoryReader` loads from the steps that keepers have saved to a directory, without a keeper.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple, Self, SupportsIndex
+from typing import Any, NamedTuple, Self, SupportsIndex, Unpack
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -32,14 +34,18 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from transfuse._arguments import check_step, ranks_of
+from transfuse._arguments import check_step, duration, ranks_of
 from transfuse._errors import StateError, TransfuseError, UnsupportedLeaf
-from transfuse._keeper.dcp_storage import KeeperReader, KeeperWriter
+from transfuse._keeper import saved
+from transfuse._keeper.dcp_storage import CheckpointId, KeeperReader, KeeperWriter, WrittenParts, is_part, step_of
+from transfuse._keeper.saved import StepsAddress
 from transfuse._limits import Limits
 from transfuse._memory import streams
+from transfuse._options import FetchKeywords, check_names
 from transfuse._plan.apply_rules import BlockPair
-from transfuse._plan.catalogue import Catalogue
+from transfuse._plan.catalogue import Catalogue, Late
 from transfuse._plan.cohorts import Cohort
+from transfuse._remote.client import FetchSettings, fetch_if, is_directory
 from transfuse._state import trees
 from transfuse._state.leaves import values
 from transfuse._state.leaves.registry import Registry
@@ -47,47 +53,19 @@ from transfuse._state.leaves.spec import Spec, is_sharded, of_plain_tensors
 from transfuse._state.manifest import Leaf
 from transfuse._transport import PGTransport
 
-__all__ = ["KeeperReader", "KeeperWriter", "PeerReader"]
+__all__ = ["DirectoryReader", "KeeperReader", "KeeperWriter", "PeerReader"]
 
 
-class PeerReader(StorageReader):
-    """Reads a checkpoint from the memory of live ranks.
+class _LateReader(StorageReader):
+    """Reads by one receive, which begins when DCP asks for the metadata and goes on when it asks for the data."""
 
-    One load is one receive: every rank that calls ``dcp.load`` makes a reader with a transport over a group that also
-    includes the sources, and each source calls ``send_checkpoint`` once, for all of these ranks. Names are DCP's: the
-    keys down to a leaf, joined by dots. A reader serves any number of loads, one after the other.
-
-    If a load fails before DCP reads data (a missing key, here or on another rank), DCP does not tell the reader. The
-    sources hear of it when the next load begins, at :meth:`close`, at the end of a ``with`` block, when the reader is
-    garbage-collected, or after the transport's timeout.
-
-    Args:
-        transport: its options say how to receive (``cast``, ``verify``, ``delta``, ``atomic``, ``same_host``). Its
-            ``state_dict`` is not called.
-        src_ranks: the sources, as ranks within the transport's group.
-        step: if given, a source that sends another step, or does not say which, is refused.
-    """
-
-    def __init__(
-        self,
-        transport: PGTransport,
-        src_ranks: SupportsIndex | Sequence[SupportsIndex],
-        *,
-        step: SupportsIndex | None = None,
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        if not isinstance(transport, PGTransport):
-            raise TypeError(f"transport takes a transfuse.PGTransport, got a {type(transport).__name__}")
-        if transport._options.map_path is not None:
-            raise ValueError("PeerReader takes a transport without map_path: the planner chooses the names to load")
-        self._transport = transport
-        self._src_ranks = ranks_of("src_ranks", src_ranks)
-        if not self._src_ranks:
-            raise ValueError("src_ranks is empty: a load needs a source")
-        self._step = check_step(step)
+        #: Begins a receive. It must not refer to the reader: a reader that nobody has any more ends its receive.
+        self._begin: Callable[[], _Load]
         self._load: _Load | None = None
         self._contents: _SourceContents | None = None
-        self._watch: weakref.finalize[[str], PeerReader] | None = None
+        self._watch: weakref.finalize[[str], _LateReader] | None = None
         self._failure: BaseException | None = None
 
     @property
@@ -120,7 +98,7 @@ class PeerReader(StorageReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Wait for the sources and return what they have. Each tensor is one chunk, whichever ranks hold its shards."""
         self.reset()
-        load = self._load = _Load(self._transport, self._src_ranks, self._step)
+        load = self._load = self._begin()
         self._watch = weakref.finalize(self, load.give_up, "the load has ended before any data was read")
         self._watch.atexit = False
         try:
@@ -167,9 +145,7 @@ class PeerReader(StorageReader):
             self._fail(load, error)
             raise
         self._forget()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -188,6 +164,142 @@ class PeerReader(StorageReader):
         if self._watch is not None:
             self._watch.detach()
             self._watch = None
+
+
+class PeerReader(_LateReader):
+    """Reads a checkpoint from the memory of live ranks.
+
+    One load is one receive: every rank that calls ``dcp.load`` makes a reader with a transport over a group that also
+    includes the sources, and each source calls ``send_checkpoint`` once, for all of these ranks. Names are DCP's: the
+    keys down to a leaf, joined by dots. A reader serves any number of loads, one after the other.
+
+    If a load fails before DCP reads data (a missing key, here or on another rank), DCP does not tell the reader. The
+    sources hear of it when the next load begins, at :meth:`close`, at the end of a ``with`` block, when the reader is
+    garbage-collected, or after the transport's timeout.
+
+    Args:
+        transport: its options say how to receive (``cast``, ``verify``, ``delta``, ``atomic``, ``same_host``). Its
+            ``state_dict`` is not called.
+        src_ranks: the sources, as ranks within the transport's group.
+        step: if given, a source that sends another step, or does not say which, is refused.
+    """
+
+    def __init__(
+        self,
+        transport: PGTransport,
+        src_ranks: SupportsIndex | Sequence[SupportsIndex],
+        *,
+        step: SupportsIndex | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(transport, PGTransport):
+            raise TypeError(f"transport takes a transfuse.PGTransport, got a {type(transport).__name__}")
+        if transport._options.map_path is not None:
+            raise ValueError("PeerReader takes a transport without map_path: the planner chooses the names to load")
+        self._transport = transport
+        self._src_ranks = ranks_of("src_ranks", src_ranks)
+        if not self._src_ranks:
+            raise ValueError("src_ranks is empty: a load needs a source")
+        self._step = check_step(step)
+        seconds, chosen = transport._seconds, (self._src_ranks, self._step)
+
+        def receive(late: Late) -> None:
+            transport.receive(chosen[0], step=chosen[1], late=late)
+
+        self._begin = lambda: _Load(receive, seconds)
+
+
+class DirectoryReader(_LateReader):
+    """Reads a step that keepers have saved to a directory (``keep(directory=DIR)``), without a keeper.
+
+    ``dcp.load(state_dict, storage_reader=DirectoryReader("DIR"))`` loads it on any number of ranks, each of which opens
+    the directory itself. Every byte that is read has been compared with its digest before anything is written. What a
+    :class:`KeeperWriter` has saved is read too.
+
+    Args:
+        directory: the directory, or its URL, as for :func:`transfuse.fetch`.
+        checkpoint_id: the step, or a text whose last number is the step. ``checkpoint_id`` of ``dcp.load`` replaces it.
+            None: the newest one that is whole. While a job writes to the directory, several ranks may find different
+            ones: name the step.
+        timeout: as for :func:`transfuse.fetch`.
+        **options: the options of :func:`transfuse.fetch`, but ``map_path``.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        checkpoint_id: CheckpointId | None = None,
+        *,
+        timeout: timedelta | float = 60,
+        **options: Unpack[FetchKeywords],
+    ) -> None:
+        super().__init__()
+        check_names(type(self), options, FetchKeywords)
+        if options.get("map_path") is not None:
+            raise ValueError("DirectoryReader takes no map_path: the planner chooses the names to load")
+        where = os.fspath(directory)
+        self._address = where if is_directory(where) else f"file://{where}"
+        self._wanted = step_of(checkpoint_id)
+        self._seconds, self._options = duration(timeout).total_seconds(), options
+        self._parts: WrittenParts | None = None
+        self._steps: list[int | None] = []
+
+    @property
+    def step(self) -> int | None:
+        """The step that the last load has read."""
+        return self._steps[-1] if self._steps else None
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Begin a new load."""
+        super().reset()
+        if checkpoint_id is not None:
+            self._wanted = step_of(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Find the step, and say what it holds."""
+        self.close()
+        self._failure = None
+        try:
+            _, manifest = saved.look(self._address, self._wanted)
+            if is_part(manifest.root):
+                step, self._parts = saved.find(StepsAddress.of(self._address), _parts_of, self._wanted)
+                self._steps.append(step)
+                return self._parts.metadata
+        except BaseException as error:
+            self._failure = error
+            raise
+        asked = FetchSettings(address=[self._address], step=self._wanted, timeout=self._seconds, options=self._options)
+        steps = self._steps
+        self._begin = lambda: _Load(lambda late: steps.append(fetch_if(None, asked, late).step), asked.timeout)
+        return super().read_metadata()
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan wants into the planner's tensors."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return super().read_data(plan, planner)
+        try:
+            parts.read(plan, planner)
+        except BaseException as error:
+            self._failure = error
+            raise
+        return _done()
+
+    def close(self) -> None:
+        self._parts = None
+        super().close()
+
+
+def _parts_of(step: saved.SavedStep) -> tuple[int, WrittenParts]:
+    states = step.states()
+    step.check_bytes(states)
+    return step.step, WrittenParts.of(states)
+
+
+def _done() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 # ---------------------------------------------------------------------------------------------- what the sources have
@@ -344,9 +456,8 @@ def _lay_out(contents: _SourceContents, wanted: Sequence[_Wanted]) -> tuple[obje
 class _Load:
     """A receive in a thread of its own. It waits until DCP says what goes where."""
 
-    def __init__(self, transport: PGTransport, src_ranks: Sequence[int], step: int | None) -> None:
-        self._transport, self._src_ranks, self._step = transport, src_ranks, step
-        self._seconds = transport._seconds
+    def __init__(self, receive: Callable[[Late], object], seconds: float) -> None:
+        self._receive, self._seconds = receive, seconds
         self._changed = threading.Condition()
         self._catalogue: Catalogue | None = None
         self._plan: Callable[[Catalogue], tuple[object, list[BlockPair]]] | None = None
@@ -361,7 +472,7 @@ class _Load:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            self._transport.receive(self._src_ranks, step=self._step, late=self._late)
+            self._receive(self._late)
         except BaseException as caught:
             error = caught
         with self._changed:

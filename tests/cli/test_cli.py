@@ -29,13 +29,14 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from typer.testing import CliRunner
 
+import certificates
 import transfuse
 from commands import Running
 from serving import wait_until
 from shards import shard
 from transfuse import cli
 from transfuse._hub import safetensors_layout
-from transfuse._limits import Limits
+from transfuse._limits import TLS_VARIABLES, Limits
 from transfuse._state.manifest import describe
 from transfuse.cli import files, safetensors_file
 from transfuse.cli.app import app
@@ -508,14 +509,14 @@ _NOT_FLAT: dict[str, tuple[Any, str]] = {
     "list": ([torch.zeros(1)], "the state is no dict"),
     "inner list": ({"a": [torch.zeros(1)]}, "['a'] is a list, not a dict"),
     "int key": ({0: torch.zeros(1)}, "[0] has a key that is no str"),
-    "surrogate": ({"\udc80": torch.zeros(1)}, "has a key that UTF-8 cannot write"),
+    "surrogate": ({"\udc80": torch.zeros(1)}, "is called what UTF-8 cannot write"),
     "value": ({"a": torch.zeros(1), "step": 3}, "['step'] is a value, not a plain tensor"),
     "sparse": ({"a": torch.eye(2).to_sparse()}, "['a'] is a coo, not a plain tensor"),
-    "dtype": ({"a": torch.zeros(2, dtype=torch.complex128)}, "['a'] is complex128, which the format does not have"),
+    "dtype": ({"a": torch.zeros(2, dtype=torch.complex128)}, "['a'] is complex128, which safetensors does not have"),
     "conjugate": ({"a": torch.zeros(2, dtype=torch.complex64).conj()}, "['a'] is a conjugate or negative view"),
     "tied": ({"a": _tied, "b": _tied}, "['a'] and ['b'] share memory"),
     "overlap": ({"a": _tied, "b": _tied[1:]}, "['a'] and ['b'] share memory"),
-    "names": ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, "two tensors would both be called a.b"),
+    "names": ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, "['a.b'] is called 'a.b', as ['a']['b'] is"),
     "empty": ({"a": torch.zeros(1), "b": {}}, "['b'] is an empty dict"),
     "reserved": ({"__metadata__": torch.zeros(1)}, "called __metadata__"),
 }
@@ -683,6 +684,26 @@ def test_serve_once_with_a_token(job: Path, tmp_path: Path) -> None:
     assert re.fullmatch(r"sent 60 B by (memory|group) in \S+ s( \(.+/s while bytes moved\))?", out.splitlines()[2])
     assert f"{job}: 6 leaves, 60 B" in err
     assert "gave no token, and this server was started with one" in err
+    assert_exact(job_state(), files.load(tmp_path / "x.pt"))
+
+
+def test_serve_and_fetch_with_certificates(job: Path, tmp_path: Path) -> None:
+    """Given as options or by the environment; the Hub asks its server by them, too, whatever its clients use."""
+    given = certificates.tls()
+    files_of = ["--tls-cert", given.certificate, "--tls-key", given.key, "--tls-ca", given.ca]
+    unset: Any = dict.fromkeys(TLS_VARIABLES, "")  # What the options set is gone with the command.
+    with Running("serve", str(job), "--step", "3", *map(str, files_of), "--tls-names", "localhost") as running:
+        address = running.line()
+        assert "step 3" in run("inspect", address, *files_of, **unset)
+        run("fetch", address, "--out", tmp_path / "x.pt", **unset | certificates.environment_of(given))
+        assert "encrypts, and this end does not" in run("inspect", address, code=1, **unset)
+        assert "names= allows only no-one" in run(
+            "inspect", address, *files_of, "--tls-names", "no-one", code=1, **unset
+        )
+        missing = run("inspect", address, "--tls-cert", given.certificate, code=1, **unset)
+        assert "encryption needs all of TRANSFUSE_TLS_CERT, _KEY and _CA" in missing
+        with Running("hub", address, "--no-https", *map(str, files_of)) as hub:
+            assert hub.line().startswith("http://")
     assert_exact(job_state(), files.load(tmp_path / "x.pt"))
 
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from typer.testing import CliRunner
 from commands import Running
 from keeping import Home, home  # noqa: F401
 from transfuse.cli.app import COMMANDS, app
+from transfuse.cli.doctor import trial
+from transfuse.testing.ranks import listening
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 
@@ -82,7 +85,8 @@ def test_commands_print_what_the_guide_shows(tmp_path: Path, monkeypatch: pytest
     assert {"transfuse inspect", "transfuse serve", "transfuse fetch", "transfuse doctor"} <= set(ran)
 
 
-def test_doctor_finds_what_the_guide_shows() -> None:
+def test_doctor_finds_what_the_guide_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "listening", partial(listening, method="forkserver"))
     (shown,) = [output for command, output in steps() if command == "transfuse doctor"]
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 0, done.output

@@ -7,6 +7,7 @@ import platform
 import re
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transfuse._wire import nixl_agent
 from transfuse.cli.app import app
 from transfuse.cli.doctor import command, network, nixl, permission, setup, trial
 from transfuse.cli.doctor.permission import Facts
+from transfuse.testing.ranks import listening
 
 THERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5"]}
 FREE = Facts(available=True, yama=None, filtered=False, capable=False, user_namespace=False, dumpable=True)
@@ -54,6 +56,7 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         monkeypatch.setenv("TRANSFUSE_PORT", port := str(taken.getsockname()[1]))
+        monkeypatch.setattr(trial, "listening", partial(listening, method="forkserver"))
         outcome = trial.try_routes()
     assert outcome.tried["group"].bytes_per_second is not None, outcome
     found = command._streams(outcome.port)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import transfuse
 from commands import Running
 from keeping import SECONDS, Home, Job, home, threaded, until  # noqa: F401
-from transfuse.cli import keep as keep_command
+from transfuse.cli import keeper_table
 from transfuse.cli.app import app
 from transfuse.testing.ranks import Fleet
 
@@ -80,7 +80,7 @@ def test_a_keeper_in_the_foreground_from_its_start_to_its_end(home: Home, tmp_pa
         token = pathlib.Path(status["token_file"])
         table = run("keep", "--status").output
         assert all(word in table for word in ("side car", "alive", str(status["pid"]), address, str(token)))
-        assert "side car holds step 7 (ranks 0-1)" in table
+        assert f"side car: {address}, token in {token}, holds step 7 (ranks 0-1)" in table
         assert token.read_text() not in table + json.dumps(status)
 
         # Its address, and its name, are those of a server.
@@ -189,7 +189,8 @@ def test_a_job_whose_keeper_is_stopped_does_not_begin_at_0(home: Home) -> None: 
     [
         (["keep"], 2, "which run?"),
         (["keep", "--run", " "], 2, "empty"),
-        (["keep", "--status", "--stop", "x"], 2, "two commands"),
+        (["keep", "--status", "--stop", "x"], 2, "commands of their own"),
+        (["keep", "--status", "--check"], 2, "commands of their own"),
         (["keep", "--stop", "nobody"], 1, "no keeper of a run nobody"),
         (["inspect", "keeper:nobody"], 1, "no keeper of a run nobody"),
         (["fetch", "keeper:nobody", "--out", "x.pt"], 1, "no keeper of a run nobody"),
@@ -214,7 +215,7 @@ def test_what_a_keeper_holds_in_a_line() -> None:
         held(3, 3, replica=True, host=1),
         held(9, 3, replica=True, host=None),
     ]
-    assert keep_command._holdings(states) == (
+    assert keeper_table.holdings(states) == (
         "step 4 (rank 0), step 4 (rank 1, not whole), step 3 (ranks 0-1), step 3 of a host that is gone (rank 9), "
         "step 3 of host 1 (ranks 2-3)"
     )

@@ -104,9 +104,10 @@ def hybrid_group(store: Store, rank: int, size: int, timeout: float, **options: 
 
 
 def backend_of(pg: dist.ProcessGroup) -> Any:
-    """The group's ``pccl``: ``process_would_end``, ``set_waits``, ``freeze``, ``thaw``, ``abort``.
+    """The group's ``pccl``: ``process_would_end``, ``communicators``, ``set_waits``, ``freeze``, ``thaw``, ``abort``.
 
-    A frozen rank still posts, but nothing that it posted begins to run.
+    A frozen rank still posts, but nothing that it posted begins to run. After ``set_abort_seconds(60)``, ``abort``
+    blocks for 60 s before it aborts anything, or until that is set to less.
     """
     return pg._get_backend(torch.device(kind.KIND))
 
@@ -159,6 +160,8 @@ class DeviceRanks(Ranks):
 
     def __exit__(self, *exception: object) -> None:
         for pg in self.pgs:
+            if kind.IMITATION:
+                backend_of(pg).set_abort_seconds(0)
             backend_of(pg).abort()
         super().__exit__(*exception)
 

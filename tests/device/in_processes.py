@@ -37,6 +37,8 @@ class Plan:
     waits: Waits = "nccl"
     #: Whether the others can go on with the same group afterwards. If not, they make a new one.
     same_group: bool = False
+    #: Receivers map the sources' memory.
+    mapped: bool = False
 
 
 @dataclass
@@ -97,10 +99,11 @@ def _move(rank: int, pg: Any, plan: Plan, target: Any) -> End:
         if rank in plan.sources:
             # So slow that the peer is lost in the middle.
             rate = 6.0 * MIB * len(plan.receivers)
-            send(pg, list(plan.receivers), state(), plan.seconds, max_bytes_per_second=rate, progress=show)
+            limited: dict[str, Any] = {"max_bytes_per_second": rate, "device_memory": plan.mapped}
+            send(pg, list(plan.receivers), state(), plan.seconds, progress=show, **limited)
         else:
             sources = list(plan.sources) if len(plan.sources) > 1 else plan.sources[0]
-            got = receive(pg, sources, plan.seconds, target, progress=show)
+            got = receive(pg, sources, plan.seconds, target, progress=show, device_memory=plan.mapped)
             exact = bits(got) == bits(state("cpu"))
     except transfuse.TransfuseError as caught:
         error = caught

@@ -35,13 +35,14 @@ def load() -> None:
 
 
 def unload() -> None:
-    """Hide the imitation, so that other tests in this process run as without it."""
+    """Hide the imitation, so that other tests in this process run as without it. What tests have set is undone."""
     if IMITATION:
+        phantom.reset_settings()
         phantom.set_available(False)
 
 
 def require(count: int) -> None:
-    """Skip the test unless there are so many real devices: one for each rank. The imitation makes as many."""
+    """Skip the test unless there is a real device for each rank. The imitation makes as many."""
     if IMITATION:
         phantom.set_device_count(max(2, count))
     elif KIND != "cuda":
@@ -58,7 +59,7 @@ def set_device(index: int) -> None:
 
 
 def slow_fill_(tensor: torch.Tensor, value: float, seconds: float) -> torch.Tensor:
-    """Work on the current stream that fills a tensor only after about so long."""
+    """Work on the current stream that fills a tensor only after about this time."""
     if IMITATION:
         return phantom.slow_fill_(tensor, value, seconds)
     torch.cuda._sleep(int(seconds * 1.5e9))  # type: ignore[no-untyped-call]

@@ -50,6 +50,8 @@ class Setting:
     waits: Waits = "nccl"
     #: Whether the group is bound to its device from the start.
     eager: bool = False
+    #: Whether receivers copy from the sources' memory by themselves.
+    mapped: bool = False
 
     @property
     def wire(self) -> str:
@@ -60,7 +62,8 @@ class Setting:
 
     def __str__(self) -> str:
         kind = "hybrid" if self.cpu else "device-only"
-        return f"{kind}-{'device' if self.direct else 'cpu'}-wire-{self.waits}-{'eager' if self.eager else 'lazy'}"
+        words = [kind, "device" if self.direct else "cpu", "wire", self.waits, "eager" if self.eager else "lazy"]
+        return "-".join([*words, *["mapped"] * self.mapped])
 
 
 _ALL_WAITS: tuple[Waits, ...] = ("nccl", "stream", "host") if IMITATION else ("nccl",)
@@ -86,7 +89,8 @@ SETTINGS = [pytest.param(one, id=str(one), marks=() if one in FEW else pytest.ma
 
 def transport(pg: Any, setting: Setting, target: Any = None, **options: Any) -> transfuse.PGTransport:
     give = None if target is None else lambda: target
-    return transfuse.PGTransport(pg, TIMEOUT, setting.wire, give, same_host=False, **options)
+    mapped = setting.mapped
+    return transfuse.PGTransport(pg, TIMEOUT, setting.wire, give, same_host=mapped, device_memory=mapped, **options)
 
 
 def mine(rank: int) -> torch.device:

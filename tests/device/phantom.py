@@ -20,28 +20,41 @@ from device import build
 __all__ = [
     "Event",
     "Stream",
+    "capturing",
     "counters",
     "current_device",
     "current_stream",
     "default_stream",
     "device_count",
+    "export_memory",
     "get_rng_state",
+    "host_register",
+    "host_unregister",
+    "import_memory",
     "is_available",
     "is_initialized",
     "launch",
     "load",
     "manual_seed",
     "manual_seed_all",
+    "max_memory_allocated",
     "memory_allocated",
     "read",
     "reset_counters",
+    "reset_peak_memory_stats",
+    "reset_settings",
     "set_available",
+    "set_communicator_bytes",
+    "set_copy_rate",
     "set_device",
     "set_device_count",
+    "set_most_bytes",
+    "set_registration",
     "set_rng_state",
     "set_stream",
     "sleep",
     "slow_fill_",
+    "stalled",
     "stream",
     "synchronize",
 ]
@@ -163,6 +176,43 @@ def memory_allocated(device: torch.device | str | int | None = None) -> int:
     return int(_extension.allocated_bytes(_index(device)))
 
 
+def max_memory_allocated(device: torch.device | str | int | None = None) -> int:
+    return int(_extension.most_allocated_bytes(_index(device)))
+
+
+def reset_peak_memory_stats(device: torch.device | str | int | None = None) -> None:
+    _extension.reset_most_allocated_bytes(_index(device))
+
+
+def host_register(address: int, nbytes: int) -> None:
+    """Pin memory of this process where it is, as ``cudaHostRegister`` does. Refused if part of it is pinned already."""
+    _extension.register_host(address, nbytes)
+
+
+def host_unregister(address: int) -> None:
+    """The end of a registration that began at this address."""
+    _extension.unregister_host(address)
+
+
+def export_memory(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Where another process finds the tensor's memory: a file of this process, an offset in it, and the bytes.
+
+    The other process opens ``/proc/PID/fd/FILE``. Nothing keeps the memory for it: it sees it freed and overwritten.
+    """
+    file, offset, nbytes = _extension.export_memory(tensor)
+    return int(file), int(offset), int(nbytes)
+
+
+def import_memory(device: torch.device | str | int | None, file: int, offset: int, nbytes: int) -> torch.Tensor:
+    """Memory of another process as bytes on a device of this one. Nothing is copied, and the file may be closed.
+
+    When the tensor goes, the memory goes, in the order of the stream that was current here.
+    """
+    tensor = _extension.import_memory(_index(device), file, offset, nbytes)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
 
@@ -181,15 +231,68 @@ def set_device_count(count: int) -> None:
 
 
 def counters() -> dict[str, int]:
-    """``host_syncs``, ``async_copies``, ``bytes_to_host``, ``bytes_to_device``, ``kernels`` and ``fallbacks``.
+    """What has happened in this process since the last ``reset_counters``.
 
-    A fallback is an operator without a kernel here: it synchronises, and its copies count like others.
+    - ``host_syncs``: how often the host waited for a device.
+    - ``queries``: how often it asked whether an event or a stream is done.
+    - ``bytes_to_host``, ``bytes_to_device``: what was copied across. The same bytes by the host's memory:
+      ``pinned_bytes``, ``pageable_bytes``. ``async_copies``: the copies that did not block.
+    - ``inner_bytes``: what was copied inside a device or between two. What kernels like ``cat`` write does not count.
+    - ``kernels``, and ``fallbacks``: operators without a kernel here. They synchronise, and their copies count.
+    - ``pinned_allocations``, ``pinned_most_bytes``: how often, and how much at a time. ``registrations`` are apart.
+    - ``forbidden``: what was tried during a capture and must not be (``capturing``).
+    - ``racing_posts``: operations of ``pccl`` that one thread posted while another one made the first of a pair.
     """
     return dict(_extension.counters())
 
 
 def reset_counters() -> None:
+    """All counters and ``stalled`` to 0."""
     _extension.reset_counters()
+
+
+def stalled(stream: torch.Stream) -> tuple[int, float]:
+    """How often the stream came to a wait for an event that was not reached yet, and how many seconds that took."""
+    waits, seconds = _extension.stalled(stream)
+    return int(waits), float(seconds)
+
+
+def reset_settings() -> None:
+    """What the functions below have set is as in a new process."""
+    _extension.reset_settings()
+
+
+def set_copy_rate(bytes_per_second: float) -> None:
+    """How fast copies between host and device are that are queued from now on. 0: as fast as they can be."""
+    _extension.set_copy_rate(bytes_per_second)
+
+
+def set_registration(possible: bool) -> None:
+    """Whether ``host_register`` works. On some machines it does not."""
+    _extension.set_registration(possible)
+
+
+def set_most_bytes(device: torch.device | str | int | None, nbytes: int) -> None:
+    """The device is full with ``nbytes`` bytes: what would need more raises ``torch.OutOfMemoryError``."""
+    _extension.set_most_bytes(_index(device), nbytes)
+
+
+def set_communicator_bytes(nbytes: int) -> None:
+    """How much of its device's memory each communicator takes that is made from now on."""
+    _extension.set_communicator_bytes(nbytes)
+
+
+def capturing(value: bool) -> None:
+    """Whether the current stream is being captured, in CUDA's global mode.
+
+    Meanwhile queries, synchronisations, copies that block, and pinning raise in every thread, and count as
+    ``forbidden``. A stream that waits for a captured event is captured, too; a captured stream can wait for no other.
+    Unlike on CUDA, what is queued on the stream runs at once, and a forbidden call does not end the capture.
+    """
+    if value:
+        _extension.begin_capture()
+    else:
+        _extension.end_capture()
 
 
 def sleep(seconds: float) -> None:
@@ -198,7 +301,7 @@ def sleep(seconds: float) -> None:
 
 
 def slow_fill_(tensor: torch.Tensor, value: float, seconds: float) -> torch.Tensor:
-    """A kernel on the current stream that fills only after so long."""
+    """A kernel on the current stream that fills only after this time."""
     _extension.slow_fill_(tensor, value, seconds)
     return tensor
 

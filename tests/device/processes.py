@@ -11,7 +11,7 @@ from typing import Any
 from transfuse.testing import ranks as ranks_module
 from transfuse.testing.ranks import Ended
 
-__all__ = ["BEGIN", "fork", "run_plain", "run_program", "run_two"]
+__all__ = ["BEGIN", "fork", "run_plain", "run_program", "run_several", "run_two"]
 
 #: What a program of ``run_program`` starts with.
 BEGIN = """
@@ -57,4 +57,9 @@ def run_plain(program: str, *arguments: str) -> Any:
 
 def run_two(program: str, *arguments: str) -> list[Any]:
     """Run a program as two ranks with the group ``pg``; return what each prints last, as JSON."""
-    return [_said(ended) for ended in fork(BEGIN + _TWO + program, 2, arguments)]
+    return run_several(2, program, *arguments)
+
+
+def run_several(ranks: int, program: str, *arguments: str) -> list[Any]:
+    """The same as this number of ranks."""
+    return [_said(ended) for ended in fork(BEGIN + _TWO + program, ranks, arguments)]

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
 
-from device.processes import fork
+from device.processes import fork, run_two
 from transfuse.testing.ranks import Ended
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -67,6 +68,22 @@ class TestMemory:
         assert values[0] != 1.0
         assert values[1] == 1.0
 
+    def test_memory_is_overwritten_in_the_order_of_the_stream_that_allocated_it(self, device: ModuleType) -> None:
+        """What that stream still has to do sees it whole, whichever stream is current when it is freed."""
+        side = torch.Stream(device=KIND)
+        with side:
+            source, target = filled(1.0), filled(0.0)
+            device.sleep(0.1)
+            target.copy_(source)
+        address = source.data_ptr()
+        del source
+        with side:
+            again = torch.empty(4, device=KIND)
+        assert again.data_ptr() == address
+        side.synchronize()
+        assert target.tolist() == [1.0] * 4
+        assert set(device.read(again)) == {0xCD}
+
     def test_recorded_memory_is_not_reused_before_the_other_stream_is_done(self, device: ModuleType) -> None:
         side = torch.Stream(device=KIND)
         one = torch.empty(12345, device=KIND)
@@ -79,6 +96,42 @@ class TestMemory:
         assert other.data_ptr() != address
         side.synchronize()
         assert torch.empty(12345, device=KIND).data_ptr() == address
+
+    def test_the_most_that_was_allocated(self) -> None:
+        done = in_new_process(
+            "def empty(size, **where): return torch.empty(size << 20, dtype=torch.uint8, **where)\n"
+            "held = empty(2, device='phantom')\n"
+            "freed = empty(8, device='phantom')\n"
+            "del freed\n"
+            "assert phantom.max_memory_allocated() == 10 << 20\n"
+            "phantom.reset_peak_memory_stats()\n"
+            "assert phantom.max_memory_allocated() == 2 << 20\n"
+            "freed = empty(4, device='phantom')\n"
+            "del freed\n"
+            "empty(2, device='phantom')\n"
+            "assert phantom.memory_allocated() == 2 << 20\n"
+            "assert phantom.max_memory_allocated() == 6 << 20\n"
+            # Pinned memory is another matter.
+            "held, freed = (empty(size, pin_memory=True) for size in (2, 3))\n"
+            "del freed\n"
+            "counted = phantom.counters()\n"
+            "assert (counted['pinned_allocations'], counted['pinned_most_bytes']) == (2, 5 << 20)\n"
+            "phantom.reset_counters()\n"
+            "empty(1, pin_memory=True)\n"
+            "counted = phantom.counters()\n"
+            "assert (counted['pinned_allocations'], counted['pinned_most_bytes']) == (1, 3 << 20)\n"
+        )
+        assert done.code == 0, done.err
+
+    def test_a_full_device_refuses_until_something_is_freed(self, device: ModuleType) -> None:
+        tensor = torch.empty(4 << 20, dtype=torch.uint8, device=KIND)
+        device.set_most_bytes(0, device.memory_allocated(0) + (2 << 20))
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            torch.empty_like(tensor)
+        torch.empty_like(tensor, device="phantom:1")
+        assert torch.empty(2 << 20, dtype=torch.uint8, device=KIND).numel() == 2 << 20
+        del tensor
+        assert torch.empty(4 << 20, dtype=torch.uint8, device=KIND).numel() == 4 << 20
 
     def test_storages_are_resized_and_set(self) -> None:
         tensor = torch.arange(4.0, device=KIND)
@@ -109,6 +162,33 @@ class TestStreams:
         torch.accelerator.current_stream().wait_event(event)
         assert tensor.tolist() == [7.0] * 4
         assert event.query()
+
+    def test_queries_count(self, device: ModuleType) -> None:
+        event = torch.accelerator.current_stream().record_event()
+        event.query()
+        torch.accelerator.current_stream().query()
+        assert device.counters()["queries"] == 2
+        assert device.counters()["host_syncs"] == 0
+
+    def test_a_stream_that_waited_for_another_was_stalled(self, device: ModuleType) -> None:
+        late, waits, passes = (torch.Stream(device=KIND) for _ in range(3))
+        comes, gate = threading.Event(), threading.Event()
+        device.launch(late, gate.wait)
+        event = late.record_event()
+        device.launch(waits, comes.set)
+        waits.wait_event(event)
+        comes.wait()
+        time.sleep(0.05)
+        gate.set()
+        waits.synchronize()
+        passes.wait_event(event)
+        passes.synchronize()
+        count, seconds = device.stalled(waits)
+        assert count == 1
+        assert seconds > 0
+        assert device.stalled(passes) == device.stalled(late) == (0, 0.0)
+        device.reset_counters()
+        assert device.stalled(waits) == (0, 0.0)
 
     def test_kernels_return_before_they_are_done(self, device: ModuleType) -> None:
         tensor = filled(0.0)
@@ -162,6 +242,7 @@ class TestCopies:
         counted = device.counters()
         assert (counted["host_syncs"], counted["async_copies"]) == (2, 0)
         assert (counted["bytes_to_host"], counted["bytes_to_device"]) == (16, 16)
+        assert (counted["pinned_bytes"], counted["pageable_bytes"]) == (0, 32)
 
     def test_to_pinned_memory_they_are_asynchronous(self, device: ModuleType) -> None:
         host = torch.zeros(4, pin_memory=True)
@@ -177,6 +258,39 @@ class TestCopies:
         torch.accelerator.synchronize()
         assert host.tolist() == [5.0] * 4
         assert device.counters()["host_syncs"] == 1
+        assert (device.counters()["pinned_bytes"], device.counters()["pageable_bytes"]) == (16, 0)
+
+    def test_a_pinned_tensor_with_gaps_is_pageable(self, device: ModuleType) -> None:
+        host = torch.zeros(4, 2, pin_memory=True)[:, 0]
+        host.copy_(filled(1.0), non_blocking=True)
+        assert host.tolist() == [1.0] * 4
+        assert (device.counters()["pinned_bytes"], device.counters()["pageable_bytes"]) == (0, 16)
+        assert device.counters()["async_copies"] == 0
+
+    def test_inside_a_device_and_between_two_they_count_apart(self, device: ModuleType) -> None:
+        tensor = filled(1.0)
+        kept = tensor.clone()
+        tensor.to("phantom:1")
+        tensor.untyped_storage().resize_(64)
+        counted = device.counters()
+        assert kept.tolist() == [1.0] * 4
+        assert counted["inner_bytes"] == 3 * 16
+        assert counted["bytes_to_host"] == counted["bytes_to_device"] == 0
+
+    def test_at_the_rate_they_were_queued_with(self, device: ModuleType) -> None:
+        tensor, host = filled(7.0), torch.zeros(4, pin_memory=True)
+        stream = torch.accelerator.current_stream()
+        before, after = (torch.Event(KIND, enable_timing=True) for _ in range(2))
+        device.sleep(0.1)
+        device.set_copy_rate(tensor.nbytes / 0.2)
+        stream.record_event(before)
+        host.copy_(tensor, non_blocking=True)
+        stream.record_event(after)
+        device.set_copy_rate(0)
+        assert device.counters()["host_syncs"] == 0
+        stream.synchronize()
+        assert before.elapsed_time(after) >= 200
+        assert host.tolist() == [7.0] * 4
 
     def test_synchronisations_count(self, device: ModuleType) -> None:
         stream = torch.accelerator.current_stream()
@@ -197,6 +311,202 @@ class TestCopies:
             filled(1.0) + torch.ones(4)
         with torch.inference_mode():
             assert (filled(1.0) + 1).tolist() == [2.0] * 4
+
+
+class TestRegistration:
+    """Memory of the program, pinned where it is."""
+
+    def test_copies_into_it_are_asynchronous_until_it_ends(self, device: ModuleType) -> None:
+        host, tensor = torch.zeros(4), filled(1.0)
+        device.host_register(host.data_ptr(), host.nbytes)
+        assert host.is_pinned()
+        host.copy_(tensor, non_blocking=True)
+        torch.accelerator.synchronize()
+        assert host.tolist() == [1.0] * 4
+        device.host_unregister(host.data_ptr())
+        assert not host.is_pinned()
+        host.copy_(tensor, non_blocking=True)
+        counted = device.counters()
+        assert (counted["pinned_bytes"], counted["pageable_bytes"], counted["async_copies"]) == (16, 16, 1)
+        assert (counted["registrations"], counted["pinned_allocations"]) == (1, 0)
+
+    def test_a_copy_must_lie_in_one_of_them(self, device: ModuleType) -> None:
+        host = torch.zeros(8)
+        device.host_register(host.data_ptr(), 16)
+        device.host_register(host.data_ptr() + 16, 16)
+        host[4:].copy_(filled(1.0), non_blocking=True)
+        assert device.counters()["async_copies"] == 1
+        host.copy_(filled(2.0, 8), non_blocking=True)
+        assert device.counters()["async_copies"] == 1
+        for address in (host.data_ptr(), host.data_ptr() + 16):
+            device.host_unregister(address)
+
+    @pytest.mark.parametrize(("begin", "end"), [(16, 32), (0, 17), (31, 48), (0, 48), (20, 24)])
+    def test_what_overlaps_is_refused(self, begin: int, end: int, device: ModuleType) -> None:
+        host = torch.zeros(48, dtype=torch.uint8)
+        device.host_register(host.data_ptr() + 16, 16)
+        with pytest.raises(RuntimeError, match="already mapped"):
+            device.host_register(host.data_ptr() + begin, end - begin)
+        for around in (0, 32):
+            device.host_register(host.data_ptr() + around, 16)
+        for address in (0, 16, 32):
+            device.host_unregister(host.data_ptr() + address)
+
+    def test_what_is_pinned_otherwise_is_refused(self, device: ModuleType) -> None:
+        host = torch.zeros(16, dtype=torch.uint8, pin_memory=True)
+        with pytest.raises(RuntimeError, match="already mapped"):
+            device.host_register(host.data_ptr(), 16)
+        with pytest.raises(RuntimeError, match="registered"):
+            device.host_unregister(host.data_ptr())
+        assert host.is_pinned()
+
+    def test_it_may_be_impossible(self, device: ModuleType) -> None:
+        host = torch.zeros(4)
+        device.set_registration(False)
+        with pytest.raises(RuntimeError, match="cannot be registered"):
+            device.host_register(host.data_ptr(), 16)
+        assert not host.is_pinned()
+        device.reset_settings()
+        device.host_register(host.data_ptr(), 16)
+        device.host_unregister(host.data_ptr())
+
+
+class TestCaptures:
+    def test_other_threads_must_not_disturb_them(self, device: ModuleType) -> None:
+        tensor, host, pageable = filled(1.0), torch.zeros(4, pin_memory=True), torch.zeros(4)
+        stream = torch.accelerator.current_stream()
+        event = stream.record_event()
+        forbidden: list[tuple[str, Callable[[], object]]] = [
+            ("a query of an event", event.query),
+            ("a query of a stream", stream.query),
+            ("a synchronisation", event.synchronize),
+            ("a synchronisation", stream.synchronize),
+            ("a synchronisation", torch.accelerator.synchronize),
+            ("a copy that the host waits for", lambda: pageable.copy_(tensor, non_blocking=True)),
+            ("a copy that the host waits for", lambda: host.copy_(tensor)),
+            ("an allocation of pinned memory", lambda: torch.empty(4, pin_memory=True)),
+            ("a registration of host memory", lambda: device.host_register(pageable.data_ptr(), 16)),
+            ("the end of a registration", lambda: device.host_unregister(pageable.data_ptr())),
+        ]
+        raised = []
+
+        def disturb() -> None:
+            for _, act in forbidden:
+                with pytest.raises(RuntimeError) as error:
+                    act()
+                raised.append(str(error.value))
+
+        device.reset_counters()
+        with torch.Stream(device=KIND):
+            device.capturing(True)
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        thread.join()
+        # These do no harm.
+        host.copy_(tensor * 2, non_blocking=True)
+        stream.record_event()
+        counted = device.counters()
+        device.capturing(False)
+        assert len(raised) == len(forbidden)
+        for (what, _), message in zip(forbidden, raised, strict=True):
+            assert f"not permitted when stream is capturing: {what}" in message
+        assert counted["forbidden"] == len(forbidden)
+        assert counted["queries"] == counted["host_syncs"] == counted["pinned_allocations"] == 0
+        stream.synchronize()
+        assert host.tolist() == [2.0] * 4
+
+    def test_streams_join_them_and_they_wait_for_nothing_else(self, device: ModuleType) -> None:
+        captured, joins, apart = (torch.Stream(device=KIND) for _ in range(3))
+        outside = apart.record_event()
+        with captured:
+            device.capturing(True)
+            joins.wait_event(captured.record_event())
+            assert [one.is_capturing() for one in (captured, joins, apart)] == [True, True, False]
+            captured.wait_stream(joins)
+            with pytest.raises(RuntimeError, match="not captured"):
+                joins.wait_event(outside)
+            apart.wait_event(outside)
+            device.capturing(False)
+        assert not captured.is_capturing()
+        assert not joins.is_capturing()
+        joins.wait_event(outside)
+        assert device.counters()["forbidden"] == 1
+
+
+# Rank 1 looks at the memory of rank 0. It begins somewhere in a page.
+_TWO_PROCESSES = """
+def agree(value=None):
+    box = [value]
+    dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
+    return box[0]
+
+if rank == 0:
+    whole = torch.arange(100_000, dtype=torch.int32, device="phantom")
+    mine = whole[1000:]
+    torch.accelerator.synchronize()
+    agree((os.getpid(), *phantom.export_memory(mine)))
+    dist.barrier()
+    mine.fill_(7)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    dist.barrier()
+    del whole, mine
+    torch.accelerator.synchronize()
+    phantom.read(torch.empty(1, device="phantom"))
+    dist.barrier()
+    dist.barrier()
+    print("null")
+else:
+    pid, file, offset, nbytes = agree()
+    theirs = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
+    allocated = phantom.memory_allocated(1)
+    mapped = phantom.import_memory(1, theirs, offset, nbytes).view(torch.int32)
+    assert phantom.memory_allocated(1) == allocated and mapped.device.index == 1
+
+    def refused(act, *arguments):
+        try:
+            act(*arguments)
+        except RuntimeError as error:
+            return str(error)
+
+    own = torch.zeros(10, device="phantom")
+    refusals = [
+        refused(phantom.import_memory, 1, theirs, (64 << 30) - 4, 8),
+        refused(phantom.import_memory, 1, 0, 0, 8),
+        refused(phantom.import_memory, 1, *phantom.export_memory(own)),
+        refused(phantom.export_memory, mapped),
+    ]
+    os.close(theirs)
+
+    first = mapped.clone()
+    counted = phantom.counters()
+    exact = torch.equal(first.cpu(), torch.arange(1000, 100_000, dtype=torch.int32))
+    dist.barrier()
+    dist.barrier()
+    changed = mapped.cpu().unique().tolist()
+    # It goes in stream order: what was queued before sees it.
+    again = phantom.import_memory(1, os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR), offset, nbytes).view(torch.int32)
+    with torch.accelerator.device_index(1):
+        phantom.sleep(0.1)
+    late = torch.empty_like(again)
+    late.copy_(again)
+    del again
+    kept = late.cpu().unique().tolist()
+    dist.barrier()
+    dist.barrier()
+    freed = mapped.view(torch.uint8).cpu().unique().tolist()
+    dist.barrier()
+    print(json.dumps([exact, counted["inner_bytes"] == nbytes, counted["bytes_to_host"] == counted["host_syncs"] == 0,
+                      changed, kept, freed, refusals]))
+"""
+
+
+class TestTwoProcesses:
+    def test_one_maps_the_memory_of_the_other(self) -> None:
+        *seen, refusals = run_two(_TWO_PROCESSES)[1]
+        assert seen == [True, True, True, [7], [7], [0xCD]]
+        wanted = ["not memory", "not memory", "its own memory", "can export it"]
+        assert all(what in refusal for what, refusal in zip(wanted, refusals, strict=True)), refusals
 
 
 class TestProcess:

@@ -114,13 +114,16 @@ def _unused(*args: object) -> Transport:
     raise AssertionError("the stage makes its own transports")
 
 
+#: The device memory route, between threads of one process: no memory has to be mapped there.
+MAPPED = [Setting(mapped=True)] if kind.IMITATION else []
+
 #: All cases with the first setting. With the others the soak runs them; the ordinary run has those that differ.
 TELLING = ("fresh/large", "fresh/tied", "fresh/training-state", "in-place/strides", "in-place/guard", "fresh/jagged")
 
 
 def cases() -> list[Any]:
     found = []
-    for setting in FEW:
+    for setting in (*FEW, *MAPPED):
         for case in ROUND_TRIPS:
             always = case.name in TELLING or (setting == FEW[0] and "many-small" not in case.name)
             found.append(pytest.param(case, setting, id=f"{setting}-{case}", marks=() if always else pytest.mark.soak))

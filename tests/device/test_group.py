@@ -235,6 +235,103 @@ class TestWaits:
             ranks.run(run)
 
 
+class TestLimits:
+    def test_an_abort_may_block(self) -> None:
+        def run(rank: int, pg: dist.ProcessGroup) -> None:
+            meet(rank, pg)
+            if rank == 1:
+                return
+            backend = backend_of(pg)
+            work = pg.send([filled(1.0)], 1, 0)
+            backend.set_abort_seconds(60)
+            aborts = threading.Thread(target=backend.abort)
+            aborts.start()
+            aborts.join(0.2)
+            assert aborts.is_alive()
+            assert not work.is_completed()
+            backend.set_abort_seconds(0)
+            aborts.join()
+            with pytest.raises(dist.DistBackendError, match="aborted"):
+                work.wait(LONG)
+
+        with DeviceRanks(2) as ranks:
+            ranks.run(run)
+
+    @pytest.mark.parametrize("beside", [True, False])
+    def test_what_is_posted_beside_the_first_of_a_pair_is_a_race(self, beside: bool, device: ModuleType) -> None:
+        """Ranks 0 and 1 know each other; rank 2 comes late to its first operation with rank 0."""
+        posted = threading.Event()
+
+        def run(rank: int, pg: dist.ProcessGroup) -> None:
+            if rank < 2:
+                meet(rank, pg)
+            if rank == 2:
+                posted.wait(30)
+                pg.recv([filled(0.0)], 0, 0).wait(LONG)
+            elif rank == 1:
+                pg.recv([filled(0.0)], 0, 0).wait(LONG)
+            else:
+                first = threading.Thread(target=lambda: pg.send([filled(1.0)], 2, 0))
+                if beside:
+                    first.start()
+                    time.sleep(0.1)
+                pg.send([filled(1.0)], 1, 0).wait(LONG)
+                posted.set()
+                if not beside:
+                    first.start()
+                first.join()
+
+        with DeviceRanks(3) as ranks:
+            ranks.run(run)
+            assert device.counters()["racing_posts"] == int(beside)
+
+    @pytest.mark.parametrize("eager", [False, True])
+    def test_communicators_take_memory(self, eager: bool, device: ModuleType) -> None:
+        def run(rank: int, pg: dist.ProcessGroup) -> tuple[int, int]:
+            for peer in {0: (1, 2), 1: (0,), 2: (0,)}[rank]:
+                (pg.recv if rank else pg.send)([filled(1.0)], peer, 0).wait(LONG)
+            return backend_of(pg).communicators, device.memory_allocated(rank) >> 20
+
+        device.set_communicator_bytes(32 << 20)
+        with DeviceRanks(3, eager=eager) as ranks:
+            made = ranks.run(run)
+        assert [count for count, _ in made] == ([1, 1, 1] if eager else [2, 1, 1])
+        assert all(count * 32 <= taken < (count + 1) * 32 for count, taken in made)
+
+    def test_a_communicator_needs_room(self, device: ModuleType) -> None:
+        def run(rank: int, pg: dist.ProcessGroup) -> None:
+            tensor = filled(1.0)
+            device.set_most_bytes(rank, device.memory_allocated(rank) + (1 << 20))
+            with pytest.raises(dist.DistBackendError, match="out of memory"):
+                pg.send([tensor], 1 - rank, 0)
+
+        device.set_communicator_bytes(2 << 20)
+        with DeviceRanks(2) as ranks:
+            ranks.run(run)
+
+    def test_asking_is_a_query_and_forbidden_during_a_capture(self, device: ModuleType) -> None:
+        met = threading.Barrier(2)
+
+        def run(rank: int, pg: dist.ProcessGroup) -> None:
+            meet(rank, pg)
+            met.wait(30)
+            if rank == 1:
+                return
+            work = pg.send([filled(1.0)], 1, 0)
+            device.reset_counters()
+            assert not work.is_completed()
+            assert device.counters()["queries"] == 1
+            device.capturing(True)
+            with pytest.raises(RuntimeError, match="capturing: a query"):
+                work.is_completed()
+            with pytest.raises(RuntimeError, match="capturing: a wait"):
+                work.wait(SHORT)
+            device.capturing(False)
+
+        with DeviceRanks(2) as ranks:
+            ranks.run(run)
+
+
 _PROGRAM = """
 import os, sys, time
 from datetime import timedelta

@@ -44,3 +44,25 @@ def test_communicators_are_aborted_only_if_targets_could_be_written_late(
             assert error.torn == ()
             # The lost source may still write to the memory that a receive would resume from.
             assert error.partial is None
+
+
+def test_an_abort_that_blocks_costs_no_more_than_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
+    def work(rank: int, pg: Any) -> Any:
+        if rank == 0:
+            send(pg, 1, {"w": torch.ones(5)}, LONG)
+        else:
+            receive(pg, 0, LONG)
+            backend_of(pg).set_abort_seconds(60)
+
+        def freeze(progress: dict[int, transfuse.Progress]) -> None:
+            if any(one.bytes for one in progress.values()):
+                backend_of(pg).freeze()
+
+        if rank == 0:
+            return send(pg, 1, state(), SECONDS, progress=freeze, max_bytes_per_second=12.0 * (1 << 20))
+        return receive(pg, 0, SECONDS, zeros(state("cpu")))
+
+    with DeviceRanks(2) as ranks:
+        error = ranks.outcomes(work, deadline=DEADLINE)[1].error
+    assert isinstance(error, transfuse.PeerError)
+    assert any("it cannot be aborted" in message for message in caplog.messages)

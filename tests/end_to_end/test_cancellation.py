@@ -128,7 +128,7 @@ def test_an_absent_source_costs_one_thread_however_often_it_stays_away() -> None
         assert threads.get().count("transfuse-peer-2") == 1
 
         def late(rank: int, pg: Any) -> Any:
-            """It comes after all, and its word is heard by whoever listens next."""
+            """It comes after all, and its word is heard by the call that listens next."""
             mover = transfuse.PGTransport(pg, TIMEOUT, CPU)
             if rank == 2:
                 return mover.send_checkpoint([1], {"w": torch.ones(10)})

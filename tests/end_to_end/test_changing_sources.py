@@ -64,7 +64,7 @@ def test_a_source_that_damages_everything_is_dropped_and_the_other_brings_it() -
 
 
 def moving(source: dict[str, Any], how: str, after: int) -> Callable[[torch.Tensor], None]:
-    """Changes a tensor of the source after so many large sends."""
+    """Changes a tensor of the source after this number of large sends."""
     left = [after]
 
     def step(tensor: torch.Tensor) -> None:

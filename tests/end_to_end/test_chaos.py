@@ -143,7 +143,7 @@ def usual_seconds(yard: Yard, plans: list[Scenario]) -> float:
 
 
 def strike(yard: Yard, campaign: str, number: int, limit: Callable[[Scenario, float], float]) -> None:
-    """Play a campaign until so many sources were struck; every receive is exact, and none takes longer than it may."""
+    """Play a campaign until ``number`` sources were struck; every receive is exact, and none takes too long."""
     draw, tally, slowest = CAMPAIGNS[campaign], Tally(campaign), 0.0
     usual = {kind: usual_seconds(yard, [draw(seed) for seed in range(kind, 28, 4)]) for kind in range(4)}
     for seed in range(2 * number):

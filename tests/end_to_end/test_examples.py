@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import forking
-from example_outputs import ALONE, EXAMPLES, RANKS, RESTARTED, heal_ddp, heal_hsdp, reshard, shrink
+from example_outputs import ALONE, EXAMPLES, RANKS, RESTARTED, heal_ddp, reshard, shrink
 from transfuse.testing.ranks import run_program
 
 pytestmark = pytest.mark.timeout(400)
@@ -90,7 +90,7 @@ def test_restarted(check: Callable[[str], None], standalone: bool, monkeypatch: 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("check", [reshard, heal_hsdp, shrink, *ALONE], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [reshard, shrink, *ALONE], ids=lambda check: check.__name__)
 def test_without_torchrun(check: Callable[[str], None]) -> None:
     check(run(EXAMPLES / f"{check.__name__}.py"))
 

@@ -24,7 +24,7 @@ ORDINARY = range(40)
 
 
 def accept(verdict: Verdict, **pairs: int) -> None:
-    """No complaints, and so many pairs judged of each move: a judge that saw nothing has nothing to say."""
+    """No complaints, and this number of pairs judged of each move: a judge that saw nothing has nothing to say."""
     __tracebackhide__ = True
     assert not verdict.complaints, "\n".join(
         [*verdict.complaints[:10], "replay: python -m resharding --seed <case> (in tests/helpers/)"]
@@ -38,12 +38,15 @@ def accept(verdict: Verdict, **pairs: int) -> None:
 # --------------------------------------------------------------------------------------------------------- resharding
 
 
+# The cases take turns at the routes; `make soak` has each of them by both.
+
+
 def test_over_the_group(pool4: ProcessPool) -> None:
-    accept(run(pool4, "anything", ORDINARY, [over_group]), over_group=320)
+    accept(run(pool4, "anything", ORDINARY[::2], [over_group]), over_group=160)
 
 
 def test_from_memory(pool4: ProcessPool) -> None:
-    accept(run(pool4, "anything", ORDINARY, [from_memory]), from_memory=320)
+    accept(run(pool4, "anything", ORDINARY[1::2], [from_memory]), from_memory=160)
 
 
 def exact_or_refused(case: Case, rank: int, source: Held | None, target: Held | None) -> Moved | None:
@@ -60,7 +63,7 @@ def test_shards_that_are_no_regions_arrive_exactly_or_are_refused(pool4: Process
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("start", range(1000, 2000, 100))
+@pytest.mark.parametrize("start", [0, *range(1000, 2000, 100)])
 def test_many(pool4: ProcessPool, start: int) -> None:
     verdict = run(pool4, "anything", range(start, start + 100), [dcp, over_group, from_memory], deadline=600)
     print(dict(verdict.counts))

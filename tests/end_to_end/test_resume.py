@@ -144,7 +144,7 @@ def test_without_any_source_left_the_error_maps_ranks_to_causes() -> None:
 def interrupted(
     pgs: Ranks, offered: dict[str, Any], target: object | None, enough: int = MIB, **options: Any
 ) -> transfuse.Partial:
-    """What is left of a receive that its caller stops when so many bytes are there."""
+    """What is left of a receive that its caller stops when this number of bytes is there."""
 
     def work(rank: int, pg: Any) -> Any:
         if rank == 0:
@@ -372,7 +372,7 @@ def test_an_atomic_receive_that_is_stopped_at_the_last_moment_touches_nothing(mo
     """Everything is here; only the source's last word is missing."""
     target, stop = blank(state()), threading.Event()
 
-    def hold(mutation_watch: MutationWatch) -> list[str]:
+    def hold(mutation_watch: MutationWatch, seconds: float = 0) -> list[str]:
         stop.set()
         time.sleep(0.5)
         return []

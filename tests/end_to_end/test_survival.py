@@ -70,7 +70,7 @@ def test_a_tensor_that_only_a_refused_source_has_does_not_keep_its_old_values() 
 
 
 class FallsSilent(Passing):
-    """A group from which nothing leaves after so many sends."""
+    """A group from which nothing leaves after this number of sends."""
 
     def __init__(self, pg: Any, after: int) -> None:
         super().__init__(pg)

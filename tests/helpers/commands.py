@@ -33,13 +33,16 @@ class Running:
         under: Sequence[str] = (),
         cwd: pathlib.Path | None = None,
         command: Sequence[str] = COMMAND,
+        feeds: bool = False,
     ) -> None:
+        """``feeds``: it reads lines of ours (`ask`); otherwise its input is ours."""
         self.mark = f"MARK_OF_TEST={uuid.uuid4()}"
         name, value = self.mark.split("=")
         self.process = subprocess.Popen(
             [*FOREGROUND, *under, *command, *arguments],
             env=os.environ | dict(environ or {}) | {name: value},
             cwd=ROOT if command is DEMO else cwd,
+            stdin=subprocess.PIPE if feeds else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -77,6 +80,12 @@ class Running:
         said = self.process.stdout.readline()
         assert said, self.end()
         return said.rstrip("\n")
+
+    def ask(self, line: str) -> str:
+        """Let it read a line, and return what it says to that."""
+        assert self.process.stdin is not None
+        print(line, file=self.process.stdin, flush=True)
+        return self.line()
 
     def workers(self) -> list[int]:
         return [pid for pid, line in self.alive().items() if "spawn_main" in line]

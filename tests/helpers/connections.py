@@ -9,9 +9,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+import certificates
+from transfuse._wire.secure import SecureSocket, secured
 from transfuse._wire.stream import Stream
 
 __all__ = [
@@ -23,6 +27,7 @@ __all__ = [
     "forked",
     "interrupting",
     "one_byte_at_a_time",
+    "sealed",
     "streams",
 ]
 
@@ -74,10 +79,19 @@ def connected(*, buffer: int | None = None) -> tuple[socket.socket, socket.socke
     return one, other
 
 
-def streams(seconds: float = WAIT, *, buffer: int | None = None) -> tuple[Stream, Stream]:
+def streams(seconds: float = WAIT, *, buffer: int | None = None, encrypted: bool = False) -> tuple[Stream, Stream]:
     """Two ends of one connection, both as streams."""
-    one, other = connected(buffer=buffer)
+    ends: Any = connected(buffer=buffer)
+    one, other = sealed(*ends) if encrypted else ends
     return Stream(one, seconds=seconds), Stream(other, seconds=seconds)
+
+
+def sealed(one: socket.socket, other: socket.socket) -> tuple[SecureSocket, SecureSocket]:
+    """Both ends, when they have agreed on TLS."""
+    with ThreadPoolExecutor(1) as thread:
+        listens = thread.submit(secured, one, certificates.tls(), WAIT, listens=True)
+        dials = secured(other, certificates.tls(), WAIT, listens=False)
+        return listens.result(), dials
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ class Damaging(Tampering):
 
 # --------------------------------------------------------------------------------------------- beside the group
 
-#: Where those that go by way of a file have it. Whoever is done with all of them removes it.
+#: Where those that go by way of a file have it. The caller removes it when all of them are done.
 FILES = pathlib.Path(tempfile.gettempdir(), f"transfuse-comparison-{os.getpid()}")
 
 _ADDRESS_TAG, _FAREWELL_TAG = 101, 102

@@ -12,7 +12,7 @@ __all__ = ["leaving"]
 
 @contextlib.contextmanager
 def leaving(count: int) -> Iterator[None]:
-    """In this process so many descriptors are free, and not one more."""
+    """In this process exactly ``count`` descriptors are free."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 0
     while count or is_open(limit):

@@ -65,10 +65,15 @@ def run(program: str, plan: Any, arguments: Sequence[str] = ()) -> list[list[dic
     return notes(plan.directory, plan.ranks)
 
 
-def run_example(name: str) -> list[str]:
-    """An example that torchrun restarts once. Returns the lines that it prints."""
+def run_example(name: str, forked: Sequence[str]) -> list[str]:
+    """An example that torchrun restarts once. Returns the lines that it prints.
+
+    If modules are given, they are imported once, and the workers are forks.
+    """
+    launcher = [str(pathlib.Path(__file__).with_name("forking_torchrun.py")), ",".join(forked)]
+    command = [sys.executable, *(launcher if forked else ["-m", "torch.distributed.run"])]
     words = ["--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.05", str(EXAMPLES / name)]
-    with Running(*words, command=[sys.executable, "-m", "torch.distributed.run"], environ=ENVIRON) as job:
+    with Running(*words, command=command, environ=ENVIRON) as job:
         out, err, code = job.end()
     assert code == 0, (out, err)
     return out.splitlines()

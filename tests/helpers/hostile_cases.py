@@ -35,7 +35,7 @@ from transfuse._plan import parcels
 from transfuse._plan.regions import lay_out
 from transfuse._progress import Progress
 from transfuse._report import Report
-from transfuse._session import agreement, planning, source
+from transfuse._session import offers, planning, source_choice
 from transfuse._session.context import ReceiveRequest
 from transfuse._session.threads import Caller
 from transfuse._state.leaves.codec import MeshDescription
@@ -220,7 +220,7 @@ def _serve(
     chains = rng.choice([None, hostile.Lined(rng.choice(hostile.AGREED))])
     offered, progress, report = dataclasses.replace(member.offered, chains=chains), Progress(), Report("send", (PEER,))
     try:
-        source.serve(wire, 1, FIRST_TAG, offered, caller=Caller(), progress=progress, report=report)
+        hostile.serve(wire, offered, progress=progress, report=report)
         outcome = "done"
     except TransfuseError as error:
         str(error)
@@ -617,10 +617,11 @@ BOMBS: dict[str, Callable[[], Any]] = {
 
 
 def accept_alone(offer: messages.Offer) -> planning.Accepted:
-    described = planning.read_description(offer, LIMITS, PEER)
-    choice = agreement.choose([PEER], {PEER: offer}, {offer.likeness: described}, ReceiveRequest())
+    described = offers.read_description(offer, LIMITS, PEER)
+    choice = source_choice.choose([PEER], {PEER: offer}, {offer.likeness: described}, ReceiveRequest())
     context = hostile.context((PEER,), LIMITS)
-    return planning.accept(choice.cohorts, choice.offers, offer, ReceiveRequest(), context, offer.parcel_bytes)
+    request, lock = ReceiveRequest(), threading.Condition()
+    return planning.accept(choice.cohorts, choice.offers, offer, request, context, offer.parcel_bytes, lock)
 
 
 # ------------------------------------------------------------------------------- memory, links, rates and ranges

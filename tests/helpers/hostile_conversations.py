@@ -32,10 +32,6 @@ from transfuse._errors import (
 from transfuse._limits import Limits
 from transfuse._memory import mutation
 from transfuse._options import Options
-from transfuse._progress import Progress
-from transfuse._report import Report
-from transfuse._session import source
-from transfuse._session.threads import Caller
 from transfuse._transport import PGTransport
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
@@ -257,7 +253,7 @@ def refusing(kind: str) -> Callable[[Message, bytes], tuple[Message, bytes]]:
     return instead(Message.AGREED, [kind, "why not"], Message.REFUSAL)
 
 
-#: A source offers, agrees to the want, and agrees that nothing has changed: so many of its messages are honest first.
+#: A source offers, agrees to the want, and agrees that nothing has changed: these messages are honest first.
 OFFERED, AGREED_TO = 1, 2
 
 SOURCE_LIES = {
@@ -494,17 +490,9 @@ def converse(
 
 def serve_by(liar: Channel, transport: PGTransport, state: Any, step: int | None = None) -> None:
     """Send a state by this line, as a transport does, which decides on the wire."""
-    offered = transport._load(state, step, (liar.peer,), Leases(Options(same_host=False)))
+    offered = transport._load(state, step, (liar.peer,), Leases(Options(same_host=False), 60))
     vars(offered)["short"] = b""  # The offer is a message of its own, so that its header can lie too.
-    source.serve(
-        liar,
-        9,
-        liar.group.new_tag(liar.peer),
-        offered,
-        caller=Caller(),
-        progress=Progress(),
-        report=Report("send", (liar.peer,)),
-    )
+    hostile.serve(liar, offered, transfer=9, tag=liar.group.new_tag(liar.peer))
 
 
 def lies_on_wires(lies: Mapping[str, Lie]) -> list[Any]:

@@ -29,7 +29,7 @@ class Steps:
             tensor.fill_(self.step * 100 + i)
 
     def advance(self) -> None:
-        """The next step, one tensor after the other: whoever reads in between sees two steps."""
+        """The next step, one tensor after the other: a reader in between sees two steps."""
         assert self.hub is not None
         with self.hub.mutating():
             self.step += 1

@@ -1,6 +1,6 @@
 """A client of a Hub, as a process that knows nothing of transfuse: run with HF_ENDPOINT and HF_HOME set.
 
-``python hub_client.py ROUNDS`` downloads the repository so often, and prints a line of JSON for each time: the commit,
+``python hub_client.py ROUNDS`` downloads the repository ROUNDS times, and prints a line of JSON for each: the commit,
 and the smallest and the largest value of each tensor that the real libraries find in its files.
 """
 

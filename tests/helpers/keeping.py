@@ -24,6 +24,7 @@ from transfuse._keeper.attach import SOCKET_NAME, Lock
 from transfuse._keeper.client import Keep
 from transfuse._keeper.frames import KeeperLink
 from transfuse._keeper.process import Keeper
+from transfuse._tls import Encryption
 from transfuse.testing.ranks import Ranks
 
 __all__ = [
@@ -76,11 +77,11 @@ class Home:
     def directory(self, run: str | None) -> pathlib.Path:
         return runs.make_directory(runs.find_run(run))
 
-    def start(self, run: str | None = "job") -> Keeper:
+    def start(self, run: str | None = "job", tls: Encryption = None) -> Keeper:
         """A keeper in a thread of this process."""
         lock = Lock.take(self.directory(run))
         assert lock is not None
-        keeper = Keeper(lock)
+        keeper = Keeper(lock, tls=tls)
         thread = threading.Thread(target=keeper.run, name="keeper", daemon=True)
         thread.start()
         self._threads.append((keeper, thread))
@@ -89,7 +90,7 @@ class Home:
     def status(self, run: str | None = "job") -> dict[str, Any]:
         link = KeeperLink.to(str(self.directory(run) / SOCKET_NAME), SECONDS)
         try:
-            return cast(dict[str, Any], json.loads(link.ask(frames.Status(), frames.Told, SECONDS).text))
+            return cast(dict[str, Any], json.loads(link.ask(frames.Status(), frames.StatusReply, SECONDS).text))
         finally:
             link.close()
 

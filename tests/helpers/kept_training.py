@@ -43,7 +43,7 @@ class Plan:
     deaths: list[tuple[int, str, int]] = dataclasses.field(default_factory=list)
     close: bool = True
     overlap: bool = False
-    #: Stop after so many steps, without close().
+    #: Stop after this number of steps, without close().
     until: int | None = None
     linger: float = 600.0
 

@@ -131,7 +131,7 @@ def look(rank: int) -> None:
 
 
 def left(rank: int, seconds: float) -> Left:
-    """What is left of what has ended, after at most so many seconds."""
+    """What is left of what has ended, after at most ``seconds``."""
     kept, until = _Kept, time.monotonic() + seconds
     while time.monotonic() < until and (_tasks() > kept.tasks or _files() > kept.files):
         time.sleep(0.05)
@@ -152,7 +152,7 @@ def _files() -> int:
 
 
 def fork_midway(rank: int, seconds: float) -> None:
-    """In the middle of the next transfer this process forks a child that does nothing for so long."""
+    """In the middle of the next transfer this process forks a child that does nothing for ``seconds``."""
 
     def fork() -> None:
         if os.fork() == 0:

@@ -645,7 +645,7 @@ def run(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m resharding", description="Replay cases of resharding.")
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--count", type=int, default=1, help="so many seeds, from this one on")
+    parser.add_argument("--count", type=int, default=1, help="how many seeds, from this one on")
     parser.add_argument("--campaign", choices=list(CAMPAIGNS), default="anything", help="how cases are drawn")
     parser.add_argument("--move", choices=list(MOVES), nargs="+", default=["dcp", "group", "memory"])
     parser.add_argument("--quiet", action="store_true", help="show only those with complaints")

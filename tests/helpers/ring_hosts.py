@@ -27,7 +27,7 @@ from transfuse._keeper.bundle_table import KEY_BYTES, PRIVATE, Bundles
 from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.process import Keeper
 from transfuse._keeper.runs import Process
-from transfuse._keeper.slots import Brief, Label, SlotView
+from transfuse._keeper.slot_file import Brief, Label, SlotView
 from transfuse.testing import ranks
 
 __all__ = ["NBYTES", "SECONDS", "TOKEN", "Host", "Job", "Worker", "contents", "rings", "until"]
@@ -95,7 +95,7 @@ class Worker:
 
     def join(self, peers: frames.Peers) -> None:
         self.generation = peers.generation
-        self.link.ask(peers, frames.Done, SECONDS)
+        self.link.ask(peers, frames.Ack, SECONDS)
         self.slots.clear()
 
     def lay(self, step: int) -> None:
@@ -125,11 +125,11 @@ class Worker:
         view.bytes[self.place : self.place + self.nbytes] = contents(self.rank, step, self.nbytes)
         brief = Brief(self.rank, 1, self.bundles)
         view.commit(label, msgspec.msgpack.encode(brief), b"text")
-        self.link.ask(frames.Committed(number, *label), frames.Done, SECONDS)
+        self.link.ask(frames.Committed(number, *label), frames.Ack, SECONDS)
         return True
 
     def status(self) -> dict[str, Any]:
-        result: dict[str, Any] = json.loads(self.link.ask(frames.Status(), frames.Told, SECONDS).text)
+        result: dict[str, Any] = json.loads(self.link.ask(frames.Status(), frames.StatusReply, SECONDS).text)
         return result
 
     def confirmed(self) -> int | None:
@@ -160,11 +160,11 @@ class Worker:
         bundles = view.brief().bundles
         place, size = int(bundles.places[0]), int(bundles.nbytes[0])
         data = view.bytes[place : place + size].copy()
-        self.link.ask(frames.Done(), frames.Done, SECONDS)
+        self.link.ask(frames.Ack(), frames.Ack, SECONDS)
         return data
 
     def close(self) -> None:
-        self.link.ask(frames.Close(), frames.Done, SECONDS)
+        self.link.ask(frames.Close(), frames.Ack, SECONDS)
 
 
 @dataclass
@@ -242,6 +242,7 @@ class Job:
         replicas: int = 1,
         rate: float | None = None,
         sizes: Sequence[int] = (),
+        saves: frames.Saves | None = None,
         **of: Any,
     ) -> list[Worker]:
         """Workers start on these hosts. Rank i is the worker of the i-th of them."""
@@ -252,12 +253,17 @@ class Job:
         for rank, host in enumerate(hosts):
             self.hosts[host].wait()
             self.workers.append(Worker(self.hosts[host].directory, rank, max_bytes=limits[rank], **of))
-        self.generation = max(worker.welcome.generation for worker in self.workers) + 1
+        known = [worker.welcome.generation for worker in self.workers]
+        if saves is not None:
+            ask = frames.FindStorage(saves)
+            known += [worker.link.ask(ask, frames.FoundStorage, SECONDS).generation for worker in self.workers]
+        self.generation = max(known) + 1
         doors = [worker.expose() for worker in self.workers]
         count = len(hosts)
         each = [[rank] for rank in range(count)]
         self.peers = [
-            frames.Peers(self.generation, count, doors, each, index, TOKEN, replicas, rate) for index in range(count)
+            frames.Peers(self.generation, count, doors, each, index, TOKEN, replicas, rate, saves)
+            for index in range(count)
         ]
         for worker, peers in zip(self.workers, self.peers, strict=True):
             worker.join(peers)

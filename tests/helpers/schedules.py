@@ -3,7 +3,7 @@
 The threads are real, but one runs at a time, from one acquisition of the condition to the next. Which one goes on there
 is a choice; :func:`explore` runs a scenario once for every sequence of choices, depth first. Left to itself the running
 thread goes on, and when it stops the first of the others does. With a bound, every order is run that deviates from this
-so often at most; most races need one or two. Without a bound, every order there is.
+no more often than that; most races need one or two. Without a bound, every order there is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Director", "Judge", "Stuck", "explore"]
 #: Gets how each thread ended, in the order in which they were started, and raises if that is wrong.
 Judge = Callable[[list[BaseException | None]], object]
 
-#: So often all threads may wait at once, until their waits expire, before they count as stuck.
+#: How often all threads may wait at once, until their waits expire, before they count as stuck.
 QUIET_ROUNDS = 3
 
 

@@ -20,6 +20,7 @@ from benchmarks.hosts import settle
 
 import transfuse
 from transfuse._remote.ends import ServedStream, ToServer
+from transfuse._wire.framed import AnySocket
 from transfuse._wire.handshake import (
     HELLO_BYTES,
     MAGIC,
@@ -191,7 +192,7 @@ def hello(version: int = VERSION) -> bytes:
     return MAGIC + bytes([version]) + secrets.token_bytes(32)
 
 
-def all_it_says(sock: socket.socket, to_say: bytes = b"") -> bytes:
+def all_it_says(sock: AnySocket, to_say: bytes = b"") -> bytes:
     """Say something, and hear everything until the other end closes."""
     said = b""
     sock.settimeout(DEADLINE)

@@ -205,7 +205,7 @@ def states(
     if unknown := set(kinds) - set(KINDS):
         raise ValueError(f"unknown kinds {sorted(unknown)}; there are {KINDS}")
     maker = _Maker(draw, tuple(dtypes))
-    # Values twice, because there are so many kinds of them.
+    # Values twice, because there are many kinds of them.
     chosen = tuple(kind for kind in (*KINDS, "value") if kind in kinds)
     leaves = [getattr(maker, maker.one_of(chosen))() for _ in range(maker.integer(0, max_leaves))]
     return maker.tree(leaves)
@@ -261,7 +261,7 @@ class _Maker:
 
     def keyed(self, items: list[Any]) -> dict[Any, Any]:
         first = self.integer(0, len(_KEYS) - 1)
-        # Beyond the keys there are, so many items only if a test asks for so many leaves.
+        # More items than there are keys only if a test asks for that number of leaves.
         keys = [*(_KEYS[first:] + _KEYS[:first]), *range(100, 100 + len(items))]
         return dict(zip(keys, items, strict=False))
 
@@ -383,7 +383,7 @@ class _Maker:
             return array.T if self.integer(0, 1) else array
         if which == len(_FREE_VALUES) + 2:
             return self.rng.bytes(70_000)
-        # By the seed: drawn from so many, most would hardly ever appear.
+        # By the seed: drawn from all of them, most would hardly ever appear.
         return _VALUES[self.rng.integers(len(_VALUES))]
 
 

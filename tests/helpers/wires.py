@@ -23,7 +23,7 @@ def is_of_a_transfer(thread: threading.Thread) -> bool:
 
 
 def threads_left(seconds: float = 0.0) -> list[str]:
-    """The threads of transfers that have not ended after so many seconds."""
+    """The threads of transfers that have not ended after ``seconds``."""
     until = time.monotonic() + seconds
     while True:
         left = sorted(thread.name for thread in threading.enumerate() if is_of_a_transfer(thread))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hostile
-from hostile import CPU, LIMITS, PEER, Member, Wire
+from hostile import CPU, LIMITS, Member, Wire
 from hostile_cases import compare, disagree, want
 from hostile_conversations import (
     COMPARING_LIES,
@@ -39,14 +39,11 @@ from hostile_conversations import (
 from transfuse._errors import PeerError, PeerRefused, PeerTimeout, ProtocolError, SendFailed
 from transfuse._limits import Limits
 from transfuse._options import Options
-from transfuse._progress import Progress
-from transfuse._report import Report
-from transfuse._session import receive_from_one, relay, source
+from transfuse._session import receive_from_one, relay
 from transfuse._session.context import ReceiveRequest
-from transfuse._session.threads import Caller
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
-from transfuse._wire.group import FIRST_LINK_TAG, FIRST_TAG, Group
+from transfuse._wire.group import FIRST_LINK_TAG, Group
 from transfuse._wire.messages import Agreed, Intent, Link, Message
 from transfuse._wire.pool import Pool
 from transfuse._wire.route_table import Leases
@@ -115,9 +112,7 @@ def test_questions_without_end_are_not_answered(kind: Message, large: Member) ->
     wire = Told(random.Random(0), large, [*wanted, *[(kind, question)] * 1000])
     compares = kind is Message.COMPARE
     with pytest.raises(ProtocolError, match="same parcels more than" if compares else "without a verdict"):
-        source.serve(
-            wire, 1, FIRST_TAG, large.offered, caller=Caller(), progress=Progress(), report=Report("send", (PEER,))
-        )
+        hostile.serve(wire, large.offered)
     assert told[Message.REFUSAL] == 1
     answers = told[Message.AGREED] + told[Message.DIGESTS] + told[Message.OFFER] - 1  # The offer itself.
     # A want is agreed to as well.
@@ -148,19 +143,11 @@ def test_patience_ends_with_the_timeout(patience: float) -> None:
 
     def lie(pg: Any, ended: threading.Event) -> None:
         transport = new_transport(pg)
-        offered = transport._load(STATE, None, (1,), Leases(Options(same_host=False)))
+        offered = transport._load(STATE, None, (1,), Leases(Options(same_host=False), 60))
         chain = hostile.Lined(Agreed(Link(0, FIRST_LINK_TAG, 7), None, patience))
         with Channel(Group(pg, CPU), 1, 10.0, Limits()) as channel:
             offered = dataclasses.replace(offered, chains=chain)
-            source.serve(
-                channel,
-                9,
-                channel.group.new_tag(1),
-                offered,
-                caller=Caller(),
-                progress=Progress(),
-                report=Report("send", (1,)),
-            )
+            hostile.serve(channel, offered, transfer=9, tag=channel.group.new_tag(1))
 
     error = converse(honest, lie, 1)
     assert error is None, repr(error)

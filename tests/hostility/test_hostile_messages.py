@@ -41,8 +41,8 @@ from transfuse._errors import CorruptData, TransfuseError
 from transfuse._limits import MIB
 from transfuse._options import Options
 from transfuse._report import Report
-from transfuse._session import planning
 from transfuse._session.context import ReceiveRequest
+from transfuse._session.offers import read_offer
 from transfuse._state.leaves import values
 from transfuse._state.leaves.blobs import ArrayCodec
 from transfuse._state.leaves.codec import BuildContext, CannotCarry
@@ -256,7 +256,7 @@ def test_names_of_classes_ask_them_nothing(corpus: list[Member]) -> None:
         ]
         for plain in offers:
             sprung.clear()
-            offer = planning.read_offer(hostile.resealed(msgspec.msgpack.encode(plain)), LIMITS, PEER)
+            offer = read_offer(hostile.resealed(msgspec.msgpack.encode(plain)), LIMITS, PEER)
             with pytest.raises(TransfuseError):
                 accept_alone(offer)
             assert not sprung, f"{plain[hostile.MANIFEST][:3]} asked for {sprung}"

@@ -21,7 +21,6 @@ from hostile_cases import Received, described, link, want
 from transfuse._errors import SourceMutated
 from transfuse._progress import Progress
 from transfuse._report import Report
-from transfuse._session import source
 from transfuse._session.relay import Chains
 from transfuse._session.threads import Caller
 from transfuse._wire import messages
@@ -194,7 +193,7 @@ def test_impossible_numbers_of_bytes_read_are_not_counted(read_bytes: int, first
     answers: list[Any] = [verdict] if first else [body, verdict]
     progress, report = Progress(), Report("send", (PEER,))
     wire = Wire(random.Random(0), large, answers)
-    source.serve(wire, 1, FIRST_TAG, large.offered, caller=Caller(), progress=progress, report=report)
+    hostile.serve(wire, large.offered, progress=progress, report=report)
     assert report.read_bytes == 0
     assert report.bytes == (0 if first else cut.total_bytes)
     assert progress.bytes <= cut.total_bytes
@@ -210,7 +209,7 @@ def test_signs_of_life_do_not_count_beyond_what_there_is(large: Member) -> None:
         def tick(self) -> None:
             shown.append(progress.bytes)
 
-    source.serve(wire, 1, FIRST_TAG, large.offered, caller=Shown(), progress=progress, report=Report("send", (PEER,)))
+    hostile.serve(wire, large.offered, Shown(), progress)
     assert shown == [0, 5, 5, *[total] * 5]
 
 
@@ -230,7 +229,7 @@ def test_a_chain_of_one_is_no_chain(host: int, large: Member) -> None:
     began = time.monotonic()
     wire = Told(random.Random(0), large, [body, (Message.VERDICT, msgspec.msgpack.encode([{}]))])
     offered = dataclasses.replace(large.offered, chains=chains)
-    source.serve(wire, 1, FIRST_TAG, offered, caller=Caller(), progress=Progress(), report=Report("send", (PEER,)))
+    hostile.serve(wire, offered)
     assert time.monotonic() - began < 2
     assert [(agreed.upstream, agreed.downstream) for agreed in told] == [(None, None)]
     late, _ = chains.join(PEER + 1, None, host)

@@ -53,15 +53,11 @@ from transfuse._options import Options
 from transfuse._plan import parcels
 from transfuse._plan.holdings import Holdings
 from transfuse._plan.wanted_blocks import MOST_TIMES, WantedBlocks, regions_in
-from transfuse._progress import Progress
 from transfuse._report import Report
-from transfuse._session import source
 from transfuse._session.context import ReceiveRequest
-from transfuse._session.threads import Caller
 from transfuse._state.leaves.codec import MeshDescription
 from transfuse._state.leaves.layout import MAX_RANKS, Layout
 from transfuse._wire import messages
-from transfuse._wire.group import FIRST_TAG
 from transfuse._wire.messages import Agreed, Message
 from transfuse.testing.ranks import Ranks
 
@@ -130,7 +126,7 @@ def serve(member: Member, body: bytes) -> Report:
     """What becomes of a want at an honest source."""
     wire = Wire(random.Random(0), member, [body, (Message.VERDICT, msgspec.msgpack.encode([{}]))])
     report = Report("send", (PEER,))
-    source.serve(wire, 1, FIRST_TAG, member.offered, caller=Caller(), progress=Progress(), report=report)
+    hostile.serve(wire, member.offered, report=report)
     return report
 
 

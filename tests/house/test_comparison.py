@@ -187,7 +187,7 @@ def one_of_three_receivers_stops(contender: Contender) -> None:
 
 
 def ends_in_time(contender: Contender, sends: bool, comes: bool) -> None:
-    """Whoever's peer does not come, or stops moving midway, ends, with an error or without."""
+    """A contender whose peer does not come, or stops moving midway, ends, with an error or without."""
     at = stage(contender)
 
     def stall(group: CountingGroup) -> None:
@@ -529,7 +529,7 @@ def word(cell: str) -> str:
 RUN, READ = table("Run"), table("Read, not run")
 
 
-# One test, because whoever runs tests on several workers would have each of them ask everything.
+# One test, because several workers would each ask everything.
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # Others warn about their pickles, in ways that are not thread-safe.
@@ -575,7 +575,7 @@ def test_what_is_not_run_is_marked() -> None:
     assert not any("†" in cell for title, cells in RUN.items() for row, cell in cells.items() if row in ROWS)
     marked = [RUN[title][row] for title in RUN for row in UNRUN if title != "transfuse"]
     assert all(cell == "–" or "†" in cell for cell in marked)
-    # Nothing has run on an accelerator yet; whoever changes that changes this line.
+    # Nothing has run on an accelerator yet; when that changes, this line changes.
     assert all(word(RUN["transfuse"][row]) == "no" for row in UNRUN)
 
 

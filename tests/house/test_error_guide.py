@@ -16,6 +16,7 @@ from torch.distributed.checkpoint._pg_transport import PGTransport as TorchPGTra
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+import certificates
 import transfuse
 from descriptor_limits import leaving
 from tampering import Tampering
@@ -234,6 +235,13 @@ def test_peer_refused() -> None:
     sent, _ = meet(sends({"w": torch.ones(3)}), lambda pg: PGTransport(pg, TIMEOUT, CPU, fail).recv_checkpoint(0))
     assert isinstance(sent.error, transfuse.SendFailed)
     told(sent.error.causes[1], "PeerRefused")
+
+
+def test_peer_not_trusted() -> None:
+    with transfuse.serve({"w": torch.ones(3)}, tls=certificates.tls()) as server:
+        with pytest.raises(transfuse.PeerNotTrusted) as refused:
+            transfuse.fetch(server.address, tls=False)
+        told(refused.value, "PeerNotTrusted")
 
 
 def test_protocol_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,8 +11,12 @@ import pytest
 
 import transfuse
 from transfuse import dcp
-from transfuse._job.face import BEFORE
-from transfuse.integrations import ray
+from transfuse._hub.hub import HubSettings
+from transfuse._job.face import BEFORE, RENAMED
+from transfuse._keeper.settings import KeepSettings
+from transfuse._remote.client import FetchSettings
+from transfuse._remote.server import ServeSettings
+from transfuse.integrations import check_options, ray
 
 #: What torch chose: its transport's signature stays as people know it.
 AS_TORCH = {"PGTransport"}
@@ -72,6 +77,26 @@ def test_one_manner(name: str) -> None:
             assert parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD), each
 
 
+#: The class that holds the arguments of a call, checked.
+SETTINGS: dict[str, type[Any]] = {
+    "fetch": FetchSettings,
+    "hub": HubSettings,
+    "keep": KeepSettings,
+    "ray.register": ray.Settings,
+    "serve": ServeSettings,
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_call_and_the_class_of_its_arguments_list_the_same(name: str) -> None:
+    parameters = inspect.signature(CALLS[name]).parameters
+    fields = {item.name: item.default for item in dataclasses.fields(SETTINGS[name])}
+    assert list(fields) == list(parameters)
+    for each, default in fields.items():
+        if default is not dataclasses.MISSING and parameters[each].default is not inspect.Parameter.empty:
+            assert default == parameters[each].default, each
+
+
 @pytest.mark.parametrize("name", ["heal", "keep", "serve", "fetch", "hub"])
 def test_old_spellings_say_the_new_one(name: str) -> None:
     call, parameters = CALLS[name], inspect.signature(CALLS[name]).parameters
@@ -82,6 +107,41 @@ def test_old_spellings_say_the_new_one(name: str) -> None:
             assert str(raised.value) == f"{name}() has no {old}= any more: {new}"
     with pytest.raises(TypeError, match=rf"{name}\(\) takes .*, and everything else by name"):
         call(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("name", ["KeeperWriter", "KeeperReader"])
+def test_of_what_takes_a_keep_they_say_that_keep_takes_the_new_one(name: str) -> None:
+    for old, new in BEFORE.items():
+        with pytest.raises(TypeError) as raised:
+            CALLS[name](object(), **{old: None})
+        whose = "keep()'s " if new.endswith("= takes it") else ""
+        assert str(raised.value) == f"{name}() has no {old}= any more: {whose}{new}"
+    with pytest.raises(TypeError, match=rf"{name}\(\) takes keep and checkpoint_id, and everything else by name"):
+        CALLS[name](1, 2, 3)
+
+
+def test_a_callback_s_options_are_checked_by_the_same_names() -> None:
+    """Those of Lightning and of Transformers, in their constructors."""
+    for old, new in RENAMED.items():
+        chosen = new in ("state", "rank_state", "load_rank_state")
+        with pytest.raises(TypeError) as raised:
+            check_options((), {old: None})
+        says = f"it chooses {new} itself" if chosen else BEFORE[old]
+        assert str(raised.value) == f"KeepCallback() has no {old}= any more: {says}"
+    for wrong in ("evry", "options", "relay"):
+        with pytest.raises(TypeError, match=f"got an unexpected keyword argument '{wrong}'; its options are .*every"):
+            check_options((), {wrong: 1})
+    check_options((), {"every": 10, "on_report": print, "strict": True})
+
+
+def test_old_attributes_say_the_new_one() -> None:
+    for old in (transfuse.Keep.__new__(transfuse.Keep), transfuse.KeptStep(1, {}, 1)):
+        with pytest.raises(AttributeError) as raised:
+            old.own  # noqa: B018
+        assert str(raised.value) == f"{type(old).__name__} has no .own any more: .rank_states has it"
+        assert not hasattr(old, "own")
+    with pytest.raises(TypeError, match=r"fetch\(\) returns a Fetched: the entry is \.state\['model'\]"):
+        transfuse.Fetched({}, None, transfuse.Report("receive", ()))["model"]
 
 
 def test_what_is_returned_and_raised_has_the_report() -> None:

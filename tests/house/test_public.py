@@ -126,6 +126,7 @@ ROOMS = (
         "_log",
         "_progress",
         "_report",
+        "_tls",
         "_workers",
     ),
     ("_state",),
@@ -133,6 +134,7 @@ ROOMS = (
     ("_plan",),
     ("_memory",),
     ("_wire",),
+    ("_metrics",),
     ("_session",),
     ("_transport",),
     ("_job",),
@@ -145,8 +147,8 @@ ROOMS = (
     ("testing",),
     ("cli",),
 )
-MOST_FILES_AT_THE_TOP = 17
-MOST_ROOMS = 13
+MOST_FILES_AT_THE_TOP = 18
+MOST_ROOMS = 14
 
 
 def test_rooms_import_only_from_below() -> None:
@@ -206,14 +208,22 @@ FIXED = {
 }  # fmt: skip
 
 
+#: Two rules are tables of their own; the launcher of ranks, and what stands on the public face alone, import no room.
+OTHER_TABLES = ("_tuning.py", "_sizes.py", "_timeouts.py", "integrations", "testing")
+
+
 def test_every_second_and_every_byte_that_somebody_chose_is_in_one_table() -> None:
     found = []
     for path in PACKAGE.rglob("*.py"):
-        room = path.relative_to(PACKAGE).parts[0]
-        if not room.startswith("_") or room == "_tuning.py":
+        if path.relative_to(PACKAGE).parts[0] in OTHER_TABLES:
             continue
-        for node in ast.parse(path.read_text()).body:
-            targets = node.targets if isinstance(node, ast.Assign) else []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.BinOp | ast.Tuple):
+                targets: list[ast.expr] = node.targets
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Constant | ast.BinOp | ast.Tuple):
+                targets = [node.target]
+            else:
+                continue
             names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
             chosen = [name for name in names if re.search(r"_(SECONDS|BYTES)$", name)]
             found += [f"{path.name}: {name}" for name in chosen if name.lstrip("_") not in FIXED]

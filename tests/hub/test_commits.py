@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -15,7 +15,7 @@ from hub_asking import step_in
 from transfuse._hub import commits as commits_module
 from transfuse._hub.commits import Commit, Commits, Unavailable, Visitor
 from transfuse._hub.safetensors_layout import FileLayout
-from transfuse._hub.sources import Buffer, CopiedState, LiveSource
+from transfuse._hub.sources import Buffer, CopiedState, Layouts, LiveSource
 from transfuse._remote.live_state import LiveState
 
 MAIN = "main"
@@ -33,7 +33,7 @@ class Job:
         self.state = {f"w.{i}": torch.zeros(1000) for i in range(4)}
         self._fill()
         self.live = LiveState(lambda: self.state, lambda: self.step, 30.0)
-        self._source = LiveSource(self.live, prefix="", max_shard_bytes=1 << 30)
+        self._source = LiveSource(self.live, Layouts("", 1 << 30))
         self.commits = Commits(self, hold)
 
     def mark(self, seconds: float | None) -> object:
@@ -46,6 +46,9 @@ class Job:
 
     def glance(self, meanwhile: Callable[[], object]) -> tuple[FileLayout, int | None]:
         return self._source.glance(meanwhile)
+
+    def free(self, buffers: Sequence[Buffer]) -> None:
+        self._source.free(buffers)
 
     def _fill(self) -> None:
         for i, tensor in enumerate(self.state.values()):
@@ -140,7 +143,7 @@ def test_an_older_commit_goes_when_nobody_needs_it(monkeypatch: pytest.MonkeyPat
     job.advance()
     second = job.main(other)
     assert job.has(first)
-    # Whoever asks for main again lets go of what it had.
+    # A reader that asks for main again lets go of what it had.
     job.advance()
     third = job.main(me)
     assert not job.has(first)

@@ -18,8 +18,8 @@ import torch
 import transfuse
 from hub_asking import Reply, Steps, ask, connect, main_commit
 from transfuse._hub import assets as assets_module
-from transfuse._hub import http_server
 from transfuse._hub.repository import range_of
+from transfuse._wire import http_server
 
 WEIGHTS = "/live/model/resolve/main/model.safetensors"
 
@@ -515,7 +515,7 @@ def test_arguments_are_checked() -> None:
         ({"name": "api/models"}, "live/model"),
         ({"host": ""}, "every interface"),
         ({"port": 70000}, "port must be"),
-        ({"max_shard_bytes": 0}, "positive"),
+        ({"max_shard_bytes": 0}, "max_shard_bytes must be at least 1"),
         ({"hold": 0}, "hold must be"),
         ({"server_token": "x"}, "addresses"),
     ):

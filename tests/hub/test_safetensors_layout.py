@@ -14,13 +14,13 @@ import torch
 from transfuse._errors import StateError, UnsupportedLeaf
 from transfuse._hub.commits import Commit, Commits, Visitor
 from transfuse._hub.safetensors_layout import DTYPES, INDEX_NAME, Entry, lay_out
-from transfuse._hub.sources import LiveSource
+from transfuse._hub.sources import Layouts, LiveSource
 from transfuse._remote.live_state import LiveState
 from transfuse.testing.exact import assert_exact
 
 
 def committed(state: object, *, prefix: str = "", max_shard_bytes: int = 1 << 30) -> Commit:
-    source = LiveSource(LiveState(state, 3, 30.0), prefix=prefix, max_shard_bytes=max_shard_bytes)
+    source = LiveSource(LiveState(state, 3, 30.0), Layouts(prefix, max_shard_bytes))
     with Commits(source, 30.0).reading("main", Visitor(lambda: None)) as commit:
         assert commit is not None
         return commit
@@ -127,7 +127,7 @@ def test_a_prefix_chooses_and_goes() -> None:
 
 def test_what_the_format_cannot_hold_is_named() -> None:
     cases: list[tuple[object, str]] = [
-        (torch.zeros(2, dtype=torch.complex128), r"\['x'\].*complex128, which the format does not have"),
+        (torch.zeros(2, dtype=torch.complex128), r"\['x'\].*complex128, which safetensors does not have"),
         (torch.zeros(2, dtype=torch.complex64).conj(), r"\['x'\].*conjugate"),
         (torch.eye(2).to_sparse(), r"\['x'\].*not a plain tensor"),
         (torch.zeros(2, device="meta"), r"\['x'\].*meta"),
@@ -135,9 +135,9 @@ def test_what_the_format_cannot_hold_is_named() -> None:
     for leaf, why in cases:
         with pytest.raises(UnsupportedLeaf, match=why):
             committed({"fine": torch.zeros(1), "x": leaf})
-    with pytest.raises(UnsupportedLeaf, match=r"both be called 'a\.b'"):
+    with pytest.raises(UnsupportedLeaf, match=r"\['a\.b'\]: called 'a\.b', as \['a'\]\['b'\] is"):
         committed({"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)})
-    with pytest.raises(UnsupportedLeaf, match="format's own"):
+    with pytest.raises(UnsupportedLeaf, match="safetensors' own"):
         committed({"__metadata__": torch.zeros(1)})
     with pytest.raises(UnsupportedLeaf, match="UTF-8"):
         committed({"\ud800": torch.zeros(1)})

@@ -1,4 +1,4 @@
-"""Lightning's Trainer under a real torchrun: ranks are killed, and the end is that of an undisturbed run."""
+"""Lightning's Trainer under torchrun: ranks are killed, and the end is that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ RANKS: Any = {"ranks": 2, "strategy": "ddp"}
 
 
 @pytest.mark.long
-def test_the_example(home: Home) -> None:  # noqa: F811
-    said = run_example("keep_lightning.py")
+@pytest.mark.parametrize(
+    "forked",
+    [["lightning.pytorch", "transfuse.integrations.lightning"], pytest.param([], marks=pytest.mark.soak)],
+    ids=["forked", "torchrun"],
+)
+def test_the_example(home: Home, forked: list[str]) -> None:  # noqa: F811
+    said = run_example("keep_lightning.py", forked)
     assert sorted(line for line in said if line.startswith("rank ")) == [
         f"rank {rank} trained 9 of 18 steps after the restart" for rank in (0, 1)
     ]

@@ -82,5 +82,12 @@ def test_a_callback_takes_options_by_name(framework: str) -> None:
         TypeError, match=r"KeepCallback\(\) takes options by name, such as KeepCallback\(every=10\), got 10"
     ):
         callback(10)
-    with pytest.raises(TypeError, match=r"KeepCallback\(\) chooses load itself"):
-        callback(load=print)
+    for name, why in (
+        ("load", "chooses load itself"),
+        ("own", "has no own= any more: it chooses rank_state itself"),
+        ("digests", "has no digests= any more: verify= takes it"),
+    ):
+        with pytest.raises(TypeError, match=rf"KeepCallback\(\) {why}"):
+            callback(**{name: print})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'evry'"):
+        callback(evry=10)

@@ -19,8 +19,13 @@ pytestmark = [
 
 
 @pytest.mark.long
-def test_the_example(home: Home) -> None:  # noqa: F811
-    said = run_example("keep_transformers.py")
+@pytest.mark.parametrize(
+    "forked",
+    [["transformers.trainer", "transfuse.integrations.transformers"], pytest.param([], marks=pytest.mark.soak)],
+    ids=["forked", "torchrun"],
+)
+def test_the_example(home: Home, forked: list[str]) -> None:  # noqa: F811
+    said = run_example("keep_transformers.py", forked)
     assert sorted(line for line in said if line.startswith("rank ")) == [
         f"rank {rank} trained 7 of 16 steps after the restart" for rank in (0, 1)
     ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 import transfuse
 
@@ -43,3 +45,45 @@ def test_ranks_share_the_data_and_a_batch_that_no_rank_fills_is_refused() -> Non
     assert sorted(seen[0] + seen[1]) == list(range(8))
     with pytest.raises(ValueError, match="4 samples for each of 2 ranks do not fill a batch of 5"):
         transfuse.Loader(list(range(8)), 5, rank=0, ranks=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "says"),
+    [
+        (
+            {"num_worker": 2},
+            TypeError,
+            r"Loader\(\) got an unexpected keyword argument 'num_worker'; its options are .*num_workers",
+        ),
+        ({"sampler": [1]}, TypeError, r"Loader\(\) chooses sampler itself"),
+        ({"generator": None}, TypeError, r"Loader\(\) chooses generator itself"),
+        ({"drop_last": False}, TypeError, r"Loader\(\) chooses drop_last itself"),
+        ({"num_workers": -1}, ValueError, "num_workers option should be non-negative"),
+        ({"prefetch_factor": 2}, ValueError, "prefetch_factor option could only be specified in multiprocessing"),
+        ({"persistent_workers": True}, ValueError, "persistent_workers option needs num_workers > 0"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_the_first_batch(
+    wrong: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        loader(**wrong)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+class LongStream(Stream):
+    def __len__(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize("dataset", [Stream(), LongStream(), iter(range(8))])
+def test_a_dataset_without_length_or_numbers_is_refused_with_one_sentence(dataset: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"Loader\(\) needs a dataset with a length and items by number, got a \w+: "
+    ) as why:
+        transfuse.Loader(dataset, 2)
+    assert "\n" not in str(why.value)

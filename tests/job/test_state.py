@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -241,9 +244,71 @@ def test_no_random_number_of_the_job_is_drawn(home: Home) -> None:  # noqa: F811
     assert random.getstate() == before
 
 
-def test_the_step_that_was_returned_may_stand_in_the_state() -> None:
-    assert heal({"step": transfuse.Step(5)}, state := {"step": 0})[1].get() == 7
+class Progress:
+    """An object whose state has a step that a call has returned."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "seen": [{"best": self.step}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+def test_a_step_that_was_returned_may_stand_in_the_state() -> None:
+    """In a mapping, in what a callable or an object returns: it travels as the int that it is."""
+    step = transfuse.Step(5)
+    assert heal({"step": step}, state := {"step": 0})[1].get() == 7
     assert state == {"step": 5}
+    assert type(state["step"]) is int
+    loaded: list[Any] = []
+    outcomes = heal(lambda: {"step": step}, lambda: {"step": 0}, load=loaded.append)
+    assert [outcome.get() for outcome in outcomes] == [7, 7]
+    assert loaded == [{"step": 5}]
+    assert heal({"progress": Progress(step)}, {"progress": (progress := Progress(0))})[1].get() == 7
+    assert progress.step == 5
+    for served in ({"step": step}, lambda: {"step": step}, Progress(step)):
+        with transfuse.serve(served) as server:
+            found = transfuse.fetch(server.address).state["step"]
+            assert (type(found), found) == (int, 5)
+
+
+@pytest.mark.parametrize("given", ["callables", "objects"])
+def test_a_step_that_was_restored_may_be_kept(home: Home, given: str) -> None:  # noqa: F811
+    """As state and as rank state, again and again."""
+    home.start("kept")
+    for began in (0, 1, 2):
+        mine, ranks = Progress(0), Progress(0)
+        if given == "objects":
+            keep = transfuse.keep({"progress": mine}, rank_state=ranks, run="kept")
+        else:
+            keep = transfuse.keep(
+                mine.state_dict,
+                rank_state=ranks.state_dict,
+                load=mine.load_state_dict,
+                load_rank_state=ranks.load_state_dict,
+                run="kept",
+            )
+        step = keep.restore()
+        assert (step or 0, mine.step, ranks.step) == (began, began * 10, began * 100)
+        mine.step, ranks.step = transfuse.Step((began + 1) * 10), transfuse.Step((began + 1) * 100)
+        report = keep.commit(began + 1)
+        assert report is not None
+        assert report.outcome == "committed"
+        keep.detach()
+
+
+def test_a_step_is_pickled_as_an_int() -> None:
+    """So a file that ``torch.save`` has written needs no transfuse, and ``torch.load`` no option."""
+    step = transfuse.Step(5)
+    for copied in (pickle.loads(pickle.dumps(step)), copy.deepcopy({"step": step})["step"]):
+        assert (type(copied), copied) == (int, 5)
+    file = io.BytesIO()
+    torch.save({"step": step}, file)
+    file.seek(0)
+    assert torch.load(file) == {"step": 5}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from keeping import SECONDS, Home, Job, exact, home, same, snapshot, threaded  #
 from transfuse._errors import PeerRefused, TransfuseError
 from transfuse._keeper import copying
 from transfuse._keeper.process import Keeper
-from transfuse._keeper.slots import SlotFile
+from transfuse._keeper.slot_file import SlotFile
 
 pytestmark = pytest.mark.usefixtures("threaded")
 MIB = 1 << 20
@@ -485,6 +485,48 @@ def test_own_belongs_to_the_rank(keeper: Keeper) -> None:
         assert job.restore() == 1
         assert exact(dict(job.keeps[0].rank_states), dict(enumerate(owned)))
     assert len(got[0]) == 1, "the number of ranks has changed: the caller chooses"
+
+
+class Note:
+    """An object that only pickle can carry."""
+
+    text = "x"
+
+
+@pytest.mark.parametrize("given", ["state", "rank_state"])
+def test_an_object_that_restore_would_refuse_is_refused_by_the_first_commit(keeper: Keeper, given: str) -> None:
+    """It was committed without a word, and no restart could have it."""
+    found: list[dict[str, Any]] = []
+    options: dict[str, Any] = {"load": found.append, "load_rank_state": found.append}
+    tree = {"more": [{"note": Note()}], "w": torch.ones(3)}
+    states = same({"w": torch.ones(3)} if given == "rank_state" else tree)
+    if given == "rank_state":
+        options[given] = lambda: tree
+    with Job(1) as job:
+        job.start(states, [options])
+        (error,) = job.errors(lambda keep: keep.commit(1))
+        assert isinstance(error, transfuse.UnsupportedLeaf)
+        assert error.path == "['more'][0]['note']"
+        assert f"a Python object in {given}, test_commit.Note, which restore() would refuse" in str(error)
+        assert "state_dict() and load_state_dict()" in str(error)
+        assert "keep(weights_only_objects=True)" in str(error)
+        tree["more"] = [1]
+        assert job.commit(2) == ["committed"]
+        tree["more"] = [Note()]
+        assert isinstance(job.errors(lambda keep: keep.commit(3))[0], transfuse.UnsupportedLeaf), "also later"
+    options["weights_only_objects"] = True
+    with torch.serialization.safe_globals([Note]):
+        with Job(1) as job:
+            job.start(states, [options])
+            assert job.restore() == 2
+            assert job.commit(3) == ["committed"]
+        with Job(1) as job:
+            job.start(states, [options])
+            (kept,) = job.all(lambda keep: keep.look())
+            assert kept is not None
+            assert job.restore() == 3
+    arrived = [each["more"][0] for each in (*found, *kept.rank_states.values()) if "more" in each]
+    assert [type(one) for one in arrived] == ([int, Note] if given == "state" else [int, Note, Note])
 
 
 # ------------------------------------------------------------------------------------------ while training goes on

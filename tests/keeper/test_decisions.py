@@ -11,12 +11,13 @@ import pytest
 
 from ring_hosts import TOKEN
 from transfuse._keeper import frames, replicas, ring
-from transfuse._keeper.books import Books, Generation
 from transfuse._keeper.bundle_table import KEY_BYTES, PRIVATE, Bundles
 from transfuse._keeper.frames import Lay
 from transfuse._keeper.freeing import Freeing
+from transfuse._keeper.measured import counters
 from transfuse._keeper.questions import HostState, LentSlot, Round
-from transfuse._keeper.slots import PAGE, Brief, Label, SlotFile
+from transfuse._keeper.slot_file import PAGE, Brief, Label, SlotFile
+from transfuse._keeper.slot_policy import Books, Generation
 
 SLOTS = 3
 SIZES = (4 * PAGE, 12 * PAGE)
@@ -35,6 +36,8 @@ class FakeKeeper:
         self.books = Books()
         self.freeing = Freeing()
         self.all_closed = False
+        self.tls = None
+        self.counted = counters()
 
     def room(self) -> int:
         return 1 << 40
@@ -66,7 +69,7 @@ class Simulation:
         self.is_calm = False
         self.generation = 0
         self.rings: list[ring.Ring] = []
-        self.terms: list[ring.Term] = []
+        self.links: list[ring.GenerationLink] = []
         self.at = [0] * hosts
         self.laid = [False] * hosts
         for _ in range(hosts):
@@ -88,13 +91,13 @@ class Simulation:
 
     def join(self, index: int) -> None:
         hosts, one = len(self.rings), self.rings[index]
-        one.stock.books.begin_generation(Generation(self.generation, hosts, (index,), hosts))
+        one.store.books.begin_generation(Generation(self.generation, hosts, (index,), hosts))
         ranks = [[rank] for rank in range(hosts)]
         peers = frames.Peers(self.generation, hosts, [""] * hosts, ranks, index, TOKEN, 1, None)
-        term = ring.Term(one, peers, [(index - 1) % hosts])
-        term._others = [FakePeer(other, self) for other in range(1, hosts) if index == 0]  # type: ignore[misc]
-        one._term = term
-        self.terms[index : index + 1] = [term]
+        link = ring.GenerationLink(one, peers, [(index - 1) % hosts])
+        link._others = [FakePeer(other, self) for other in range(1, hosts) if index == 0]  # type: ignore[misc]
+        one._link = link
+        self.links[index : index + 1] = [link]
         self.laid[index] = False
 
     def lose(self, index: int, *, restart: bool) -> None:
@@ -108,11 +111,11 @@ class Simulation:
             self.join(index)
 
     def close(self, index: int) -> None:
-        for kept in self.rings[index].stock.books.all():
+        for kept in self.rings[index].store.books.all():
             kept.file.close()
 
     def commit(self, index: int) -> None:
-        books, self.at[index] = self.rings[index].stock.books, self.at[index] + 1
+        books, self.at[index] = self.rings[index].store.books, self.at[index] + 1
         label = Label(self.generation, self.at[index])
         if not self.laid[index]:
             lay = Lay(*label, Bundles.of([bytes(KEY_BYTES)], [PAGE], [PRIVATE]), 10, 0.0)
@@ -140,37 +143,37 @@ class Simulation:
 
     def pull(self, index: int) -> None:
         """As `ReplicaPuller._pull`, with a copy in place of the network."""
-        term, source = self.terms[index], (index - 1) % len(self.rings)
-        label = term.puller.wanted()
-        if label is None or label == term.puller.replicated:
+        link, source = self.links[index], (index - 1) % len(self.rings)
+        label = link.puller.wanted()
+        if label is None or label == link.puller.replicated:
             return
-        theirs = self.rings[source].stock.books.find(source, label)
+        theirs = self.rings[source].store.books.find(source, label)
         if theirs is None:
             return
         lent = [LentSlot(source, theirs.file.nbytes, bytes(theirs.file.memory[: replicas.HEAD_BYTES]))]
-        chosen = self.rings[index].stock.prepare(lent, [source])
+        chosen = self.rings[index].store.prepare(lent, [source])
         chosen[source].file.bytes[:PAGE] = 0
         if self.luck() < 0.2:
             chosen[source].is_written = False  # It broke.
             return
         chosen[source].file.bytes[PAGE:] = theirs.file.bytes[PAGE:]
-        term.puller._count(lent, {source: chosen[source].file}, chosen, label)
-        term.puller.replicated = label
+        link.puller._count(lent, {source: chosen[source].file}, chosen, label)
+        link.puller.replicated = label
 
     def check(self) -> None:
         """The newest step that was ever confirmed, or a newer one, is whole on the hosts that are there."""
         for one in self.rings:
-            confirmed = one.stock.books.confirmed
+            confirmed = one.store.books.confirmed
             if confirmed is not None and (self.newest is None or confirmed > self.newest):
                 self.newest = confirmed
                 # A host that was lost after the decision, and before we hear of it, may not be followed by another.
-                self.is_healthy = all(other.stock.books.is_complete(confirmed) for other in self.rings)
+                self.is_healthy = all(other.store.books.is_complete(confirmed) for other in self.rings)
         if self.newest is None:
             return
-        labels = {label for one in self.rings for label in one.stock.books.labels() if label >= self.newest}
+        labels = {label for one in self.rings for label in one.store.books.labels() if label >= self.newest}
         held = {
             label: {
-                kept.rank for one in self.rings for kept in one.stock.books.all() if kept.label == label and kept.brief
+                kept.rank for one in self.rings for kept in one.store.books.all() if kept.label == label and kept.brief
             }
             for label in labels
         }
@@ -183,7 +186,7 @@ class Simulation:
         elif what < 0.7:
             self.pull(index)
         elif what < 0.97 or self.is_calm:
-            self.terms[0]._round()
+            self.links[0]._round()
         elif what < 0.985:
             self.restart()
         elif self.is_healthy:

@@ -16,7 +16,7 @@ from transfuse._errors import PeerLost, TransfuseError
 from transfuse._keeper import door
 from transfuse._keeper.door import connect
 from transfuse._keeper.questions import HostState, Lend, Lent, No, Round
-from transfuse._keeper.slots import Label
+from transfuse._keeper.slot_file import Label
 from transfuse._wire.handshake import key_of
 from transfuse._wire.listener import MAX_STRANGERS
 
@@ -57,16 +57,16 @@ def test_garbage_and_strangers_at_the_door_get_nothing_and_break_nothing(job: Jo
                     got += chunk
             assert got == b""
     with pytest.raises(TransfuseError):
-        connect(address, key_of("another token"), SECONDS, 1)
-    # Whoever knows the token, but asks nonsense, gets a refusal, and the connection ends.
+        connect(address, key_of("another token"), SECONDS, 1, None)
+    # A caller that knows the token, but asks nonsense, gets a refusal, and the connection ends.
     for body in (b"", b"\xc1", b"\x91\xa4Lend", secrets.token_bytes(1000), msgspec.msgpack.encode(No("no"))):
-        control = connect(address, key_of(TOKEN), SECONDS, 1)
+        control = connect(address, key_of(TOKEN), SECONDS, 1, None)
         control.send(msgspec.Raw(body), SECONDS)
         assert isinstance(control.expect(No, SECONDS, "waiting", most_waits=0), No)
         with pytest.raises(PeerLost):
             control.expect(No, SECONDS, "waiting", most_waits=0)
         control.close()
-    control = connect(address, key_of(TOKEN), SECONDS, 1)
+    control = connect(address, key_of(TOKEN), SECONDS, 1, None)
     with pytest.raises(TransfuseError, match="not at generation 99"):
         door.ask(control, Lend(99, 1), SECONDS)
     with pytest.raises(TransfuseError, match="is not here"):

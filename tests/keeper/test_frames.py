@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
+import msgspec
 import pytest
 import torch
 
@@ -33,13 +34,19 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(
 ) -> None:
     worker, keeper = ends
     with pytest.raises(KeeperLost):
-        worker.ask(frames.Done(), frames.Done, 0.01)
+        worker.ask(frames.Ack(), frames.Ack, 0.01)
     # It was frozen, and answers now.
-    assert isinstance(keeper.hear(SECONDS)[0], frames.Done)
+    assert isinstance(keeper.hear(SECONDS)[0], frames.Ack)
     with suppress(KeeperLost):
-        keeper.send(frames.Done(), SECONDS)
+        keeper.send(frames.Ack(), SECONDS)
     with pytest.raises(KeeperLost):
-        worker.ask(frames.Close(), frames.Done, SECONDS)
+        worker.ask(frames.Close(), frames.Ack, SECONDS)
+
+
+def test_names_on_the_wire_are_not_those_in_python() -> None:
+    """A keeper outlives its workers: new ones still understand it."""
+    assert msgspec.msgpack.encode(frames.Ack()) == msgspec.msgpack.encode(["Done"])
+    assert msgspec.msgpack.encode(frames.StatusReply(b"{}")) == msgspec.msgpack.encode(["Told", b"{}"])
 
 
 def test_a_worker_without_descriptors_says_so_at_once(ends: tuple[KeeperLink, KeeperLink]) -> None:

@@ -17,7 +17,7 @@ from transfuse.testing.ranks import Fleet, announce
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("home")]
 
 RANKS, VICTIM = 4, 2
-#: A frozen rank is lost after this long; a dead one at once, and so long before this.
+#: A frozen rank is lost after this long; a dead one at once, long before this.
 PATIENCE = {"kill": 100.0, "freeze": 2.0}
 
 
@@ -104,5 +104,5 @@ def test_one_that_is_lost_is_named_by_all_others(home: Home, how: str, call: str
     assert f"while {doing}" in heard[0].text
     for one in heard:
         assert how == "freeze" or one.seconds < PATIENCE["kill"] / 2
-        # Before the vote nobody is touched. Whoever dies in load() has voted.
+        # Before the vote nobody is touched. A rank that dies in load() has voted.
         assert one.values == ([7.0] * 3 if moment == "load" else [0.0] * 3)

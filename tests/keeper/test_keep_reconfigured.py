@@ -48,5 +48,5 @@ def test_a_keep_of_other_ranks_commits_nothing_and_a_new_one_goes_on(home: Home)
                 "the keeper, and call keep() again on all ranks"
             )
             assert step == 1
-            # What rank 0 had committed is rank 0's, whoever that is now.
+            # What rank 0 had committed is rank 0's, whichever worker that is now.
             assert value == 1 - rank

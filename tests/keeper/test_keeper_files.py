@@ -26,6 +26,7 @@ from transfuse._keeper.files import remove_files
 from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.process import Keeper
 from transfuse._keeper.runs import Process
+from transfuse._tls import TLS
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -39,7 +40,7 @@ class InThreads:
         self.started: list[tuple[Keeper, threading.Thread]] = []
         self.returncode = None
 
-    def start(self, lock: Lock) -> InThreads:
+    def start(self, lock: Lock, tls: object = None) -> InThreads:
         passed_on = Lock.inherit(lock.directory, os.dup(lock.fd))
 
         def run() -> None:
@@ -146,7 +147,7 @@ def test_the_lock_of_a_file_that_was_removed_meanwhile_does_not_count(
     home: Home,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever comes next makes another file: both would have a lock."""
+    """The next process makes another file: both would have a lock."""
     run = runs.find_run("gone")
     directory = home.directory("gone")
     left = [1, 2]
@@ -330,9 +331,9 @@ def test_a_full_disk_is_named_on_all_ranks(
         os.truncate(full_disk / "data", 0)
         start = attach._start
 
-        def fill_first(lock: Lock) -> subprocess.Popen[bytes]:
+        def fill_first(lock: Lock, tls: TLS | None) -> subprocess.Popen[bytes]:
             fill(full_disk)
-            return start(lock)
+            return start(lock, tls)
 
         monkeypatch.setattr(attach, "_start", fill_first)
     with Job(2) as job:

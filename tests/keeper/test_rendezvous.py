@@ -451,7 +451,7 @@ SEVERAL: list[Death] = [
 def run_torchruns(
     directory: pathlib.Path, arguments: list[str], deaths: list[Death], ranks: int, *, agents: int = 1
 ) -> list[dict[str, Any]]:
-    """Run the job on so many torchruns with so many ranks each; return what the ranks say in the end."""
+    """Run the job on several torchruns with several ranks each; return what the ranks say in the end."""
     from commands import Running
 
     with socket.create_server((HOST, 0)) as listener:

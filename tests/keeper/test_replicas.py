@@ -18,7 +18,7 @@ import transfuse
 from ring_hosts import NBYTES, SECONDS, TOKEN, Job, contents, until
 from transfuse._keeper import door, frames, replicas, transfers
 from transfuse._keeper.questions import Answer, Lend, LentSlot, Question
-from transfuse._keeper.slots import PAGE, Label, room_for
+from transfuse._keeper.slot_file import PAGE, Label, room_for
 from transfuse._wire.handshake import key_of
 
 
@@ -88,7 +88,7 @@ def test_two_replicas_share_a_rate_limit(job: Job, monkeypatch: pytest.MonkeyPat
     for worker in workers:
         for rank in range(3):
             assert np.array_equal(worker.read(rank, 1), contents(rank, 1))
-    # Whoever comes while another host pulls, reads from the same server, which limits both together.
+    # A host that comes while another one pulls reads from the same server, which limits both together.
     assert set(served) == {(1, 8e6)}
     assert 3 <= len(served) <= 6
 
@@ -257,7 +257,7 @@ def test_a_host_of_a_thousand_ranks_lends_its_slots_in_one_answer() -> None:
             pass
 
     lender = door.Door("127.0.0.1", TOKEN, 0, Lender)
-    control = door.connect(lender.address, key_of(TOKEN), SECONDS, 0)
+    control = door.connect(lender.address, key_of(TOKEN), SECONDS, 0, None)
     try:
         lent = replicas._borrow(control, 0, Label(1, 1), numbers)
         assert (lent.address, lent.token, lent.slots) == (server.address, TOKEN, slots)

@@ -101,7 +101,7 @@ def test_a_replaced_host_gets_what_was_restored_at_once(job: Job, hosts: int) ->
     job.hosts[1].stop()
     workers = job.meet([0, hosts, *range(2, hosts)])
     for worker in workers:
-        worker.link.ask(frames.Restored(before, 3), frames.Done, SECONDS)
+        worker.link.ask(frames.Restored(before, 3), frames.Ack, SECONDS)
     for rank in (0, 1):
         until(partial(holds, workers[1], rank, 3, before), f"rank {rank}'s slots are there")
         assert np.array_equal(workers[1].read(rank, 3, before), contents(rank, 3))
@@ -133,7 +133,7 @@ def test_a_host_may_be_lost_after_the_other_was_replaced(job: Job) -> None:
     job.hosts[1].stop()
     workers = job.meet([0, 2])
     for worker in workers:
-        worker.link.ask(frames.Restored(before, 3), frames.Done, SECONDS)
+        worker.link.ask(frames.Restored(before, 3), frames.Ack, SECONDS)
     for rank in (0, 1):
         until(partial(holds, workers[1], rank, 3, before), f"rank {rank}'s slots are there")
     job.hosts[0].stop()

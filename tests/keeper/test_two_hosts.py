@@ -164,7 +164,7 @@ def lose_shards(rank: int, base: str) -> list[Any]:
     options: dict[str, Any] = {"replicas": 0, "timeout": SECONDS}
     with transfuse.keep(lambda: state, run=f"host{rank // 2}", **options) as keep:
         keep.commit(1)
-        until(lambda: json.loads(keep._ask(frames.Status(), frames.Told).text)["confirmed_step"] == 1)
+        until(lambda: json.loads(keep._ask(frames.Status(), frames.StatusReply).text)["confirmed_step"] == 1)
         dist.barrier()
         keep.detach()
     calls: list[str] = []

@@ -56,8 +56,9 @@ def test_a_wire_on_another_device_stages_every_byte() -> None:
 
 
 def accelerator() -> torch.device:
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        pytest.skip("torch finds no accelerator here")
     return found
 
 

@@ -17,7 +17,7 @@ from moves import CPU, pair
 from transfuse._limits import KIB, MIB
 from transfuse.testing.ranks import Fleet
 
-#: How many tensors of how many floats. Several times the staging budget, or so many that each one's cost shows.
+#: How many tensors of how many floats. Several times the staging budget, or enough that each one's cost shows.
 SHAPES = {
     "one tensor": (1, 96 * MIB),
     "many tensors": (50_000, 256),

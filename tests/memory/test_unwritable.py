@@ -1,6 +1,6 @@
 """Targets in memory that is read-only or gone: refused by name, never written, never the peer's fault.
 
-Whoever writes there ends the process, so all of it runs in processes of the pool. Functions here run in its workers.
+A write there ends the process, so all of it runs in processes of the pool. Functions here run in its workers.
 """
 
 from __future__ import annotations

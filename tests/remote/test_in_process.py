@@ -16,7 +16,7 @@ import torch
 import transfuse
 from transfuse._limits import Limits
 from transfuse._memory import vm
-from transfuse._remote.client import fetch_if
+from transfuse._remote.client import FetchSettings, fetch_if
 from transfuse._remote.in_process import InProcess
 from transfuse._session.remembered import Remembered
 from transfuse._state.manifest import Described
@@ -55,7 +55,9 @@ def test_a_state_lands_in_place(same_host: bool) -> None:
     state: dict[str, Any] = {"w": torch.randn(300_000), "n": 7}
     target: dict[str, Any] = {"w": torch.zeros(300_000), "n": 0}
     with server(state, step=3) as here:
-        got = fetch_if(None, [here], target, timeout=60, step=3, same_host=same_host).state
+        got = fetch_if(
+            None, FetchSettings(address=[here], state=target, step=3, options={"same_host": same_host})
+        ).state
     assert got["w"] is target["w"]
     assert torch.equal(target["w"], state["w"])
     assert got["n"] == 7
@@ -66,7 +68,7 @@ def test_two_servers_of_this_process_and_one_at_an_address_are_sources_of_one_fe
     torch.manual_seed(0)
     state = {"w": torch.randn(1 << 20)}
     with server(state) as one, server(state) as other, transfuse.serve(state, token="t") as third:
-        got = fetch_if(None, [one, third.address, other], token="t", timeout=60).state
+        got = fetch_if(None, FetchSettings(address=[one, third.address, other], token="t")).state
     assert torch.equal(got["w"], state["w"])
 
 
@@ -76,7 +78,7 @@ def test_an_error_names_the_server_and_leaves_no_thread() -> None:
         server({"w": torch.ones(4)}) as here,
         pytest.raises(transfuse.TargetMismatch, match=r"shape") as caught,
     ):
-        fetch_if(None, [here], target, timeout=60)
+        fetch_if(None, FetchSettings(address=[here], state=target))
     assert "w" in str(caught.value)
     assert not target["w"].any()
     assert not threads()
@@ -97,7 +99,7 @@ def test_a_permit_that_refuses_ends_both() -> None:
 
     target = {"w": torch.zeros(4)}
     with server({"w": torch.ones(4)}) as here, pytest.raises(No):
-        fetch_if(permit, [here], target, timeout=60)
+        fetch_if(permit, FetchSettings(address=[here], state=target))
     assert not target["w"].any()
     assert not threads()
 

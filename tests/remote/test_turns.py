@@ -1,4 +1,4 @@
-"""The lock between who changes a state and those who read it."""
+"""The lock between the thread that changes a state and the threads that read it."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_change_within_a_change() -> None:
         with rwlock.changing():
             threads.enter_context(thread(reading))
             wait_until(lambda: len(rwlock._waiting) == 1)
-        # Still held, by the outer one, whoever waits.
+        # Still held, by the outer one, while another thread waits.
         assert not read.wait(0.05)
     assert read.is_set()
 

@@ -1,4 +1,4 @@
-"""A call that another rank does not make: the error of those who wait asks for it, and if the timeout is enough."""
+"""A call that another rank does not make: the error of ranks that wait asks for it, and if the timeout is enough."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 def nobody() -> str:
-    """An address at which nobody listens: whoever refuses a call to it has not gone there."""
+    """An address at which nobody listens: a call that is refused has not gone there."""
     return f"127.0.0.1:{free_port()}"
 
 
@@ -331,6 +331,7 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("timeout", -1.5, ValueError, r"timeout must be positive"),
     ("timeout", 1e-9, ValueError, r"timeout must be positive, a microsecond at least"),
     ("same_host", 1, TypeError, r"same_host takes True or False, got int 1"),
+    ("device_memory", None, TypeError, r"device_memory takes True or False, got None"),
     ("nixl", "yes", TypeError, r"nixl takes True, False or None, got str 'yes'"),
     ("nixl", 1, TypeError, r"nixl takes True, False or None, got int 1"),
     ("verify", "no", TypeError, r"verify takes True, False or None, got str 'no'"),
@@ -342,6 +343,7 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("weights_only_objects", np.True_, TypeError, r"weights_only_objects takes True or False, got bool"),
     ("relay", [], TypeError, r"relay takes True or False, got a list"),
     ("streams", None, TypeError, r"streams takes True or False, got None"),
+    ("tls", 5, TypeError, r"tls takes a transfuse.TLS\(certificate, key, ca\), False or None, got 5"),
     ("lanes", 2.5, TypeError, r"lanes takes an int, a number of connections, or None, got float 2.5"),
     ("lanes", 0, ValueError, r"lanes must be from 1 to 16, got 0"),
     ("mesh", "cpu", TypeError, r"mesh takes a DeviceMesh, a function .*, or None, got str 'cpu'"),
@@ -554,7 +556,7 @@ def test_a_wrong_fetch_asks_nobody_for_anything() -> None:
             with pytest.raises(TypeError, match=says):
                 fetch(server.address, lambda: called.append(2), **options)
         for wrong in (5, None, [5], b"127.0.0.1:80"):
-            with pytest.raises(TypeError, match="address takes host:port, or several of these, got"):
+            with pytest.raises(TypeError, match="or the URL of a directory of steps, got"):
                 fetch(wrong)
         with pytest.raises(TypeError, match="address takes"):
             transfuse.peek(5)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Bursts of which one answer is for several, as in a chain: whoever stops, wherever, both ends end and stay usable."""
+"""Bursts of which one answer is for several, as in a chain: wherever an end stops, both ends end and stay usable."""
 
 from __future__ import annotations
 

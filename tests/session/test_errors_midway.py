@@ -21,7 +21,7 @@ import transfuse
 from midway import SHORT, DamagedAnswer, big_state, cancel_at, die_after_the_last_burst, move_slowly
 from moves import CPU, TIMEOUT, Pair, pair
 from transfuse._limits import Limits
-from transfuse._memory import packing as places
+from transfuse._memory import packing
 from transfuse._session import negotiation, planning, source
 from transfuse._session.outgoing import Outgoing
 from transfuse._session.receive_from_all import Receive
@@ -75,7 +75,7 @@ def test_a_source_that_freezes_is_given_up_within_the_timeout() -> None:
 def test_a_silent_source_of_two_is_left_before_the_timeout(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At half of it, on both wires: the connection's own wait would end after all of it."""
     left = threading.Event()
-    agree, await_turn = source._ReceiverConversation._agree, Outgoing._await_turn
+    agree, await_turn = source.SourceEnd._agree, Outgoing._await_turn
 
     def agrees(serving: Any, *args: Any) -> None:
         if serving._channel.home.rank() == 0 and when == "before it agrees":
@@ -87,7 +87,7 @@ def test_a_silent_source_of_two_is_left_before_the_timeout(when: str, monkeypatc
             left.wait(30)
         await_turn(outgoing, numbers)
 
-    monkeypatch.setattr(source._ReceiverConversation, "_agree", agrees)
+    monkeypatch.setattr(source.SourceEnd, "_agree", agrees)
     monkeypatch.setattr(Outgoing, "_await_turn", awaits)
     state = {"w": torch.randn(1 << 20)}
 
@@ -266,7 +266,7 @@ def test_what_was_kept_is_no_state_if_its_source_leaves_before_it_has_compared_i
         return mover.send_checkpoint([1], state) if rank == 0 else mover.recv_checkpoint(0, resume=error.partial)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source._ReceiverConversation, "_compare", leave)
+        patch.setattr(source.SourceEnd, "_compare", leave)
         received = two.ranks.outcomes(work)[1].error
     if silent:
         assert isinstance(received, transfuse.PeerTimeout)
@@ -328,7 +328,7 @@ def test_a_parcel_that_cannot_be_packed_never_passes_for_one_that_could(
 ) -> None:
     """Also in the last burst: five bursts, packing fails in one of them."""
     calls: list[int] = []
-    pack = places.pack
+    pack = packing.pack
 
     def fail(memory: Any, *args: Any) -> Any:
         if isinstance(memory, source._SourceMemory):
@@ -337,7 +337,7 @@ def test_a_parcel_that_cannot_be_packed_never_passes_for_one_that_could(
                 raise RuntimeError("out of memory")
         return pack(memory, *args)
 
-    monkeypatch.setattr(places, "pack", fail)
+    monkeypatch.setattr(packing, "pack", fail)
     monkeypatch.setenv("TRANSFUSE_BURST_BYTES", str(1 << 16))
     monkeypatch.setenv("TRANSFUSE_PARCEL_BYTES", str(1 << 16))
     sent, received = two.errors({"w": torch.ones(10 << 14)[::2]})
@@ -367,7 +367,7 @@ def test_a_receiver_that_talks_nonsense_does_not_spoil_the_digests_of_others(mon
 
 
 def test_signs_of_life_with_progress_are_listened_to_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those without, only so many in a row."""
+    """Of signs of life without bytes, only a few in a row."""
     monkeypatch.setenv("TRANSFUSE_MAX_WORKING_RECORDS", "2")
     monkeypatch.setenv("TRANSFUSE_SAME_HOST", "1")
     state = {"w": torch.randn(12 << 20)}

@@ -83,7 +83,7 @@ def _nothing_left_behind() -> Iterator[None]:
 @pytest.mark.usefixtures("either_route")
 @pytest.mark.parametrize("steps", [[7, None], [None, 7], [7, 6, None, 7], [3, 7, 7, 2], [None, None, -4]])
 @pytest.mark.parametrize("atomic", [False, True])
-def test_whoever_is_behind_receives_in_place_and_all_return_one_step(steps: list[int | None], atomic: bool) -> None:
+def test_ranks_that_are_behind_receive_in_place_and_all_return_one_step(steps: list[int | None], atomic: bool) -> None:
     workers = [Worker(step) for step in steps]
     newest = max(step for step in steps if step is not None)
     assert [outcome.get() for outcome in healed(workers, atomic=atomic)] == [newest] * len(steps)
@@ -298,7 +298,7 @@ def test_a_load_that_raises_is_everybodys_error_and_that_rank_is_no_source_befor
         assert isinstance(error, transfuse.TornState)
         assert "rank 1: TornState: " in str(error)
         assert "['weight']" in str(error)
-        # Whoever writes to its tensors knows what is in them.
+        # A caller that writes to its tensors knows what is in them.
         workers[1].weight.fill_(3)
         assert ranks.run(lambda rank, pg: workers[rank].heal(pg)) == [3, 3, 3]
     assert not half_healed.look(workers[1].state()).torn
@@ -350,7 +350,7 @@ def test_a_rank_that_got_everything_before_another_failed_knows_which_step_it_ha
 
 
 class CutOff(Passing):
-    """A group from which nothing leaves after so many bytes."""
+    """A group from which nothing leaves after this number of bytes."""
 
     def __init__(self, pg: Any, nbytes: int) -> None:
         super().__init__(pg)

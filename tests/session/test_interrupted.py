@@ -15,7 +15,7 @@ from interrupts import Interrupt
 from moves import CPU
 from transfuse import _workers
 from transfuse._errors import PeerRefused, SendFailed, TransfuseError
-from transfuse._wire.switchboard import FirstWord
+from transfuse._wire.switchboard import PendingOffer
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Outcome, Ranks
 
@@ -137,9 +137,9 @@ def test_a_receiver_that_left_before_the_offer_tells_the_source(ranks: Ranks) ->
 
 def test_interrupted_twice_before_the_offer(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next receive gets the offer, and not the thread that the interrupted one has left behind."""
-    waits, left, wait = threading.Event(), threading.Event(), FirstWord.wait
+    waits, left, wait = threading.Event(), threading.Event(), PendingOffer.wait
 
-    def wait_and_say_so(word: FirstWord) -> None:
+    def wait_and_say_so(word: PendingOffer) -> None:
         waits.set()
         wait(word)
 
@@ -147,7 +147,7 @@ def test_interrupted_twice_before_the_offer(ranks: Ranks, monkeypatch: pytest.Mo
         assert waits.wait(TIMEOUT)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(FirstWord, "wait", wait_and_say_so)
+    monkeypatch.setattr(PendingOffer, "wait", wait_and_say_so)
 
     def work(rank: int, pg: Any) -> Any:
         transport = transfuse.PGTransport(pg, TIMEOUT, CPU)

@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {item.name: item.default for item in dataclasses.fiel
 #: Of each option a value that is not the default.
 OTHERS: dict[str, Any] = {
     "same_host": False,
+    "device_memory": True,
     "nixl": False,  # True needs NIXL: tests/wire/test_nixl_route.py.
     "verify": True,
     "delta": True,
@@ -47,6 +48,7 @@ OTHERS: dict[str, Any] = {
     "lanes": 3,
     "max_bytes_per_second": 1e9,
     "max_receive_bytes": 1 << 20,
+    "tls": False,  # With certificates: tests/remote/test_encrypted.py.
     "progress": True,
 }
 
@@ -58,11 +60,14 @@ NOT_OF_FETCH_COMMAND = {
     *("delta", "cast", "map_path", "atomic", "strict"),  # Of targets, and everything arrives fresh.
     *("mesh", "weights_only_objects"),  # Python objects, of which a file gets none.
     "progress",  # A bar if there is a terminal.
-    "lanes",  # As many as are worth their while.
+    "lanes",  # As many as pay.
     "nixl",  # The environment says it.
+    "device_memory",  # Everything arrives in main memory.
+    "tls",  # Files, each with an option of its own.
 }
 SERVE_COMMAND = {"same_host": "same_host", "max_bytes_per_second": "max_rate"}
-NOT_OF_SERVE_COMMAND = {"verify", "lanes", "nixl"}  # The readers decide, or the environment.
+#: The readers decide, or the environment, or there is no memory of a device.
+NOT_OF_SERVE_COMMAND = {"verify", "lanes", "nixl", "device_memory", "tls"}
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +124,7 @@ def test_fetch_takes_those_of_a_receiver() -> None:
 
 
 def test_serve_takes_those_of_a_source() -> None:
-    assert keywords_of(transfuse.serve) is keywords_of(transfuse.Server.__init__) is ServeKeywords
+    assert keywords_of(transfuse.serve) is ServeKeywords
     for name in ServeKeywords.__annotations__:
         assert f"``{name}``" in (transfuse.serve.__doc__ or "")
 

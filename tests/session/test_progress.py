@@ -457,7 +457,7 @@ def test_the_bar_is_the_one_that_tqdm_chooses(monkeypatch: pytest.MonkeyPatch) -
 
 
 def as_json(report: transfuse.Report) -> dict[str, Any]:
-    """A report as whoever reads JSON gets it; its table and its line are what they should be, too."""
+    """A report as a reader of JSON gets it; its table and its line are what they should be, too."""
     read = json.loads(json.dumps(report.to_dict()))
     assert isinstance(read, dict)
     assert read["bytes"] == report.bytes

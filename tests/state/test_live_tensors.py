@@ -111,7 +111,7 @@ def unusual() -> dict[str, Tensor]:
 
 @contextmanager
 def carefully() -> Iterator[None]:
-    """Whoever reads columns is told that there is something unusual, and looks at every tensor by itself."""
+    """A reader of columns is told that there is something unusual, and looks at every tensor by itself."""
 
     def refuse(tensors: object, *, roles: bool = True) -> live_tensors.LiveTensors:
         raise live_tensors.Unusual
@@ -354,12 +354,12 @@ def test_any_target_is_matched_alike(state: Any, seed: int) -> None:
     described = describe(state, LIMITS)
     for row, destination in enumerate(quick.destinations):
         if destination is None:
-            assert (quick.address[row], quick.as_lies[row]) == (0, False)
+            assert (quick.address[row], quick.copies_as_bytes[row]) == (0, False)
             continue
         source = described.tensors[row]
         assert quick.address[row] == (dense.start_of(destination) if destination.numel() else 0)
         signs = (source.is_conj(), source.is_neg()) == (destination.is_conj(), destination.is_neg())
-        assert quick.as_lies[row] == (contiguous(source) and contiguous(destination) and signs)
+        assert quick.copies_as_bytes[row] == (contiguous(source) and contiguous(destination) and signs)
 
 
 def test_a_tree_and_a_prepared_tree_are_the_same_target() -> None:
@@ -382,7 +382,7 @@ def test_signs_decide_whether_memory_is_the_same() -> None:
         "b": torch.zeros_like(wave),
         "c": torch._neg_view(torch.zeros_like(wave)),
     }
-    assert lay_over(state, target).as_lies.tolist() == [True, False, False]
+    assert lay_over(state, target).copies_as_bytes.tolist() == [True, False, False]
 
 
 TWICE = torch.zeros(6)
@@ -539,7 +539,7 @@ def test_regions_are_those_of_the_tensors(state: Any) -> None:
 
 
 def columns_of_regions(sizes: list[tuple[int, int, int]]) -> Regions:
-    """Boxes of so many items of so many bytes on these devices."""
+    """Boxes of the given numbers of items and bytes on these devices."""
     ints: Callable[[list[int]], Ints] = lambda column: np.array(column, dtype=np.int64)  # noqa: E731
     count = len(sizes)
     items = ints([item for _, item, _ in sizes])
@@ -594,7 +594,7 @@ def test_small_regions_fill_parcels() -> None:
 
 
 def everything(leaves: int) -> int:
-    """How many Python functions run from describing to the plan of a state of so many tensors."""
+    """How many Python functions run from describing to the plan of a state of this number of tensors."""
     state = {"a": {f"t{i}": torch.ones(2) for i in range(leaves)}, "b": [torch.ones(1)]}
     target = {"a": {f"t{i}": torch.ones(2) for i in range(leaves)}, "b": [torch.ones(1)]}
     calls = 0
@@ -612,7 +612,7 @@ def everything(leaves: int) -> int:
         parcels.fingerprint(parcels.cut(lay_out(manifest, found.apart, found.wanted), LIMITS.parcel_bytes))
     finally:
         sys.setprofile(None)
-    assert found.as_lies.all()
+    assert found.copies_as_bytes.all()
     return calls
 
 

@@ -24,6 +24,7 @@ from descriptor_limits import leaving
 from serving import all_it_says, hello, wait_until
 from transfuse._tuning import HANDSHAKE_MAX_FRAME_BYTES
 from transfuse._wire import meeting
+from transfuse._wire.framed import AnySocket
 from transfuse._wire.handshake import (
     HELLO_BYTES,
     PROOF_BYTES,
@@ -39,11 +40,21 @@ from transfuse._wire.handshake import (
     split_address,
 )
 from transfuse._wire.listener import MAX_STRANGERS, Listener
-from transfuse._wire.meeting import Expected, NoPort, OwnPort, dial, dial_place, new_number, own_port
+from transfuse._wire.meeting import Expected, NoPort, OwnPort, dial_place, new_number, own_port
 from transfuse._wire.messages import Place
 from transfuse.testing.ranks import Ranks
 
 HERE = "127.0.0.1"
+
+
+def in_plain(sock: AnySocket | None) -> socket.socket:
+    """A connection that has come, and is not encrypted."""
+    assert isinstance(sock, socket.socket)
+    return sock
+
+
+def dial(address: str, key: bytes, number: int, seconds: float) -> socket.socket:
+    return in_plain(meeting.dial(address, key, number, seconds))
 
 
 @pytest.fixture
@@ -94,7 +105,7 @@ def lets_in(port: OwnPort) -> bool:
     """Whether an honest end gets through."""
     number = new_number()
     port.expected.add(number)
-    with dialled(port, number) as mine, port.expected.wait(number, WAIT) or socket.socket() as theirs:
+    with dialled(port, number) as mine, in_plain(port.expected.wait(number, WAIT)) as theirs:
         return talks(mine, theirs)
 
 
@@ -108,7 +119,7 @@ def test_a_connection_of_the_number_that_is_expected(port: OwnPort) -> None:
         port.expected.add(number)
     mine = {number: dialled(port, number) for number in reversed(numbers)}
     for number in numbers:
-        with mine[number], port.expected.wait(number, WAIT) or socket.socket() as theirs:
+        with mine[number], in_plain(port.expected.wait(number, WAIT)) as theirs:
             assert talks(mine[number], theirs)
 
 
@@ -160,7 +171,7 @@ def test_strangers_who_say_nothing_delay_nobody(port: OwnPort) -> None:
     port.expected.add(number)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(where)) for _ in range(3)]
-        with dialled(port, number) as mine, port.expected.wait(number, WAIT) or socket.socket() as theirs:
+        with dialled(port, number) as mine, in_plain(port.expected.wait(number, WAIT)) as theirs:
             assert talks(mine, theirs)
         assert len(port._listener.strangers) == len(silent), "they had left before: this has shown nothing"
         for _ in range(2 * MAX_STRANGERS):
@@ -219,7 +230,7 @@ def test_a_replay_of_all_that_an_honest_end_said(port: OwnPort) -> None:
     with (
         in_the_middle(port.place().address) as (address, said),
         dial(address, key, number, WAIT) as mine,
-        port.expected.wait(number, WAIT) or socket.socket() as theirs,
+        in_plain(port.expected.wait(number, WAIT)) as theirs,
     ):
         assert talks(mine, theirs)
     assert len(said) > JOIN_AT
@@ -309,16 +320,16 @@ def test_a_proof_for_one_port_is_none_for_another(port: OwnPort) -> None:
 def test_other_frames_than_the_number(port: OwnPort, frame: Frame) -> None:
     control = connect(port.place().address, key_of(port.place().token), WAIT, -1)
     control.send(frame, WAIT)
-    with control.release() as sock:
+    with in_plain(control.release()) as sock:
         assert is_closed(sock)
     assert lets_in(port)
 
 
 @pytest.mark.parametrize("length", [0, HANDSHAKE_MAX_FRAME_BYTES, HANDSHAKE_MAX_FRAME_BYTES + 1, (1 << 32) - 1])
 def test_frames_of_any_length(port: OwnPort, length: int) -> None:
-    """Whoever knows the token announces a long frame, sends what is no frame, and goes."""
+    """A caller that knows the token announces a long frame, sends what is no frame, and goes."""
     control = connect(port.place().address, key_of(port.place().token), WAIT, -1)
-    with control.release() as sock:
+    with in_plain(control.release()) as sock:
         sock.sendall(length.to_bytes(4, "little") + bytes(min(length, HANDSHAKE_MAX_FRAME_BYTES) + PROOF_BYTES))
         assert is_closed(sock)
     assert lets_in(port)
@@ -348,7 +359,7 @@ def test_the_same_number_twice(port: OwnPort) -> None:
         wait_until(lambda: not port._listener.connections)
         with dialled(port, number) as second:
             assert is_closed(second)
-        with port.expected.wait(number, WAIT) or socket.socket() as theirs:
+        with in_plain(port.expected.wait(number, WAIT)) as theirs:
             assert talks(first, theirs)
             with dialled(port, number) as third:
                 assert is_closed(third)
@@ -369,7 +380,7 @@ def test_a_number_that_is_forgotten(port: OwnPort) -> None:
         assert is_closed(sock)
     assert port.expected.wait(number, WAIT) is None
     port.expected.add(number)
-    got: list[socket.socket | None] = []
+    got: list[AnySocket | None] = []
     waiting = InThread(lambda: got.append(port.expected.wait(number, WAIT)))
     time.sleep(0.05)
     assert waiting.runs
@@ -387,7 +398,7 @@ def test_a_number_that_is_forgotten_while_its_connection_is_under_way(port: OwnP
     control = connect(port.place().address, key_of(port.place().token), WAIT, -1)
     port.expected.forget(number)
     control.send(Join(number), WAIT)
-    with control.release() as sock:
+    with in_plain(control.release()) as sock:
         assert is_closed(sock)
     wait_until(lambda: descriptors() == before)
 
@@ -400,7 +411,7 @@ def test_numbers_are_forgotten_at_any_moment(port: OwnPort, seed: int) -> None:
     numbers = [new_number() for _ in range(60)]
     for number in numbers:
         port.expected.add(number)
-    taken: list[socket.socket | None] = []
+    taken: list[AnySocket | None] = []
     mine: list[socket.socket] = []
     jobs: list[Callable[[], object]] = []
     for number in numbers:
@@ -410,7 +421,7 @@ def test_numbers_are_forgotten_at_any_moment(port: OwnPort, seed: int) -> None:
     chance.shuffle(jobs)
     assert [job.end() for job in [InThread(job) for job in jobs]] == [None] * len(jobs)
     wait_until(lambda: not port._listener.connections)
-    there = {sock.getpeername() for sock in taken if sock is not None}
+    there = {in_plain(sock).getpeername() for sock in taken if sock is not None}
     for sock in mine:
         assert sock.getsockname() in there or is_closed(sock)
         sock.close()
@@ -470,7 +481,7 @@ def test_many_connections_at_once(port: OwnPort) -> None:
 
 
 def test_nobody_waits_for_a_port_that_is_busy() -> None:
-    """The kernel takes connections while the process does not. Who finds no room there tries again a second later."""
+    """The kernel takes connections while the process does not. A caller without room tries again a second later."""
     listener = Listener(
         (HERE, 0), b"", lambda _: None, name="busy", rank=-1, prove_seconds=WAIT, complain=lambda *_: None
     )
@@ -481,7 +492,7 @@ def test_nobody_waits_for_a_port_that_is_busy() -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports in a row on which nobody listens."""
+    """Ports in a row on which nobody listens."""
     for _ in range(100):
         first = random.randrange(20_000, 30_000)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
@@ -526,7 +537,7 @@ def test_no_free_port(
     assert own.place() is None
     number = new_number()
     port.expected.add(number)
-    with own.dial(port.place(), number, WAIT) as mine, port.expected.wait(number, WAIT) or socket.socket() as theirs:
+    with in_plain(own.dial(port.place(), number, WAIT)) as mine, in_plain(port.expected.wait(number, WAIT)) as theirs:
         assert talks(mine, theirs)
     monkeypatch.setattr(meeting, "MEETING_AGAIN_SECONDS", 0.0)
     assert isinstance(own_port(HERE), OwnPort)
@@ -623,7 +634,7 @@ def test_a_forked_child_holds_nothing_of_its_parents(nothing_known: None) -> Non
             with forked(in_child) as child:
                 assert ended(child) == 0
         assert isinstance(dialling.end(), transfuse.PeerError)
-        with own.expected.wait(number, WAIT) or socket.socket() as theirs:
+        with in_plain(own.expected.wait(number, WAIT)) as theirs:
             assert talks(mine, theirs)
         assert lets_in(own)
 

@@ -31,7 +31,7 @@ from transfuse._limits import Limits
 from transfuse._memory import vm
 from transfuse._state.manifest import Described, describe
 from transfuse._wire import nixl_agent, nixl_route
-from transfuse._wire.memory_route import TOKEN_BYTES
+from transfuse._wire.memory_route_read import TOKEN_BYTES
 from transfuse._wire.nixl_agent import Agent
 from transfuse._wire.nixl_route import NixlEntry, NixlLease, NixlReader
 from transfuse._wire.route import MalformedEntry, Pull, Unreadable
@@ -66,7 +66,7 @@ def transport(give: Any = None, **given: Any) -> transfuse.PGTransport:
     options: dict[str, Any] = {"nixl": True, "same_host": False, "timeout": TIMEOUT, **given}
     made = transfuse.PGTransport(cast(Any, dist.group.WORLD), options.pop("timeout"), "cpu", give, **options)
     if options["nixl"]:
-        nixl_agent.get(60)  # The first transfer of a process would not wait so long.
+        nixl_agent.get(60)  # The first transfer of a process would not wait that long.
     dist.barrier()
     return made
 

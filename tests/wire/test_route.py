@@ -30,7 +30,7 @@ from transfuse._memory.vm import Ranges
 from transfuse._sizes import Sizes
 from transfuse._state.manifest import Described
 from transfuse._wire import route_table
-from transfuse._wire.memory_route_read import Reading
+from transfuse._wire.memory_route_read import RangeReader, Reading
 from transfuse._wire.route import MalformedEntry, Pull, Puller, Route, Unreadable
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import ProcessPool
@@ -93,11 +93,11 @@ class FileLease:
                 file.write(bytes(TOKEN_BYTES))
 
 
-class FileReader:
+class FileReader(RangeReader):
     """Reads ranges of the file. After ``most_bytes`` it is broken."""
 
     def __init__(self, entry: FileEntry, most_bytes: float) -> None:
-        self.storages: npt.NDArray[Any] = np.array(entry.storages, dtype=np.uint64)
+        self.storages = np.array(entry.storages, dtype=np.uint64)
         self._token = entry.token
         self._left = most_bytes
         try:
@@ -142,7 +142,7 @@ class FileRoute:
     looks_first: bool = True
     most_bytes: float = float("inf")
 
-    def lease(self) -> FileLease:
+    def lease(self, seconds: float) -> FileLease:
         return FileLease(self.folder, lies=self.lies)
 
     def open(self, entry: bytes, pull: Pull) -> Puller:
@@ -283,7 +283,7 @@ def test_a_state_moves_over_a_route_from_outside(run: Any, tmp_path: pathlib.Pat
 
 
 def test_what_an_offer_leaves_out_is_asked_for(run: Any, tmp_path: pathlib.Path) -> None:
-    """A long description is sent to those who ask for it, and with it what the routes have to know."""
+    """A long description is sent to receivers that ask for it, and with it what the routes have to know."""
     toy = FileRoute(tmp_path)
     assert run([toy], [toy], settings={"environment": {"TRANSFUSE_BRIEF_BYTES": "1024"}})[0] == "file"
 
@@ -334,4 +334,4 @@ def test_what_one_route_cannot_bring_is_brought_by_the_next(run: Any, tmp_path: 
 
 
 def test_the_table_of_the_library() -> None:
-    assert [route.name for route in route_table.ROUTES] == ["memory", "nixl"]
+    assert [route.name for route in route_table.ROUTES] == ["memory", "device_memory", "nixl"]

@@ -17,7 +17,7 @@ from transfuse._limits import Limits
 from transfuse._wire import switchboard
 from transfuse._wire.channel import Channel
 from transfuse._wire.group import Group
-from transfuse._wire.switchboard import FirstWord, switchboard_of
+from transfuse._wire.switchboard import PendingOffer, switchboard_of
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def test_a_switchboard_goes_with_its_group() -> None:
 def test_a_switchboard_stays_while_something_is_left_behind(left: str) -> None:
     pg = Nowhere() if left == "a thread" else PairGroup()
     found = switchboard_of(pg)
-    channel, word = object(), FirstWord(Word(), 1, "first")
+    channel, word = object(), PendingOffer(Word(), 1, "first")
     before = switchboard.leftovers().left_behind
     if left == "a thread":
         found.pin()
@@ -111,7 +111,7 @@ def test_a_switchboard_stays_while_something_is_left_behind(left: str) -> None:
 
 def test_receives_are_handed_on_in_their_order_and_to_their_peer() -> None:
     found = switchboard_of(PairGroup())
-    words = [FirstWord(Word(), peer, "first") for peer in (1, 2, 1)]
+    words = [PendingOffer(Word(), peer, "first") for peer in (1, 2, 1)]
     for word in reversed(words):
         found.park(word)
         found.park(word)  # It is there once.
@@ -126,7 +126,7 @@ def test_receives_are_handed_on_in_their_order_and_to_their_peer() -> None:
 def test_what_a_left_receive_brings_is_kept_unless_it_is_a_failure(fails: bool) -> None:
     pg, posted = PairGroup(), Word()
     posted.error = RuntimeError("closed") if fails else None
-    word = FirstWord(posted, 1, "first")
+    word = PendingOffer(posted, 1, "first")
     switchboard_of(pg).park(word)
     posted.come.set()
     word.wait()

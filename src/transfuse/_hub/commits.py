@@ -319,8 +319,9 @@ class Commits:
         with self._changed:
             now = time.monotonic()
             idle = self._begun == self._ended and now - self._asked_at > HUB_COMMIT_FREE_SECONDS
-            if idle and all(commit.free_at(now) <= now for commit in self._kept):
-                self._kept.clear()
+            if idle and self._kept and all(commit.free_at(now) <= now for commit in self._kept):
+                buffers, self._kept = [commit.buffer for commit in self._kept], []
+                threading.Thread(target=self._source.free, args=(buffers,), name="transfuse-hub", daemon=True).start()
 
     def close(self) -> None:
         """Make no more commits."""

@@ -8,28 +8,33 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import Self, SupportsIndex
+from typing import Annotated, Self, SupportsIndex
 
 from transfuse import _arguments
+from transfuse._arguments import Given, alone
 from transfuse._hub.assets import Assets
-from transfuse._hub.commits import PATIENCE, Commits
-from transfuse._hub.http_server import HttpServer
+from transfuse._hub.commits import PATIENCE, Commits, Visitor
+from transfuse._hub.gate import Gate
 from transfuse._hub.repository import Repository
-from transfuse._hub.sources import LiveSource, ServerSource, Source
+from transfuse._hub.sources import Layouts, LiveSource, Reached, ServerSource, Source
 from transfuse._job.face import one_manner
 from transfuse._job.state import State
+from transfuse._remote.client import check_places
 from transfuse._remote.live_state import LiveState
+from transfuse._tls import Encryption, check_tls
 from transfuse._tuning import HTTP_END_SECONDS, HUB_MAX_SHARD_BYTES
-from transfuse._wire.handshake import check_token, join_address, split_address
+from transfuse._wire.handshake import check_token, join_address
+from transfuse._wire.http_server import HttpServer, listen
 
 logger = logging.getLogger("transfuse")
 
 DEFAULT_NAME = "live/model"
 #: The file that says which class a model is of.
 CONFIG = "config.json"
-MAX_PORT = 65535
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
@@ -44,9 +49,11 @@ def hub(
     max_shard_bytes: int = HUB_MAX_SHARD_BYTES,
     hold: timedelta | float = 30,
     server_token: str | bytes | None = None,
+    server_tls: Encryption = None,
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | bytes | None = None,
+    tls: Encryption = None,
     timeout: timedelta | float = 60,
 ) -> Hub:
     """Be a Hugging Face Hub with one repository, whose weights are those of a running job.
@@ -60,7 +67,8 @@ def hub(
             are called here and at the end of each change, in the thread that makes the change, and must not need other
             ranks. ``optimizer.step()`` of an optimizer in the state is a change; others are made within
             :meth:`Hub.mutating`. Or ``host:port`` of a :func:`serve` server, or several of these: then the weights are
-            theirs, put together from all shards here. Leaves that are no tensors are left out.
+            theirs, put together from all shards here. Or ``file://DIR`` or another URL of a directory to which keepers
+            save steps. Leaves that are no tensors are left out.
         name: what clients call the repository: ``user/model`` or ``model``.
         assets: a directory with the other files: ``config.json``, the tokenizer, … They are read when asked for.
         step: the step of the state, or a callable that returns it, which is called when the state is asked. Servers
@@ -73,30 +81,23 @@ def hub(
         hold: how long a client may go on with a commit that it has been told of, after its last request.
         timeout: how long a client that takes nothing keeps its connection; and how long a server may take to answer.
         server_token: the secret of the servers.
+        tls: a :class:`TLS`: clients come by https, and show certificates with one of its names. None: what
+            ``TRANSFUSE_TLS_CERT``, ``_KEY``, ``_CA`` and ``_NAMES`` say. False: they come by http, whatever these say.
+        server_tls: the same for what goes between the servers and this Hub.
     """
-    seconds = _arguments.duration(timeout).total_seconds()
-    shard_bytes = check_shard_bytes(max_shard_bytes)
-    _arguments.check_text("prefix", prefix, "the beginning of names")
-    addresses = _addresses(state)
     # Refuse all wrong arguments before a state is read or a port is taken.
-    settings = HubSettings(name, assets, token, host, port, hold, seconds)
+    given = HubSettings(**locals())
+    addresses = _addresses(state)
     if addresses is None:
         if server_token is not None:
             raise ValueError("server_token= belongs to addresses of servers, and this is a state")
-        return Hub.of_state(State.of(state), settings, step=step, prefix=prefix, max_shard_bytes=shard_bytes)
+        if server_tls is not None:
+            raise ValueError("server_tls= belongs to addresses of servers, and this is a state")
+        return Hub.of_state(given)
     if step is not None:
         raise ValueError("step= belongs to a state of this process: servers tell their own")
-    if server_token is not None:
-        check_token(server_token, "server_token")
-    source = ServerSource.at(addresses, server_token, prefix=prefix, max_shard_bytes=shard_bytes, seconds=seconds)
-    return Hub(source, settings)
-
-
-def check_shard_bytes(max_shard_bytes: int) -> int:
-    shard_bytes = _arguments.whole("max_shard_bytes", max_shard_bytes)
-    if shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes must be positive, got {shard_bytes}")
-    return shard_bytes
+    reached = Reached(addresses, given.server_token, given.server_tls)
+    return Hub(ServerSource.at(reached, given.files, given.timeout), given)
 
 
 def _addresses(state: object) -> list[str] | None:
@@ -106,44 +107,59 @@ def _addresses(state: object) -> list[str] | None:
         return None
     if not all(isinstance(one, str) for one in several):
         return None
-    for one in several:
-        split_address(one)
-    if len(set(several)) != len(several):
-        raise ValueError(f"an address appears twice in {list(several)}: give each server once")
+    check_places(several)
     return list(several)
 
 
-class HubSettings:
-    """What every Hub needs, checked."""
+def _check_name(what: str, name: object) -> str:
+    text = _arguments.check_text(what, name, "the name of a repository, such as live/model")
+    if not _NAME.fullmatch(text) or text.split("/")[0] in ("api", "models", "datasets", "spaces"):
+        raise ValueError(f"{what} must look like live/model, letters, digits, - _ . only, got {name!r}")
+    return text
 
-    def __init__(
-        self,
-        name: str,
-        assets: str | os.PathLike[str] | None,
-        token: str | bytes | None,
-        host: str,
-        port: int,
-        hold: timedelta | float,
-        seconds: float,
-    ) -> None:
-        _arguments.check_text("name", name, "the name of a repository, such as live/model")
-        if not _NAME.fullmatch(name) or name.split("/")[0] in ("api", "models", "datasets", "spaces"):
-            raise ValueError(f"name must look like live/model, letters, digits, - _ . only, got {name!r}")
-        _arguments.check_text("host", host, "an address to listen on")
-        if not host:
-            raise ValueError("host is empty, which would mean every interface: if you want that, pass 0.0.0.0")
-        if not 0 <= _arguments.whole("port", port) <= MAX_PORT:
-            raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
-        self.name, self.host, self.port, self.seconds = name, host, _arguments.whole("port", port), seconds
-        if token is not None:
-            check_token(token)
-        self.token = token.encode() if isinstance(token, str) else token
-        if self.token is not None and not re.fullmatch(rb"[\x21-\x7e]+", self.token):
-            raise ValueError(
-                "token must be letters, digits and signs of ASCII, without spaces: clients send it in a header"
-            )
-        self.hold = _arguments.duration(hold, "hold").total_seconds()
-        self.assets = Assets(assets)
+
+def _assets(given: Assets | str | os.PathLike[str] | None) -> Assets:
+    return given if isinstance(given, Assets) else Assets(given)
+
+
+def _secret(what: str, token: str | bytes | None) -> bytes | None:
+    if token is not None:
+        check_token(token, what)
+    return token.encode() if isinstance(token, str) else token
+
+
+def _header(what: str, token: str | bytes | None) -> bytes | None:
+    secret = _secret(what, token)
+    if secret is not None and not re.fullmatch(rb"[\x21-\x7e]+", secret):
+        raise ValueError(
+            f"{what} must be letters, digits and signs of ASCII, without spaces: clients send it in a header"
+        )
+    return secret
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSettings(Given):
+    """The arguments of :func:`hub`."""
+
+    state: object = None
+    step: SupportsIndex | Callable[[], SupportsIndex | None] | None
+    name: Annotated[str, _check_name]
+    assets: Annotated[Assets, alone(_assets)]
+    prefix: Annotated[str, partial(_arguments.check_text, takes="the beginning of names")]
+    max_shard_bytes: Annotated[int, _arguments.at_least(1)]
+    hold: Annotated[float, _arguments.seconds_of]
+    server_token: Annotated[bytes | None, _secret] = field(default=None, repr=False)
+    server_tls: Annotated[Encryption, check_tls] = None
+    host: Annotated[str, _arguments.listening_host]
+    port: Annotated[int, _arguments.listening_port]
+    token: Annotated[bytes | None, _header] = field(repr=False)
+    tls: Annotated[Encryption, check_tls] = None
+    timeout: Annotated[float, _arguments.seconds_of]
+
+    @property
+    def files(self) -> Layouts:
+        """Makes the layouts of the files."""
+        return Layouts(self.prefix, self.max_shard_bytes)
 
 
 class Hub:
@@ -153,26 +169,28 @@ class Hub:
     """
 
     def __init__(
-        self, source: Source, settings: HubSettings, live: LiveState | None = None, state: State | None = None
+        self, source: Source, given: HubSettings, live: LiveState | None = None, state: State | None = None
     ) -> None:
         self._live, self._state = live, state
-        self._name = settings.name
-        self._commits = Commits(source, settings.hold)
-        self._patience = settings.hold * PATIENCE
+        self._name = given.name
+        self._commits = Commits(source, given.hold)
+        self._patience = given.hold * PATIENCE
+        repository = Repository(given.name, self._commits, given.assets, needs_token=given.token is not None)
         self._server = HttpServer(
-            settings.host,
-            settings.port,
-            token=settings.token,
-            seconds=settings.seconds,
-            answer=Repository(
-                settings.name, self._commits, settings.assets, needs_token=settings.token is not None
-            ).answer,
+            listen(given.host, given.port),
+            name="hub",
+            tls=given.tls or None,
+            seconds=given.timeout,
+            greet=Visitor,
+            gate=Gate(given.host, given.token).refusal,
+            answer=repository.answer,
             leave=self._commits.leave,
             upkeep=self._commits.tidy,
         )
-        self._endpoint = f"http://{join_address(settings.host, self._server.port)}"
+        scheme = "https" if given.tls else "http"
+        self._endpoint = f"{scheme}://{join_address(given.host, self._server.port)}"
         self._process = os.getpid()
-        if CONFIG not in settings.assets.sizes():
+        if CONFIG not in given.assets.sizes():
             logger.warning(
                 "the hub has no %s, without which from_pretrained(%r) cannot build the model: pass assets=, a "
                 "directory that holds it (and the tokenizer)",
@@ -184,22 +202,15 @@ class Hub:
             state.join(live.changing)
 
     @classmethod
-    def of_state(
-        cls,
-        state: State,
-        settings: HubSettings,
-        *,
-        step: SupportsIndex | Callable[[], SupportsIndex | None] | None,
-        prefix: str,
-        max_shard_bytes: int,
-    ) -> Hub:
+    def of_state(cls, given: HubSettings) -> Hub:
         """A Hub of a state in this process."""
-        live = LiveState(state.tree, step, settings.seconds)
-        return cls(LiveSource(live, prefix=prefix, max_shard_bytes=max_shard_bytes), settings, live, state)
+        state = State.of(given.state)
+        live = LiveState(state.tree, given.step, given.timeout)
+        return cls(LiveSource(live, given.files), given, live, state)
 
     @property
     def endpoint(self) -> str:
-        """``http://host:port``, for clients' ``HF_ENDPOINT``."""
+        """``http://host:port``, or ``https://…`` with ``tls=``, for clients' ``HF_ENDPOINT``."""
         return self._endpoint
 
     @property

@@ -66,13 +66,13 @@ def notice(title: str, *sentences: str, then: Sequence[str] = ()) -> bytes:
 
 
 def locked(headers: Mapping[str, str]) -> bytes:
-    """For those who have not sent the token. It says nothing about what is here."""
+    """For readers that have not sent the token. It says nothing about what is here."""
     said = "A browser does not send it, so nothing is shown here. Readers set this before Python starts:"
     return notice("This Hub needs a token", said, then=[_settings(headers, needs_token=True)])
 
 
 def wrong_name() -> bytes:
-    """For those who came by a name that may be an attacker's."""
+    """For readers that came by a name that may be an attacker's."""
     said = "It has no token, so it answers only to localhost and to loopback addresses such as 127.0.0.1."
     return notice("This Hub does not answer to that name", said)
 

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -18,34 +17,13 @@ from transfuse._errors import TransfuseError, as_utf8
 from transfuse._hub import page
 from transfuse._hub.assets import Assets
 from transfuse._hub.commits import MAIN, Commit, Commits, Visitor
+from transfuse._wire.http_server import HttpAnswer, Question
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _RANGE = re.compile(r"bytes=(\d{0,99})-(\d{0,99})")
 
 #: What a client is told in ``X-Error-Code``, and what it raises then.
 NO_REPO, NO_REVISION, NO_ENTRY = "RepoNotFound", "RevisionNotFound", "EntryNotFound"
-
-
-@dataclass(frozen=True)
-class Question:
-    """A request."""
-
-    method: str
-    target: str
-    #: By names in small letters.
-    headers: Mapping[str, str]
-    body: bytes = b""
-
-
-@dataclass
-class HttpAnswer:
-    """A response. ``body`` is sent if the method is not HEAD; its length is announced anyway."""
-
-    status: int
-    headers: dict[str, str] = field(default_factory=dict)
-    body: bytes | memoryview = b""
-    #: The commit that the body lies in.
-    commit: Commit | None = None
 
 
 class Repository:

@@ -7,7 +7,7 @@ lie one after the other in one piece of memory, each with its tensors aligned.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 
 from transfuse._errors import StateError, UnsupportedLeaf
+from transfuse._plan.cohorts import Cohort
 from transfuse._state.leaves import values
+from transfuse._state.leaves.spec import DTENSOR, SHARDED_TENSOR, Spec, of_plain_tensors
 
 #: The format's names of dtypes.
 DTYPES = {
@@ -104,16 +106,50 @@ class FileLayout:
         return sizes if self.index is None else sizes | {INDEX_NAME: len(self.index)}
 
 
-def why_not(dtype: torch.dtype, *, signed_view: bool) -> str | None:
-    """Why the format cannot hold a tensor; None if it can."""
+def why_not(cohort: Cohort, leaf: int, *, whole: Collection[str] = (DTENSOR, SHARDED_TENSOR)) -> str | None:
+    """What a leaf is, if no file can hold it. ``whole``: the kinds of shards that become whole tensors."""
+    detail = cohort.manifest.detail(leaf)
+    if cohort.is_value(leaf):
+        return "a value, not a plain tensor"
+    if detail and (Spec(*detail).codec not in whole or not of_plain_tensors(detail)):
+        return f"a {Spec(*detail).codec}, not a plain tensor"
+    return why_not_dtype(cohort.dtype(leaf, 0), signed_view=bool(cohort.signs(leaf, 0)))
+
+
+def why_not_dtype(dtype: torch.dtype, *, signed_view: bool) -> str | None:
+    """What a plain tensor is, if no file can hold it."""
     if dtype not in DTYPE_NAMES:
-        return f"{values.dtype_name(dtype)}, which the format does not have"
-    return "a conjugate or negative view; resolve it first" if signed_view else None
+        return f"{values.dtype_name(dtype)}, which safetensors does not have"
+    return "a conjugate or negative view, which safetensors does not have: resolve it first" if signed_view else None
+
+
+def misnamed(names: Iterable[str], paths: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The paths of the tensors that no file can hold under these names, and how each is called."""
+    seen: dict[str, int] = {}
+    for number, name in enumerate(names):
+        first = seen.setdefault(name, number)
+        if name == METADATA:
+            yield paths[number], f"called {METADATA}, which is safetensors' own: give it another key"
+        elif first != number:
+            yield paths[number], f"called {name!r}, as {paths[first]} is: give one another key"
+        elif not _is_utf8(name):
+            yield paths[number], "called what UTF-8 cannot write: give it another key"
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def lay_out(entries: Sequence[Entry], max_shard_bytes: int) -> FileLayout:
     """Lay out a state in files of at most ``max_shard_bytes`` of tensors. A larger tensor has a file of its own."""
-    _check(entries)
+    if not entries:
+        raise StateError("the state has no tensors: there is nothing that a safetensors file could hold")
+    for path, why in misnamed([entry.name for entry in entries], [entry.path for entry in entries]):
+        raise UnsupportedLeaf(path, why)
     shards: list[list[Entry]] = [[]]
     room = max_shard_bytes
     for entry in entries:
@@ -141,24 +177,6 @@ def lay_out(entries: Sequence[Entry], max_shard_bytes: int) -> FileLayout:
         total = sum(entry.nbytes for shard in shards for entry in shard)
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
     return FileLayout(tuple(entries), tuple(files), end, index)
-
-
-def _check(entries: Sequence[Entry]) -> None:
-    if not entries:
-        raise StateError("the state has no tensors: there is nothing that a safetensors file could hold")
-    seen: dict[str, str] = {}
-    for entry in entries:
-        if entry.name == METADATA:
-            raise UnsupportedLeaf(entry.path, f"its name is {METADATA}, which is the format's own: give it another key")
-        if entry.name in seen:
-            raise UnsupportedLeaf(
-                entry.path, f"it and leaf {seen[entry.name]} would both be called {entry.name!r}: give one another key"
-            )
-        try:
-            entry.name.encode()
-        except UnicodeEncodeError:
-            raise UnsupportedLeaf(entry.path, "UTF-8 cannot write its name: give it another key") from None
-        seen[entry.name] = entry.path
 
 
 def _file(name: str, shard: Sequence[Entry], aliases: dict[str, str], end: int) -> File:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,23 +17,25 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from transfuse._errors import NotCovered, SourcesDiffer, StateError, StepMismatch, UnsupportedLeaf
-from transfuse._hub.safetensors_layout import Entry, FileLayout, lay_out, why_not
+from transfuse._errors import NotCovered, SourcesDiffer, StateError, StepMismatch, TransfuseError, UnsupportedLeaf
+from transfuse._hub.safetensors_layout import Entry, FileLayout, lay_out, why_not, why_not_dtype
 from transfuse._limits import Limits
-from transfuse._memory import vm
+from transfuse._memory import device_copies, packing, pinning, streams, vm
 from transfuse._memory.mutation import MutationWatch
+from transfuse._memory.streams import OwnStreams
+from transfuse._options import FetchKeywords
 from transfuse._plan.apply_rules import BlockPair
 from transfuse._plan.catalogue import Catalogue
 from transfuse._plan.cohorts import Cohort
-from transfuse._remote.client import fetch_if, peek
+from transfuse._remote.client import FetchSettings, fetch_if, peek
 from transfuse._remote.live_state import LiveState, StateView
 from transfuse._state import trees
 from transfuse._state.leaves import dense
 from transfuse._state.leaves.codec import CannotCarry
 from transfuse._state.leaves.dtensors import is_dtensor
-from transfuse._state.leaves.spec import Spec, is_sharded, of_plain_tensors
 from transfuse._state.manifest import describe
-from transfuse._tuning import HUB_SOURCE_BELIEVED_SECONDS, HUB_SOURCE_BETWEEN_SECONDS
+from transfuse._tls import Encryption
+from transfuse._tuning import DEVICE_STAGING_BYTES, HUB_SOURCE_BELIEVED_SECONDS, HUB_SOURCE_BETWEEN_SECONDS
 
 logger = logging.getLogger("transfuse")
 
@@ -41,11 +44,20 @@ SERVE_ALL = "let every rank call transfuse.serve(), and give all addresses to on
 TRIES = 20
 
 
+class _Pinned:
+    """Holds memory that is pinned for one kind of accelerator: it is let go before it is freed."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+
 class Buffer:
     """Memory for one copy of a state. It grows, and is used again."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
+        #: By the kind of accelerator: who holds the memory pinned; None if it cannot be.
+        self._pinned: dict[str, _Pinned | None] = {}
 
     @property
     def nbytes(self) -> int:
@@ -58,9 +70,24 @@ class Buffer:
     def grow(self, nbytes: int) -> None:
         """Have room for ``nbytes``. What was in the buffer is lost."""
         if nbytes > self.nbytes:
-            self.memory = torch.empty(0, dtype=torch.uint8)  # Free the old memory first.
+            self.free()
+            room = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8)
+            whole = room[-room.data_ptr() % mmap.PAGESIZE :][:nbytes]
             # Zeros: pages that nobody has touched would be made while training waits for the copy.
-            self.memory = torch.empty(nbytes, dtype=torch.uint8).zero_()
+            self.memory = whole.zero_()
+
+    def free(self) -> None:
+        """Pinned memory is let go: call this where nobody can be capturing a graph."""
+        self._pinned.clear()
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def pin(self, kind: str) -> bool:
+        """Whether accelerators of this kind can copy to this memory by themselves. Call it where nobody captures."""
+        if kind not in self._pinned:
+            holder = _Pinned(self.memory)
+            is_pinned = pinning.register(holder, self.address, self.nbytes, kind)
+            self._pinned[kind] = holder if is_pinned else None
+        return self._pinned[kind] is not None
 
     def tensor(self, entry: Entry, place: int) -> torch.Tensor:
         """The memory of one tensor."""
@@ -97,8 +124,11 @@ class Source(Protocol):
     def glance(self, meanwhile: Callable[[], object]) -> tuple[FileLayout, int | None]:
         """The state's files and step, without its bytes."""
 
+    def free(self, buffers: Sequence[Buffer]) -> None:
+        """Free the memory of buffers that nobody uses any more. This may wait."""
 
-class _Layouts:
+
+class Layouts:
     """Makes layouts, and uses the last one again if the state looks as it did then."""
 
     def __init__(self, prefix: str, max_shard_bytes: int) -> None:
@@ -114,39 +144,48 @@ class _Layouts:
         return self._last
 
 
-def _names(root: trees.Node | None) -> list[str]:
-    """The name of every leaf: all keys down to it, joined by dots. Unlike paths for messages, never cut short."""
-
-    def walk(node: trees.Node | None, keys: tuple[str, ...]) -> Iterator[str]:
-        if node is None:
-            yield ".".join(keys)
-            return
-        for i, child in enumerate(node.children):
-            key = str(node.keys[i]) if node.kind in trees.MAPPINGS else node.label(i).strip(".[]'\"")
-            yield from walk(child, (*keys, key))
-
-    return list(walk(root, ()))
-
-
 # ---------------------------------------------------------------------------------------------- of this process
 
 
-class LiveSource:
-    """A state of this process, which is copied while training waits at its next :meth:`LiveState.changing`."""
+class _LateCopies(NamedTuple):
+    """Copies that an accelerator has not ended yet: both ends stay until it has."""
 
-    def __init__(self, live: LiveState, *, prefix: str, max_shard_bytes: int) -> None:
+    buffer: Buffer
+    runs: Sequence[device_copies.Run]
+    devices: list[torch.device]
+    #: None: an exception came while they were queued.
+    events: list[torch.Event] | None
+
+
+class LiveSource:
+    """A state of this process, which is copied while training waits at its next :meth:`LiveState.changing`.
+
+    What lies on accelerators is copied on streams of the source's own, behind the last change. All that asks a device
+    for anything holds the lock: inside of ``mutating()`` a job may capture a graph, and nobody may ask then.
+    """
+
+    def __init__(self, live: LiveState, layouts: Layouts) -> None:
         self._live = live
-        self._layouts = _Layouts(prefix, max_shard_bytes)
+        self._layouts = layouts
         self._has_warned = False
+        self._own = OwnStreams()
+        self._devices: list[torch.device] = []
+        self._late: _LateCopies | None = None
         with live.reading(lambda: None) as seen:  # Refuse now what could never be copied.
-            found = _tensors(seen.state, prefix)
+            found = _tensors(seen.state, layouts.prefix)
             self._layouts.of([entry for entry, _ in found])
-            seen.watch = _watch(found)
+            with self._on_own_streams(found):
+                seen.watch = _watch(found)
+
+    def _on_own_streams(self, found: list[tuple[Entry, torch.Tensor]]) -> AbstractContextManager[None]:
+        self._devices = sorted({tensor.device for _, tensor in found if not tensor.is_cpu}, key=str)
+        return self._own.entered(self._devices)
 
     def mark(self, seconds: float | None) -> object:
         """How often the state was changed, and whether it has changed otherwise: a job may forget ``mutating()``."""
-        seen = self._live.seen
-        return self._live.changes, isinstance(seen, StateView) and bool(_changed(seen))
+        with self._live.glimpsing() as seen, self._own.entered(self._devices):
+            # Samples would wait behind copies that are late.
+            return self._live.changes, seen is not None and self._late is None and bool(self._changed(seen))
 
     def take(self, buffer: Buffer, meanwhile: Callable[[], object]) -> CopiedState:
         while True:
@@ -154,11 +193,84 @@ class LiveSource:
                 found = _tensors(seen.state, self._layouts.prefix)
                 layout = self._layouts.of([entry for entry, _ in found])
                 if buffer.nbytes >= layout.nbytes:
-                    is_loose = self._was_forgotten(seen)
-                    seen.watch = _watch(found)
-                    _copy({entry.name: tensor for entry, tensor in found}, layout, buffer)
-                    return CopiedState(layout, seen.step, (seen.changes, False), self._was_forgotten(seen) or is_loose)
+                    self._check_landed()
+                    with self._on_own_streams(found):
+                        is_loose = self._was_forgotten(seen)
+                        seen.watch = _watch(found)
+                        self._copy({entry.name: tensor for entry, tensor in found}, layout, buffer)
+                        is_loose |= self._was_forgotten(seen)
+                    return CopiedState(layout, seen.step, (seen.changes, False), is_loose)
+                buffer.free()
             buffer.grow(layout.nbytes)  # Here, where training goes on: it takes as long as the copy.
+
+    def free(self, buffers: Sequence[Buffer]) -> None:
+        with self._live.reading(lambda: None):
+            for buffer in buffers:
+                buffer.free()
+
+    def _copy(self, tensors: dict[str, torch.Tensor], layout: FileLayout, buffer: Buffer) -> None:
+        elsewhere: list[tuple[torch.Tensor, int]] = []
+        theirs, mine = [], []
+        for file in layout.files:
+            for entry, place in zip(file.entries, file.places, strict=True):
+                tensor = tensors[entry.name]
+                if not tensor.is_cpu:
+                    elsewhere.append((tensor, place))
+                elif not tensor.is_contiguous():
+                    buffer.tensor(entry, place).copy_(tensor)
+                elif entry.nbytes:
+                    theirs.append((tensor.data_ptr(), entry.nbytes))
+                    mine.append((buffer.address + place, entry.nbytes))
+        events = self._queue(elsewhere, buffer) if elsewhere else []
+        sides = (np.array(side, dtype=np.uint64).reshape(-1, 2) for side in (theirs, mine))
+        vm.copy(*sides, workers=vm.threads(), is_mapped=True)
+        streams.reach(events, self._live.seconds)
+        self._late = None
+
+    def _check_landed(self) -> None:
+        late = self._late
+        if late is None:
+            return
+        if late.events is None:
+            late = self._late = late._replace(events=list(self._own.events(late.devices).values()))
+        if not all(event.query() for event in late.events or ()):
+            raise TransfuseError(
+                "the accelerator has not ended the copies of an earlier commit, which failed: ask later"
+            )
+
+    def _queue(self, elsewhere: Sequence[tuple[torch.Tensor, int]], buffer: Buffer) -> list[torch.Event]:
+        """Copy what lies on accelerators. Return the moments after which the copies have landed."""
+        runs = [(_bytes(one), buffer.memory[place:][: one.nbytes]) for one, place in elsewhere if one.is_contiguous()]
+        strided = [(one, buffer.memory[place:][: one.nbytes]) for one, place in elsewhere if not one.is_contiguous()]
+        if not all(buffer.pin(kind) for kind in {device.type for device in self._devices}):
+            device_copies.to_ordinary(runs, self._live.seconds)
+            self._bring_to_ordinary(strided)
+            return []
+        self._late = _LateCopies(buffer, [*runs, *strided], self._devices, None)
+        # Nothing but the next tensor may follow: what lies between two of them may be a third one, of main memory.
+        device_copies.to_host(runs, padding=1)
+        for tensor, here in strided:
+            packing.bring(tensor, 0, tensor.nbytes, here)
+        events = list(self._own.events(self._devices).values())
+        self._late = self._late._replace(events=events)
+        return events
+
+    def _bring_to_ordinary(self, strided: Sequence[device_copies.Run]) -> None:
+        """Copy tensors that are no runs of memory into memory that could not be pinned."""
+        if not strided:
+            return
+        step = DEVICE_STAGING_BYTES
+        pieces = [
+            (tensor, low, here[low : low + step]) for tensor, here in strided for low in range(0, tensor.nbytes, step)
+        ]
+
+        def bring(piece: tuple[torch.Tensor, int, torch.Tensor], buffer: torch.Tensor) -> None:
+            tensor, low, here = piece
+            packing.bring(tensor, low, low + here.numel(), buffer)
+
+        pair = device_copies.PinnedPair(max(here.numel() for *_, here in pieces), self._devices, self._live.seconds)
+        for (_, _, here), buffer in pair.ahead(pieces, bring):
+            here.copy_(buffer[: here.numel()])
 
     def glance(self, meanwhile: Callable[[], object]) -> tuple[FileLayout, int | None]:
         with self._live.reading(meanwhile) as seen:
@@ -166,7 +278,7 @@ class LiveSource:
 
     def _was_forgotten(self, seen: StateView) -> bool:
         """Whether tensors have changed, and nobody was in ``mutating()`` since the last look. One warning."""
-        changed = _changed(seen)
+        changed = self._changed(seen)
         if changed and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -176,14 +288,13 @@ class LiveSource:
             )
         return bool(changed)
 
+    def _changed(self, seen: StateView) -> list[str]:
+        """The names of tensors that have changed since somebody looked last, outside of all blocks."""
+        return [] if seen.watch is None else seen.watch.changed(self._live.seconds)
+
 
 def _watch(found: list[tuple[Entry, torch.Tensor]]) -> MutationWatch:
     return MutationWatch(describe({entry.name: tensor for entry, tensor in found}, Limits()))
-
-
-def _changed(seen: StateView) -> list[str]:
-    """The names of tensors that have changed since somebody looked last, outside of all blocks."""
-    return [] if seen.watch is None else seen.watch.changed()
 
 
 def _tensors(state: object, prefix: str) -> list[tuple[Entry, torch.Tensor]]:
@@ -191,21 +302,25 @@ def _tensors(state: object, prefix: str) -> list[tuple[Entry, torch.Tensor]]:
     paths = trees.paths(root)
     first: dict[object, str] = {}
     found = []
-    for number, (name, leaf) in enumerate(zip(_names(root), leaves, strict=True)):
+    for number, (name, leaf) in enumerate(zip(trees.dotted(root, longest=None), leaves, strict=True)):
         if not isinstance(leaf, torch.Tensor) or not name.startswith(prefix):
             continue
         try:
             tensor = _whole(leaf)
         except CannotCarry as error:
             raise UnsupportedLeaf(paths[number], str(error)) from None
-        shape, key = tuple(tensor.shape), None
-        if tensor.numel():
-            key = (tensor.device, tensor.data_ptr(), tensor.dtype, shape, tensor.stride())
-        short = name.removeprefix(prefix)
-        alias_of = first.setdefault(key, short) if key is not None else short
-        entry = Entry(short, paths[number], tensor.dtype, shape, None if alias_of == short else alias_of)
-        found.append((entry, tensor))
+        memory = (tensor.device, tensor.data_ptr(), tensor.stride()) if tensor.numel() else None
+        short, shape = name.removeprefix(prefix), tuple(tensor.shape)
+        found.append((_entry(short, paths[number], tensor.dtype, shape, memory, first), tensor))
     return found
+
+
+def _entry(
+    name: str, path: str, dtype: torch.dtype, shape: tuple[int, ...], memory: object, first: dict[object, str]
+) -> Entry:
+    """The entry of a tensor. ``first``: names of those before it. ``memory``: where its bytes are, if it has any."""
+    alias_of = name if memory is None else first.setdefault((memory, dtype, shape), name)
+    return Entry(name, path, dtype, shape, None if alias_of == name else alias_of)
 
 
 def _whole(leaf: torch.Tensor) -> torch.Tensor:
@@ -221,24 +336,14 @@ def _whole(leaf: torch.Tensor) -> torch.Tensor:
     dense.check(leaf)
     if leaf.numel() and not dense.has_memory(leaf):
         raise CannotCarry(f"{dense.FREED.format('its')}; gather it first")
-    why = why_not(leaf.dtype, signed_view=leaf.is_conj() or leaf.is_neg())
+    why = why_not_dtype(leaf.dtype, signed_view=leaf.is_conj() or leaf.is_neg())
     if why is not None:
-        raise CannotCarry(f"{why} (safetensors)")
+        raise CannotCarry(why)
     return leaf.detach()
 
 
-def _copy(tensors: dict[str, torch.Tensor], layout: FileLayout, buffer: Buffer) -> None:
-    theirs, mine = [], []
-    for file in layout.files:
-        for entry, place in zip(file.entries, file.places, strict=True):
-            tensor = tensors[entry.name]
-            if tensor.device.type != "cpu" or not tensor.is_contiguous():
-                buffer.tensor(entry, place).copy_(tensor)
-            elif entry.nbytes:
-                theirs.append((tensor.data_ptr(), entry.nbytes))
-                mine.append((buffer.address + place, entry.nbytes))
-    sides = (np.array(side, dtype=np.uint64).reshape(-1, 2) for side in (theirs, mine))
-    vm.copy(*sides, workers=vm.threads(), is_mapped=True)
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 # ---------------------------------------------------------------------------------------------- of other processes
@@ -249,6 +354,7 @@ class Reached(NamedTuple):
 
     addresses: Sequence[str]
     token: str | bytes | None
+    tls: Encryption = None
 
 
 class ServerSource:
@@ -257,16 +363,9 @@ class ServerSource:
     ``reach`` gives the servers for the time of one conversation.
     """
 
-    def __init__(
-        self,
-        reach: Callable[[], AbstractContextManager[Reached]],
-        *,
-        prefix: str,
-        max_shard_bytes: int,
-        seconds: float,
-    ) -> None:
+    def __init__(self, reach: Callable[[], AbstractContextManager[Reached]], layouts: Layouts, seconds: float) -> None:
         self._reach = reach
-        self._layouts = _Layouts(prefix, max_shard_bytes)
+        self._layouts = layouts
         self._seconds = seconds
         #: A thread asks for the step, and all that want to know wait for it: a server may not answer for a long time.
         self._told = threading.Condition()
@@ -276,14 +375,12 @@ class ServerSource:
         self._told_at = float("-inf")
 
     @classmethod
-    def at(
-        cls, addresses: Sequence[str], token: str | bytes | None, *, prefix: str, max_shard_bytes: int, seconds: float
-    ) -> ServerSource:
+    def at(cls, reached: Reached, layouts: Layouts, seconds: float) -> ServerSource:
         @contextmanager
         def reach() -> Iterator[Reached]:
-            yield Reached(addresses, token)
+            yield reached
 
-        return cls(reach, prefix=prefix, max_shard_bytes=max_shard_bytes, seconds=seconds)
+        return cls(reach, layouts, seconds)
 
     def mark(self, seconds: float | None) -> object:
         """The step that the first server is at."""
@@ -309,7 +406,7 @@ class ServerSource:
             self._told.notify_all()
 
     def _peek(self, reached: Reached, buffer: Buffer | None) -> int:
-        seen = peek(reached.addresses[0], token=reached.token, timeout=self._seconds)
+        seen = peek(reached.addresses[0], token=reached.token, timeout=self._seconds, tls=reached.tls)
         if seen.step is None:
             raise StateError(
                 f"the server at {reached.addresses[0]} does not say at which step it is, so nobody could tell when its "
@@ -330,6 +427,10 @@ class ServerSource:
         with self._reach() as reached:
             taken = self._fetch_one_step(reached, None, meanwhile)
         return taken.layout, taken.step
+
+    def free(self, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            buffer.free()
 
     def _fetch_one_step(self, reached: Reached, buffer: Buffer | None, meanwhile: Callable[[], object]) -> CopiedState:
         for left in reversed(range(TRIES)):
@@ -364,31 +465,29 @@ class ServerSource:
                     target[entry.name] = buffer.tensor(entry, place)
             return target, links
 
-        step = fetch_if(None, reached.addresses, token=reached.token, timeout=self._seconds, late=late).step
+        options: FetchKeywords = {"tls": reached.tls}
+        asked = FetchSettings(address=reached.addresses, token=reached.token, timeout=self._seconds, options=options)
+        step = fetch_if(None, asked, late).step
         return CopiedState(chosen[-1], step, step, is_loose=False)
 
     def _entries(self, catalogue: Catalogue) -> list[tuple[int, Entry]]:
         """The tensors of all servers, each with its number in the catalogue."""
         prefix, found = self._layouts.prefix, []
-        names = [_names(cohort.manifest.root) for cohort in catalogue.cohorts]
+        names = [trees.dotted(cohort.manifest.root, longest=None) for cohort in catalogue.cohorts]
         first: dict[object, str] = {}
         for number, (at, leaf) in enumerate(catalogue.leaves):
             cohort, name = catalogue.cohorts[at], names[at][leaf]
             if cohort.is_value(leaf) or cohort.is_blob(leaf) or not name.startswith(prefix):
                 continue
-            manifest, shape = cohort.manifest, cohort.shape(leaf)
-            path, detail = manifest.paths[leaf], manifest.detail(leaf)
-            if shape is None or (is_sharded(detail) and not of_plain_tensors(detail)):
-                raise UnsupportedLeaf(path, f"of kind {Spec(*detail).codec!r}, not a plain tensor")
-            dtype = cohort.dtype(leaf, 0)
-            why = why_not(dtype, signed_view=bool(cohort.signs(leaf, 0)))
+            manifest, why = cohort.manifest, why_not(cohort, leaf)
+            path = manifest.paths[leaf]
             if why is not None:
-                raise UnsupportedLeaf(path, f"{why} (safetensors)")
-            short, key = name.removeprefix(prefix), None
-            row, tensors = int(manifest.first_tensors[leaf]), manifest.tensors
+                raise UnsupportedLeaf(path, why)
+            dtype, shape = cohort.dtype(leaf, 0), cohort.shape(leaf)
+            assert shape is not None
+            memory, row, tensors = None, int(manifest.first_tensors[leaf]), manifest.tensors
             if row < int(manifest.first_tensors[leaf + 1]) and tensors.numel[row]:
                 at_byte = int(tensors.storage[row]), int(tensors.start[row])
-                key = (at, dtype, shape, *at_byte, tensors.shape(row), tensors.stride(row))
-            alias_of = first.setdefault(key, short) if key is not None else short
-            found.append((number, Entry(short, path, dtype, shape, None if alias_of == short else alias_of)))
+                memory = (at, *at_byte, tensors.shape(row), tensors.stride(row))
+            found.append((number, _entry(name.removeprefix(prefix), path, dtype, shape, memory, first)))
         return found

@@ -1,60 +1,65 @@
-"""What all public calls have in common: the group and device they take by default, and the step they return."""
+"""What all public calls have in common: names that stay, and the group and device that they take by default."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec, Self, TypeVar
+from collections.abc import Callable, Container, Iterable
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from transfuse import _arguments
-from transfuse._report import Report
 from transfuse._wire.group import ProcessGroupLike, devices_of
 
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
 
-class Step(int):
-    """A step that a state is at, with the report of the transfer that brought it: None if nothing had to move."""
-
-    report: Report | None
-
-    def __new__(cls, step: int, report: Report | None = None) -> Self:
-        made = super().__new__(cls, step)
-        made.report = report
-        return made
-
-
-#: What options were called in earlier versions, and what a caller writes now.
-BEFORE = {
-    "state_dict": "state= takes it",
-    "pg": "group= takes it",
-    "own": "rank_state= takes it",
-    "load_own": "load_rank_state= takes it",
-    "digests": "verify= takes it",
+#: What options were called in earlier versions, and what they are called now.
+RENAMED = {
+    "state_dict": "state",
+    "pg": "group",
+    "own": "rank_state",
+    "load_own": "load_rank_state",
+    "digests": "verify",
+}
+#: What a caller of an earlier version is told.
+BEFORE = {old: f"{new}= takes it" for old, new in RENAMED.items()} | {
     "on_report": "the report is .report of what is returned, and of the error that is raised",
 }
 
 
+def refuse_before(call: str, given: Iterable[str], known: Container[str]) -> None:
+    """Refuse options of earlier versions, with one sentence that says what is new."""
+    for name in given:
+        if name in BEFORE and name not in known:
+            # What takes a Keep has its options from there.
+            whose = "keep()'s " if name in RENAMED and "keep" in known else ""
+            raise TypeError(f"{call}() has no {name}= any more: {whose}{BEFORE[name]}")
+
+
+def attribute_before(owner: object, name: str, now: str) -> AttributeError:
+    """The error of an attribute that is called otherwise now."""
+    return AttributeError(f"{type(owner).__name__} has no .{name} any more: .{now} has it")
+
+
 def one_manner(call: Callable[Given, Returned]) -> Callable[Given, Returned]:
-    """For all public calls: refuse names and positions of earlier versions, with one sentence that says what is new."""
+    """For public calls, and for the ``__init__`` of public classes: refuse names and positions of earlier versions."""
     parameters = inspect.signature(call).parameters
-    places = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    called = call.__qualname__.removesuffix(".__init__")
+    is_method = called != call.__qualname__
+    places = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD][is_method:]
     named = ", ".join(f"{name}=" for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY)
 
     @functools.wraps(call)
     def checked(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
-        for name in kwargs:
-            if name in BEFORE and name not in parameters:
-                raise TypeError(f"{call.__name__}() has no {name}= any more: {BEFORE[name]}")
-        if len(args) > len(places):
+        refuse_before(called, kwargs, parameters)
+        if len(args) - is_method > len(places):
             raise TypeError(
-                f"{call.__name__}() takes {' and '.join(places)}, and everything else by name ({named}), got "
-                f"{len(args)} arguments without a name"
+                f"{called}() takes {' and '.join(places)}, and everything else by name ({named}), got "
+                f"{len(args) - is_method} arguments without a name"
             )
         return call(*args, **kwargs)
 

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
 
 from transfuse import _arguments
 from transfuse._errors import PeerLost, TransfuseError
@@ -35,6 +36,9 @@ HOST = "127.0.0.1"
 #: Groups that have lost a member. To free one would wait for its operations, and gloo may never end them.
 _left: list[object] = []
 
+#: Since when a rank of this process has waited for the others: also over several calls that gave up.
+_waits_since: dict[int, float] = {}
+
 
 class _Ticket(msgspec.Struct, array_like=True, frozen=True):
     """What a rank posts when it wants the next group."""
@@ -42,7 +46,7 @@ class _Ticket(msgspec.Struct, array_like=True, frozen=True):
     name: str
     #: 0: the rank has left with an error.
     size: int
-    #: When it was posted, by the clock of the rank's host.
+    #: Since when the rank has waited for the others, by the clock of its host; of a rank that has left, when it left.
     at: float
 
 
@@ -87,12 +91,16 @@ def regroup(
 def _join_next(store: Store, rank: int, size: int, seconds: float, backend: str) -> dist.ProcessGroup:
     until = time.monotonic() + seconds
     while True:
-        ticket = _Ticket(f"{rank}-{uuid.uuid4()}", size, time.time())
+        ticket = _Ticket(f"{rank}-{uuid.uuid4()}", size, _waits_since.setdefault(rank, time.time()))
         _post(store, rank, ticket)
         generation = _await_generation(store, rank, ticket, until, seconds)
+        _waits_since.pop(rank, None)
         if not _all_there(store, generation, rank, until, seconds):
             continue
         prefix = PrefixStore(f"generation {generation.number}", store)
+        # Torch counts the groups that a process could not form, too, and the count is a part of the next one's name: a
+        # newcomer has counted none, and would look for the others under another name for ever.
+        c10d._world.group_count = 0
         try:
             dist.init_process_group(
                 backend, store=prefix, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
@@ -139,7 +147,7 @@ def _await_generation(store: Store, rank: int, mine: _Ticket, until: float, seco
         late = [each for each in range(mine.size) if each not in coming or tickets[each].size != mine.size]
         if not late:
             found = _AgreedTickets(now.number + 1, [tickets[each].name for each in range(mine.size)])
-            # Only one of those who see this at the same time succeeds, and all see what it has written.
+            # Only one of the ranks that see this at the same time succeeds, and all see what it has written.
             store.compare_set("generation", data.decode(), msgspec.json.encode(found).decode())
             continue
         if time.monotonic() > until:
@@ -179,10 +187,10 @@ def supervise(
 
     A rank that ends with another code than 0, or is killed, is started again, ``restarts`` times in all. It calls
     :func:`regroup` then, as the survivors do. A rank that has not come to :func:`regroup` although another one has
-    waited there for ``patience`` seconds is stuck in the old group: it is killed, and started again. Let ``patience``
-    be longer than the timeout of :func:`regroup`: survivors may wait that long for a rank that died while the group was
-    formed. Returns when every rank has ended with 0. Raises :class:`TransfuseError`, and ends all ranks, when there
-    are no more restarts.
+    waited there for ``patience`` seconds, in one call or several, is stuck in the old group: it is killed, and started
+    again. Let ``patience`` be longer than the timeout of :func:`regroup`: survivors may wait that long for a rank that
+    died while the group was formed. Returns when every rank has ended with 0. Raises :class:`TransfuseError`, and ends
+    all ranks, when there are no more restarts.
 
     Args:
         method: how processes start, as in ``multiprocessing.get_context``.
@@ -231,9 +239,9 @@ def _work(work: Callable[..., object], port: int, rank: int, size: int, args: tu
 def _stuck(store: Store, size: int, before: float) -> list[int]:
     """Ranks that have not come, although some other rank has waited for them since ``before``."""
     _, now = _current(store)
-    waiting = {
-        rank: ticket for rank, ticket in _tickets(store, size).items() if ticket.size and ticket.name not in now.tickets
-    }
-    if not waiting or min(ticket.at for ticket in waiting.values()) > before:
+    unused = {rank: ticket for rank, ticket in _tickets(store, size).items() if ticket.name not in now.tickets}
+    if not any(ticket.size and ticket.at <= before for ticket in unused.values()):
         return []
-    return [rank for rank in range(size) if rank not in waiting]
+    # A rank that has just left with an error may be about to come again.
+    come = {rank for rank, ticket in unused.items() if ticket.size or ticket.at > before}
+    return [rank for rank in range(size) if rank not in come]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+
+#: What of ``DataLoader``'s options follows from this loader's own.
+CHOSEN = ("sampler", "batch_sampler", "drop_last", "generator")
 
 
 class Loader:
@@ -37,6 +41,8 @@ class Loader:
         seed: int = 0,
         **options: Any,
     ) -> None:
+        _check_dataset(dataset)
+        _check_names(options)
         has_group = dist.is_available() and dist.is_initialized()
         ranks = ranks if ranks is not None else dist.get_world_size() if has_group else 1
         rank = rank if rank is not None else dist.get_rank() if has_group else 0
@@ -50,18 +56,22 @@ class Loader:
                 f"{len(self._sampler)} samples for each of {ranks} ranks do not fill a batch of {batch_size}"
             )
         self._epoch, self._next = 0, 0
+        self._read([])  # Refuses wrong values of options here, and not when the training begins.
 
     def __iter__(self) -> Iterator[Any]:
         while True:
             self._sampler.set_epoch(self._epoch)
-            # What has been seen is left out before anything is read. A generator of its own: otherwise each new
-            # iterator would draw a number from torch's, and a restarted job would draw one more.
-            rest = list(self._batches)[self._next :]
-            own = torch.Generator().manual_seed(0)
-            for batch in DataLoader(self._dataset, batch_sampler=rest, generator=own, **self._options):
+            # What has been seen is left out before anything is read.
+            for batch in self._read(list(self._batches)[self._next :]):
                 self._next += 1  # Counted when it is handed out, however far the loader's processes are ahead.
                 yield batch
             self._epoch, self._next = self._epoch + 1, 0
+
+    def _read(self, batches: Sequence[list[int]]) -> DataLoader[Any]:
+        # A generator of its own: otherwise each new iterator would draw a number from torch's, and a restarted job
+        # would draw one more.
+        own = torch.Generator().manual_seed(0)
+        return DataLoader(self._dataset, batch_sampler=batches, generator=own, **self._options)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self._epoch, "next": self._next}
@@ -69,3 +79,23 @@ class Loader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on with the batch after the last one that was handed out. An iterator that exists already does not."""
         self._epoch, self._next = state["epoch"], state["next"]
+
+
+def _check_dataset(dataset: object) -> None:
+    by_number = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    if not by_number or not isinstance(dataset, Sized):
+        raise TypeError(
+            f"Loader() needs a dataset with a length and items by number, got a {type(dataset).__name__}: a stream's "
+            "place is known only to who reads it, so give keep() a loader of your own with state_dict() and "
+            "load_state_dict()"
+        )
+
+
+def _check_names(options: Iterable[str]) -> None:
+    own = inspect.signature(Loader).parameters
+    known = [name for name in inspect.signature(DataLoader).parameters if name not in (*own, *CHOSEN)]
+    for name in options:
+        if name in CHOSEN:
+            raise TypeError(f"Loader() chooses {name} itself")
+        if name not in known:
+            raise TypeError(f"Loader() got an unexpected keyword argument {name!r}; its options are {', '.join(known)}")

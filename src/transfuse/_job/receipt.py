@@ -37,6 +37,27 @@ class Receipt:
         """The mesh for DTensors that arrive fresh: the target's own."""
         return own_mesh(self.target)
 
+    def permit(
+        self,
+        cohorts: Sequence[Cohort],
+        target: Prepared,
+        *,
+        options: FetchKeywords | OptionKeywords,
+        vote: Callable[[Exception | None], object],
+    ) -> None:
+        """For calls of several ranks: everything is planned, and no target has been touched.
+
+        ``vote`` tells the others what is wrong here, if anything, and raises if something is wrong elsewhere.
+        """
+        failure: Exception | None = None
+        try:
+            self.check(cohorts, target, options)
+        except Exception as error:
+            failure = error
+        vote(failure)
+        if failure is not None:
+            raise failure
+
     def check(self, cohorts: Sequence[Cohort], target: Prepared, options: FetchKeywords | OptionKeywords) -> None:
         """Raise if the target is not like the sources', or something can neither land nor be taken by somebody."""
         check_nothing_was_removed(cohorts, target, options)

@@ -28,7 +28,7 @@ import torch
 
 from transfuse import _arguments
 from transfuse._errors import StateError
-from transfuse._job.face import Step
+from transfuse._memory import device_copies
 from transfuse._state import trees
 
 logger = logging.getLogger("transfuse")
@@ -132,7 +132,7 @@ def _expand(value: Any, takes: Callable[[object], bool]) -> Any:
         children = [_expand(child, takes) for child in value]
         same = all(one is other for one, other in zip(children, value, strict=True))
         return value if same else type(value)(children)
-    return int(value) if isinstance(value, Step) else value
+    return value
 
 
 def _holds_objects(value: object) -> bool:
@@ -158,7 +158,7 @@ def _load_all(given: Any, arrived: Any, path: str, parent: Any, key: Any) -> Non
         if not isinstance(arrived, torch.Tensor) or (given.shape, given.dtype) != (arrived.shape, arrived.dtype):
             raise StateError(f"{path or '<root>'} is {_shown(given)}, and what was restored is {_shown(arrived)}")
         with torch.no_grad():
-            given.copy_(arrived)
+            device_copies.fill(given, arrived)
         return
     place = StatePart(path, (key,), given, parent)
     if place.can_take():

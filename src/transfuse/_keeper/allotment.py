@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper import frames
-from transfuse._keeper.books import Books, slot_bytes
 from transfuse._keeper.bundle_table import Bundles
 from transfuse._keeper.frames import Frame
 from transfuse._keeper.freeing import Freeing
-from transfuse._keeper.slots import Label, SlotFile, make_slots, round_up
+from transfuse._keeper.slot_file import Label, SlotFile, make_slots, round_up
+from transfuse._keeper.slot_policy import Books, slot_bytes
 from transfuse._memory.available import free_memory
 from transfuse._sizes import human_bytes
 

@@ -16,6 +16,9 @@ from transfuse._errors import TransfuseError
 from transfuse._keeper import runs
 from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.runs import Run
+from transfuse._limits import TLS_VARIABLES, may_start_keeper
+from transfuse._tls import TLS
+from transfuse._tuning import KEEPER_AWAIT_SECONDS
 
 SOCKET_NAME, LOG_NAME, LOCK_NAME = "socket", "log", "lock"
 #: Variables of launchers that are meant for workers, not for the keeper.
@@ -24,17 +27,22 @@ NOT_FOR_THE_KEEPER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "GOM
 CANNOT_WRITE = os.EX_CANTCREAT
 
 
-def attach(run: Run, seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> KeeperLink:
+def attach(
+    run: Run, seconds: float, is_wanted: Callable[[], bool] = lambda: True, *, tls: TLS | None = None
+) -> KeeperLink:
     """Connect to the keeper of a run. If there is none, start one, detached from this process.
 
-    If the keeper is not wanted any more by then, this raises, and starts none.
+    Where workers start none (``TRANSFUSE_KEEPER_START=0``), wait for it. If the keeper is not wanted any more by then,
+    this raises, and starts none. ``tls``: for one that is started.
     """
     until = time.monotonic() + seconds
+    if not may_start_keeper():
+        return _await_service(run, seconds, until, is_wanted)
     found = find(run, until, is_wanted)
     if isinstance(found, KeeperLink):
         return found
     with found:
-        process = _start(found)
+        process = _start(found, tls)
     return _await(process, run.directory, seconds, until)
 
 
@@ -45,7 +53,7 @@ def find(run: Run, until: float, is_wanted: Callable[[], bool] = lambda: True) -
         return KeeperLink.to(path, _left(until))
     while True:
         if not is_wanted():
-            raise TransfuseError("the keeper is not wanted any more")
+            raise _not_wanted()
         lock = _try_lock(run)
         # The process that has the lock may listen by now.
         with suppress(KeeperLost):
@@ -58,6 +66,26 @@ def find(run: Run, until: float, is_wanted: Callable[[], bool] = lambda: True) -
         if time.monotonic() > until:
             raise TransfuseError(_in_vain(run.directory))
         time.sleep(0.02)
+
+
+def _await_service(run: Run, seconds: float, until: float, is_wanted: Callable[[], bool]) -> KeeperLink:
+    """The connection to a keeper that somebody else runs, as soon as it is there."""
+    path = str(run.directory / SOCKET_NAME)
+    while is_wanted():
+        with suppress(KeeperLost):
+            return KeeperLink.to(path, _left(until))
+        if time.monotonic() > until:
+            raise TransfuseError(
+                f"no keeper of the run {run.name} answers at {path} within {seconds:g} s, and TRANSFUSE_KEEPER_START=0 "
+                "says that workers start none. Start it there: transfuse keep, with the same TRANSFUSE_RUN and "
+                "TRANSFUSE_KEEPER_DIR, as the same user; or unset the variable"
+            )
+        time.sleep(KEEPER_AWAIT_SECONDS)
+    raise _not_wanted()
+
+
+def _not_wanted() -> TransfuseError:
+    return TransfuseError("the keeper is not wanted any more")
 
 
 def _await(process: subprocess.Popen[bytes], directory: pathlib.Path, seconds: float, until: float) -> KeeperLink:
@@ -84,10 +112,12 @@ def _left(until: float) -> float:
     return max(until - time.monotonic(), 1.0)
 
 
-def _start(lock: Lock) -> subprocess.Popen[bytes]:
+def _start(lock: Lock, tls: TLS | None = None) -> subprocess.Popen[bytes]:
     """Start a keeper, which has the lock from now on, whatever becomes of this process."""
     directory = lock.directory
-    environment = {name: value for name, value in os.environ.items() if name not in NOT_FOR_THE_KEEPER}
+    own = {*NOT_FOR_THE_KEEPER, *TLS_VARIABLES}
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    environment |= {} if tls is None else tls.as_environment()
     # The keeper works in /, where relative paths would mean something else.
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
     try:
@@ -201,7 +231,7 @@ class Lock:
         return False
 
     def note(self, pid: int) -> None:
-        """Note in the file who has the lock, for the errors of those who wait."""
+        """Note in the file who has the lock, for the errors of processes that wait."""
         with suppress(OSError):
             os.pwrite(self.fd, b"%-10d" % pid, 0)
 

@@ -1,6 +1,6 @@
 """Bundles: the units in which a state is copied, compared and shared between the ranks of a host.
 
-A bundle is one large storage, or several small ones that follow each other. What is known of each is in a table
+A bundle is one large storage, or several small ones of one device. What is known of each is in a table
 (:mod:`.bundle_table`).
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from transfuse._keeper.bundle_table import DECLARED, PLACED, PLAIN, PRIVATE, Bundles, StoragePlaces
-from transfuse._keeper.slots import round_up
+from transfuse._keeper.slot_file import round_up
 from transfuse._state.leaves.distributed import DTensorMeta
 from transfuse._state.leaves.spec import Spec, is_dtensor
 from transfuse._state.manifest import Manifest
@@ -30,25 +30,30 @@ IsShared = Callable[[str], bool]
 def bundle(manifest: Manifest, own: Manifest | None, is_shared: IsShared) -> tuple[Bundles, StoragePlaces]:
     """Put the storages of a state into bundles."""
     modes, words = _storages(manifest, is_shared, "state")
-    sizes = manifest.storages.nbytes.tolist()
+    sizes, devices = manifest.storages.nbytes.tolist(), manifest.storages.device.tolist()
     if own is not None:
         _, more = _storages(own, lambda path: False, "own")
         modes += [PRIVATE] * len(more)
         words += more
         sizes += own.storages.nbytes.tolist()
+        devices += own.storages.device.tolist()
     result: list[tuple[int, int, Any]] = []
     of_storage, place = [], []
-    for mode, word, nbytes in zip(modes, words, sizes, strict=True):
+    #: For each mode and device, the last bundle.
+    last: dict[tuple[int, int], int] = {}
+    for mode, word, nbytes, device in zip(modes, words, sizes, devices, strict=True):
         room = nbytes if nbytes >= BUNDLE_BYTES else round_up(nbytes, ALIGNMENT)
-        if result and result[-1][0] == mode and result[-1][1] + room <= BUNDLE_BYTES:
-            place.append(result[-1][1])
-            result[-1][2].update(word)
-            result[-1] = (mode, result[-1][1] + room, result[-1][2])
+        number = last.get((mode, device), -1)
+        if number >= 0 and result[number][1] + room <= BUNDLE_BYTES:
+            _, used, digest = result[number]
+            place.append(used)
+            digest.update(word)
+            result[number] = (mode, used + room, digest)
         else:
             place.append(0)
-            digest = xxhash.xxh3_128(word)
-            result.append((mode, room, digest))
-        of_storage.append(len(result) - 1)
+            number = last[mode, device] = len(result)
+            result.append((mode, room, xxhash.xxh3_128(word)))
+        of_storage.append(number)
     bundles = Bundles.of(
         [digest.digest() for _, _, digest in result],
         [nbytes for _, nbytes, _ in result],

@@ -7,40 +7,60 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, NoReturn, Self, Unpack
 
 import msgspec
 import numpy as np
 
 from transfuse import _arguments
 from transfuse._errors import TransfuseError, as_utf8
-from transfuse._job.face import Step, one_manner
-from transfuse._job.state import State
-from transfuse._keeper import copying, frames, rendezvous, restoring, runs
+from transfuse._job.face import attribute_before, one_manner
+from transfuse._keeper import frames, rendezvous, restoring, runs
+from transfuse._keeper import view as keepers_view
 from transfuse._keeper.attach import attach
-from transfuse._keeper.books import ranks_and_have
 from transfuse._keeper.bundle_table import ROW_BYTES
 from transfuse._keeper.bundles import IsShared, bundle
-from transfuse._keeper.commits import AgreedLayout, CommitCopy, CommitReport, Snapshot, Who, timed
-from transfuse._keeper.frames import KeeperLink, KeeperLost
+from transfuse._keeper.commits import (
+    AgreedLayout,
+    ChangedTooEarly,
+    CommitCopy,
+    CommitReport,
+    Committer,
+    Footprint,
+    Snapshot,
+    timed,
+)
+from transfuse._keeper.device_commit import captures, check_no_capture, guess
+from transfuse._keeper.frames import KeeperEnds, KeeperLink, KeeperLost
 from transfuse._keeper.one_call import OneCall
 from transfuse._keeper.own_address import own_address
-from transfuse._keeper.settings import KeepSettings, RankState, at_least, is_shared
-from transfuse._keeper.slots import Label, SlotView
+from transfuse._keeper.settings import KeepSettings
+from transfuse._keeper.slot_file import Label, SlotView
+from transfuse._keeper.slot_policy import ranks_and_have
 from transfuse._keeper.unkept import Unkept
-from transfuse._keeper.unrestorable import Unrestorable
+from transfuse._keeper.unrestorable import Unrestorable, refuse_objects
 from transfuse._limits import Limits
+from transfuse._memory import pinning, streams
+from transfuse._metrics import names
+from transfuse._metrics.address import address_in_environment
+from transfuse._metrics.reports import tell
 from transfuse._options import FetchKeywords, check_names
+from transfuse._report import Step
 from transfuse._session.remembered import Remembered
 from transfuse._state.region import Ints
+from transfuse._tls import tls_of
 from transfuse._tuning import COMMIT_ANSWER_SECONDS, COMMIT_PARTNER_SECONDS, KEEP_REVIVE_SECONDS
 from transfuse._wire.roll_call import Agreement
 
 logger = logging.getLogger("transfuse")
+
+#: Of this number of commits and restores, the newest, the keeper is told when it is back.
+UNTOLD = 1000
 
 
 @one_manner
@@ -59,6 +79,9 @@ def keep(
     max_bytes: int | None = None,
     reserve: int | None = None,
     max_bytes_per_second: float | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+    keep_saved: int = 2,
     linger: timedelta | float = 600,
     timeout: timedelta | float = 60,
     on_report: Callable[[CommitReport], object] | None = None,
@@ -88,12 +111,19 @@ def keep(
             explicit ``--rdzv-id``, or the agent that started this worker.
         group: the process group. None: the default group.
         every: commit only steps that are a multiple of this.
-        slots: how many steps of each rank the keeper has room for. None: 3, and with replicas 4.
+        slots: how many steps of each rank the keeper has room for. None: 3, one more with replicas, and one more with
+            ``save_every``.
         replicas: on how many other hosts each host's states are kept, too.
         max_bytes: the most memory that the keeper of this host may take. None: what is free.
         reserve: how many bytes this rank will commit. The keeper allocates its memory now, and refuses now what does
             not fit. None: at the first commit, when the size is known.
-        max_bytes_per_second: the most that a keeper sends to other hosts.
+        max_bytes_per_second: the most that a keeper sends to other hosts, and the most that it writes to storage.
+        directory: where steps are saved, and where :meth:`Keep.restore` looks for them when no memory has them any
+            more: a path, or a URL of ``fsspec`` (``s3://…``). It has to be there: it is not made, since a mount that is
+            missing must not look like a new run. One directory for each run.
+        save_every: committed steps that are a multiple of this are written there by the keepers, while training goes
+            on. None: nothing is written, and what is there is only read.
+        keep_saved: how many of these stay there. Older ones are removed when a newer one is whole.
         linger: how long a keeper that holds steps stays when its job has ended without :meth:`Keep.close`.
         timeout: how long a call may go without progress.
         on_report: called with the :class:`CommitReport` of each commit, when it says all that training waited for:
@@ -103,30 +133,29 @@ def keep(
             only leaves that are not ``shared`` are hashed.
     """
     check_names(keep, options, FetchKeywords)
-    _arguments.check_callable("load_rank_state", load_rank_state)
-    _arguments.check_callable("on_report", on_report)
-    _arguments.check_choices(verify=options.get("verify"))
-    given = None if state is None else State.of(state, load)
-    settings = KeepSettings(
-        state=given,
-        rank_state=RankState(rank_state, load_rank_state, given),
-        is_shared=is_shared(shared),
-        run=runs.find_run(run),
-        group=group,
-        every=at_least("every", every, 1),
-        slots=None if slots is None else at_least("slots", slots, 2),
-        replicas=at_least("replicas", replicas, 0),
-        max_bytes=None if max_bytes is None else at_least("max_bytes", max_bytes, 1),
-        reserve=None if reserve is None else at_least("reserve", reserve, 1),
-        rate=max_bytes_per_second,
-        linger=_arguments.duration(linger, "linger").total_seconds(),
-        digests=options.get("verify") is not False,
-        timeout=_arguments.duration(timeout),
-        on_report=on_report,
-        options=options,
-    )
+    settings = KeepSettings(**locals())
+    address_in_environment()  # Refuse a wrong TRANSFUSE_KEEPER_METRICS here: a keeper could only log it.
     rendezvous.check_group(group)
     return Keep(settings)
+
+
+def _check_saves(hosts: Sequence[str], of_all: Sequence[Any]) -> None:
+    """Refuse ranks that were given different storage. Each host may have a disk of its own, under a name of its own."""
+    for rank, (host, one) in enumerate(zip(hosts, of_all, strict=True)):
+        here, first = hosts.index(host), of_all[0]
+        for other, differs in (
+            (0, (one is None) != (first is None) or (one is not None and one[1:3] != first[1:3])),
+            (here, one is not None and one[0] != of_all[here][0]),
+        ):
+            if differs:
+                given = "directory=, save_every= and keep_saved="
+                mine, theirs = (None if some is None else tuple(some[:3]) for some in (one, of_all[other]))
+                why = "give all ranks of a host the same" if other else "give all ranks the same"
+                raise ValueError(f"rank {rank} keeps with {given} {mine}, and rank {other} with {theirs}: {why}")
+
+
+#: Commits whose copies a device had not ended when their rank closed: it may still write to their slots.
+_never_ended: list[CommitCopy] = []
 
 
 class _NoRoom(TransfuseError):
@@ -142,17 +171,27 @@ class Keep:
 
     def __init__(self, settings: KeepSettings) -> None:
         self._settings, self._run = settings, settings.run
-        self._seconds = settings.timeout.total_seconds()
+        self._tls = tls_of(settings.options.get("tls"))
+        self._seconds = settings.timeout
         self._agreement = Agreement(settings.group, self._seconds)
         self.rank, self.world_size = self._agreement.rank, self._agreement.size
-        self._who = Who(self.rank, self.world_size, settings.digests, self._ask)
+        self._committer = Committer(self.rank, self.world_size, settings.digests, self._ask, self._seconds)
         self._limits = Limits.from_environment()
         self._remembered, self._remembered_own = Remembered(), Remembered()
         self._link: KeeperLink | None = None
         self._asking = threading.RLock()
         self._call = OneCall()
         self._layout: AgreedLayout | None = None
+        #: A structure, and the storages of such states that may change at any time. A new layout does not forget them.
+        self._volatile_of: tuple[tuple[Any, ...], set[int]] = (), set()
         self._copying: threading.Thread | None = None
+        #: The commit that goes on in that thread; and one whose copies a device has not ended in time.
+        self._job: CommitCopy | None = None
+        self._late: CommitCopy | None = None
+        #: Where commits come after the blocks that have changed the state.
+        self._marks = streams.ChangeMarks()
+        #: Whether the job has changed its state on streams that did not wait.
+        self._distrusts = False
         self._reviving: threading.Thread | None = None
         self._warned = self._warned_of_room = False
         self._unkept = Unkept(self.rank)
@@ -166,8 +205,8 @@ class Keep:
         self._is_new = True
         #: Whether it has been asked to allocate slots.
         self._needs_memory = False
-        #: What the keeper has last said about replicas.
-        self._noted = ""
+        #: What the keeper has last said about replicas, and about storage.
+        self._noted = self._unsaved = ""
         #: Whether :meth:`close` was called, and whether it has ended, or :meth:`detach` was called.
         self._closed = self._detached = False
         #: Ends the pause between two looks for a lost keeper.
@@ -177,11 +216,15 @@ class Keep:
         #: The newest step for which :meth:`commit` was called.
         self._reached: int | None = None
         #: The state of the last commit, and the versions of its tensors then.
-        self._taken: Snapshot | None = None
-        self._versions: list[int] = []
+        self._taken: Footprint | None = None
         #: The same state, and the versions of its tensors at the end of the last ``mutating()``.
-        self._last: tuple[Snapshot, list[int]] | None = None
+        self._last: tuple[Footprint, list[int]] | None = None
         self._report: CommitReport | None = None
+        #: What the keeper has not been told yet for its metrics. While it is lost, only the newest are kept.
+        self._untold_commits: deque[frames.CommitNumbers] = deque(maxlen=UNTOLD)
+        self._untold_restores: deque[frames.RestoreNumbers] = deque(maxlen=UNTOLD)
+        #: From where the last :meth:`restore` got its step.
+        self._source = names.NOWHERE
         #: The keepers of the job. Generation 0: not known yet.
         self._peers = frames.Peers(0, self.world_size, [], [], 0, "", 0, None)
         #: By rank of the job before: its ``rank_state``, after :meth:`restore`.
@@ -193,6 +236,7 @@ class Keep:
             raise
         if settings.state is not None:
             settings.state.join(self._changing)
+        keepers_view.watch(self, self._run.directory)
 
     # ------------------------------------------------------------------------------------------------- attaching
 
@@ -201,19 +245,26 @@ class Keep:
         agreement, link, failure, mine = self._agreement, None, "", b""
         found = agreement.gather(msgspec.msgpack.encode(self._run), "finding the run of the job")
         self._run = runs.agreed(self._run, [msgspec.msgpack.decode(row, type=runs.Run) for row in found])
+        saves = self._settings.saves
         try:
             link, welcome = self._attach()
+            generation = welcome.generation
+            if saves is not None:
+                # Steps of a run that only the storage remembers are older than all that it will commit.
+                found_there = link.ask(frames.FindStorage(saves), frames.FoundStorage, self._seconds)
+                generation = max(generation, found_there.generation)
             # The keeper's own secret, hashed: containers of one machine may have the same pids and paths.
             host = hashlib.sha256(welcome.token.encode()).hexdigest()
-            mine = msgspec.msgpack.encode([host, welcome.generation, welcome.token, ""])
+            mine = msgspec.msgpack.encode([host, generation, welcome.token, "", saves])
         except (TransfuseError, OSError) as error:
             failure = as_utf8(str(error))
-            mine = msgspec.msgpack.encode(["", 0, "", failure])
+            mine = msgspec.msgpack.encode(["", 0, "", failure, saves])
         self._link = link
         rows = [msgspec.msgpack.decode(row) for row in agreement.gather(mine, "finding the keepers of the job")]
         failures = {rank: row[3] for rank, row in enumerate(rows) if row[3]}
         if failures:
             raise TransfuseError("\n".join(f"rank {rank}: {why}" for rank, why in failures.items()))
+        _check_saves([row[0] for row in rows], [row[4] for row in rows])
         hosts = list(dict.fromkeys(row[0] for row in rows))
         ranks = [[rank for rank, row in enumerate(rows) if row[0] == host] for host in hosts]
         index = hosts.index(rows[self.rank][0])
@@ -236,26 +287,27 @@ class Keep:
             index=index,
             token=token,
             replicas=min(self._settings.replicas, len(hosts) - 1),
-            rate=self._settings.rate,
+            rate=self._settings.max_bytes_per_second,
+            saves=saves,
         )
         try:
             if not failure:
-                self._ask(self._peers, frames.Done)
+                self._ask(self._peers, frames.Ack)
             if self._settings.reserve is not None:
-                self._ask(frames.Reserve(self._settings.reserve), frames.Done)
+                self._ask(frames.Reserve(self._settings.reserve), frames.Ack)
         except TransfuseError as error:
             failure = as_utf8(str(error))
         refusals = agreement.gather(failure.encode(), "joining the keepers")
         if any(refusals):
             lines = [f"rank {rank}: {why.decode()}" for rank, why in enumerate(refusals) if why]
             raise TransfuseError("\n".join(lines))
-        return restoring.Members(agreement, ranks, index, token, address)
+        return restoring.Members(agreement, ranks, index, token, address, self._tls)
 
     def _attach(self) -> tuple[KeeperLink, frames.Welcome]:
         """Connect to this host's keeper, and say who this is. If the keeper was about to end, find or start another."""
         until = time.monotonic() + self._seconds
         while True:
-            link = attach(self._run, self._seconds, lambda: not self._detached)
+            link = attach(self._run, self._seconds, lambda: not self._detached, tls=self._tls)
             try:
                 return link, self._greet(link)
             except BaseException as error:
@@ -283,7 +335,15 @@ class Keep:
             generation=self._peers.generation,
             stays=run.stays(settings.linger),
         )
-        return link.ask(hello, frames.Welcome, self._seconds)
+        with runs.watched([here, agent]) as descriptors:
+            welcome = link.ask_for_files(hello, frames.Welcome, self._seconds, descriptors)[0]
+        if welcome.encrypts is not (self._tls is not None):
+            does, given = ("encrypts", "without") if welcome.encrypts else ("does not encrypt", "with")
+            raise TransfuseError(
+                f"the keeper of this host {does}, and this worker was started {given} tls=: give both the same "
+                "(TRANSFUSE_TLS_CERT, _KEY and _CA), or end the keeper: transfuse keep --stop"
+            )
+        return welcome
 
     def _ask(self, question: Any, expected: Any, seconds: float | None = None) -> Any:
         return self._ask_for_files(question, expected, seconds)[0]
@@ -303,7 +363,7 @@ class Keep:
         """
 
         def look() -> restoring.KeptStep | None:
-            return restoring.look(self.members, self._link, self._asking, self._seconds)
+            return restoring.look(self.members, self._link, self._asking, self._seconds, self._settings.options)
 
         return self._call.run("look", lambda: self._agreement.together("looking at what is kept", look))
 
@@ -317,9 +377,23 @@ class Keep:
         """
 
         def restore() -> Step | None:
-            return self._agreement.together("restoring", lambda: self._restore(missing_ok))
+            return self._agreement.together("restoring", lambda: self._count_restore(missing_ok))
 
         return self._call.run("restore", restore)
+
+    def _count_restore(self, missing_ok: bool) -> Step | None:
+        """Restore, and count how it has ended."""
+        began, outcome, step = time.monotonic(), names.FAILED, None
+        self._source = names.NOWHERE
+        try:
+            step = self._restore(missing_ok)
+            outcome = names.NOTHING if step is None else names.RESTORED
+            return step
+        finally:
+            number = None if step is None else int(step)
+            numbers = frames.RestoreNumbers(outcome, self._source, number, time.monotonic() - began)
+            self._untold_restores.append(numbers)
+            self._tell_numbers()
 
     def _restore(self, missing_ok: bool) -> Step | None:
         if self._settings.state is None:
@@ -327,12 +401,15 @@ class Keep:
         began = time.monotonic()
         # A copy that goes on meanwhile would see half of what is restored.
         self._join()
+        self._marks.hold_back()
+        # Nor may a rank ask its keeper while another's commit is about to end: it would not count.
+        self._agreement.gather(b"", "ending the commits that go on")
         self._last = None
         restored = restoring.restore(
             self.members,
             self._link,
             self._asking,
-            restoring.Wish(
+            restoring.RestoreRequest(
                 state=self._settings.state,
                 load_rank_state=self._settings.rank_state.load,
                 seconds=self._seconds,
@@ -343,12 +420,13 @@ class Keep:
         )
         if restored is None:
             return None
-        self.rank_states, self._unrestorable = restored.rank_states, None
+        self.rank_states, self._unrestorable, self._source = restored.rank_states, None, restored.source
         self._begin_anew()
         hosts = len(self.members.ranks)
         keepers = "the keeper of this host" if hosts == 1 else f"the keepers of {hosts} hosts"
-        seconds = time.monotonic() - began
-        logger.warning("rank %d restored step %d from %s in %.2f s", self.rank, restored.step, keepers, seconds)
+        where, seconds = restored.came_from or keepers, time.monotonic() - began
+        lost = f": at least {restored.lost} steps after it are lost" if restored.lost else ""
+        logger.warning("rank %d restored step %d from %s in %.2f s%s", self.rank, restored.step, where, seconds, lost)
         return Step(restored.step, restored.report)
 
     def _begin_anew(self) -> None:
@@ -359,12 +437,16 @@ class Keep:
         self._peers = msgspec.structs.replace(self._peers, generation=self._peers.generation + 1)
         self._layout, self._newest, self._reached = None, None, None
         try:
-            self._ask(self._peers, frames.Done)
+            self._ask(self._peers, frames.Ack)
         except KeeperLost as error:
             self._lose(CommitReport(0), error)
         self._agreement.gather(b"", "beginning a new generation")
 
     # ---------------------------------------------------------------------------------------------- committing
+
+    @property
+    def own(self) -> NoReturn:
+        raise attribute_before(self, "own", "rank_states")
 
     @property
     def report(self) -> CommitReport | None:
@@ -386,6 +468,7 @@ class Keep:
         number = _arguments.whole("step", step)
         if self._closed:
             raise TransfuseError("commit() after close()")
+        check_no_capture(streams.current())
         self._agreement.check_same_ranks()
         if state is None and self._settings.state is None:
             raise TransfuseError("commit() needs a state: keep(state), or commit(step, state=...)")
@@ -399,7 +482,8 @@ class Keep:
         try:
             self._commit(report, number, state, wait=wait)
         except KeeperLost as error:
-            if self._is_new and self._needs_memory and not isinstance(error.__cause__, TimeoutError):
+            is_unexplained = not isinstance(error, KeeperEnds) and not isinstance(error.__cause__, TimeoutError)
+            if self._is_new and self._needs_memory and is_unexplained:
                 self._link = None
                 raise self._out_of_memory(error) from error
             self._lose(report, error)
@@ -420,13 +504,17 @@ class Keep:
             is_lost = self._link is None
         if is_lost:
             self._revive()
-            report.outcome, report.why = "skipped", "the keeper of this host is lost"
+            report.leave_out("skipped", names.KEEPER_LOST, "the keeper of this host is lost")
             return
         if self._newest is not None and step <= self._newest:
-            report.outcome, report.why = "skipped", f"step {self._newest} has been committed already"
+            report.leave_out("skipped", names.NOT_NEWER, f"step {self._newest} has been committed already")
+            return
+        if not self._has_landed(ask=True):
+            report.leave_out("skipped", names.DEVICE, "a device has not ended the copies of an earlier commit yet")
             return
         label = Label(self._peers.generation, step)
         state_is_ours = state is None
+        self._marks.hold_back()
         with timed(report, "state_dict"):
             if state is None and self._settings.state is not None:
                 state = self._settings.state.tree()
@@ -443,25 +531,27 @@ class Keep:
             with timed(report, "keeper"):
                 layout, slot = self._begin(taken, structure, label)
         except _LeftOut as error:
-            report.outcome, report.why = "skipped", str(error)
+            report.leave_out("skipped", names.PARTNER, str(error))
             return
         except _NoRoom as error:
-            report.outcome, report.why = "skipped", str(error)
+            report.leave_out("skipped", names.NO_ROOM, str(error))
             if not self._warned_of_room:
                 self._warned_of_room = True
                 logger.warning("rank %d: the state is not kept any more, until there is room: %s", self.rank, error)
             return
         number = slot.number
         self._warn_of_replicas(report, slot.notes)
+        self._warn_of_storage(report, slot.unsaved)
         self._unkept.hear(None if slot.complete is None else Label(*slot.complete), slot.why)
         if number is None:
             why = f": {slot.why}" if slot.why else ""
-            report.outcome, report.why = "skipped", f"all slots hold steps that are not complete everywhere yet{why}"
+            why = f"all slots hold steps that are not complete everywhere yet{why}"
+            report.leave_out("skipped", names.NO_SLOT, why)
             return
         if slot.absent:
             report.outcome, report.why = "pending", f"{ranks_and_have(slot.absent)} not called commit() yet"
-        job = CommitCopy(self._who, taken, layout, number, label, report)
-        self._taken, self._versions = taken, taken.versions()
+        job = CommitCopy(self._committer, taken, layout, number, label, report)
+        self._taken = Footprint(taken)
         try:
             with timed(report, "copy"):
                 if job.begin(None if wait else self._volatile(taken, layout)):
@@ -469,10 +559,12 @@ class Keep:
                     self._newest = step
                     return
         except KeeperLost:
+            self._late = job  # A device may still write to the slot.
             raise
         except BaseException:
-            job.drop()
+            self._drop(job, ask=True)
             raise
+        self._job = job
         then, report.outcome, report.why = (report.outcome, report.why), "pending", "the copy goes on"
         self._copying = threading.Thread(
             target=self._go_on, args=(job, step, then), name="transfuse-commit", daemon=True
@@ -481,17 +573,38 @@ class Keep:
 
     def _go_on(self, job: CommitCopy, step: int, then: tuple[str, str]) -> None:
         """The rest of a commit, while training goes on, in its own thread. ``then``: the outcome if all goes well."""
-        report = job.report
+        report, began = job.report, time.perf_counter()
         try:
             if job.go_on():
                 self._newest = step
                 report.outcome, report.why = then
         except KeeperLost as error:
             self._lose(report, error)
-        except Exception as error:
-            report.outcome, report.why = "dropped", f"{type(error).__name__}: {error}"
+        except BaseException as error:  # Whatever it is, devices may still write to the slot.
+            cause = names.CHANGED if isinstance(error, ChangedTooEarly) else names.OTHER
+            report.leave_out("dropped", cause, f"{type(error).__name__}: {error}")
             logger.warning("step %d was not kept: %s", report.step, report.why)
-            job.drop()
+            self._distrusts = self._distrusts or isinstance(error, ChangedTooEarly)
+            self._drop(job)
+        finally:
+            report.background_seconds = time.perf_counter() - began
+            if job.has_landed(ask=False):
+                self._job = None  # It holds the state.
+
+    def _drop(self, job: CommitCopy, *, ask: bool = False) -> None:
+        """Give the slot of a commit that does not count back to the keeper, as soon as no device writes to it."""
+        self._late = job
+        self._has_landed(ask=ask)
+
+    def _has_landed(self, *, ask: bool) -> bool:
+        """Whether no device writes to the slot of a commit that does not count any more. ``ask``: the devices."""
+        late = self._late
+        if late is not None:
+            if not late.has_landed(ask=ask):
+                return False
+            self._late = None
+            late.drop()
+        return True
 
     def _begin(self, taken: Snapshot, structure: tuple[Any, ...], label: Label) -> tuple[AgreedLayout, frames.Slot]:
         """The layout for a state, and the slot that the keeper has for it."""
@@ -511,10 +624,25 @@ class Keep:
             logger.warning("rank %d commits step %d, but %s", self.rank, report.step, notes)
         self._noted = notes
 
+    def _warn_of_storage(self, report: CommitReport, unsaved: str) -> None:
+        """Say once that steps are not saved, and once that they are saved again."""
+        report.unsaved = unsaved
+        if unsaved and not self._unsaved and self.members.speaks:
+            logger.warning("rank %d: %s. Training goes on, and the next one is another try", self.rank, unsaved)
+        if self._unsaved and not unsaved and self.members.speaks:
+            logger.warning("rank %d: steps are saved again", self.rank)
+        self._unsaved = unsaved
+
     def _lay(self, taken: Snapshot, structure: tuple[Any, ...], label: Label) -> AgreedLayout:
         own = None if taken.own is None else taken.own.manifest
-        bundles, storages = bundle(taken.described.manifest, own, self._settings.is_shared)
-        digests = copying.copy(taken.memory, bundles, storages, None, digests=False)
+        if not self._settings.options.get("weights_only_objects"):
+            refuse_objects(taken.described.manifest, "state")
+            if own is not None:
+                refuse_objects(own, "rank_state")
+        bundles, storages = bundle(taken.described.manifest, own, self._settings.shared)
+        # A rank that is alone on its host shares nothing.
+        alone = len(self.members.ranks[self.members.host]) == 1
+        digests = [] if alone else guess(self._committer.streams, taken.memory, bundles, storages, self._seconds)
         question = frames.Lay(
             *label,
             bundles.hashed(digests),
@@ -539,9 +667,12 @@ class Keep:
         finally:
             for fd in descriptors:
                 os.close(fd)
-        before = self._layout
-        volatile = before.volatile if before is not None and before.structure == structure else set()
-        self._layout = AgreedLayout(structure, laid.bundles, storages, views, volatile)
+        for kind in {device.type for device in taken.memory.devices}:
+            for view in views.values():
+                view.is_pinned = pinning.register(view, view.address, view.nbytes, kind)
+        if self._volatile_of[0] != structure:
+            self._volatile_of = structure, set()
+        self._layout = AgreedLayout(structure, laid.bundles, storages, views, self._volatile_of[1])
         return self._layout
 
     def _volatile(self, taken: Snapshot, layout: AgreedLayout) -> Ints | None:
@@ -567,30 +698,43 @@ class Keep:
     def _changing(self) -> Iterator[None]:
         self._call.run("mutating", self._wait_to_change)
         try:
-            yield
+            with self._committer.quiet.kept():
+                yield
         finally:
+            taken = self._taken
+            self._marks.set([] if taken is None else taken.devices)
             with suppress(Exception):
-                taken = self._taken
                 if taken is not None:
-                    self._last = taken, taken.versions()
+                    taken.calm = taken.versions()
+                    self._last = taken, taken.calm
 
     def _wait_to_change(self) -> None:
-        if self._report is not None:
-            self._end_copy(self._report, "the copy")
+        job, report = self._job, self._report
+        if job is not None and captures(streams.current()):
+            if self._committer.quiet.is_kept:
+                return  # The block around this one has waited: a captured stream cannot wait for what is outside.
+            raise TransfuseError(
+                "mutating() was entered during the capture of a graph, while a commit is under way: enter it before "
+                "the capture begins"
+            )
+        if report is not None and job is not None and job.holds_back_devices and not self._distrusts:
+            with timed(report, "the copy"):
+                job.hold_back()
+        elif report is not None:
+            self._end_copy(report, "the copy")
         taken, layout = self._taken, self._layout
         if taken is not None and layout is not None and layout.structure == taken.structure:
-            # What has changed since the commit has changed outside of such a block.
-            changed = np.array(taken.versions()) != np.array(self._versions)
-            layout.volatile |= set(taken.described.manifest.tensors.storage[changed].tolist())
+            # What has changed since the commit, or since the last such block, has changed outside of one.
+            layout.volatile |= taken.changed()
 
     def _end_copy(self, report: CommitReport, cause: str) -> None:
         """Wait for a copy that goes on, and note in this report for how long. Then the copy's own report is told."""
         thread, ended = self._copying, self._report
         if thread is None:
             return
-        with timed(report, cause):
+        with timed(report, cause), self._committer.quiet.broken():
             thread.join()
-        self._copying = None
+        self._copying = self._job = None
         assert ended is not None
         self._tell(ended)
 
@@ -598,19 +742,52 @@ class Keep:
         """As `_end_copy`, where training is not what waits."""
         self._end_copy(CommitReport(0), "")
 
+    def _let_go(self) -> None:
+        """This rank uses its slots no more. What a device has not ended by then keeps them mapped for good."""
+        self._join()
+        self._taken = self._last = None
+        late, self._late = self._late, None
+        if late is not None:
+            with self._committer.quiet.broken():
+                if not self._committer.quiet.poll(late.has_landed, self._seconds):
+                    _never_ended.append(late)
+
     def _tell(self, report: CommitReport) -> None:
-        logger.info("%s", report.line(), extra={"transfuse_report": report})
+        tell(report)
+        self._untold_commits.append(report.numbers())
+        self._tell_numbers()
         self._unkept.note(report)
         if report.outcome in ("committed", "pending"):
             self._is_new = False
         if self._settings.on_report is not None:
             self._settings.on_report(report)
 
+    def _tell_numbers(self) -> None:
+        """Tell the keeper what it counts for its metrics. If it cannot be told now, it is told another time."""
+        if not self._asking.acquire(blocking=False):
+            return
+        try:
+            link, commits, restores = self._link, self._untold_commits, self._untold_restores
+            if link is None:
+                return
+            try:
+                with suppress(KeeperLost):
+                    link.send(frames.Numbers([*commits], [*restores]), COMMIT_ANSWER_SECONDS)
+                    commits.clear()
+                    restores.clear()
+                    return
+            except BaseException:
+                link.close()
+                raise
+            link.close()  # Half of a frame may have been sent. The next question finds that the keeper is lost.
+        finally:
+            self._asking.release()
+
     # ------------------------------------------------------------------------------------------ a lost keeper
 
     def _lose(self, report: CommitReport, error: KeeperLost) -> None:
         """Go on without the keeper. One warning; commits go on when it is back."""
-        report.outcome, report.why = "skipped", str(error)
+        report.leave_out("skipped", names.KEEPER_LOST, str(error))
         with self._asking:
             link, self._link = self._link, None
             self._layout, self._is_new = None, False
@@ -619,10 +796,9 @@ class Keep:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "rank %d goes on without the keeper of its host, and looks for it every %g s: %s. Until it is back, "
-                "nothing is kept",
+                "rank %d goes on without the keeper of its host, and looks for it: %s. Until it is back, nothing is "
+                "kept",
                 self.rank,
-                KEEP_REVIVE_SECONDS,
                 error,
             )
         self._revive()
@@ -645,17 +821,17 @@ class Keep:
                     if len(self._peers.keepers) > 1:
                         # A new keeper opens the door of the old one, which the keepers of the other hosts know.
                         link.ask(frames.Expose(self.members.address, self._peers.token), frames.Exposed, self._seconds)
-                    link.ask(self._peers, frames.Done, self._seconds)
+                    link.ask(self._peers, frames.Ack, self._seconds)
                     with self._asking:
                         if self._closed:
                             if not self._detached:
-                                link.ask(frames.Close(), frames.Done, COMMIT_ANSWER_SECONDS)
+                                link.ask(frames.Close(), frames.Ack, COMMIT_ANSWER_SECONDS)
                             link.close()
                             return
                         if self._reached is not None:
                             # The other ranks of this host need not wait for these.
                             left = frames.LeaveOut(self._peers.generation, self._reached)
-                            link.ask(left, frames.Done, COMMIT_ANSWER_SECONDS)
+                            link.ask(left, frames.Ack, COMMIT_ANSWER_SECONDS)
                         self._link = link
                 except BaseException:
                     link.close()
@@ -678,12 +854,12 @@ class Keep:
     def _close(self) -> None:
         if self._closed:
             return
-        self._join()
+        self._let_go()
         with self._asking:
             self._closed, link = True, self._link
             if link is not None:
                 try:
-                    link.ask(frames.Close(), frames.Done, COMMIT_ANSWER_SECONDS)
+                    link.ask(frames.Close(), frames.Ack, COMMIT_ANSWER_SECONDS)
                 except TransfuseError as error:
                     logger.warning("rank %d says close() again: %s", self.rank, error)
                     link.close()
@@ -706,8 +882,9 @@ class Keep:
     def detach(self) -> None:
         """Leave the keeper as it is. It keeps what it has, as after the end of this process."""
         self._closed = self._detached = True
+        keepers_view.forget(self)
         self._hurry.set()
-        self._join()
+        self._let_go()
         if self._settings.state is not None:
             self._settings.state.leave(self._changing)
         with self._asking:

@@ -1,7 +1,8 @@
 """Copy a described state into a slot, in several threads, and hash each bundle on the way.
 
-A bundle that another rank of this host holds is only hashed; what of it lies on a device passes through main memory a
-piece at a time.
+What lies on a device lands in the slot by queued copies (:mod:`.device_commit`), and is hashed there. Where that is
+impossible it passes through pinned memory a piece at a time: a bundle that another rank of this host holds, and that is
+only hashed; a slot that cannot be pinned; a bundle that lies in several places.
 """
 
 from __future__ import annotations
@@ -9,20 +10,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from transfuse._keeper.bundle_table import NO_DIGEST, PLAIN, PRIVATE, Bundles, StoragePlaces
-from transfuse._keeper.slots import SlotView
-from transfuse._memory import blocks, vm
+from transfuse._keeper.slot_file import SlotView
+from transfuse._memory import blocks, device_copies, vm
 from transfuse._memory.blocks import BLOCK_BYTES, Task
 from transfuse._state.leaves import dense
 from transfuse._state.manifest import Described
 from transfuse._state.region import Ints
+from transfuse._state.tensors import Bools
+from transfuse._tuning import BUNDLE_BYTES
 
-#: Of what lies on devices and is only hashed, so much is in main memory at once; a small bundle may lie in it whole.
-PIECE_BYTES = 64 * BLOCK_BYTES
+#: Of what comes from devices by the host's hands, this much is in main memory at once, in two buffers. A small bundle
+#: lies in a buffer whole.
+PIECE_BYTES = 32 * BLOCK_BYTES
 
 
 @dataclass(eq=False)
@@ -36,6 +42,48 @@ class StateMemory:
     def __post_init__(self) -> None:
         self.addresses = np.concatenate([one.addresses for one in self.described])
         self.nbytes = np.concatenate([one.manifest.storages.nbytes for one in self.described])
+
+    @cached_property
+    def elsewhere(self) -> Ints:
+        """The storages that are not in main memory."""
+        return np.flatnonzero((self.addresses == 0) & (self.nbytes > 0))
+
+    @cached_property
+    def devices(self) -> list[torch.device]:
+        """The devices on which storages lie."""
+        return self.devices_of(self.elsewhere)
+
+    def devices_of(self, storages: Ints) -> list[torch.device]:
+        """The devices on which these storages lie, which are not in main memory."""
+        names, places = self._places
+        return sorted((torch.device(names[place]) for place in np.unique(places[storages]).tolist()), key=str)
+
+    def on(self, device: torch.device, storages: Ints) -> Ints:
+        """Those of these storages that lie on a device."""
+        names, places = self._places
+        found: Ints = storages[places[storages] == names.index(str(device))]
+        return found
+
+    @cached_property
+    def _places(self) -> tuple[list[str], Ints]:
+        """Names of devices, and for each storage the number of its own; -1 in main memory."""
+        known: list[str] = []
+        columns = []
+        for one in self.described:
+            mine = one.manifest.storages
+            known += [name for name in mine.devices if name not in known]
+            columns.append(np.array([known.index(name) for name in mine.devices], dtype=np.int64)[mine.device])
+        return known, np.where(self.addresses > 0, -1, np.concatenate(columns))
+
+    def on_one_device(self, count: int, storages: StoragePlaces) -> Bools:
+        """Which of ``count`` bundles lie on a single device, whole."""
+        known, place = self._places
+        filled, of_storage = self.nbytes > 0, storages.bundles
+        least, most = np.full(count, len(known)), np.full(count, -1)
+        np.minimum.at(least, of_storage[filled], place[filled])
+        np.maximum.at(most, of_storage[filled], place[filled])
+        found: Bools = (least == most) & (most >= 0)
+        return found
 
     def bring(self, storage: int) -> torch.Tensor:
         """The bytes of a storage that is not in main memory, where they are."""
@@ -57,7 +105,9 @@ def copy(
     digests: bool,
     only: Ints | None = None,
     known: Sequence[bytes] = (),
+    landed: Bools | None = None,
     workers: int | None = None,
+    seconds: float,
 ) -> list[bytes]:
     """Copy the bundles that have a place (not -1) into the slot. Return the digests of all bundles, if asked for.
 
@@ -65,15 +115,29 @@ def copy(
 
     ``only``: the numbers of the bundles to handle now; for all others, what ``known`` says.
     Without ``digests``, bundles whose equality must be seen are hashed all the same.
-    ``workers``: how many threads copy; None: one for each core.
+    ``landed``: the bundles that have come from devices, and lie in the slot. Others come on this thread's streams, and
+    each piece of them within ``seconds``. ``workers``: how many threads copy; None: one for each core.
     """
     work = _Work(memory, bundles, storages, slot, digests=digests)
     chosen = np.arange(len(bundles)) if only is None else only
-    passing = work.bring_from_devices(chosen)
-    blocks.run(list(work.tasks(np.setdiff1d(chosen, passing).tolist())), workers)
-    for tasks in work.pieces(passing.tolist()):
+    passing = np.zeros(len(bundles), dtype=bool)
+    passing[storages.bundles[memory.elsewhere]] = True
+    if landed is not None:
+        passing &= ~landed
+    blocks.run(list(work.tasks(chosen[~passing[chosen]].tolist())), workers)
+    for tasks in work.pieces(chosen[passing[chosen]].tolist(), seconds):
         blocks.run(tasks, workers)
     return work.result(known)
+
+
+class _PiecePart(NamedTuple):
+    """A part of a piece: bytes of a storage, from ``low`` on, and where they lie in the buffer."""
+
+    number: int
+    storage: int
+    low: int
+    nbytes: int
+    at: int
 
 
 class _Work:
@@ -91,62 +155,72 @@ class _Work:
         order = np.argsort(self._of_storage, kind="stable")
         self._storages = np.split(order, np.searchsorted(self._of_storage[order], np.arange(1, len(bundles))))
         self._scratch = threading.local()
-        self._elsewhere: Ints = np.flatnonzero((memory.addresses == 0) & (memory.nbytes > 0))
+        self._elsewhere = frozenset(memory.elsewhere.tolist())
         #: Where storages lie that have been copied from a device for the piece that is hashed now.
         self._copies: dict[int, int] = {}
 
-    def bring_from_devices(self, chosen: Ints) -> Ints:
-        """Copy what lies on devices and has a place, on the caller's streams. Return the bundles that have none."""
-        passing = set()
-        for storage in self._elsewhere[np.isin(self._of_storage[self._elsewhere], chosen)].tolist():
-            number = int(self._of_storage[storage])
-            place = int(self._places[number])
-            if self._slot is not None and place >= 0:
-                data, start = self._memory.bring(storage), place + int(self._place_in_bundle[storage])
-                target = torch.frombuffer(self._slot.memory, dtype=torch.uint8, count=data.numel(), offset=start)
-                target.copy_(data)
-            else:
-                passing.add(number)
-        return np.array(sorted(passing), dtype=np.int64)
-
-    def pieces(self, passing: Sequence[int]) -> Iterator[list[Task]]:
-        """What is to be done for bundles on devices that are only hashed, a piece at a time. Do it before the next."""
-        wanted = [number for number in passing if self._hashes[number]]
+    def pieces(self, passing: Sequence[int], seconds: float) -> Iterator[list[Task]]:
+        """What is to be done for bundles that pass through main memory, a piece at a time. Do it before the next."""
+        wanted = [number for number in passing if self._hashes[number] or self._places[number] >= 0]
+        if not wanted:
+            return
         most = sum(int(self._bundles.nbytes[number]) for number in wanted)
-        buffer = torch.empty(min(most, PIECE_BYTES), dtype=torch.uint8)
-        tasks: list[Task] = []
+        nbytes = min(most, max(PIECE_BYTES // 2, BUNDLE_BYTES))
+
+        def bring(parts: Sequence[_PiecePart], buffer: torch.Tensor) -> None:
+            runs = [
+                (self._memory.bring(part.storage)[part.low :][: part.nbytes], buffer[part.at :][: part.nbytes])
+                for part in parts
+            ]
+            device_copies.to_host(runs, padding=1)  # Between two runs of one device may lie one of another.
+
+        pieces = device_copies.PinnedPair(nbytes, self._memory.devices, seconds)
+        for parts, buffer in pieces.ahead(self._cut(wanted, nbytes), bring):
+            yield list(self._use(parts, buffer.data_ptr()))
+
+    def _cut(self, wanted: Sequence[int], most: int) -> Iterator[list[_PiecePart]]:
+        """Cut bundles into pieces. A small bundle is whole in one piece; a large one is cut between blocks."""
+        parts: list[_PiecePart] = []
         used = 0
-
-        def bring(storage: int, low: int, size: int) -> int:
-            nonlocal used
-            buffer[used : used + size].copy_(self._memory.bring(storage)[low : low + size])
-            used += size
-            return buffer.data_ptr() + used - size
-
         for number in wanted:
-            there = np.intersect1d(self._storages[number], self._elsewhere).tolist()
-            nbytes = sum(int(self._memory.nbytes[storage]) for storage in there)
-            is_large = self._is_large(number)
-            if is_large:
-                self._blocks[number] = blocks.places_for(nbytes)
-            low = 0
-            while low < nbytes:
-                # A small bundle comes whole, a large one in whole blocks.
-                size, free = nbytes - low, buffer.numel() - used
-                if size > free:
-                    size = free // BLOCK_BYTES * BLOCK_BYTES if is_large else 0
-                if not size:
-                    yield tasks
-                    tasks, used = [], 0
-                    continue
-                if is_large:
-                    at = bring(there[0], low, size)
-                    tasks += blocks.copied(at, 0, size, self._blocks[number], low // BLOCK_BYTES)
-                else:
-                    self._copies |= {one: bring(one, 0, int(self._memory.nbytes[one])) for one in there}
-                    tasks.append(self._small(number))
-                low += size
-        yield tasks
+            there = [one for one in self._storages[number].tolist() if one in self._elsewhere]
+            sizes = [int(self._memory.nbytes[storage]) for storage in there]
+            if self._is_large(number):
+                self._blocks[number] = blocks.places_for(sizes[0]) if self._hashes[number] else []
+                low = 0
+                while low < sizes[0]:
+                    size = min(sizes[0] - low, (most - used) // BLOCK_BYTES * BLOCK_BYTES)
+                    if sizes[0] - low <= most - used:
+                        size = sizes[0] - low
+                    if size:
+                        parts.append(_PiecePart(number, there[0], low, size, used))
+                        low, used = low + size, used + size
+                    if low < sizes[0]:
+                        yield parts
+                        parts, used = [], 0
+                continue
+            if used + sum(sizes) > most:
+                yield parts
+                parts, used = [], 0
+            for storage, size in zip(there, sizes, strict=True):
+                parts.append(_PiecePart(number, storage, 0, size, used))
+                used += size
+        yield parts
+
+    def _use(self, parts: Sequence[_PiecePart], address: int) -> Iterator[Task]:
+        """What is to be done with a piece that has come."""
+        small: list[int] = []
+        for part in parts:
+            if self._is_large(part.number):
+                place = int(self._places[part.number])
+                target = self._slot.address + place + part.low if self._slot is not None and place >= 0 else 0
+                digests = self._blocks[part.number] if self._hashes[part.number] else None
+                yield from blocks.copied(address + part.at, target, part.nbytes, digests, part.low // BLOCK_BYTES)
+            else:
+                self._copies[part.storage] = address + part.at
+                small.append(part.number)
+        for number in dict.fromkeys(small):
+            yield self._small(number)
 
     def _is_large(self, number: int) -> bool:
         # By the size of the storage: a bundle may be a little larger, and its padding is hashed, too.

@@ -21,7 +21,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import PurePath
 from types import TracebackType
@@ -52,15 +52,17 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from transfuse._errors import StateError, TransfuseError, UnsupportedLeaf
+from transfuse._job.face import one_manner
 from transfuse._job.state import State
 from transfuse._keeper import restoring
 from transfuse._keeper.client import Keep
 from transfuse._keeper.restored import RestoredState
+from transfuse._keeper.unrestorable import objects_in
 from transfuse._limits import Limits
 from transfuse._memory.building import build_over
 from transfuse._remote.client import fetch
+from transfuse._state import trees
 from transfuse._state.leaves import values
-from transfuse._state.leaves.spec import Spec
 from transfuse._state.manifest import Described, Manifest, Wire, describe
 from transfuse._wire.roll_call import Failure
 
@@ -71,7 +73,7 @@ TAKEN = ("committed", "pending")
 CheckpointId = str | os.PathLike[str] | int
 
 
-def _step_of(checkpoint_id: CheckpointId | None) -> int | None:
+def step_of(checkpoint_id: CheckpointId | None) -> int | None:
     """The step that a checkpoint id means: the last number in the last part of the path."""
     if checkpoint_id is None or isinstance(checkpoint_id, int):
         return checkpoint_id
@@ -106,6 +108,7 @@ class KeeperWriter(StorageWriter):
             have not replicated yet. False: a warning, and training goes on.
     """
 
+    @one_manner
     def __init__(self, keep: Keep, checkpoint_id: CheckpointId | None = None, *, strict: bool = True) -> None:
         super().__init__()
         if not isinstance(keep, Keep):
@@ -113,10 +116,10 @@ class KeeperWriter(StorageWriter):
         if keep._settings.every != 1:
             raise ValueError(f"keep(every={keep._settings.every}) would leave out saves: use every=1")
         self._keep, self._strict = keep, strict
-        self._step = _step_of(checkpoint_id)
+        self._step = step_of(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        self._step = _step_of(checkpoint_id)
+        self._step = step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -234,7 +237,7 @@ def _refuse_objects(others: Mapping[str, Any]) -> None:
 
 
 def _has_objects(value: object) -> bool:
-    return any(Spec(*spec).codec == "object" for spec in describe(value, Limits()).manifest.composites())
+    return any(objects_in(describe(value, Limits()).manifest))
 
 
 def _names(planner_data: object) -> str:
@@ -325,12 +328,13 @@ class KeeperReader(StorageReader):
             replaces it. None: the newest.
     """
 
+    @one_manner
     def __init__(self, keep: Keep, checkpoint_id: CheckpointId | None = None) -> None:
         super().__init__()
         if not isinstance(keep, Keep):
             raise TypeError(f"KeeperReader takes what transfuse.keep() returns, got a {type(keep).__name__}")
         self._keep = keep
-        self._wanted = _step_of(checkpoint_id)
+        self._wanted = step_of(checkpoint_id)
         self._step: int | None = None
         self._checkpoint: _Checkpoint | None = None
         self._watch: weakref.finalize[[_Checkpoint], KeeperReader] | None = None
@@ -379,7 +383,7 @@ class KeeperReader(StorageReader):
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         self.close()
-        self._wanted = _step_of(checkpoint_id)
+        self._wanted = step_of(checkpoint_id)
 
     # The parameter must not be named kwargs: torch would ask again after a failure, for the metadata of single ranks.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
@@ -393,7 +397,7 @@ class KeeperReader(StorageReader):
             raise
         self._watch = weakref.finalize(self, _close_aside, checkpoint)
         self._watch.atexit = False
-        return checkpoint.metadata
+        return checkpoint.contents.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -410,7 +414,7 @@ class KeeperReader(StorageReader):
         if checkpoint is None:
             raise RuntimeError("read_data was called without read_metadata: call read_metadata first, for every load")
         try:
-            checkpoint.read(plan, planner)
+            checkpoint.contents.read(plan, planner)
         except BaseException as error:
             self._failure = error
             raise
@@ -440,7 +444,7 @@ class _CommonSteps:
         #: Only steps of which no rank's part is missing: each rank holds what no other has.
         self.candidates = [one for one in candidates if not one.missing]
         #: Of hosts whose keepers have not answered.
-        self.silent = [one.failure for one in rows if one.failure]
+        self.silent = [why for one in rows for why in (one.failure, one.trouble) if why]
         self.reasons = self.silent + [
             f"step {one.label.step}: the parts of ranks {one.missing} of {one.world_size} are missing"
             for one in candidates
@@ -487,43 +491,26 @@ class _PieceHome(NamedTuple):
     dtype: torch.dtype
 
 
-class _Checkpoint:
-    """A step that is open on all ranks."""
+class WrittenParts:
+    """What all ranks' parts hold together."""
 
-    def __init__(self, keep: Keep, candidate: restoring.Candidate, stack: ExitStack) -> None:
-        self._keep, self._stack = keep, stack
-        self.step = candidate.label.step
-        members = keep.members
-        self._members = members
-        wish = restoring.Wish(
-            state=State({}),
-            load_rank_state=None,
-            seconds=keep._seconds,
-            missing_ok=False,
-            options=keep._settings.options,
-        )
-        attempt = restoring.Attempt(members, keep._link, keep._asking, wish, candidate, stack)
-        # Whatever their number, each rank may need what others have written.
-        attempt.same = False
-        local = [rank for rank, hosts in candidate.holders.items() if members.host in hosts]
-        failure: Failure | None = None
-        parts: dict[int, _Part] = {}
-        #: The parts that this host's keeper holds, over its memory.
-        self._here: dict[int, Any] = {}
-        try:
-            self._here = {rank: _state_of(one) for rank, one in attempt._open(sorted(local)).items()}
-            parts = {rank: _summary(state) for rank, state in self._here.items()}
-        except TransfuseError as error:
-            failure = Failure.of(error, str(error))
-        self._addresses = attempt._serve(failure)
-        if len(members.ranks) > 1:
-            mine = {rank: one for rank, one in parts.items() if members.host == candidate.holders[rank][0]}
-            mine = mine if members.speaks else {}
-            for row in attempt._agree_to("telling what the ranks have written", None, msgspec.msgpack.encode(mine)):
-                parts |= msgspec.msgpack.decode(row, type=dict[int, _Part])
+    def __init__(
+        self,
+        parts: Mapping[int, _Part],
+        here: Mapping[int, Any],
+        fetch: Callable[[int, Sequence[_PieceHome]], Any] | None = None,
+    ) -> None:
+        """``here``: the parts that lie in this process, by rank. ``fetch``: brings pieces of others."""
+        self._here, self._fetch = here, fetch
         self._values: dict[str, Any] = {}
         self._places: dict[MetadataIndex, _PieceHome] = {}
         self.metadata = self._describe(parts)
+
+    @classmethod
+    def of(cls, states: Mapping[int, RestoredState]) -> WrittenParts:
+        """Of parts that all lie in this process."""
+        here = {rank: _state_of(one) for rank, one in states.items()}
+        return cls({rank: _summary(state) for rank, state in here.items()}, here)
 
     def _describe(self, parts: Mapping[int, _Part]) -> Metadata:
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -555,7 +542,11 @@ class _Checkpoint:
                 raise StateError(f"leaf {item.storage_index.fqn}: the planner wants a block that nobody has written")
             tensors.setdefault(place.rank, []).append((item, place))
         for rank, items in sorted(tensors.items()):
-            state = self._here[rank] if rank in self._here else self._fetch(rank, [place for _, place in items])
+            if rank in self._here:
+                state = self._here[rank]
+            else:
+                assert self._fetch is not None
+                state = self._fetch(rank, [place for _, place in items])
             for item, place in items:
                 _copy(state[place.kind][place.key], item, planner)
 
@@ -567,6 +558,43 @@ class _Checkpoint:
         torch.save(self._values[name], stream)
         stream.seek(0)
         return stream
+
+
+class _Checkpoint:
+    """A step that is open on all ranks."""
+
+    def __init__(self, keep: Keep, candidate: restoring.Candidate, stack: ExitStack) -> None:
+        self._keep, self._stack = keep, stack
+        self.step = candidate.label.step
+        members = keep.members
+        self._members = members
+        request = restoring.RestoreRequest(
+            state=State({}),
+            load_rank_state=None,
+            seconds=keep._seconds,
+            missing_ok=False,
+            options=keep._settings.options,
+        )
+        attempt = restoring.Attempt(members, keep._link, keep._asking, request, candidate, stack)
+        # Whatever their number, each rank may need what others have written.
+        attempt.same = False
+        local = [rank for rank, hosts in candidate.holders.items() if members.host in hosts]
+        failure: Failure | None = None
+        parts: dict[int, _Part] = {}
+        #: The parts that this host's keeper holds, over its memory.
+        self._here: dict[int, Any] = {}
+        try:
+            self._here = {rank: _state_of(one) for rank, one in attempt._open(sorted(local)).items()}
+            parts = {rank: _summary(state) for rank, state in self._here.items()}
+        except TransfuseError as error:
+            failure = Failure.of(error, str(error))
+        self._addresses = attempt._serve(failure)
+        if len(members.ranks) > 1:
+            mine = {rank: one for rank, one in parts.items() if members.host == candidate.holders[rank][0]}
+            mine = mine if members.speaks else {}
+            for row in attempt._agree_to("telling what the ranks have written", None, msgspec.msgpack.encode(mine)):
+                parts |= msgspec.msgpack.decode(row, type=dict[int, _Part])
+        self.contents = WrittenParts(parts, self._here, self._fetch)
 
     def _fetch(self, rank: int, places: Sequence[_PieceHome]) -> Any:
         """The pieces that another host's keeper holds, in fresh memory."""
@@ -583,6 +611,7 @@ class _Checkpoint:
             token=self._members.token,
             timeout=self._keep._seconds,
             step=self.step,
+            tls=self._members.tls or False,
             map_path=lambda path: path if path in wanted else None,
         ).state
 
@@ -592,8 +621,13 @@ class _Checkpoint:
             self._members.agreement.gather(b"", "ending the load")
 
     def close(self) -> None:
-        self._here, self._values = {}, {}
+        self._here.clear()
         self._stack.close()
+
+
+def is_part(root: trees.Node | None) -> bool:
+    """Whether a state of this tree was committed by a :class:`KeeperWriter`."""
+    return root is not None and root.keys == ["format", "whole", "shards", "values", "names"]
 
 
 def _state_of(restored: RestoredState) -> Any:

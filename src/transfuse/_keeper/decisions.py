@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from transfuse._keeper.questions import HostState, Refill, Round
-from transfuse._keeper.slots import Label
+from transfuse._keeper.slot_file import Label
 
 #: The most steps that a floor is ahead of what the hosts have reached.
 LONGEST_MARGIN = 1 << 20

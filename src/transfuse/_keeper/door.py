@@ -9,10 +9,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, get_args
 
 from transfuse._errors import PeerTimeout, ProtocolError, TransfuseError, as_utf8
-from transfuse._keeper.questions import VOCABULARY, Answer, HostState, Lend, Lent, No, Question, Round
+from transfuse._keeper.questions import VOCABULARY, Answer, HostState, No, Question, Round
+from transfuse._tls import TLS
 from transfuse._tuning import DOOR_ASK_SECONDS, DOOR_LISTEN_SECONDS, DOOR_PROVE_SECONDS
 from transfuse._wire import handshake
 from transfuse._wire.handshake import ControlConnection, key_of
@@ -27,14 +28,14 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 # ------------------------------------------------------------------------------------------------------------ asking
 
 
-def connect(address: str, key: bytes, seconds: float, host: int) -> ControlConnection:
+def connect(address: str, key: bytes, seconds: float, host: int, tls: TLS | None) -> ControlConnection:
     """Connect to the door of another host's keeper."""
-    return handshake.connect(address, key, seconds, host, vocabulary=VOCABULARY)
+    return handshake.connect(address, key, seconds, host, vocabulary=VOCABULARY, tls=tls)
 
 
 def ask(control: ControlConnection, question: Question, seconds: float) -> Answer:
     control.send(question, seconds)
-    answer: Answer | No = control.expect((HostState, Lent, No), seconds, "waiting for an answer", most_waits=0)
+    answer: Answer | No = control.expect((*get_args(Answer), No), seconds, "waiting for an answer", most_waits=0)
     if isinstance(answer, No):
         raise TransfuseError(f"the keeper at {control.name} refused: {as_utf8(answer.why[:1000])}")
     return answer
@@ -43,9 +44,9 @@ def ask(control: ControlConnection, question: Question, seconds: float) -> Answe
 class Peer:
     """The leader's connection to another keeper."""
 
-    def __init__(self, index: int, address: str, key: bytes) -> None:
+    def __init__(self, index: int, address: str, key: bytes, tls: TLS | None) -> None:
         self.index, self.address = index, address
-        self._key = key
+        self._key, self._tls = key, tls
         self._control: ControlConnection | None = None
         self._pause, self._again = FIRST_PAUSE, 0.0
         self.is_lost = False
@@ -58,7 +59,7 @@ class Peer:
             try:
                 control = self._control
                 if control is None:
-                    control = self._control = connect(self.address, self._key, DOOR_ASK_SECONDS, self.index)
+                    control = self._control = connect(self.address, self._key, DOOR_ASK_SECONDS, self.index, self._tls)
                 state = ask(control, question, DOOR_ASK_SECONDS)
                 if not isinstance(state, HostState):
                     raise TransfuseError(f"it answered with {type(state).__name__}")
@@ -112,9 +113,9 @@ class Visit(Protocol):
 class Door:
     """Where the keepers of other hosts ask. ``receive`` begins a visit for each of their connections."""
 
-    def __init__(self, host: str, token: str, port: int, receive: Callable[[], Visit]) -> None:
+    def __init__(self, host: str, token: str, port: int, receive: Callable[[], Visit], tls: TLS | None = None) -> None:
         """``port``: the one to listen on, if it is free."""
-        self._receive = receive
+        self._receive, self._tls = receive, tls
         self.host, self.token = host, token
         self._threads: Sequence[threading.Thread] = ()
         try:
@@ -136,13 +137,14 @@ class Door:
             prove_seconds=DOOR_PROVE_SECONDS,
             complain=self._complain,
             vocabulary=VOCABULARY,
+            tls=self._tls,
         )
 
     def close(self) -> None:
         self._threads = self._listener.close(cancel=True)
 
     def join(self, until: float) -> None:
-        """Wait for those who were here when it was closed."""
+        """Wait for the callers that were here when it was closed."""
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 
@@ -168,7 +170,7 @@ class Door:
                     return
                 continue
             try:
-                question = control.expect((Round, Lend), DOOR_ASK_SECONDS, "waiting for a question", most_waits=0)
+                question = control.expect(get_args(Question), DOOR_ASK_SECONDS, "waiting for a question", most_waits=0)
             except ProtocolError as error:
                 control.send(_refusal(error), DOOR_ASK_SECONDS)
                 raise

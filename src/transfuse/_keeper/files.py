@@ -6,7 +6,6 @@ A process that writes or removes them holds the lock of the run's directory (:mo
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import time
 from collections.abc import Iterable
@@ -16,34 +15,26 @@ import msgspec
 
 from transfuse._keeper.attach import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from transfuse._keeper.runs import RUN_FILE, Run, boot_id
+from transfuse._state.whole_file import write_whole
 
 TOKEN_NAME, ADDRESS_NAME, PORT_NAME, HELD_NAME, CLOSED_NAME = "token", "address", "port", "held", "closed"
 
 
 def write(directory: pathlib.Path, name: str, text: str) -> None:
     """Write a file that readers see whole, or not at all."""
-    path = directory / name
-    new = path.with_suffix(".new")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write(text)
-        new.rename(path)
-    except OSError:
-        with suppress(OSError):
-            new.unlink()
-        raise
+    write_whole(directory / name, text)
 
 
 def remove_files(directory: pathlib.Path, *, with_note: bool = True) -> None:
     """Remove what a keeper has left. The caller holds the lock of the directory.
 
-    ``with_note``: also that the run has kept steps, and the directory.
+    ``with_note``: also that the run has kept steps, the log, what the next keeper of the job needs, and the directory.
     """
-    names = [SOCKET_NAME, TOKEN_NAME, ADDRESS_NAME, PORT_NAME, CLOSED_NAME, LOG_NAME]
+    names = [SOCKET_NAME, TOKEN_NAME, ADDRESS_NAME]
     if with_note:
         # The lock last: a process that waits for it sees that it is gone, and begins again.
-        names += [HELD_NAME, *(path.name for path in directory.glob(f"{RUN_FILE}*")), LOCK_NAME]
+        names += [LOG_NAME, PORT_NAME, CLOSED_NAME, HELD_NAME]
+        names += [*(path.name for path in directory.glob(f"{RUN_FILE}*")), LOCK_NAME]
     for name in names:
         with suppress(OSError):
             (directory / name).unlink()

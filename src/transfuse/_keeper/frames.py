@@ -1,6 +1,7 @@
 """What a worker and the keeper of its host say to each other, over a unix socket. msgpack, and descriptors beside it.
 
-A worker asks, and the keeper answers each question with the frame named beside it, or with ``Refused``.
+A worker asks, and the keeper answers each question with the frame named beside it, or with ``Refused``. ``Numbers`` is
+no question, and has no answer.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -19,11 +21,15 @@ from transfuse._keeper.bundle_table import Bundles
 from transfuse._wire.framed import Closed, Framed, Malformed, Vocabulary
 
 #: The version of what they say.
-VERSION = 4
+VERSION = 5
 
 
 class KeeperLost(TransfuseError):
     """The keeper does not answer: it was killed, or hangs."""
+
+
+class KeeperEnds(KeeperLost):
+    """The keeper was told to end, and takes nothing new."""
 
 
 class _Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -51,6 +57,43 @@ class Held(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     whole: bool
     #: Whether it is a copy of what another host's keeper holds.
     replica: bool = False
+    #: Whether it lies on storage; and the digest of its record, by which hosts with disks of their own tell whether
+    #: they have files of one save.
+    saved: bool = False
+    record: str = ""
+
+
+class Saves(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Where a job's steps are on storage, and which are written there."""
+
+    directory: str
+    #: None: it is only read.
+    every: int | None
+    keep: int
+    #: How long a question to the storage may take.
+    patience: float
+
+
+class CommitNumbers(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a commit has done, for the keeper's metrics."""
+
+    outcome: str
+    #: Why it does not count; empty: it does.
+    cause: str
+    #: Seconds for which training stood still, by cause; and seconds for which the copy went on beside training.
+    stalled: dict[str, float]
+    background: float
+    copied_bytes: int
+    shared_bytes: int
+
+
+class RestoreNumbers(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """How a call of ``restore()`` has ended, for the keeper's metrics."""
+
+    outcome: str
+    source: str
+    step: int | None
+    seconds: float
 
 
 class Hello(_Frame):
@@ -82,6 +125,20 @@ class Welcome(_Frame):
     generation: int
     keeper: str
     pid: int
+    #: Whether it encrypts what it says to other hosts.
+    encrypts: bool = False
+
+
+class FindStorage(_Frame):
+    """Worker: can this storage be used? Answered by ``FoundStorage``."""
+
+    saves: Saves
+
+
+class FoundStorage(_Frame):
+    """The highest generation of a step there; 0: there is none."""
+
+    generation: int
 
 
 class Expose(_Frame):
@@ -96,7 +153,7 @@ class Exposed(_Frame):
 
 
 class Peers(_Frame):
-    """Worker: all keepers of the job, in the order of their hosts, and which of them this one is. ``Done``."""
+    """Worker: all keepers of the job, in the order of their hosts, and which of them this one is. ``Ack``."""
 
     generation: int
     world_size: int
@@ -106,10 +163,11 @@ class Peers(_Frame):
     token: str
     replicas: int
     rate: float | None
+    saves: Saves | None = None
 
 
 class Reserve(_Frame):
-    """Worker: allocate slots for a state of ``nbytes`` now. ``Done``."""
+    """Worker: allocate slots for a state of ``nbytes`` now. ``Ack``."""
 
     nbytes: int
 
@@ -159,10 +217,12 @@ class Slot(_Frame):
     complete: tuple[int, int] | None = None
     #: As in ``Laid``.
     absent: list[int] = []
+    #: Why no step is saved on storage, as long as that lasts.
+    unsaved: str = ""
 
 
 class Committed(_Frame):
-    """Worker: this slot holds this step now. ``Done``."""
+    """Worker: this slot holds this step now. ``Ack``."""
 
     number: int
     generation: int
@@ -170,13 +230,13 @@ class Committed(_Frame):
 
 
 class Drop(_Frame):
-    """Worker: what I have begun in this slot is not to count. ``Done``."""
+    """Worker: what I have begun in this slot is not to count. ``Ack``."""
 
     number: int
 
 
 class LeaveOut(_Frame):
-    """Worker: I have left out this step and those before, since I could not reach you. ``Done``."""
+    """Worker: I have left out this step and those before, since I could not reach you. ``Ack``."""
 
     generation: int
     step: int
@@ -194,10 +254,18 @@ class HeldStates(_Frame):
     past: str = ""
     #: What somebody should know who goes on from what is here.
     notes: str = ""
+    #: Where the states are that lie on storage, and why it cannot be read; empty if all is well.
+    storage: str = ""
+    trouble: str = ""
+    #: The newest step that a keeper of this run on this host is known to have held; -1: none.
+    newest: int = -1
 
 
 class Open(_Frame):
-    """Worker: let me map these ranks' states of a step. Answered by ``Mapped``, with descriptors. Until ``Done``."""
+    """Worker: let me map these ranks' states of a step. Answered by ``Mapped``, with descriptors. Until ``Ack``.
+
+    Or by ``Opening``, as long as files on storage are being opened.
+    """
 
     generation: int
     step: int
@@ -205,9 +273,21 @@ class Open(_Frame):
 
 
 class Mapped(_Frame):
-    """The ranks in the order of the descriptors."""
+    """The ranks in the order of the descriptors: of slots, then of files on storage."""
 
     ranks: list[int]
+    saved: list[int] = []
+    #: Those of the ranks asked for that are to be read from the files.
+    from_files: list[int] = []
+    #: The folder of the files.
+    folder: str = ""
+
+
+class Opening(_Frame):
+    """The storage has not given all files yet: ask again."""
+
+    #: How many it has given so far.
+    done: int
 
 
 class Serve(_Frame):
@@ -217,6 +297,8 @@ class Serve(_Frame):
     step: int
     host: str
     token: str
+    #: The ranks whose states are to be served from storage, too.
+    saved: list[int] = []
 
 
 class Serving(_Frame):
@@ -224,25 +306,36 @@ class Serving(_Frame):
 
 
 class Restored(_Frame):
-    """Worker: all ranks have restored this step. ``Done``."""
+    """Worker: all ranks have restored this step. ``Ack``."""
 
     generation: int
     step: int
 
 
+class Numbers(_Frame):
+    """Worker: this is what I have done. Without an answer: training does not wait for one."""
+
+    commits: list[CommitNumbers] = []
+    restores: list[RestoreNumbers] = []
+
+
 class Status(_Frame):
-    """Anybody of this user: how are you? Answered by ``Told``."""
+    """Anybody of this user: how are you? Answered by ``StatusReply``."""
 
 
-class Told(_Frame):
+class Hosts(_Frame):
+    """Anybody of this user: how are the keepers of the other hosts? Answered by ``StatusReply``."""
+
+
+class StatusReply(_Frame, tag="Told"):
     text: bytes
 
 
 class Close(_Frame):
-    """Worker: this rank has done its work. ``Done``."""
+    """Worker: this rank has done its work. ``Ack``."""
 
 
-class Done(_Frame):
+class Ack(_Frame, tag="Done"):
     """Both: that is done. From a worker: the states that I have opened, or that you serve, are no longer needed."""
 
 
@@ -250,11 +343,18 @@ class Refused(_Frame):
     why: str
 
 
-Attaching = Hello | Expose | Peers | Status | Close | Done
+class Ends(_Frame):
+    """Keeper, in place of any answer: I was told to end, and close this connection."""
+
+    why: str
+
+
+Attaching = Hello | FindStorage | Expose | Peers | Status | Hosts | Close | Ack
 Committing = Reserve | Lay | Begin | Committed | Drop | LeaveOut
 Reading = Inventory | Open | Serve | Restored
-Answers = Welcome | Exposed | Laid | Slot | HeldStates | Mapped | Serving | Told | Refused
-Frame = Attaching | Committing | Reading | Answers
+Answers = Welcome | FoundStorage | Exposed | Laid | Slot | StatusReply | Refused | Ends
+States = HeldStates | Opening | Mapped | Serving
+Frame = Attaching | Committing | Reading | Numbers | Answers | States
 VOCABULARY = Vocabulary(msgspec.msgpack.Decoder(Frame), 256 << 20)
 _F = TypeVar("_F")
 
@@ -279,7 +379,7 @@ class KeeperLink(Framed):
     def peer_pid(self) -> int:
         """The process at the other end; 0 if it is not of our namespace of pids."""
         size = struct.calcsize("3i")
-        return int(struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0])
+        return int(struct.unpack("3i", self._unix_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0])
 
     def ask(self, question: Frame, expected: type[_F], seconds: float) -> _F:
         answer, descriptors = self.ask_for_files(question, expected, seconds)
@@ -287,10 +387,12 @@ class KeeperLink(Framed):
             os.close(fd)
         return answer
 
-    def ask_for_files(self, question: Frame, expected: type[_F], seconds: float) -> tuple[_F, list[int]]:
-        """Ask, and return the answer with its descriptors. Raises what the keeper refused with."""
+    def ask_for_files(
+        self, question: Frame, expected: type[_F], seconds: float, files: Sequence[int] = ()
+    ) -> tuple[_F, list[int]]:
+        """Ask, with these descriptors, and return the answer with its own. Raises what the keeper refused with."""
         try:
-            self.send(question, seconds)
+            self.send(question, seconds, files)
             answer, descriptors = self.hear(seconds)
         except BaseException:
             # The answer may still come, and would be taken for the answer to the next question.
@@ -302,6 +404,8 @@ class KeeperLink(Framed):
             os.close(fd)
         if isinstance(answer, Refused):
             raise TransfuseError(f"the keeper of this host refused: {answer.why}")
+        if isinstance(answer, Ends):
+            raise KeeperEnds(f"the keeper of this host {answer.why}")
         raise KeeperLost(f"the keeper answered {type(question).__name__} with {type(answer).__name__}")
 
     def hear(self, seconds: float | None) -> tuple[Frame, list[int]]:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from transfuse._keeper.slots import SlotFile
+from transfuse._keeper.slot_file import SlotFile
 
 
 class Freeing:

@@ -27,29 +27,41 @@ from transfuse._errors import TransfuseError, as_utf8
 from transfuse._keeper import files, frames
 from transfuse._keeper.allotment import Allotment, Tenant
 from transfuse._keeper.attach import CANNOT_WRITE, SOCKET_NAME, Lock, cannot_write
-from transfuse._keeper.books import Books, Generation, ranks_and_have
-from transfuse._keeper.frames import Address, Frame, KeeperLink, KeeperLost
+from transfuse._keeper.draining import TOLD_TO_END, Draining
+from transfuse._keeper.frames import Address, Frame, KeeperEnds, KeeperLink, KeeperLost
 from transfuse._keeper.freeing import Freeing
+from transfuse._keeper.measured import Measured, count, counters
+from transfuse._keeper.overview import CommitPace
 from transfuse._keeper.readers import Readers
 from transfuse._keeper.ring import Ring
 from transfuse._keeper.runs import RUN_FILE, Process, Run, remake_directory
-from transfuse._keeper.slots import Label
+from transfuse._keeper.save_leader import Saver
+from transfuse._keeper.saved_steps import FoundSteps
+from transfuse._keeper.slot_file import Label
+from transfuse._keeper.slot_policy import Books, Generation, ranks_and_have
 from transfuse._keeper.worker import ConnectedWorker, uid_of
+from transfuse._metrics.address import VARIABLE, MetricsAddress, address_in_environment
 from transfuse._timeouts import Patience
+from transfuse._tls import Encryption, tls_of
 from transfuse._tuning import (
+    DRAIN_LOOK_SECONDS,
+    DRAIN_SECONDS,
     HANDSHAKE_WAIT_SECONDS,
     KEEPER_ANSWER_SECONDS,
     KEEPER_CHANGE_SECONDS,
     KEEPER_FIRST_SECONDS,
     KEEPER_LOOK_SECONDS,
+    KEEPER_METRICS_SECONDS,
     KEEPER_NOTE_SECONDS,
     KEEPER_SERVE_SECONDS,
+    RING_CLOSE_SECONDS,
 )
 from transfuse._wire.accepting import Accepting
 from transfuse._wire.handshake import READER, ControlConnection, ReaderRefused, Wait, key_of
 from transfuse._wire.listener import Listener
 
 if TYPE_CHECKING:
+    from transfuse._metrics.endpoint import MetricsEndpoint
     from transfuse._remote.server import Server
 
 logger = logging.getLogger("transfuse.keeper")
@@ -63,11 +75,24 @@ OOM_SCORE = "500"
 class Keeper:
     """Answers workers until nobody needs it any more."""
 
-    def __init__(self, lock: Lock, *, in_foreground: bool = False, linger: float | None = None) -> None:
+    def __init__(
+        self,
+        lock: Lock,
+        *,
+        in_foreground: bool = False,
+        linger: float | None = None,
+        drain: float = DRAIN_SECONDS,
+        metrics: MetricsAddress | None = None,
+        tls: Encryption = None,
+    ) -> None:
         """``lock``: of the run's directory. The keeper holds it, so there is no other one, until its files are removed.
 
-        ``linger``: in the foreground, how long it stays when workers and agents have ended. None: for ever.
+        ``linger``: in the foreground, how long it stays when workers and agents have ended. None: for ever. ``drain``:
+        how long it waits for what is under way when it was told to end. ``metrics``: where it answers questions about
+        its metrics; None: where its environment says. ``tls``: for all that it says to other hosts and to readers.
+        None: as the environment says.
         """
+        self.tls = tls_of(tls)
         self._lock, self.directory = lock, lock.directory
         directory = self.directory
         self._in_foreground, self._linger = in_foreground, linger
@@ -88,6 +113,7 @@ class Keeper:
         self._ended_at: int | None = None
         #: Who has made the newest commit, when, and in which generation.
         self._commit: tuple[Process, float, int] | None = None
+        self._pace = CommitPace()
         #: What a keeper of this run before this one has held, and the step that this one has noted as held, and when.
         self._past = files.read_past(directory)
         self._noted: tuple[int | None, float] | None = None
@@ -97,7 +123,19 @@ class Keeper:
         self._since = time.monotonic()
         self._alone_since: float | None = None
         self._over = threading.Event()
+        #: How often it was told to end, and how it does so.
+        self._orders, self._drain_seconds = 0, drain
+        self._draining: Draining | None = None
+        #: What is counted for metrics, and where they are told.
+        self.counted = counters()
+        self.measured = Measured(self)
+        self._metrics_address = address_in_environment() if metrics is None else metrics
+        self._endpoint: MetricsEndpoint | None = None
+        self._endpoint_again = 0.0
+        #: How many ranks are being given slots.
+        self._laying = 0
         self.ring = Ring(self)
+        self.saver = Saver(self._changed, self.books, self.tls)
         #: What the directory says about the run, in case that the directory is deleted.
         self._note = b""
         with suppress(FileNotFoundError):
@@ -111,6 +149,7 @@ class Keeper:
             name="server",
             rank=READER,
             prove_seconds=Patience(KEEPER_SERVE_SECONDS).handshake,
+            tls=self.tls,
         )
         self._server: Server | None = None
         self._serving = threading.Lock()
@@ -145,9 +184,17 @@ class Keeper:
     def run(self) -> None:
         """Answer workers until it is over."""
         self._accepting.start()
+        if self._past is not None:
+            logger.info("%s. Commits of its job go on here", self._past.tell(None))
+        self._try_to_be_measured()
         while not self._over.wait(KEEPER_LOOK_SECONDS):
+            if self._orders:
+                self._drain()
+                break
             self._mend_files()
+            self._try_to_be_measured()
             with self._changed:
+                self.measured.look_at_steps()
                 self._bury()
                 self._note_held()
                 self._note_end()
@@ -156,6 +203,51 @@ class Keeper:
                     self._over.set()  # From now on no worker is welcome: it finds, or starts, another keeper.
                     logger.info("the keeper ends: %s", why)
         self.close()
+
+    def drain(self) -> None:
+        """End when what is under way has ended; the second time: at once. A signal handler: it takes no lock."""
+        self._orders += 1
+
+    def _drain(self) -> None:
+        """Take no new commits, wait for what is under way, and end."""
+        with self._changed:
+            draining = self._draining = Draining(self.books, self._drain_seconds)
+            draining.job_runs = self._job_runs()
+        logger.info("the keeper %s: no new commit is taken", TOLD_TO_END)
+        told = ""
+        while waits_for := self._drains():
+            if self._orders > 1 or draining.is_late:
+                why = "told so again" if self._orders > 1 else f"{self._drain_seconds:g} s are over"
+                logger.warning("the keeper ends at once, %s. It does not wait any more for %s", why, waits_for)
+                break
+            if waits_for != told:
+                told = waits_for
+                logger.info("it waits for %s", told)
+            time.sleep(DRAIN_LOOK_SECONDS)
+        self._over.set()
+        logger.info("the keeper ends, %.1f s after it was told to", draining.seconds)
+
+    def _drains(self) -> str:
+        """What a keeper that was told to end still waits for."""
+        ring_works = self.ring.works()
+        if self.saver.is_busy():
+            return "a step that is being saved"
+        with self._changed:
+            assert self._draining is not None
+            self._bury()
+            if self._laying:
+                return "a rank that asks for slots"
+            return self._draining.waits_for(self._workers, ring_works=ring_works)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the keeper ends, or was told to."""
+        return self._over.is_set() or self._draining is not None
+
+    def _check_open(self, *, takes: bool = False) -> None:
+        """Raise for a worker that wants to begin something new here, but for what the draining keeper ``takes``."""
+        if self.is_draining and (self._over.is_set() or not takes):
+            raise KeeperEnds(TOLD_TO_END if self._draining is not None else "has ended")
 
     @property
     def _has_held(self) -> bool:
@@ -185,10 +277,49 @@ class Keeper:
             self._ended_since, self._ended_at = time.monotonic(), self._step
             self.freeing.add(self.books.free_all())
 
+    # -- metrics
+
+    def be_measured(self) -> None:
+        """Answer questions about metrics, if the operator wants that. Raises ``OSError`` if it is not possible."""
+        if self._metrics_address is None or self._endpoint is not None or self.is_draining:
+            return
+        from transfuse._metrics.endpoint import MetricsEndpoint  # Most keepers need no HTTP.
+
+        self._endpoint = MetricsEndpoint(self._metrics_address, metrics=self.measured.text, health=self.measured.health)
+        logger.info("metrics and health: %s", self._endpoint.address)
+
+    def _try_to_be_measured(self) -> None:
+        """As `be_measured`, now and then. What keeps states does not end because a port is taken."""
+        now = time.monotonic()
+        if now < self._endpoint_again:
+            return
+        try:
+            self.be_measured()
+        except OSError as error:
+            if not self._endpoint_again:
+                logger.warning("%s", cannot_be_measured(self._metrics_address, error))
+            self._endpoint_again = now + KEEPER_METRICS_SECONDS
+
+    @property
+    def metrics(self) -> str | None:
+        """Where it tells its metrics; None: nowhere."""
+        return None if self._endpoint is None else self._endpoint.address
+
+    @property
+    def run_name(self) -> str:
+        """The run's name; the name of its directory, if it has none."""
+        run = self._run()
+        return run.name if run is not None and run.is_named else self.directory.name
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The most that the keeper may hold, if a worker has said so."""
+        return None if self._hello is None else self._hello.max_bytes
+
     def _bury(self) -> None:
         """Close the connections of workers that are dead: children that they have forked may hold them open."""
         for worker in self._workers.values():
-            if worker.process is not None and not worker.process.alive():
+            if worker.is_visible and worker.process is not None and not worker.process.alive():
                 worker.link.close()
 
     def _mend_files(self) -> None:
@@ -221,12 +352,18 @@ class Keeper:
 
     def close(self) -> None:
         self._over.set()
-        self._remove_files()
-        self._accepting.close()
+        self.saver.close(time.monotonic() + RING_CLOSE_SECONDS)
+        # First: the keeper that comes after this one opens its door at the same port.
         self.ring.close()
+        self._remove_files()
+        # Workers notice now, and not at their next commit.
+        for link in self._accepting.close().values():
+            link.close()
         with self._serving:
             server = self._server
         (server or self._listener).close(cancel=True)
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def _remove_files(self) -> None:
         """Remove the directory and what is in it, and give the lock back. Another keeper's files are left alone.
@@ -237,8 +374,10 @@ class Keeper:
             if not lock.counts():
                 return
             with self._changed:
-                self._note_held(self._is_forsaken)
-                is_remembered = self._has_held and (bool(self._is_forsaken) or self._job_runs())
+                draining = self._draining
+                self._note_held(self._is_forsaken or (f"it {TOLD_TO_END}" if draining is not None else ""))
+                job_runs = self._job_runs() or (draining is not None and draining.job_runs)
+                is_remembered = self._has_held and (bool(self._is_forsaken) or job_runs)
             files.remove_files(self.directory, with_note=not is_remembered)
 
     def _job_runs(self) -> bool:
@@ -249,7 +388,7 @@ class Keeper:
     def _has_ended(self) -> bool:
         """Whether all ranks of all hosts have closed. A worker that has not belongs to the next job."""
         return all(worker.has_closed for worker in self._workers.values()) and (
-            self.ring.is_over() or (self._all_closed() and self.books.is_alone())
+            self.ring.is_over() or (self._all_closed() and self.books.is_alone() and not self.saver.is_busy())
         )
 
     def _may_be_restarted(self) -> bool:
@@ -291,8 +430,9 @@ class Keeper:
 
     @property
     def all_closed(self) -> bool:
+        """Whether all ranks of this host have closed, and nothing of the job is being saved."""
         with self._changed:
-            return self._all_closed()
+            return self._all_closed() and not self.saver.is_busy()
 
     # -------------------------------------------------------------------------------------------------- workers
 
@@ -305,10 +445,20 @@ class Keeper:
         try:
             while True:
                 question, descriptors = link.hear(None)
-                for fd in descriptors:
-                    os.close(fd)
+                try:
+                    if isinstance(question, frames.Hello):
+                        worker.meet(question, descriptors)
+                finally:
+                    for fd in descriptors:
+                        os.close(fd)
+                if isinstance(question, frames.Numbers):
+                    count(self.counted, question)
+                    continue
                 try:
                     answer, files = self._answer(worker, question)
+                except KeeperEnds as error:
+                    link.send(frames.Ends(str(error)), KEEPER_ANSWER_SECONDS)
+                    return
                 except KeeperLost:
                     raise
                 except Exception as error:
@@ -335,6 +485,7 @@ class Keeper:
         for server in worker.servers:
             server.close(cancel=True)
         worker.servers = []
+        worker.close_files()
         self._readers.unpin(worker.pinned)
 
     def _answer(self, worker: ConnectedWorker, question: Frame) -> tuple[Frame, list[int]]:
@@ -350,10 +501,11 @@ class Keeper:
                 f"the keeper of this run speaks version {frames.VERSION}, this worker version {hello.version}: end the "
                 "keeper (transfuse keep --stop), or use the version of transfuse that started it"
             )
-        process = worker.process or Process(hello.pid, hello.started)
-        agent = Process(hello.agent_pid, hello.agent_started)
+        assert worker.process is not None
+        assert worker.agent is not None
+        process, agent = worker.process, worker.agent
         with self._changed:
-            if self._over.is_set():
+            if self.is_draining:
                 raise KeeperLost("the keeper ends just now")
             if not hello.generation and self._closed.get(hello.rank) == process:
                 self._end_for(worker)
@@ -375,10 +527,9 @@ class Keeper:
             worker.is_only_writer = writer is None or writer == process or not writer.alive()
             self._workers[hello.rank] = worker
             self._processes[hello.rank] = process
-            worker.agent = agent
             worker.hello = self._hello = hello
             self._changed.notify_all()
-            return frames.Welcome(self.token, self.books.generation, self.address, os.getpid())
+            return frames.Welcome(self.token, self.books.generation, self.address, os.getpid(), self.tls is not None)
 
     def _end_for(self, worker: ConnectedWorker) -> None:
         """A process that has closed begins another training: this keeper ends, once all ranks have closed."""
@@ -393,6 +544,7 @@ class Keeper:
         with self._changed:
             self._wait_for_others(worker, lambda: peers.generation > self.books.generation)
             if peers.generation > self.books.generation:
+                self._check_open()
                 self._take_over(worker)
                 self._allotment.begin_generation(ranks)
                 self._closed = dict.fromkeys(files.closed_before(self.directory, peers.generation))
@@ -402,7 +554,11 @@ class Keeper:
             self._agents[rank], worker.has_joined = worker.agent, True
             self._changed.notify_all()
         self.ring.join(peers)
-        return frames.Done()
+        self.saver.join(peers)
+        return frames.Ack()
+
+    def _find_storage(self, worker: ConnectedWorker, question: frames.FindStorage) -> Frame:
+        return frames.FoundStorage(self.saver.find(question.saves))
 
     def _wait_for_others(self, worker: ConnectedWorker, begins_anew: Callable[[], bool]) -> None:
         """Before a worker begins something new here: wait for the job before to go. Refuse if it runs, or its agent.
@@ -438,23 +594,31 @@ class Keeper:
     # -- layouts
 
     def _lay(self, worker: ConnectedWorker, lay: frames.Lay) -> tuple[Frame, list[int]]:
-        return self._allotment.lay(self._tenant(worker), lay)
+        with self._changed:
+            draining = self._draining
+            self._check_open(takes=draining is not None and draining.takes(Label(lay.generation, lay.step)))
+            self._laying += 1
+        try:
+            return self._allotment.lay(self._tenant(worker), lay)
+        finally:
+            with self._changed:
+                self._laying -= 1
 
     def _reserve(self, worker: ConnectedWorker, reserve: frames.Reserve) -> Frame:
         self._allotment.reserve(self._tenant(worker), reserve.nbytes)
-        return frames.Done()
+        return frames.Ack()
 
     def _tenant(self, worker: ConnectedWorker) -> Tenant:
         if worker.hello is None:
             raise TransfuseError("say Hello first")
         hello, replicas = worker.hello, self.ring.replicas
-        # The last complete step, one being written, one between; one more for replicas.
-        slots = hello.slots or SLOTS + bool(replicas)
+        # The last complete step, one being written, one between; one more for replicas, and one that is being saved.
+        slots = hello.slots or SLOTS + bool(replicas) + bool(self.books.save_every)
         return Tenant(hello.rank, slots, hello.max_bytes, replicas, worker.is_only_writer)
 
     def room(self) -> int:
         """How many bytes more the keeper may take. Called under the lock."""
-        return self._allotment.room(None if self._hello is None else self._hello.max_bytes)
+        return self._allotment.room(self.max_bytes)
 
     # -- commits
 
@@ -466,9 +630,12 @@ class Keeper:
                     f"rank {rank} commits for generation {begin.generation}, but the job is at "
                     f"{self.books.generation}: it was started again without this process"
                 )
-            number, renew = self.books.begin(rank, Label(begin.generation, begin.step))
+            label, draining = Label(begin.generation, begin.step), self._draining
+            self._check_open(takes=draining is not None and draining.takes(label))
+            number, renew = self.books.begin(rank, label)
             why, complete = self._why_incomplete(rank), self.books.newest_everywhere()
-            return frames.Slot(number, renew, why, self.ring.notes(), complete, self._allotment.absent)
+            absent, unsaved = self._allotment.absent, self.saver.trouble()
+            return frames.Slot(number, renew, why, self.ring.notes(), complete, absent, unsaved)
 
     def _why_incomplete(self, rank: int) -> str:
         """What a rank's oldest step that is not confirmed waits for. Called under the lock."""
@@ -489,32 +656,46 @@ class Keeper:
             contents = kept.file.contents()
             if contents is None or contents.label != label:
                 raise TransfuseError(f"slot {committed.number} of rank {rank} does not hold step {committed.step}")
-            self.books.commit(rank, committed.number, label, kept.file.brief())
+            is_complete = self.books.commit(rank, committed.number, label, kept.file.brief())
+            self._pace.note(label)
+            self.measured.committed(label, is_complete=is_complete)
             self._commit, self._ended_at = (self._processes[rank], time.time(), label.generation), None
             self._note_held()
             self.freeing.add(self.books.free_ranks())
             self._changed.notify_all()
         self.ring.wake()
-        return frames.Done()
+        self.saver.wake()
+        return frames.Ack()
 
     def _drop(self, worker: ConnectedWorker, drop: frames.Drop) -> Frame:
         with self._changed:
             self.books.drop(self._rank_of(worker), drop.number)
-        return frames.Done()
+        return frames.Ack()
 
     def _leave_out(self, worker: ConnectedWorker, left: frames.LeaveOut) -> Frame:
         with self._changed:
             self.books.leave_out(self._rank_of(worker), Label(left.generation, left.step))
             self._changed.notify_all()
-        return frames.Done()
+        return frames.Ack()
 
     # -- restoring
 
     def _inventory(self, worker: ConnectedWorker, _: frames.Inventory) -> Frame:
+        steps = self.saver.steps
+        found = FoundSteps() if steps is None else steps.look()  # It may take a while: no lock is held.
         with self._changed:
             states = self.books.holdings()
             past = "" if self._past is None or states else self._past.tell(self._run())
-            return frames.HeldStates(states, self._has_held, past, self._notes(worker))
+            newest = -1 if self._past is None or self._past.step is None else self._past.step
+            return frames.HeldStates(
+                states + found.states,
+                self._has_held or found.has_held,
+                past,
+                self._notes(worker),
+                "" if steps is None else steps.where,
+                found.trouble,
+                newest,
+            )
 
     def _run(self) -> Run | None:
         """The run, as its directory says."""
@@ -543,42 +724,65 @@ class Keeper:
         )
 
     def _open(self, worker: ConnectedWorker, question: frames.Open) -> tuple[Frame, list[int]]:
-        label = Label(question.generation, question.step)
+        label, steps = Label(question.generation, question.step), self.saver.steps
+        with self._changed:
+            needed = {rank: self.books.needed_for(rank, label) for rank in question.ranks}
+        elsewhere = [rank for rank, some in needed.items() if some is None]
+        files: Mapping[int, int] = {}
+        if elsewhere:
+            if steps is None:
+                raise TransfuseError(f"step {label.step} of ranks {elsewhere} is not here, or not whole")
+            opened = worker.open_files(steps, label, elsewhere)
+            if opened is None:
+                return frames.Opening(steps.opened), []
+            files = opened
         with self._changed:
             ranks: set[int] = set()
             for rank in question.ranks:
-                needed = self.books.needed_for(rank, label)
-                if needed is None:
-                    raise TransfuseError(f"step {label.step} of rank {rank} is not here, or not whole")
-                ranks |= set(needed)
+                if rank in elsewhere:
+                    continue
+                some = self.books.needed_for(rank, label)
+                if some is None:
+                    raise TransfuseError(f"step {label.step} of rank {rank} is not here any more")
+                ranks |= set(some)
             found = [(rank, self.books.find(rank, label)) for rank in sorted(ranks)]
             for _, kept in found:
                 assert kept is not None
                 kept.pins += 1
                 worker.pinned.append(kept)
-            return frames.Mapped([rank for rank, _ in found]), [kept.file.fd for _, kept in found if kept is not None]
+        folder = "" if steps is None else steps.folder(label)
+        mapped = frames.Mapped([rank for rank, _ in found], list(files), elsewhere, folder)
+        return mapped, [*(kept.file.fd for _, kept in found if kept is not None), *files.values()]
 
     def _restored(self, worker: ConnectedWorker, restored: frames.Restored) -> Frame:
         with self._changed:
             self.books.restored = Label(restored.generation, restored.step)
+        self.saver.note_restored(Label(restored.generation, restored.step))
         self.ring.wake()
-        return frames.Done()
+        return frames.Ack()
 
     def _serve(self, worker: ConnectedWorker, question: frames.Serve) -> Frame:
         """Serve every rank's state of a step that is whole here, for workers on other hosts."""
         label = Label(question.generation, question.step)
         addresses: list[Address] = []
-        ranks = self._readers.ranks_of(label)
-        if not ranks:
+        ranks, steps = self._readers.ranks_of(label), self.saver.steps
+        if not ranks and not question.saved:
             return frames.Serving(addresses)  # A new host's keeper does not make all others wait for torch.
         from transfuse._keeper import transfers
 
-        for rank in ranks:
-            restored = self._readers.pin(worker.pinned, rank, label)
+        found = {rank: self._readers.pin(worker.pinned, rank, label) for rank in ranks}
+        if question.saved and steps is not None:
+            found |= transfers.read_files(steps, label, question.saved)
+        for rank, restored in found.items():
             if restored is None:
                 continue
             served = partial(
-                transfers.serve, host=question.host, token=question.token, max_readers=16, timeout=KEEPER_SERVE_SECONDS
+                transfers.serve,
+                host=question.host,
+                token=question.token,
+                max_readers=16,
+                timeout=KEEPER_SERVE_SECONDS,
+                tls=self.tls or False,
             )
             server = served(restored.state, step=label.step)
             worker.servers.append(server)
@@ -598,8 +802,8 @@ class Keeper:
             while made.is_alive():
                 control.send(Wait(), KEEPER_SERVE_SECONDS)
                 made.join(HANDSHAKE_WAIT_SECONDS)
-            if self._server is None:
-                cause = "the keeper ends just now" if self._over.is_set() else "torch failed: see the keeper's log"
+            if self._server is None or self.is_draining:
+                cause = "the keeper ends just now" if self.is_draining else "torch failed: see the keeper's log"
                 control.send(ReaderRefused("TransfuseError", cause), KEEPER_SERVE_SECONDS)
                 return
         except TransfuseError as error:
@@ -613,11 +817,13 @@ class Keeper:
         with self._serving:
             if self._server is None and not self._over.is_set():
                 newest, step = self._readers.newest, self._readers.newest_step
-                self._server = transfers.serve_newest(self._listener, self.token, newest, step, KEEPER_SERVE_SECONDS)
+                self._server = transfers.serve_newest(
+                    self._listener, self.token, newest, step, KEEPER_SERVE_SECONDS, self.tls
+                )
 
-    def _done(self, worker: ConnectedWorker, _: frames.Done) -> Frame:
+    def _done(self, worker: ConnectedWorker, _: frames.Ack) -> Frame:
         self._release(worker)
-        return frames.Done()
+        return frames.Ack()
 
     def _close(self, worker: ConnectedWorker, _: frames.Close) -> Frame:
         with self._changed:
@@ -627,7 +833,8 @@ class Keeper:
             files.note_closed(self.directory, self.books.generation, self._closed)
             self._changed.notify_all()
         self.ring.wake()
-        return frames.Done()
+        self.saver.wake()
+        return frames.Ack()
 
     def _rank_of(self, worker: ConnectedWorker) -> int:
         if worker.hello is None:
@@ -637,7 +844,24 @@ class Keeper:
     # -- what it says about itself
 
     def _status(self, worker: ConnectedWorker, _: frames.Status) -> Frame:
-        return frames.Told(json.dumps(self.status()).encode())
+        return frames.StatusReply(json.dumps(self.status()).encode())
+
+    def _hosts(self, worker: ConnectedWorker, _: frames.Hosts) -> Frame:
+        return frames.StatusReply(json.dumps(self.ring.others()).encode())
+
+    def _trouble(self) -> list[str]:
+        """What somebody should know who looks at this keeper. Called under the lock."""
+        generation, found = self.books.current(), [self.ring.notes()]
+        ranks = () if generation is None else generation.ranks
+        gone = [rank for rank in ranks if rank not in self._workers and rank not in self._closed]
+        if gone and self._workers:
+            found.append(f"{ranks_and_have(gone)} no worker here now")
+        if self._allotment.absent:
+            found.append(f"{ranks_and_have(self._allotment.absent)} not called commit() yet")
+        if self.books.is_starved():
+            why = next((why for why in map(self._why_incomplete, ranks) if why), "its steps are not complete")
+            found.append(f"the last commit was left out for want of a free slot: {why}")
+        return [one for one in found if one]
 
     def status(self) -> dict[str, Any]:
         with self._changed:
@@ -646,6 +870,7 @@ class Keeper:
             return {
                 "pid": os.getpid(),
                 "address": self.address,
+                "encrypts": self.tls is not None,
                 "directory": str(self.directory),
                 "generation": books.generation,
                 "attached": sorted(self._workers),
@@ -654,7 +879,12 @@ class Keeper:
                 "agents": sorted({agent.pid for agent in self._agents.values() if agent.alive()}),
                 "confirmed_step": None if books.confirmed is None else books.confirmed.step,
                 "complete": None if newest is None else {"generation": newest.generation, "step": newest.step},
+                "commit": self._pace.status(),
                 "bytes": self._allotment.nbytes,
+                "max_bytes": self.max_bytes,
+                "draining": None if self._draining is None else round(self._draining.seconds, 1),
+                "trouble": self._trouble(),
+                "metrics": self.metrics,
                 "states": [
                     {
                         "rank": held.rank,
@@ -668,11 +898,13 @@ class Keeper:
                     for held in sorted(books.holdings(), key=lambda held: (held.rank, held.generation, held.step))
                 ],
                 "replicas": self.ring.status(),
+                "storage": self.saver.status(),
             }
 
 
 _ANSWERS: Mapping[type, Callable[..., Any]] = {
     frames.Hello: Keeper._hear_hello,
+    frames.FindStorage: Keeper._find_storage,
     frames.Expose: Keeper._expose,
     frames.Peers: Keeper._meet_peers,
     frames.Reserve: Keeper._reserve,
@@ -685,14 +917,23 @@ _ANSWERS: Mapping[type, Callable[..., Any]] = {
     frames.Open: Keeper._open,
     frames.Serve: Keeper._serve,
     frames.Restored: Keeper._restored,
-    frames.Done: Keeper._done,
+    frames.Ack: Keeper._done,
     frames.Close: Keeper._close,
     frames.Status: Keeper._status,
+    frames.Hosts: Keeper._hosts,
 }
 
 
 def _complain(what: str, error: Exception) -> None:
     logger.warning("the keeper %s of a worker: %s", what, error)
+
+
+def cannot_be_measured(where: MetricsAddress | None, error: OSError) -> str:
+    """What to say if nobody can be answered at an address."""
+    return (
+        f"no metrics and no health of this keeper: nobody can listen at {where}: {error}. Several keepers of a host "
+        f"need a port each: give a range of them (:9400-9499, in {VARIABLE} or --metrics)"
+    )
 
 
 def _belongs(rank: int, run: str, agent: Process) -> TransfuseError:
@@ -728,8 +969,11 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         logger.info("%s", cannot_write(lock.directory, error))
         return CANNOT_WRITE
+    except ValueError as error:
+        logger.info("%s", error)  # Of the environment: the worker that has started this one quotes it.
+        return os.EX_CONFIG
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: keeper.stop())
+        signal.signal(number, lambda *_: keeper.drain())
     logger.info("keeper %d serves %s", os.getpid(), argv[0])
     keeper.run()
     return 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from transfuse._keeper.slots import Label
+from transfuse._keeper.bundle_table import Bundles
+from transfuse._keeper.slot_file import Label
+from transfuse._keeper.storage import Record, SavedFile
 from transfuse._wire.framed import Vocabulary
 
 
@@ -82,11 +84,98 @@ class Lent(_KeeperMessage):
     slots: list[LentSlot]
 
 
+class SaveRound(_KeeperMessage):
+    """Leader: candidates up to ``concluded`` are done with. Answered by ``SaveState``."""
+
+    generation: int
+    concluded: Label | None
+    #: The newest step that is saved, and what is wrong; for this host's status.
+    saved: Label | None
+    trouble: str
+
+
+class SaveState(_KeeperMessage):
+    generation: int
+    #: The host's oldest candidate, and whether all its ranks have committed it and nothing is missing.
+    candidate: Label | None
+    is_whole: bool
+    #: The newest step that a rank of this host has come to.
+    reached: Label | None
+
+
+class SaveBegin(_KeeperMessage):
+    """Leader: hold this step until this connection ends, and tell me what is in its slots. ``SaveProgress``.
+
+    ``writer``: what the leader has written into the directory, to find out whether this host sees the same one.
+    """
+
+    generation: int
+    step: int
+    writer: str
+
+
+class SaveWrite(_KeeperMessage):
+    """Leader: write the files of your ranks. ``SaveProgress``."""
+
+    #: By rank of the host: who writes each of its bundles (int32).
+    owners: dict[int, bytes]
+
+
+class SaveRecord(_KeeperMessage):
+    """Leader: all files are there. Write the record, if it is not there already. ``SaveProgress``."""
+
+    record: Record
+    #: Whether all hosts see one directory.
+    together: bool
+
+
+class SavePrune(_KeeperMessage):
+    """Leader: the step counts on all hosts. Remove older ones, unless the leader sees to that. ``SaveProgress``."""
+
+    keep: int
+    together: bool
+
+
+class SaveLook(_KeeperMessage):
+    """Leader: how is it going? Answered by ``SaveProgress``."""
+
+
+class RankTable(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    rank: int
+    bundles: Bundles
+
+
+class SaveProgress(_KeeperMessage):
+    """How the last order is going. The leader asks again until it is done."""
+
+    is_done: bool
+    #: Seconds since the storage has last taken or given something.
+    silent: float
+    #: Why it has failed; empty: it has not.
+    failure: str = ""
+    nbytes: int = 0
+    #: After ``SaveBegin``: what is in the slots, and whether this host sees the leader's directory.
+    tables: list[RankTable] = []
+    sees: bool = False
+    #: After ``SaveWrite``.
+    files: list[SavedFile] = []
+
+
+class Look(_KeeperMessage):
+    """Any keeper, for somebody who looks at all hosts: how are you? Answered by ``Looked``."""
+
+
+class Looked(_KeeperMessage):
+    #: JSON, as of ``transfuse keep --status``.
+    text: bytes
+
+
 class No(_KeeperMessage):
     why: str
 
 
-Question = Round | Lend
-Answer = HostState | Lent
-#: A frame lists the slots of all ranks of a host, in less than 100 bytes each.
-VOCABULARY = Vocabulary(msgspec.msgpack.Decoder(Question | Answer | No), 4 << 20)
+SaveQuestion = SaveRound | SaveBegin | SaveWrite | SaveRecord | SavePrune | SaveLook
+Question = Round | Lend | Look | SaveQuestion
+Answer = HostState | Lent | Looked | SaveState | SaveProgress
+#: A frame lists the slots of all ranks of a host in less than 100 bytes each, or their bundles.
+VOCABULARY = Vocabulary(msgspec.msgpack.Decoder(Question | Answer | No), 64 << 20)

@@ -7,8 +7,8 @@ import weakref
 from typing import TYPE_CHECKING
 
 from transfuse._errors import TransfuseError
-from transfuse._keeper.books import Books, Kept
-from transfuse._keeper.slots import Label
+from transfuse._keeper.slot_file import Label
+from transfuse._keeper.slot_policy import Books, Kept
 
 if TYPE_CHECKING:
     from transfuse._keeper.restored import RestoredState

@@ -32,13 +32,16 @@ from typing import TYPE_CHECKING, Any
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper import frames
-from transfuse._keeper.books import Books, Kept
 from transfuse._keeper.door import FIRST_PAUSE, LONGEST_PAUSE, ask, connect
 from transfuse._keeper.freeing import Freeing
 from transfuse._keeper.questions import Lend, Lent, LentSlot, Refill
-from transfuse._keeper.slots import Brief, Label, SlotView, make_slots
+from transfuse._keeper.slot_file import Brief, Label, SlotView, make_slots
+from transfuse._keeper.slot_policy import Books, Kept
+from transfuse._metrics import names
+from transfuse._metrics.samples import Samples
 from transfuse._progress import Progress
 from transfuse._sizes import human_bytes
+from transfuse._tls import TLS
 from transfuse._tuning import DOOR_ASK_SECONDS, REPLICA_LOOK_SECONDS
 from transfuse._wire.handshake import ControlConnection, key_of
 
@@ -68,13 +71,15 @@ class _Busy(TransfuseError):
     """Somebody reads the replicas, or an abandoned pull has not ended yet."""
 
 
-class Stock:
+class ReplicaStore:
     """The slots and replicas of this keeper, and the lock that guards them."""
 
-    def __init__(self, changed: threading.Condition, books: Books, freeing: Freeing, room: Callable[[], int]) -> None:
+    def __init__(
+        self, changed: threading.Condition, books: Books, freeing: Freeing, room: Callable[[], int], counted: Samples
+    ) -> None:
         #: The keeper's lock. Nobody talks to the network while holding it.
         self.changed = changed
-        self.books, self.freeing = books, freeing
+        self.books, self.freeing, self.counted = books, freeing, counted
         self._room = room
         self._complained_of_room = False
 
@@ -114,7 +119,7 @@ class Stock:
                 f"the replicas of ranks {sorted(ranks)} need {human_bytes(need)} more, and there is room for "
                 f"{human_bytes(max(room, 0))} (max_bytes, or free memory)"
             )
-        # To allocate takes time, so the keeper's lock is free meanwhile. Only one thread pulls in a term.
+        # To allocate takes time, so the keeper's lock is free meanwhile. Only one thread pulls in a generation.
         wanted = [slot for slot, count in short.items() for _ in range(count)]
         files = make_slots([slot.nbytes for slot in wanted])
         with self.changed:
@@ -161,8 +166,8 @@ class Loan:
 
     def is_in_vain(self) -> bool:
         """Whether the step has been given up."""
-        with self.loans.stock.changed:
-            books, label = self.loans.stock.books, self.label
+        with self.loans.store.changed:
+            books, label = self.loans.store.books, self.label
             if label == books.restored:
                 return False
             if label.generation != books.generation or (books.confirmed is not None and books.confirmed >= label):
@@ -178,16 +183,17 @@ class Loan:
 class Loans:
     """What this host serves to other keepers: one server for each step, so that a rate limit holds for all together."""
 
-    stock: Stock
+    store: ReplicaStore
     #: The ranks of this host, and how many bytes a second it may send.
     ranks: Sequence[int]
     rate: float | None
+    tls: TLS | None = None
     _open: dict[tuple[Label, tuple[int, ...]], Loan] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def lend(self, label: Label, host: str, ranks: Sequence[int] = ()) -> Loan:
         """Serve these ranks' slots of a step, or this host's, until all borrowers have given it back."""
-        kept = self.stock.pin(label, ranks or self.ranks)
+        kept = self.store.pin(label, ranks or self.ranks)
         key = label, tuple(kept)
         try:
             with self._lock:
@@ -197,7 +203,7 @@ class Loans:
                 loan.borrowers += 1
                 return loan
         finally:
-            self.stock.unpin(kept.values())
+            self.store.unpin(kept.values())
 
     def _serve(self, label: Label, kept: Mapping[int, Kept], host: str) -> Loan:
         from transfuse._keeper import transfers
@@ -205,9 +211,9 @@ class Loans:
         # Mappings of our own: they may outlive the slots.
         views = {rank: SlotView(one.file.fd, writable=False) for rank, one in kept.items()}
         token = secrets.token_hex(32)
-        server = transfers.serve_slots(views, host, token, label.step, self.rate)
+        server = transfers.serve_slots(views, host, token, label.step, self.rate, self.tls)
         slots = [LentSlot(rank, view.nbytes, bytes(view.memory[:HEAD_BYTES])) for rank, view in views.items()]
-        with self.stock.changed:
+        with self.store.changed:
             for one in kept.values():
                 one.pins += 1
         return Loan(label, server, token, slots, list(kept.values()), self)
@@ -219,7 +225,7 @@ class Loans:
                 return
             del self._open[loan.label, tuple(kept.rank for kept in loan.kept)]
         loan.server.close(cancel=True)
-        self.stock.unpin(loan.kept)
+        self.store.unpin(loan.kept)
 
 
 def _borrow(control: ControlConnection, source: int, label: Label, ranks: Sequence[int]) -> Lent:
@@ -238,19 +244,21 @@ class ReplicaPuller:
 
     def __init__(
         self,
-        stock: Stock,
+        store: ReplicaStore,
         peers: frames.Peers,
         sources: Sequence[int],
         *,
         stopped: threading.Event,
         on_idle: Callable[[], None],
         on_replicated: Callable[[], None],
+        tls: TLS | None = None,
     ) -> None:
-        self._stock, self._peers, self._sources = stock, peers, sources
+        self._tls = tls
+        self._store, self._peers, self._sources = store, peers, sources
         self._key = key_of(peers.token)
         self._stopped, self._on_idle, self._on_replicated = stopped, on_idle, on_replicated
         self._news = threading.Event()
-        self._habits: dict[int, _Habit] = {}
+        self._delta_choices: dict[int, _DeltaChoice] = {}
         self._refill: tuple[Label | None, list[Refill]] = None, []
         #: The step whose replicas are here, or could not be for want of memory (``bare``).
         self.replicated: Label | None = None
@@ -285,10 +293,11 @@ class ReplicaPuller:
                 continue
             except _NoRoomForReplica as error:
                 self.bare, self.why_bare = True, self.why_bare if self.bare else str(error)
-                self._stock.complain_of_room(error)
+                self._store.complain_of_room(error)
             except Exception as error:
                 if self._stopped.is_set() or self.wanted() != label:
                     continue
+                self._store.counted.add(names.PULLS, outcome=names.FAILED)
                 if not has_complained:
                     logger.warning("replicas of step %d could not be pulled; trying again: %s", label.step, str(error))
                 has_complained = True
@@ -300,8 +309,8 @@ class ReplicaPuller:
 
     def wanted(self) -> Label | None:
         """The step to pull."""
-        with self._stock.changed:
-            books = self._stock.books
+        with self._store.changed:
+            books = self._store.books
             return books.agreed if books.generation == self._peers.generation else None
 
     def refill(self, label: Label | None, orders: Sequence[Refill]) -> None:
@@ -316,14 +325,14 @@ class ReplicaPuller:
         self._refill = None, []
         try:
             for order in orders:
-                with self._stock.changed:
+                with self._store.changed:
                     # The leader may not have heard yet what has been pulled since it last asked.
-                    lacking = [rank for rank in order.ranks if self._stock.books.find(rank, label) is None]
+                    lacking = [rank for rank in order.ranks if self._store.books.find(rank, label) is None]
                 if lacking:
                     self._pull(order.source, label, lacking, copies=1)
-                with self._stock.changed:
+                with self._store.changed:
                     for rank in set(order.ranks) & set(self._peers.ranks[self._peers.index]):
-                        self._stock.books.adopt(rank, label)
+                        self._store.books.adopt(rank, label)
         except Exception as error:
             # The leader says it again, if it is still so.
             logger.info("what was restored, step %d, could not be replicated: %s", label.step, error)
@@ -332,34 +341,38 @@ class ReplicaPuller:
 
     def _is_wanted(self, label: Label) -> bool:
         wanted = self.wanted()
-        return wanted == label or (wanted is None and label == self._stock.books.restored)
+        return wanted == label or (wanted is None and label == self._store.books.restored)
 
     def _pull(self, source: int, label: Label, ranks: Sequence[int], copies: int = COPIES) -> None:
         """Pull these ranks' slots of a step from a host."""
-        stock = self._stock
-        with stock.changed:
-            if all(any(kept.label == label for kept in stock.books.replicas.get(rank, ())) for rank in ranks):
+        store = self._store
+        with store.changed:
+            if all(any(kept.label == label for kept in store.books.replicas.get(rank, ())) for rank in ranks):
                 return
         started = time.monotonic()
-        control = connect(self._peers.keepers[source], self._key, DOOR_ASK_SECONDS, source)
+        control = connect(self._peers.keepers[source], self._key, DOOR_ASK_SECONDS, source, self._tls)
         try:
             lent = _borrow(control, source, label, ranks)
-            chosen = stock.prepare(lent.slots, ranks, copies)
+            chosen = store.prepare(lent.slots, ranks, copies)
             try:
                 report = self._fetch(source, lent, chosen, label)
             finally:
-                with stock.changed:
+                with store.changed:
                     for kept in chosen.values():
                         kept.is_written = False
         finally:
             control.close()
+        seconds = time.monotonic() - started
         self.last_pull = {
             "host": source,
             "step": label.step,
             "bytes": report.bytes,
             "kept_bytes": report.kept_bytes,
-            "seconds": round(time.monotonic() - started, 3),
+            "seconds": round(seconds, 3),
         }
+        store.counted.add(names.PULLS, outcome=names.COMPLETE)
+        store.counted.observe(names.PULL_TIMES, seconds)
+        store.counted.add(names.PULLED, report.bytes)
 
     def _fetch(self, source: int, lent: Lent, chosen: Mapping[int, Kept], label: Label) -> Report:
         from transfuse._keeper import transfers
@@ -369,13 +382,13 @@ class ReplicaPuller:
         is_old = all(view.contents() is not None for view in views.values())
         for view in views.values():
             view.memory[:HEAD_BYTES] = bytes(HEAD_BYTES)
-        habit = self._habits.setdefault(source, _Habit())
+        choice = self._delta_choices.setdefault(source, _DeltaChoice())
 
         def look(_: Mapping[int, Progress]) -> None:
             if self._stopped.is_set() or not self._is_wanted(label):
                 raise _PullAbandoned(f"step {label.step} is no longer wanted")
 
-        compares = is_old and habit.compares()
+        compares = is_old and choice.compares()
         report = transfers.fetch_slots(
             lent.address,
             views,
@@ -383,9 +396,10 @@ class ReplicaPuller:
             step=label.step,
             rate=self._peers.rate,
             compares=compares,
+            tls=self._tls,
             look=look,
         )
-        habit.learn(report, compares)
+        choice.learn(report, compares)
         self._count(lent.slots, views, chosen, label)
         return report
 
@@ -404,14 +418,14 @@ class ReplicaPuller:
                 view.memory[:HEAD_BYTES] = bytes(HEAD_BYTES)
                 raise TransfuseError(f"what was pulled as step {label.step} of rank {slot.rank} is something else")
             briefs[slot.rank] = brief
-        with self._stock.changed:
+        with self._store.changed:
             for rank, kept in chosen.items():
                 kept.label, kept.brief, kept.is_written = label, briefs[rank], False
-            self._stock.changed.notify_all()
+            self._store.changed.notify_all()
 
 
 @dataclass
-class _Habit:
+class _DeltaChoice:
     """Whether to compare with an older replica before pulling: whichever way was faster, for each byte of the slots."""
 
     #: Seconds for each byte: pulled at once, and compared first.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 
 from transfuse._errors import TransfuseError
-from transfuse._keeper.bundle_table import NO_DIGEST, Bundles, StoragePlaces
-from transfuse._keeper.slots import SlotView, decode
+from transfuse._keeper.bundle_table import NO_DIGEST, PLAIN, Bundles, StoragePlaces
+from transfuse._keeper.slot_file import SlotView, decode
+from transfuse._keeper.storage import file_name
 from transfuse._limits import Limits
 from transfuse._memory.blocks import digests_at
 from transfuse._state.manifest import Described, Manifest, Wire
@@ -27,6 +28,9 @@ class Text(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     own: Wire | None
     storages: StoragePlaces
 
+
+#: The address and the length of bytes in this process.
+Run: TypeAlias = tuple[int, int]
 
 _text = msgspec.msgpack.Decoder(Text)
 
@@ -43,20 +47,127 @@ class RestoredState:
     addresses: Ints
     of_storage: Ints
 
-    def damaged(self) -> list[str]:
-        """Paths of the leaves whose bytes have changed since the commit. Empty also if no digests were kept."""
-        known = self.bundles.digests
-        chosen = np.array([number for number, digest in enumerate(known) if digest != NO_DIGEST], dtype=np.int64)
-        found = digests_at(self.addresses[chosen], self.bundles.nbytes[chosen], self.state.files)
-        wrong = [int(n) for n, digest in zip(chosen.tolist(), found, strict=True) if digest != known[int(n)]]
-        return self.leaves_of(wrong)
+    def damaged(self, seen: dict[Run, bytes] | None = None) -> list[str]:
+        """Paths of the leaves whose bytes have changed since the commit. Empty also if no digests were kept.
+
+        Those of what belongs to the rank alone begin with ``rank_state``. ``seen``: the digests that were computed
+        for other ranks, by where the bytes lie; those of this rank are added.
+        """
+        known, seen = self.bundles.digests, {} if seen is None else seen
+        wanted = [number for number in np.unique(self.of_storage).tolist() if known and known[number] != NO_DIGEST]
+        runs = dict(zip(wanted, self._runs(wanted), strict=True))
+        new = [number for number in wanted if runs[number] not in seen]
+        found = digests_at(self.addresses[new], self.bundles.nbytes[new], self.state.files)
+        seen.update(zip(self._runs(new), found, strict=True))
+        wrong = [number for number in wanted if seen[runs[number]] != known[number]]
+        return self.all_leaves_of(wrong)
+
+    def all_leaves_of(self, bundles: Sequence[int]) -> list[str]:
+        """As `leaves_of`, with those of what belongs to the rank alone."""
+        return self.leaves_of(bundles) + [f"rank_state{path}" for path in self._own_leaves_of(bundles)]
+
+    def _runs(self, bundles: Sequence[int]) -> list[Run]:
+        """Where these bundles lie in this process: address and length."""
+        return list(zip(self.addresses[bundles].tolist(), self.bundles.nbytes[bundles].tolist(), strict=True))
 
     def leaves_of(self, bundles: Sequence[int]) -> list[str]:
         """Paths of the leaves that have bytes in these bundles."""
-        manifest = self.state.manifest
-        storages = np.flatnonzero(np.isin(self.of_storage[: len(manifest.storages)], np.array(bundles, dtype=np.int64)))
-        rows = np.flatnonzero(np.isin(manifest.tensors.storage, storages))
-        return [manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(rows)).tolist()]
+        return _leaves_in(self.state.manifest, self.of_storage, bundles)
+
+    def _own_leaves_of(self, bundles: Sequence[int]) -> list[str]:
+        if self.own is None:
+            return []
+        return _leaves_in(self.own.manifest, self.of_storage[len(self.state.manifest.storages) :], bundles)
+
+    def entry(self, key: str) -> RestoredState:
+        """One entry of the state alone. ``KeyError`` if it has none of this name."""
+        state = self.state
+        manifest, rows, used = state.manifest.entry(key)
+        owners = np.zeros(len(used), dtype=np.int64)  # A storage's owner may be a tensor of another entry.
+        owners[manifest.tensors.storage[::-1]] = np.arange(len(rows))[::-1]
+        chosen = Described(
+            manifest,
+            [state.tensors[row] for row in rows.tolist()],
+            state.windows[used],
+            state.addresses[used],
+            owners,
+            state.pointers[rows],
+            state.files,
+        )
+        return replace(self, state=chosen, own=None, of_storage=self.of_storage[used])
+
+    def plain_digests(self) -> dict[bytes, bytes]:
+        """By key, the digests of the bundles of which every rank may have values of its own."""
+        bundles = self.bundles
+        return {bundles.keys[n]: bundles.digests[n] for n in np.flatnonzero(bundles.modes == PLAIN).tolist()}
+
+    def leaf_digests(self, keys: Collection[bytes]) -> dict[str, bytes]:
+        """The digests of single leaves in these bundles."""
+        state, manifest = self.state, self.state.manifest
+        chosen = [number for number, key in enumerate(self.bundles.keys) if key in keys]
+        storages = np.flatnonzero(np.isin(self.of_storage[: len(manifest.storages)], np.array(chosen, dtype=np.int64)))
+        digests = digests_at(state.addresses[storages], manifest.storages.nbytes[storages], state.files)
+        of = dict(zip(storages.tolist(), digests, strict=True))
+        leaves = manifest.leaves_of(np.arange(len(manifest.tensors))).tolist()
+        return {
+            manifest.paths[leaf]: of[storage]
+            for leaf, storage in zip(leaves, manifest.tensors.storage.tolist(), strict=True)
+            if storage in of
+        }
+
+
+def suspects(ranks: Sequence[Mapping[bytes, bytes]]) -> set[bytes]:
+    """The keys of bundles in which ranks may differ, from what :meth:`RestoredState.plain_digests` says of each."""
+    seen: dict[bytes, set[bytes]] = {}
+    for rank in ranks:
+        for key, digest in rank.items():
+            seen.setdefault(key, set()).add(digest)
+    # A bundle that only some ranks have may hold leaves that others have in other bundles.
+    return {key for key, digests in seen.items() if len(digests) > 1 or any(key not in one for one in ranks)}
+
+
+def differing_leaves(ranks: Iterable[Mapping[str, bytes]]) -> list[str]:
+    """The leaves in which ranks differ, from what :meth:`RestoredState.leaf_digests` says of each."""
+    leaves: dict[str, set[bytes]] = {}
+    for rank in ranks:
+        for path, digest in rank.items():
+            leaves.setdefault(path, set()).add(digest)
+    return sorted(path for path, digests in leaves.items() if len(digests) > 1)
+
+
+def _leaves_in(manifest: Manifest, of_storage: Ints, bundles: Sequence[int]) -> list[str]:
+    storages = np.flatnonzero(np.isin(of_storage[: len(manifest.storages)], np.array(bundles, dtype=np.int64)))
+    rows = np.flatnonzero(np.isin(manifest.tensors.storage, storages))
+    return [manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(rows)).tolist()]
+
+
+def damage(states: Sequence[RestoredState], where: str, part: tuple[int, int] = (0, 1)) -> str:
+    """What is damaged in states that lie in files: file and leaves. Empty: nothing.
+
+    ``where``: the folder of the files. ``part``: this process looks at the i-th of n parts of the bundles: the others
+    look at the rest.
+    """
+    # Several ranks' states have bundles in common.
+    found = {
+        int(one.addresses[number]): (one, number)
+        for one in states
+        for number, digest in enumerate(one.bundles.digests)
+        if digest != NO_DIGEST
+    }
+    index, parts = part
+    chosen = [found[address] for address in sorted(found)][index::parts]
+    addresses = np.array([one.addresses[number] for one, number in chosen], dtype=np.int64)
+    sizes = np.array([one.bundles.nbytes[number] for one, number in chosen], dtype=np.int64)
+    files = list({id(file): file for one in states for file in one.state.files}.values())
+    wrong: dict[int, set[str]] = {}
+    for (one, number), digest in zip(chosen, digests_at(addresses, sizes, files), strict=True):
+        if digest != one.bundles.digest(number):
+            wrong.setdefault(int(one.bundles.owners[number]), set()).update(one.all_leaves_of([number]))
+    return "; ".join(
+        f"{where}/{file_name(owner)} is damaged: {len(leaves)} leaves differ from their digests: "
+        f"{', '.join(sorted(leaves)[:10])}{', …' if len(leaves) > 10 else ''}"
+        for owner, leaves in sorted(wrong.items())
+    )
 
 
 def describe_slots(rank: int, slots: Mapping[int, SlotView]) -> RestoredState:
@@ -67,15 +178,28 @@ def describe_slots(rank: int, slots: Mapping[int, SlotView]) -> RestoredState:
         raise TransfuseError(f"the kept state of rank {rank} cannot be read: {error}") from error
 
 
+def manifest_in(rank: int, slot: SlotView) -> Manifest:
+    """What a rank has kept, from its own slot alone. No other rank's is needed, and no tensor is looked at."""
+    try:
+        text: Text = decode(_text, slot.text())
+        return Manifest.decode(_on_cpu(text.manifest), Limits.from_environment(), _coordinates(text.coordinates))
+    except (ValueError, KeyError, IndexError) as error:
+        raise TransfuseError(f"the kept state of rank {rank} cannot be read: {error}") from error
+
+
 def _describe(rank: int, slots: Mapping[int, SlotView]) -> RestoredState:
     text: Text = decode(_text, slots[rank].text())
     briefs = {one: view.brief() for one, view in slots.items()}
     mine = briefs[rank].bundles
     holders: list[SlotView] = []
     starts = np.zeros(len(mine), dtype=np.int64)
+    digests = list(mine.digests)
     for number, (key, owner) in enumerate(zip(mine.keys, mine.owners.tolist(), strict=True)):
         holders.append(slots[owner])
-        starts[number] = briefs[owner].bundles.places[briefs[owner].own[key]]
+        theirs, row = briefs[owner].bundles, briefs[owner].own[key]
+        starts[number] = theirs.places[row]
+        if digests and digests[number] == NO_DIGEST:
+            digests[number] = theirs.digest(row) or NO_DIGEST  # The rank that has written it has hashed it.
         if not 0 < starts[number] <= slots[owner].nbytes - mine.nbytes[number]:
             raise ValueError("a bundle lies outside its slot")
     base = np.array([holder.address for holder in holders], dtype=np.int64)
@@ -96,7 +220,7 @@ def _describe(rank: int, slots: Mapping[int, SlotView]) -> RestoredState:
         first += count
     state, own = described
     assert state is not None
-    return RestoredState(rank, mine, state, own, base + starts, bundle)
+    return RestoredState(rank, mine.hashed(digests), state, own, base + starts, bundle)
 
 
 def _on_cpu(wire: Wire) -> Wire:

@@ -13,34 +13,38 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
 
 from transfuse._errors import NotCovered, StateError, TargetMismatch, TransfuseError, as_utf8
+from transfuse._job.face import attribute_before
 from transfuse._job.receipt import Receipt
 from transfuse._job.state import State
 from transfuse._keeper import frames
 from transfuse._keeper.bundle_table import PLAIN
 from transfuse._keeper.frames import Held, KeeperLink
-from transfuse._keeper.restored import RestoredState, describe_slots
-from transfuse._keeper.slots import Label, SlotView
-from transfuse._memory.blocks import digests_at
+from transfuse._keeper.restored import RestoredState, damage, describe_slots, differing_leaves, suspects
+from transfuse._keeper.saved_steps import silent
+from transfuse._keeper.slot_file import Label, SlotView
+from transfuse._keeper.storage import file_name, folder_of
+from transfuse._metrics import names
 from transfuse._options import FetchKeywords
-from transfuse._plan.cohorts import Cohort
 from transfuse._plan.holdings import Holdings, Whole
-from transfuse._plan.match import Prepared
-from transfuse._remote.client import fetch_if
+from transfuse._remote.client import FetchSettings, fetch_if
 from transfuse._remote.in_process import InProcess
 from transfuse._report import Report
 from transfuse._state.leaves.layout import Block
 from transfuse._state.manifest import Described
+from transfuse._tls import TLS
 from transfuse._wire.roll_call import Agreement, Failure
 
 logger = logging.getLogger("transfuse")
@@ -60,6 +64,8 @@ class Members(NamedTuple):
     token: str
     #: This host's address, for the others.
     address: str
+    #: How all that goes between hosts is encrypted.
+    tls: TLS | None = None
 
     def host_of(self, rank: int) -> int:
         return next(host for host, ranks in enumerate(self.ranks) if rank in ranks)
@@ -71,7 +77,7 @@ class Members(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class RestoreRequest:
     """What the caller wants restored, and how."""
 
     state: State
@@ -94,6 +100,15 @@ class KeptStep(NamedTuple):
     ranks: int
     #: Of the transfer that has restored it.
     report: Report | None = None
+    #: From where this rank has got it, as the metrics name it.
+    source: str = ""
+    #: Where it was, if not only in memory; and how many steps after it are known to be lost.
+    came_from: str = ""
+    lost: int = 0
+
+    @property
+    def own(self) -> NoReturn:
+        raise attribute_before(self, "own", "rank_states")
 
 
 class HostHolding(msgspec.Struct, array_like=True):
@@ -105,6 +120,9 @@ class HostHolding(msgspec.Struct, array_like=True):
     #: As in ``frames.HeldStates``.
     past: str = ""
     notes: str = ""
+    storage: str = ""
+    trouble: str = ""
+    newest: int = -1
 
 
 @dataclass(eq=False)
@@ -113,12 +131,27 @@ class Candidate:
 
     label: Label
     world_size: int
-    #: By rank of the job before: the hosts whose keepers hold its state whole.
+    #: By rank of the job before: the hosts whose keepers hold its state whole, in memory, or else on storage.
     holders: dict[int, list[int]] = field(default_factory=dict)
+    #: The ranks whose states only storage has, and where that is.
+    saved: set[int] = field(default_factory=set)
+    storage: str = ""
 
     @property
     def missing(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.holders]
+
+    @property
+    def is_all_saved(self) -> bool:
+        """Whether nothing of it is in memory."""
+        return self.saved == set(self.holders)
+
+    @property
+    def came_from(self) -> str:
+        """Where its bytes are, if not only in memory."""
+        if not self.saved:
+            return ""
+        return f"storage {self.storage}" if self.is_all_saved else f"memory and storage {self.storage}"
 
 
 class Forbidden(TransfuseError):
@@ -139,18 +172,21 @@ class Unfit(Forbidden):
     """The step is whole, and does not fit this job: what a rank's ``state_dict`` returns, or the number of ranks."""
 
 
-def restore(members: Members, link: KeeperLink | None, asking: threading.RLock, wish: Wish) -> KeptStep | None:
+def restore(
+    members: Members, link: KeeperLink | None, asking: threading.RLock, request: RestoreRequest
+) -> KeptStep | None:
     """Restore the newest step that can be restored on all ranks; None if there never was one."""
     agreement = members.agreement
-    told = agreement.gather(tell(members, link, asking, wish.seconds), "gathering what the keepers hold")
+    told = agreement.gather(tell(members, link, asking, request.seconds), "gathering what the keepers hold")
     holdings = [msgspec.msgpack.decode(row, type=HostHolding) for row in told]
     candidates = candidates_in(members, holdings)
     # A step that some ranks have never committed is no loss: nobody was told that it is kept.
     has_held = any(one.has_held for one in holdings) or any(not candidate.missing for candidate in candidates)
     reasons: list[str] = [one.failure for one in holdings if one.failure]
-    if reasons and not has_held and not wish.missing_ok:
+    reasons += [f"host {members.host_of(rank)}: {one.trouble}" for rank, one in enumerate(holdings) if one.trouble]
+    if reasons and not has_held and not request.missing_ok:
         raise StateError(
-            f"{not_known(reasons, wish.seconds)}\nStart the job again, load a checkpoint, or begin anew with "
+            f"{not_known(reasons, request.seconds)}\nStart the job again, load a checkpoint, or begin anew with "
             "restore(missing_ok=True). Nothing was touched"
         )
     if not has_held:
@@ -160,27 +196,31 @@ def restore(members: Members, link: KeeperLink | None, asking: threading.RLock, 
     is_unfit, is_mismatch = False, not reasons
     for candidate in candidates:
         try:
-            restored = _attempt(members, link, asking, wish, candidate)
+            restored = _attempt(members, link, asking, request, candidate)
             mine = holdings[agreement.rank]
             if mine.notes:
                 logger.warning("rank %d has restored step %d: %s", agreement.rank, restored.step, mine.notes)
+            if mine.trouble:
+                logger.warning("rank %d has restored step %d: %s", agreement.rank, restored.step, mine.trouble)
+            steps |= _torn(members, holdings, candidate.label)
             if steps:
                 lines = _lines([f"{_numbered('step', numbers)}: {why}" for why, numbers in steps.items()])
                 logger.warning("step %d is restored: newer ones cannot be restored:%s", restored.step, lines)
-            return restored
+            return restored._replace(came_from=candidate.came_from, lost=_lost_since(candidate, holdings))
         except Forbidden as error:
             is_unfit = is_unfit or isinstance(error, Unfit)
             is_mismatch = is_mismatch and TargetMismatch.__name__ in error.kinds
             steps.setdefault(error.why, []).append(candidate.label.step)
+    reasons += [f"step {numbers[0]}: {why}" for why, numbers in _torn(members, holdings).items()]
     reasons += [f"{_numbered('step', numbers)}: {why}" for why, numbers in steps.items()]
-    if not has_held or wish.missing_ok:
+    if not has_held or request.missing_ok:
         return None
     if steps and is_mismatch:
         raise TargetMismatch(
             reasons,
             intro="this run has kept steps, and none of them fits what state_dict() returns now",
             advice="What you can do: start the job with the model and the optimizer that were kept, or do what is said "
-            f"above, and start it again: the kept steps are whole{wish.again}",
+            f"above, and start it again: the kept steps are whole{request.again}",
         )
     reasons += [f"host {members.host_of(rank)}: {one.past}" for rank, one in enumerate(holdings) if one.past]
     lines = _lines(reasons or ["no keeper holds a step any more"])
@@ -189,30 +229,64 @@ def restore(members: Members, link: KeeperLink | None, asking: threading.RLock, 
     anew = "begin anew with restore(missing_ok=True), or give a new training another name (run=)"
     cure = f"{hosts}load a checkpoint, {anew}"
     if is_unfit:
-        cure = f"{hosts}correct the program as said above, and start it again: the kept steps are whole{wish.again}"
+        cure = f"{hosts}correct the program as said above, and start it again: the kept steps are whole{request.again}"
     raise StateError(
         f"this run has kept steps, and none of them can be restored now ({answered} of {len(members.ranks)} hosts "
-        f"answered, within {wish.seconds:g} s):{lines}\nNothing was touched. What you can do: {cure}"
+        f"answered, within {request.seconds:g} s):{lines}\nNothing was touched. What you can do: {cure}"
     )
 
 
-def look(members: Members, link: KeeperLink | None, asking: threading.RLock, seconds: float) -> KeptStep | None:
+def _torn(members: Members, holdings: Sequence[HostHolding], since: Label | None = None) -> dict[str, list[int]]:
+    """The steps on storage that are newer, and of which files are missing on all hosts: what to say, and which."""
+    whole: dict[Label, set[int]] = {}
+    known: dict[Label, tuple[int, str]] = {}
+    for ranks in members.ranks:
+        one = holdings[ranks[0]]
+        for held in one.states:
+            label = Label(held.generation, held.step)
+            if held.saved and (since is None or label > since):
+                known[label] = held.world_size, one.storage
+            if held.whole:
+                whole.setdefault(label, set()).add(held.rank)
+    found: dict[str, list[int]] = {}
+    for label, (count, where) in sorted(known.items(), reverse=True):
+        missing = [file_name(rank) for rank in range(count) if rank not in whole.get(label, ())]
+        if missing:
+            names = f"{', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}"
+            found[f"{where}/{folder_of(label)}: {names} cannot be read, or has another size than in the record"] = [
+                label.step
+            ]
+    return found
+
+
+def _lost_since(candidate: Candidate, holdings: Sequence[HostHolding]) -> int:
+    """How many steps after one that was saved are known to be lost."""
+    if not candidate.saved:
+        return 0
+    label = candidate.label
+    steps = [held.step for one in holdings for held in one.states if held.generation >= label.generation]
+    return max(0, max([one.newest for one in holdings] + steps) - label.step)
+
+
+def look(
+    members: Members, link: KeeperLink | None, asking: threading.RLock, seconds: float, options: FetchKeywords
+) -> KeptStep | None:
     """The newest step that is whole, and what belonged to the ranks. No state is touched."""
     told = members.agreement.gather(tell(members, link, asking, seconds), "gathering what the keepers hold")
     candidates = candidates_in(members, [msgspec.msgpack.decode(row, type=HostHolding) for row in told])
-    wish = Wish(state=State({}), load_rank_state=None, seconds=seconds, missing_ok=True, options={})
+    request = RestoreRequest(state=State({}), load_rank_state=None, seconds=seconds, missing_ok=True, options=options)
     for candidate in candidates:
         if candidate.missing:
-            break
+            continue
         with ExitStack() as stack, suppress(Forbidden):
-            return Attempt(members, link, asking, wish, candidate, stack).look()
+            return Attempt(members, link, asking, request, candidate, stack).look()
     return None
 
 
 def not_known(reasons: Sequence[str], seconds: float) -> str:
-    """What to say if keepers do not answer, and the others know of no step: those may have held some."""
-    lines = _lines(reasons)
-    return f"it is not known whether this run has kept steps: a keeper has not answered within {seconds:g} s:{lines}"
+    """What to say if keepers or storage do not answer, and the others know of no step: those may have held some."""
+    lines, who = _lines(reasons), "a keeper, or the storage,"
+    return f"it is not known whether this run has kept steps: {who} has not answered within {seconds:g} s:{lines}"
 
 
 def _lines(reasons: Sequence[str]) -> str:
@@ -236,10 +310,10 @@ def _of_ranks(failures: Mapping[int, Failure]) -> str:
 
 
 def _attempt(
-    members: Members, link: KeeperLink | None, asking: threading.RLock, wish: Wish, candidate: Candidate
+    members: Members, link: KeeperLink | None, asking: threading.RLock, request: RestoreRequest, candidate: Candidate
 ) -> KeptStep:
     with ExitStack() as stack:
-        attempt = Attempt(members, link, asking, wish, candidate, stack)
+        attempt = Attempt(members, link, asking, request, candidate, stack)
         try:
             return attempt.run()
         except Forbidden as error:
@@ -248,7 +322,7 @@ def _attempt(
                 raise
             alone = error
     with ExitStack() as stack:
-        attempt = Attempt(members, link, asking, wish, candidate, stack)
+        attempt = Attempt(members, link, asking, request, candidate, stack)
         attempt.same = False
         try:
             return attempt.run()
@@ -269,23 +343,44 @@ def tell(members: Members, link: KeeperLink | None, asking: threading.RLock, sec
             with asking:
                 # The other ranks wait for this one as long as the timeout: it has to know before.
                 answer = link.ask(frames.Inventory(), frames.HeldStates, seconds / 2)
-            holding = HostHolding(answer.states, answer.has_held, "", answer.past, answer.notes)
+            more = answer.past, answer.notes, answer.storage, answer.trouble, answer.newest
+            holding = HostHolding(answer.states, answer.has_held, "", *more)
         except TransfuseError as error:
             holding.failure = f"host {members.host}: {as_utf8(str(error))}"
     return msgspec.msgpack.encode(holding)
 
 
 def candidates_in(members: Members, holdings: Sequence[HostHolding]) -> list[Candidate]:
-    """The steps to try, best first: whole ones before those of which ranks are missing, newest first."""
+    """The steps to try, best first: whole ones before those of which ranks are missing, newest first.
+
+    But before one that needs storage come newer ones that memory alone may cover.
+    """
     found: dict[Label, Candidate] = {}
-    for host, ranks in enumerate(members.ranks):
-        for held in holdings[ranks[0]].states:
-            label = Label(held.generation, held.step)
-            candidate = found.setdefault(label, Candidate(label, held.world_size))
-            if held.whole:
-                candidate.holders.setdefault(held.rank, []).append(host)
+    records: dict[Label, str] = {}
+    # Memory comes first, rank by rank.
+    for is_saved in (False, True):
+        for host, ranks in enumerate(members.ranks):
+            for held in holdings[ranks[0]].states:
+                label = Label(held.generation, held.step)
+                candidate = found.setdefault(label, Candidate(label, held.world_size))
+                if not held.whole or held.saved != is_saved:
+                    continue
+                if is_saved and held.record != records.setdefault(label, held.record):
+                    continue  # Of another save, which has not come to its end on all hosts.
+                if is_saved and held.rank not in candidate.holders:
+                    candidate.saved.add(held.rank)
+                    candidate.storage = holdings[ranks[0]].storage
+                if not is_saved or held.rank in candidate.saved:
+                    candidate.holders.setdefault(held.rank, []).append(host)
     usable = [candidate for candidate in found.values() if candidate.holders]
-    return sorted(usable, key=lambda one: (not one.missing, one.label), reverse=True)
+    best = max((one.label for one in usable if not one.missing), default=None)
+    needs_storage = best is not None and bool(found[best].saved)
+
+    def comes_first(one: Candidate) -> bool:
+        in_memory = len(one.saved) < len(one.holders)
+        return not one.missing or (needs_storage and best is not None and one.label > best and in_memory)
+
+    return sorted(usable, key=lambda one: (comes_first(one), one.label), reverse=True)
 
 
 class Attempt:
@@ -296,11 +391,11 @@ class Attempt:
         members: Members,
         link: KeeperLink | None,
         asking: threading.RLock,
-        wish: Wish,
+        request: RestoreRequest,
         candidate: Candidate,
         stack: ExitStack,
     ) -> None:
-        self._members, self._link, self._asking, self._wish = members, link, asking, wish
+        self._members, self._link, self._asking, self._request = members, link, asking, request
         self._candidate, self._stack = candidate, stack
         self._agreement = members.agreement
         #: Whether every rank gets the state of the rank of the same number.
@@ -347,28 +442,39 @@ class Attempt:
         if self._members.speaks:
             # Hosts that were replaced get replicas of it at once.
             with suppress(TransfuseError):
-                self._ask(frames.Restored(*self._candidate.label), frames.Done)
-        return KeptStep(self._candidate.label.step, own, self._candidate.world_size, self._report)
+                self._ask(frames.Restored(*self._candidate.label), frames.Ack)
+        source = names.MIXED if here and remote else names.LOCAL if here else names.REMOTE
+        if self._candidate.saved:
+            source = names.STORAGE if self._candidate.is_all_saved else names.MEMORY_AND_STORAGE
+        return KeptStep(self._candidate.label.step, own, self._candidate.world_size, self._report, source)
 
     def _ask(self, question: Any, expected: Any) -> tuple[Any, list[int]]:
         if self._link is None:
             raise TransfuseError("the keeper of this host is lost")
         with self._asking:
-            return self._link.ask_for_files(question, expected, self._wish.seconds)
+            return self._link.ask_for_files(question, expected, self._request.seconds)
 
     def _open(self, ranks: Sequence[int]) -> dict[int, RestoredState]:
         """Map the states of these ranks, which this host's keeper holds."""
         if not ranks:
             return {}
         self._stack.callback(self._release)
-        mapped, descriptors = self._ask(frames.Open(*self._candidate.label, list(ranks)), frames.Mapped)
+        mapped, descriptors = self._await_mapped(ranks)
         try:
-            views = {rank: SlotView(fd, writable=False) for rank, fd in zip(mapped.ranks, descriptors, strict=True)}
+            views = [SlotView(fd, writable=False) for fd in descriptors]
         finally:
             for fd in descriptors:
                 os.close(fd)
-        restored = {rank: describe_slots(rank, views) for rank in ranks}
-        if self._wish.options.get("verify"):
+        slots = dict(zip(mapped.ranks, views[: len(mapped.ranks)], strict=True))
+        files = dict(zip(mapped.saved, views[len(mapped.ranks) :], strict=True))
+        restored = {rank: describe_slots(rank, files if rank in mapped.from_files else slots) for rank in ranks}
+        # The other ranks of this host have opened the same, or each its own.
+        here = self._members.ranks[self._members.host]
+        part = (0, 1) if self.same else (here.index(self._agreement.rank), len(here))
+        wrong = damage([restored[rank] for rank in mapped.from_files], mapped.folder, part)
+        if wrong:
+            raise TransfuseError(wrong)
+        if self._request.options.get("verify"):
             for rank, one in restored.items():
                 damaged = one.damaged()
                 if damaged:
@@ -378,9 +484,21 @@ class Attempt:
                     )
         return restored
 
+    def _await_mapped(self, ranks: Sequence[int]) -> tuple[frames.Mapped, list[int]]:
+        """Ask until the files on storage are open."""
+        question, done, heard_at = frames.Open(*self._candidate.label, list(ranks)), -1, time.monotonic()
+        while True:
+            mapped, descriptors = self._ask(question, frames.Mapped | frames.Opening)
+            if isinstance(mapped, frames.Mapped):
+                return mapped, descriptors
+            if mapped.done != done:
+                done, heard_at = mapped.done, time.monotonic()
+            if time.monotonic() - heard_at > self._request.seconds:
+                raise silent(self._candidate.storage, self._request.seconds)
+
     def _release(self) -> None:
         with suppress(TransfuseError):
-            self._ask(frames.Done(), frames.Done)
+            self._ask(frames.Ack(), frames.Ack)
 
     def _serve(self, failure: Failure | None) -> dict[int, frames.Address]:
         """Have what other hosts need served by this host's keeper. Returns the addresses of all, by rank."""
@@ -391,7 +509,13 @@ class Attempt:
         addresses: list[frames.Address] = []
         if members.speaks and not failure:
             try:
-                question = frames.Serve(*candidate.label, members.address, members.token)
+                everywhere = len(members.ranks)
+                saved = [
+                    rank
+                    for rank in sorted(candidate.saved)
+                    if members.host in candidate.holders[rank] and len(candidate.holders[rank]) < everywhere
+                ]
+                question = frames.Serve(*candidate.label, members.address, members.token, saved)
                 self._stack.callback(self._release)
                 addresses = self._ask(question, frames.Serving)[0].addresses
             except TransfuseError as error:
@@ -440,25 +564,17 @@ class Attempt:
         if self._candidate.missing:
             self._check_coverage(mine)
         rows = self._agree_to(
-            "comparing the kept states", None, msgspec.msgpack.encode([_plain(one) for one in mine.values()])
+            "comparing the kept states", None, msgspec.msgpack.encode([one.plain_digests() for one in mine.values()])
         )
         states = [state for row in rows for state in msgspec.msgpack.decode(row, type=list[dict[bytes, bytes]])]
-        seen: dict[bytes, set[bytes]] = {}
-        for state in states:
-            for key, digest in state.items():
-                seen.setdefault(key, set()).add(digest)
-        # A bundle that only some ranks have may hold leaves that others have in other bundles.
-        suspects = {key for key, digests in seen.items() if len(digests) > 1 or any(key not in one for one in states)}
-        if not suspects:
+        doubtful = suspects(states)
+        if not doubtful:
             return
-        details = [_storage_digests(one, suspects) for one in mine.values()]
+        details = [one.leaf_digests(doubtful) for one in mine.values()]
         rows = self._agree_to("comparing the kept leaves", None, msgspec.msgpack.encode(details))
-        leaves: dict[str, set[bytes]] = {}
-        for row in rows:
-            for leaf in msgspec.msgpack.decode(row, type=list[dict[str, bytes]]):
-                for path, digest in leaf.items():
-                    leaves.setdefault(path, set()).add(digest)
-        differing = sorted(path for path, digests in leaves.items() if len(digests) > 1)
+        differing = differing_leaves(
+            leaf for row in rows for leaf in msgspec.msgpack.decode(row, type=list[dict[str, bytes]])
+        )
         if differing:
             count, now = self._candidate.world_size, self._agreement.size
             kind = Forbidden if self._candidate.missing else Unfit
@@ -509,7 +625,7 @@ class Attempt:
         return self._in_process(restored.state, f"the kept state of rank {restored.rank}", self._candidate.label.step)
 
     def _in_process(self, state: Described, name: str, step: int | None = None) -> InProcess:
-        timeout, verify = timedelta(seconds=self._wish.seconds), self._wish.options.get("verify")
+        timeout, verify = timedelta(seconds=self._request.seconds), self._request.options.get("verify")
         return InProcess(state, name, step=step, timeout=timeout, verify=verify)
 
     def _own(self, restored: Mapping[int, RestoredState]) -> dict[int, Any]:
@@ -533,11 +649,17 @@ class Attempt:
         self._agree_to("fetching what belongs to single ranks", failure)
 
     def _fetch_own(self, address: str | InProcess) -> Any:
-        return fetch_if(None, [address], token=self._members.token, timeout=self._wish.seconds).state
+        objects = self._request.options.get("weights_only_objects", False)
+        return fetch_if(None, self._asked([address], options={"weights_only_objects": objects})).state
+
+    def _asked(self, addresses: Sequence[str | InProcess], **more: Any) -> FetchSettings:
+        members, seconds = self._members, self._request.seconds
+        more["options"] = {**more.get("options", {}), "tls": members.tls or False}
+        return FetchSettings(address=addresses, token=members.token, timeout=seconds, **more)
 
     def _land(self, addresses: Sequence[str | InProcess], *, atomic: bool) -> BaseException | None:
         """Plan, vote, and land. Returns what went wrong after the vote; raises :class:`Forbidden` if it is lost."""
-        options: Any = {**self._wish.options}
+        options: Any = {**self._request.options}
         options["atomic"] = atomic or options.get("atomic", False)
         if not atomic:
             options["verify"] = False  # Nothing leaves this process, and `_open` has compared the digests if asked to.
@@ -545,18 +667,13 @@ class Attempt:
             if not addresses:
                 raise TransfuseError("no keeper that holds this rank's state can be reached")
             with self._agreement.quiet():
-                receipt = self._receipt = Receipt(self._wish.state)
+                receipt = self._receipt = Receipt(self._request.state)
             if options.get("mesh") is None:
                 options["mesh"] = receipt.mesh()
-            fetched = fetch_if(
-                self._permit,
-                addresses,
-                lambda: receipt.target,
-                token=self._members.token,
-                timeout=self._wish.seconds,
-                step=self._candidate.label.step,
-                **options,
-            )
+            step = self._candidate.label.step
+            asked = self._asked(addresses, state=lambda: receipt.target, step=step, options=options)
+            permit = partial(receipt.permit, options=self._request.options, vote=self._vote_of)
+            fetched = fetch_if(permit, asked)
             self._state, self._report = fetched.state, fetched.report
         except Forbidden:
             raise
@@ -570,15 +687,9 @@ class Attempt:
             return error
         return None
 
-    def _permit(self, cohorts: Sequence[Cohort], target: Prepared) -> None:
-        """Everything is planned, and no target has been touched. Go on only if all ranks have come so far."""
-        failure: Failure | None = None
-        try:
-            if self._receipt is not None:
-                self._receipt.check(cohorts, target, self._wish.options)
-        except Exception as error:
-            failure = Failure.of(error, str(error) if isinstance(error, StateError) else None)
-        self._vote(failure)
+    def _vote_of(self, error: Exception | None) -> None:
+        text = str(error) if isinstance(error, StateError) else None
+        self._vote(None if error is None else Failure.of(error, text))
 
     def _vote(self, failure: Failure | None) -> None:
         self._voted = True
@@ -592,7 +703,7 @@ class Attempt:
         try:
             if self._receipt is not None:
                 self._receipt.load(self._state)
-            rank, load = self._agreement.rank, self._wish.load_rank_state
+            rank, load = self._agreement.rank, self._request.load_rank_state
             if load is not None and self._candidate.world_size == self._agreement.size and rank in own:
                 load(own[rank])
         except Exception as error:
@@ -612,12 +723,6 @@ class Attempt:
             ) from all_of_them
 
 
-def _plain(restored: RestoredState) -> dict[bytes, bytes]:
-    """The digests of the bundles of which every rank may have values of its own."""
-    bundles = restored.bundles
-    return {bundles.keys[n]: bundles.digests[n] for n in np.flatnonzero(bundles.modes == PLAIN).tolist()}
-
-
 def _shards(restored: RestoredState) -> dict[str, tuple[int, list[Block]]]:
     """For each sharded leaf: how many elements it has in all, and the blocks of it that this state holds."""
     manifest, found = restored.state.manifest, {}
@@ -634,19 +739,3 @@ def _shards(restored: RestoredState) -> dict[str, tuple[int, list[Block]]]:
             ]
             found[path] = math.prod(holding.shape), [block for block in blocks if block.numel]
     return found
-
-
-def _storage_digests(restored: RestoredState, keys: set[bytes]) -> dict[str, bytes]:
-    """The digests of single leaves in these bundles."""
-    state = restored.state
-    chosen = [number for number, key in enumerate(restored.bundles.keys) if key in keys]
-    manifest = state.manifest
-    storages = np.flatnonzero(np.isin(restored.of_storage[: len(manifest.storages)], np.array(chosen, dtype=np.int64)))
-    digests = digests_at(state.addresses[storages], manifest.storages.nbytes[storages], state.files)
-    of = dict(zip(storages.tolist(), digests, strict=True))
-    leaves = manifest.leaves_of(np.arange(len(manifest.tensors))).tolist()
-    return {
-        manifest.paths[leaf]: of[storage]
-        for leaf, storage in zip(leaves, manifest.tensors.storage.tolist(), strict=True)
-        if storage in of
-    }

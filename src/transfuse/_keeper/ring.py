@@ -18,14 +18,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from transfuse._errors import TransfuseError
-from transfuse._keeper import files, frames
-from transfuse._keeper.books import ranks_and_have
+from transfuse._keeper import files, frames, overview
 from transfuse._keeper.decisions import Decisions
 from transfuse._keeper.door import Door, Peer
-from transfuse._keeper.questions import Answer, HostState, Lend, Lent, Question, Round
-from transfuse._keeper.replicas import Loan, Loans, ReplicaPuller, Stock
-from transfuse._keeper.slots import Label
+from transfuse._keeper.questions import Answer, HostState, Lend, Lent, Look, Looked, Question, Round, SaveQuestion
+from transfuse._keeper.replicas import Loan, Loans, ReplicaPuller, ReplicaStore
+from transfuse._keeper.slot_file import Label
+from transfuse._keeper.slot_policy import ranks_and_have
 from transfuse._tuning import (
+    DRAIN_RING_SECONDS,
     RING_CLOSE_SECONDS,
     RING_IDLE_SECONDS,
     RING_OVER_SECONDS,
@@ -36,6 +37,7 @@ from transfuse._wire.handshake import key_of
 
 if TYPE_CHECKING:
     from transfuse._keeper.process import Keeper
+    from transfuse._keeper.save_leader import SaveVisit
 
 logger = logging.getLogger("transfuse.keeper")
 
@@ -44,15 +46,17 @@ MAX_LABELS = 64
 
 
 class Ring:
-    """A keeper's part in the ring. ``join`` begins a term, which ends with the generation."""
+    """A keeper's part in the ring. ``join`` links it to the other keepers, for one generation."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
-        self.stock = Stock(keeper._changed, keeper.books, keeper.freeing, keeper.room)
+        #: How it talks to the keepers of other hosts.
+        self.tls = keeper.tls
+        self.store = ReplicaStore(keeper._changed, keeper.books, keeper.freeing, keeper.room, keeper.counted)
         #: Guards the fields below. The keeper's lock may be held when this one is taken, never the other way round.
         self._lock = threading.Lock()
         self._door: Door | None = None
-        self._term: Term | None = None
+        self._link: GenerationLink | None = None
         self._over = False
         self._is_closed = False
         #: How many hosts' replicas this keeper is to hold.
@@ -78,7 +82,7 @@ class Ring:
             self._door = None
             if self._is_closed:
                 raise TransfuseError("this keeper is ending")
-            self._door = Door(host, token, self._port_before(), lambda: _KeeperVisit(self))
+            self._door = Door(host, token, self._port_before(), lambda: _KeeperVisit(self), self.tls)
             files.write(self._keeper.directory, files.PORT_NAME, str(self._door.port))
             return self._door.address
 
@@ -90,44 +94,50 @@ class Ring:
         return 0
 
     def join(self, peers: frames.Peers) -> None:
-        """Begin a term with these keepers. What an earlier term was doing is abandoned."""
+        """Link this keeper to these. What an earlier link was doing is abandoned."""
         hosts, index = len(peers.keepers), peers.index
         if len(peers.ranks) != hosts or not 0 <= index < hosts or peers.replicas < 0:
             raise TransfuseError("the list of the job's keepers is inconsistent")
         with self._lock:
-            before = self._term
+            before = self._link
             if before is not None and (before.peers == peers or before.peers.generation > peers.generation):
                 return
             self._over = False
             self.replicas = min(peers.replicas, hosts - 1)
             sources = [(index - distance) % hosts for distance in range(1, self.replicas + 1)]
-            term = Term(self, peers, sources) if hosts > 1 and not self._is_closed else None
-            self._term = term
+            link = GenerationLink(self, peers, sources) if hosts > 1 and not self._is_closed else None
+            self._link = link
         if before is not None:
             before.stop()
-        with self.stock.changed:
-            self.stock.books.neighbours = frozenset(rank for source in sources for rank in peers.ranks[source])
-        if term is not None:
-            term.start()
+        with self.store.changed:
+            self.store.books.neighbours = frozenset(rank for source in sources for rank in peers.ranks[source])
+        if link is not None:
+            link.start()
 
     def wake(self) -> None:
         """Something has changed here that the leader should look at."""
         with self._lock:
-            term = self._term
-        if term is not None:
-            term.wake()
+            link = self._link
+        if link is not None:
+            link.wake()
 
     def notes(self) -> str:
         """What the users of this host should know about its replicas; empty if all is well."""
         with self._lock:
-            term = self._term
-        return "" if term is None else term.notes()
+            link = self._link
+        return "" if link is None else link.notes()
 
     def why_incomplete(self, label: Label) -> str:
         """What a step waits for that all ranks of this host have committed."""
         with self._lock:
-            term = self._term
-        return "" if term is None else term.why_incomplete(label)
+            link = self._link
+        return "" if link is None else link.why_incomplete(label)
+
+    def works(self) -> bool:
+        """Whether the keepers of all hosts answer, as far as this one knows: without them no step is confirmed."""
+        with self._lock:
+            link = self._link
+        return link is not None and link.works()
 
     def is_over(self) -> bool:
         """Whether all ranks of all hosts have closed."""
@@ -136,30 +146,52 @@ class Ring:
     def host_of(self, rank: int) -> int | None:
         """The host that a rank is on now; None if there is no such rank any more."""
         with self._lock:
-            term = self._term
-        ranks = [] if term is None else term.peers.ranks
-        return next((host for host, some in enumerate(ranks) if rank in some), 0 if term is None else None)
+            link = self._link
+        ranks = [] if link is None else link.peers.ranks
+        return next((host for host, some in enumerate(ranks) if rank in some), 0 if link is None else None)
 
     def status(self) -> dict[str, Any]:
         with self._lock:
-            term, door = self._term, self._door
-        if term is None:
+            link, door = self._link, self._door
+        if link is None:
             return {"hosts": 1, "replicas": 0}
-        return {"door": None if door is None else door.address, **term.status()}
+        return {"door": None if door is None else door.address, **link.status()}
+
+    def look(self) -> bytes:
+        """How this keeper is, for other hosts."""
+        return overview.short(self._keeper.status())
+
+    def others(self) -> list[dict[str, Any]]:
+        """How the keepers of the other hosts are. No lock is held while they are asked."""
+        with self._lock:
+            link = self._link
+        return [] if link is None else overview.others(link.peers, self.tls)
+
+    def neighbours(self) -> tuple[int, int]:
+        """How many other hosts the job has, and the keepers of how many of them answer, as far as this one knows."""
+        with self._lock:
+            link = self._link
+        return (0, 0) if link is None else link.neighbours()
+
+    @property
+    def puller(self) -> ReplicaPuller | None:
+        """What pulls replicas to this host, in this generation."""
+        with self._lock:
+            return None if self._link is None else self._link.puller
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            term, door, self._term, self._door = self._term, self._door, None, None
+            link, door, self._link, self._door = self._link, self._door, None, None
         until = time.monotonic() + RING_CLOSE_SECONDS
-        if term is not None:
-            term.stop()
-            term.join(until)
+        if link is not None:
+            link.stop()
+            link.join(until)
         if door is not None:
             door.close()
             door.join(until)
 
-    # -- for terms and visits
+    # -- for links and visits
 
     def set_over(self) -> None:
         self._over = True
@@ -167,24 +199,24 @@ class Ring:
     def follow(self, decided: Round) -> HostState:
         """Follow the leader's decisions, and say how this keeper is."""
         with self._lock:
-            term = self._term
-        if term is not None and term.peers.index != 0:
-            term.apply(decided)
-        return self.state(term)
+            link = self._link
+        if link is not None and link.peers.index != 0:
+            link.apply(decided)
+        return self.state(link)
 
-    def state(self, term: Term | None) -> HostState:
+    def state(self, link: GenerationLink | None) -> HostState:
         closed = self._keeper.all_closed
-        with self.stock.changed:
-            books = self.stock.books
+        with self.store.changed:
+            books = self.store.books
             return HostState(
-                books.generation if term is None else term.peers.generation,
+                books.generation if link is None else link.peers.generation,
                 books.confirmed,
                 books.complete_labels()[:MAX_LABELS],
                 books.hopeful_labels()[:MAX_LABELS],
                 books.reached(),
                 books.is_starved(),
-                None if term is None else term.puller.replicated,
-                term is not None and term.puller.bare,
+                None if link is None else link.puller.replicated,
+                link is not None and link.puller.bare,
                 closed,
                 self.has_held,
                 books.restored,
@@ -192,25 +224,29 @@ class Ring:
             )
 
     def confirm(self, label: Label) -> None:
-        changed, books = self.stock.changed, self.stock.books
+        changed, books = self.store.changed, self.store.books
         with changed:
             if books.confirmed is None or label > books.confirmed:
                 books.confirm(label)
-                self.stock.freeing.add(books.free_ranks())
+                self.store.freeing.add(books.free_ranks())
                 changed.notify_all()
         self.has_held = True
+
+    def save_visit(self) -> SaveVisit:
+        """The leader has connected, to have a step saved."""
+        return self._keeper.saver.visit()
 
     def lend(self, label: Label, ranks: Sequence[int]) -> Loan:
         """Serve these ranks' slots of a step, or those of this host, to a keeper that replicates them."""
         with self._lock:
-            term, door = self._term, self._door
+            link, door = self._link, self._door
         if (
-            term is None
+            link is None
             or door is None
-            or (label.generation != term.peers.generation and label != self.stock.books.restored)
+            or (label.generation != link.peers.generation and label != self.store.books.restored)
         ):
             raise TransfuseError(f"this keeper is not at generation {label.generation}")
-        return term.loans.lend(label, door.host, ranks)
+        return link.loans.lend(label, door.host, ranks)
 
 
 class _KeeperVisit:
@@ -219,8 +255,15 @@ class _KeeperVisit:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._loan: Loan | None = None
+        #: What it has saved, if it is the leader that sees to saving.
+        self._save: SaveVisit | None = None
 
     def answer(self, question: Question) -> Answer:
+        if isinstance(question, SaveQuestion):
+            self._save = self._save or self._ring.save_visit()
+            return self._save.answer(question)
+        if isinstance(question, Look):
+            return Looked(self._ring.look())
         return self._lend(question) if isinstance(question, Lend) else self._ring.follow(question)
 
     def _lend(self, question: Lend) -> Lent:
@@ -230,14 +273,18 @@ class _KeeperVisit:
         return self._loan.describe()
 
     def may_stay(self, silent: float) -> bool:
+        if self._save is not None:
+            return self._save.may_stay(silent)
         return silent <= RING_IDLE_SECONDS if self._loan is None else not self._loan.is_in_vain()
 
     def end(self) -> None:
         if self._loan is not None:
             self._loan.give_back()
+        if self._save is not None:
+            self._save.end()
 
 
-class Term:
+class GenerationLink:
     """This keeper's part in the ring during one generation."""
 
     def __init__(self, ring: Ring, peers: frames.Peers, sources: Sequence[int]) -> None:
@@ -245,14 +292,15 @@ class Term:
         self.peers = peers
         self._sources = sources
         self._stopped, self._news = threading.Event(), threading.Event()
-        self.loans = Loans(ring.stock, peers.ranks[peers.index], peers.rate)
+        self.loans = Loans(ring.store, peers.ranks[peers.index], peers.rate, ring.tls)
         self.puller = ReplicaPuller(
-            ring.stock,
+            ring.store,
             peers,
             sources,
             stopped=self._stopped,
             on_idle=self._watch_leader,
             on_replicated=self._news.set,
+            tls=ring.tls,
         )
         self._heard_at = time.monotonic()
         #: The leader's last decisions.
@@ -262,7 +310,7 @@ class Term:
         # The leader's.
         hosts, key = len(peers.keepers), key_of(peers.token)
         others = [index for index in range(hosts) if index != peers.index]
-        self._others = [Peer(index, peers.keepers[index], key) for index in others if peers.index == 0]
+        self._others = [Peer(index, peers.keepers[index], key, ring.tls) for index in others if peers.index == 0]
         self._decisions = Decisions(
             peers.generation, hosts, replicates=bool(sources), ranks=peers.ranks, copies=1 + len(sources)
         )
@@ -295,7 +343,7 @@ class Term:
 
     def status(self) -> dict[str, Any]:
         """Called under the keeper's lock."""
-        books, puller, index = self._ring.stock.books, self.puller, self.peers.index
+        books, puller, index = self._ring.store.books, self.puller, self.peers.index
         result = {
             "hosts": len(self.peers.keepers),
             "host": index,
@@ -312,6 +360,22 @@ class Term:
         return {**result, "unreachable": lost, "hosts_without_room": self._decisions.decided.bare}
 
     # -- everybody
+
+    def works(self) -> bool:
+        if self.peers.index == 0:
+            return not any(peer.is_lost for peer in self._others)
+        heard, silent = self._heard, time.monotonic() - self._heard_at
+        return heard is not None and silent < DRAIN_RING_SECONDS and not heard.lost
+
+    def neighbours(self) -> tuple[int, int]:
+        others = len(self.peers.keepers) - 1
+        if self.peers.index == 0:
+            return others, sum(not peer.is_lost for peer in self._others)
+        heard = self._heard
+        if heard is None or self._is_lonely:
+            # The others say how they are to the leader alone.
+            return others, 0
+        return others, others - len([host for host in heard.lost if host != self.peers.index])
 
     def notes(self) -> str:
         """What the users of this host should know about its replicas; empty if all is well."""
@@ -346,7 +410,7 @@ class Term:
 
     def apply(self, decided: Round) -> None:
         """Follow the leader's decisions."""
-        ring, books = self._ring, self._ring.stock.books
+        ring, books = self._ring, self._ring.store.books
         if decided.confirmed is not None:
             ring.confirm(decided.confirmed)
         ring.has_held = ring.has_held or decided.has_held
@@ -354,7 +418,7 @@ class Term:
             return
         self._heard_at, self._heard = time.monotonic(), decided
         if decided.settled:
-            with ring.stock.changed:
+            with ring.store.changed:
                 # The workers of a still newer generation may have come meanwhile.
                 if books.generation == decided.generation:
                     books.agree(decided.agreed, decided.floor)

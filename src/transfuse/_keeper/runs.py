@@ -39,9 +39,10 @@ import multiprocessing
 import os
 import pathlib
 import re
+import select
 import stat
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ from transfuse._errors import TransfuseError
 MAX_NAME_LENGTH = 200
 #: Linux allows 108 bytes for the path of a unix socket, the last of which is zero.
 MAX_SOCKET_PATH_BYTES = 107
-#: A socket's name within the directory of a run has at most this many bytes: "keeper.sock" and one to spare.
+#: A socket's name within the directory of a run has at most this many bytes.
 MAX_SOCKET_NAME_BYTES = 12
 #: In the directory of each run, for `list_runs`.
 RUN_FILE = "run.json"
@@ -82,6 +83,41 @@ class Process(NamedTuple):
         """Whether this very process runs. A zombie does not."""
         found = _look_up(self.pid)
         return found is not None and found.started == self.started and found.state not in "ZXx"
+
+
+class WatchedProcess(Process):
+    """A process that is hidden from us, as those of another namespace of pids are: only a descriptor tells of it."""
+
+    _fd = -1
+
+    @classmethod
+    def by(cls, process: Process, fd: int) -> WatchedProcess:
+        """``fd``: what ``pidfd_open`` returned where the process can be seen. This object closes it."""
+        made = cls(*process)
+        made._fd = fd
+        return made
+
+    def alive(self) -> bool:
+        look = select.poll()
+        look.register(self._fd, select.POLLIN)
+        return not look.poll(0)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+@contextmanager
+def watched(processes: Sequence[Process]) -> Iterator[list[int]]:
+    """Descriptors that tell of these processes in any namespace of pids; none, if the system does not give them."""
+    with ExitStack() as stack:
+        found: list[int] = []
+        with suppress(OSError):
+            for process in processes:
+                fd = os.pidfd_open(process.pid)
+                stack.callback(os.close, fd)
+                found.append(fd)
+        yield found if len(found) == len(processes) else []
 
 
 class _Stat(NamedTuple):

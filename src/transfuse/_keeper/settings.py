@@ -3,47 +3,67 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
-from transfuse import _arguments
+from transfuse._arguments import Given, alone, at_least, check_callable, check_choices, seconds_of
 from transfuse._job.state import State
 from transfuse._keeper import runs
 from transfuse._keeper.bundles import IsShared
 from transfuse._keeper.commits import CommitReport
+from transfuse._keeper.frames import Saves
 from transfuse._options import FetchKeywords
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepSettings:
-    """What a worker has given to ``keep()``."""
+class KeepSettings(Given):
+    """The arguments of ``keep()``."""
 
     state: State | None
     rank_state: RankState
-    is_shared: IsShared
-    run: runs.Run
+    load: Callable[[Any], object] | None
+    load_rank_state: Annotated[Callable[[Any], object] | None, check_callable]
+    shared: Annotated[IsShared, alone(is_shared)]
+    run: Annotated[runs.Run, alone(runs.find_run)]
     group: Any
-    every: int
-    slots: int | None
-    replicas: int
-    max_bytes: int | None
-    reserve: int | None
-    rate: float | None
-    linger: float
-    #: Whether each commit is hashed.
-    digests: bool
-    timeout: timedelta
-    on_report: Callable[[CommitReport], object] | None
+    every: Annotated[int, at_least(1)]
+    slots: Annotated[int | None, at_least(2, or_none=True)]
+    replicas: Annotated[int, at_least(0)]
+    max_bytes: Annotated[int | None, at_least(1, or_none=True)]
+    reserve: Annotated[int | None, at_least(1, or_none=True)]
+    max_bytes_per_second: float | None
+    directory: Annotated[str | None, directory_of]
+    save_every: Annotated[int | None, at_least(1, or_none=True)]
+    keep_saved: Annotated[int, at_least(1)]
+    linger: Annotated[float, seconds_of]
+    timeout: Annotated[float, seconds_of]
+    on_report: Annotated[Callable[[CommitReport], object] | None, check_callable]
     options: FetchKeywords
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choices(verify=self.options.get("verify"))
+        if self.save_every is not None and self.directory is None:
+            raise ValueError("save_every= says which steps are saved, and directory= where: give that, too")
+        if self.save_every is not None and self.slots is not None and self.slots < 3:
+            why = "one of them stays until it is saved"
+            raise ValueError(f"slots= must be at least 3 with save_every=, got {self.slots}: {why}")
+        state = None if self.state is None else State.of(self.state, self.load)
+        vars(self).update(state=state, rank_state=RankState(self.rank_state, self.load_rank_state, state))
 
-def at_least(name: str, value: object, least: int) -> int:
-    number = _arguments.whole(name, value)
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-    return number
+    @property
+    def saves(self) -> Saves | None:
+        """Where steps are on storage."""
+        if self.directory is None:
+            return None
+        return Saves(self.directory, self.save_every, self.keep_saved, self.timeout)
+
+    @property
+    def digests(self) -> bool:
+        """Whether each commit is hashed."""
+        return self.options.get("verify") is not False
 
 
 class RankState:
@@ -72,6 +92,17 @@ class RankState:
             self._load(arrived)
         elif self._given is not None and arrived is not None:
             self._given.load_all(arrived)
+
+
+def directory_of(name: str, value: object) -> str | None:
+    """A path from the root, since the keeper has another working directory; or a URL."""
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not isinstance(path := os.fspath(value), str):
+        raise TypeError(f"{name} takes a path, or a URL of fsspec, got a {type(value).__name__}")
+    if not path:
+        raise ValueError(f"{name} is empty: give a path, or leave it out")
+    return path if "://" in path else os.path.abspath(path)
 
 
 def is_shared(shared: object) -> IsShared:

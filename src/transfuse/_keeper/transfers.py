@@ -6,47 +6,50 @@ somebody first reads from it, or when it first replicates: only within functions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from transfuse._keeper.restored import describe_slots
-from transfuse._keeper.slots import PAGE, SlotView
+from transfuse._errors import TransfuseError
+from transfuse._keeper.restored import RestoredState, damage, describe_slots
+from transfuse._keeper.saved_steps import SavedSteps
+from transfuse._keeper.slot_file import PAGE, Label, SlotView
 from transfuse._limits import Limits
-from transfuse._options import slowest_rate
+from transfuse._options import ServeKeywords, slowest_rate
 from transfuse._progress import Progress
 from transfuse._remote.client import fetch
 from transfuse._remote.live_state import AskedState
-from transfuse._remote.server import Server, serve
+from transfuse._remote.server import Server, ServeSettings, serve
 from transfuse._report import Report
+from transfuse._tls import TLS
 from transfuse._tuning import REPLICA_PULL_SECONDS
 from transfuse._wire.listener import Listener
 
-__all__ = ["describe_slots", "fetch_slots", "serve", "serve_newest", "serve_slots"]
+__all__ = ["describe_slots", "fetch_slots", "read_files", "serve", "serve_newest", "serve_slots"]
 
 #: How many readers read at once from a keeper; others wait for their turn.
 MAX_READERS = 4
 
 
 def serve_newest(
-    listener: Listener, token: str, state: Callable[[], object], step: Callable[[], int | None], seconds: float
+    listener: Listener,
+    token: str,
+    state: Callable[[], object],
+    step: Callable[[], int | None],
+    seconds: float,
+    tls: TLS | None,
 ) -> Server:
     """Answer the readers that come to this listener. Each gets what ``state`` returns when it comes."""
-    return Server(
-        AskedState(state, step, seconds),
-        listener=listener,
-        host="127.0.0.1",
-        port=0,
-        token=token,
-        timeout=seconds,
-        step=None,
-        max_readers=MAX_READERS,
-        on_report=None,
-        same_host=True,
-    )
+    served = AskedState(state, step, seconds)
+    options: ServeKeywords = {"tls": tls or False}
+    given = ServeSettings(state=served, token=token, timeout=seconds, max_readers=MAX_READERS, options=options)
+    return Server(given, listener)
 
 
-def serve_slots(views: Mapping[int, SlotView], host: str, token: str, step: int, rate: float | None) -> Server:
+def serve_slots(
+    views: Mapping[int, SlotView], host: str, token: str, step: int, rate: float | None, tls: TLS | None
+) -> Server:
     """Serve slots as they are, by rank, to a keeper that replicates them."""
     return serve(
         _bytes_of(views),
@@ -57,6 +60,7 @@ def serve_slots(views: Mapping[int, SlotView], host: str, token: str, step: int,
         max_bytes_per_second=rate,
         same_host=False,
         verify=True,
+        tls=tls or False,
     )
 
 
@@ -68,6 +72,7 @@ def fetch_slots(
     step: int,
     rate: float | None,
     compares: bool,
+    tls: TLS | None,
     look: Callable[[Mapping[int, Progress]], None],
 ) -> Report:
     """Fetch into slots what :func:`serve_slots` serves. ``look`` is called now and then, and may raise."""
@@ -81,9 +86,24 @@ def fetch_slots(
         same_host=False,
         verify=True,
         strict=True,
+        tls=tls or False,
         progress=look,
     )
     return fetched.report
+
+
+def read_files(steps: SavedSteps, label: Label, ranks: Sequence[int]) -> dict[int, RestoredState]:
+    """The states of these ranks as they lie on storage. Every byte of them is compared with its digest."""
+    files = steps.open(label, ranks)
+    try:
+        views = {rank: SlotView(fd, writable=False) for rank, fd in files.items()}
+    finally:
+        for fd in files.values():
+            os.close(fd)
+    found = {rank: describe_slots(rank, views) for rank in ranks}
+    if wrong := damage(list(found.values()), steps.folder(label)):
+        raise TransfuseError(wrong)
+    return found
 
 
 def _bytes_of(views: Mapping[int, SlotView]) -> dict[str, torch.Tensor]:

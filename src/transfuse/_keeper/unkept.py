@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Sequence
 
-from transfuse._keeper.books import ranks_and_have
 from transfuse._keeper.commits import CommitReport
-from transfuse._keeper.slots import Label
+from transfuse._keeper.slot_file import Label
+from transfuse._keeper.slot_policy import ranks_and_have
 from transfuse._tuning import UNKEPT_AGAIN_SECONDS, UNKEPT_FIRST_SECONDS, UNKEPT_WHILE_SECONDS
 
 logger = logging.getLogger("transfuse")

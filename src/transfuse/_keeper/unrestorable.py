@@ -1,4 +1,7 @@
-"""Leaves that a new process could not restore without ``load=``, as far as that can be known while a job commits.
+"""Leaves that a new process could not restore, as far as that can be known while a job commits.
+
+Python objects are refused by every ``restore()`` that has not opted in to them, so the commit refuses them. Without
+``load=`` there are others, of which the log warns.
 
 A new process's ``state_dict()`` is not known here, and calling the job's own before the first step may change it. What
 is known: torch's optimizers make their moments at their first step, so ``optimizer.state_dict()`` of a new process does
@@ -10,16 +13,40 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
+from transfuse._errors import UnsupportedLeaf
 from transfuse._limits import Limits
 from transfuse._state.leaves.registry import Registry
+from transfuse._state.leaves.spec import Spec
 from transfuse._state.manifest import Leaf, Manifest
 
 logger = logging.getLogger("transfuse")
 
 #: In what ``Optimizer.state_dict()`` returns, parameters have numbers; with names, the moments are made before.
 _MOMENT = re.compile(r"(.*)\['state'\]\[\d+\]")
+
+
+def objects_in(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """The path and the class of each leaf that only pickle can carry."""
+    for leaf in np.flatnonzero(manifest.codes == Leaf.COMPOSITE).tolist():
+        spec = Spec(*manifest.detail(leaf))
+        if spec.codec == "object":
+            yield manifest.paths[leaf], spec.meta
+
+
+def refuse_objects(manifest: Manifest, given: str) -> None:
+    """Raise for the first object in what the caller has given as this argument."""
+    for path, name in objects_in(manifest):
+        raise UnsupportedLeaf(
+            path,
+            f"a Python object in {given}, {name}, which restore() would refuse. Give what can say its state, by "
+            "state_dict() and load_state_dict(), or convert it to plain data; or, if you trust what is kept, allow it "
+            "with keep(weights_only_objects=True) and torch.serialization.add_safe_globals",
+        )
 
 
 class Unrestorable:

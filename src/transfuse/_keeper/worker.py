@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from transfuse._keeper import frames
-from transfuse._keeper.books import Kept
 from transfuse._keeper.frames import KeeperLink
-from transfuse._keeper.runs import Process
+from transfuse._keeper.runs import Process, WatchedProcess
+from transfuse._keeper.saved_steps import OpenFiles, SavedSteps
+from transfuse._keeper.slot_file import Label
+from transfuse._keeper.slot_policy import Kept
 
 if TYPE_CHECKING:
     from transfuse._remote.server import Server
@@ -22,8 +26,9 @@ class ConnectedWorker:
     def __init__(self, link: KeeperLink) -> None:
         self.link = link
         self.hello: frames.Hello | None = None
-        #: Its process; None if that is of another namespace of pids, and cannot be seen from here.
+        #: Its process, and whether it can be seen from here: it may be of another namespace of pids, or hidden.
         self.process = _peer(link)
+        self.is_visible = self.process is not None
         self.agent: Process | None = None
         #: Whether it has told its peers, and so belongs to the job that runs now.
         self.has_joined = False
@@ -32,6 +37,34 @@ class ConnectedWorker:
         self.has_closed = False
         self.pinned: list[Kept] = []
         self.servers: list[Server] = []
+        #: Files on storage that are open for it.
+        self.files: OpenFiles | None = None
+
+    def open_files(self, steps: SavedSteps, label: Label, ranks: Sequence[int]) -> Mapping[int, int] | None:
+        """Descriptors of the files that hold these ranks' states, by rank; None: not yet, ask again."""
+        files = self.files
+        if files is None or (files.label, files.ranks) != (label, list(ranks)):
+            self.close_files()
+            files = self.files = OpenFiles(steps, label, ranks)
+        return files.get()
+
+    def close_files(self) -> None:
+        files, self.files = self.files, None
+        if files is not None:
+            files.close()
+
+    def meet(self, hello: frames.Hello, descriptors: Sequence[int]) -> None:
+        """Learn its process and its agent. ``descriptors``: of both, in case that they cannot be seen from here."""
+        process, agent = Process(hello.pid, hello.started), Process(hello.agent_pid, hello.agent_started)
+        if len(descriptors) == 2:
+            process, agent = map(_seen, (process, agent), descriptors)
+        self.is_visible = self.is_visible or isinstance(process, WatchedProcess)
+        self.process, self.agent = self.process or process, agent
+
+
+def _seen(process: Process, fd: int) -> Process:
+    """A process that can be seen from here; else what its descriptor tells of it."""
+    return process if process.alive() else WatchedProcess.by(process, os.dup(fd))
 
 
 def uid_of(sock: socket.socket) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from transfuse._memory.building import Builder, tensor_over
 from transfuse._memory.fresh import FreshMemory, MemorySupply, allocate, say_where
-from transfuse._memory.landing import Built, Copy
+from transfuse._memory.landing import Built, Copy, Landing
 from transfuse._memory.packing import RegionPlace, place_in_storage, place_in_tensor
 from transfuse._plan import parcels
 from transfuse._plan.match import Match
@@ -47,7 +47,7 @@ class ReusablePlan(NamedTuple):
         return replace(self.found, target_leaves=leaves, destinations=list(map(tensors.__getitem__, self.numbers)))
 
 
-class AsIs:
+class AsIs(Landing):
     """Where every region lands at the receiver. The plan's tensors are the manifest's tensors."""
 
     def __init__(
@@ -85,7 +85,8 @@ class AsIs:
         self._built: list[torch.Tensor] | None = None
         #: Cut only after the allocation: the memory that could be allocated bounds the number of parcels.
         self.cut = parcels.cut(self._regions, parcel_bytes) if kept is None else kept.cut
-        self.shares = Everything(manifest, self.cut, self._apart, self._wanted) if kept is None else kept.shares
+        self.shares: Everything = kept.shares if kept else Everything(manifest, self.cut, self._apart, self._wanted)
+        self.begin()
 
     def keep(self, outline: Outline) -> ReusablePlan | None:
         """What the next receive may use again; None if it must plan by itself."""
@@ -112,7 +113,7 @@ class AsIs:
         fresh = self._arena.address[regions.storage]
         result = np.where(~placed & (fresh > 0), fresh + regions.start, 0)
         if placed.any():
-            result = np.where(placed & found.as_lies[rows], found.address[rows], result)
+            result = np.where(placed & found.copies_as_bytes[rows], found.address[rows], result)
         result[[*regions.strided, *(region for region in regions.also if not self._is_one_place(region))]] = 0
         return result
 
@@ -121,13 +122,13 @@ class AsIs:
         members = list(self._regions.members(region))
         if not self._in_target[members].any():
             return bool(self._fresh[members].all())
-        addresses, as_lies = self._found.address[members], self._found.as_lies[members]
+        addresses, copies_as_bytes = self._found.address[members], self._found.copies_as_bytes[members]
         # Memory of other devices has no address here, so its tensors do not count as the same.
         same = addresses[0] > 0 and bool((addresses == addresses[0]).all())
-        return bool(same and self._in_target[members].all() and as_lies.all())
+        return bool(same and self._in_target[members].all() and copies_as_bytes.all())
 
     @cached_property
-    def lie_once(self) -> Bools:
+    def has_single_place(self) -> Bools:
         result = self.addresses > 0
         for region in np.flatnonzero(~result).tolist():
             places = self.places(region)
@@ -141,9 +142,9 @@ class AsIs:
     @cached_property
     def held(self) -> Bools:
         # A copy can begin with its target's bytes only if the two have the same layout.
-        has_target = self.placed & self._found.as_lies if self.atomic else self.placed
+        has_target = self.placed & self._found.copies_as_bytes if self.atomic else self.placed
         rows = self._regions.tensor
-        return self.lie_once & (rows >= 0) & (has_target[np.maximum(rows, 0)] if len(has_target) else rows >= 0)
+        return self.has_single_place & (rows >= 0) & (has_target[np.maximum(rows, 0)] if len(has_target) else rows >= 0)
 
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
         if region in self._regions.strided or (region in self._regions.also and not self._is_one_place(region)):
@@ -153,7 +154,7 @@ class AsIs:
         if target is None:
             start = int(self._regions.start[region])
             return self._arena.bytes_of(int(self._regions.storage[region]))[start + low : start + high]
-        if not self._found.as_lies[row]:
+        if not self._found.copies_as_bytes[row]:
             return None
         start = dense.offset_of(target) * target.element_size()
         return dense.over(target.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
@@ -216,12 +217,12 @@ class AsIs:
         return targets, list(map(found.target_leaves.__getitem__, partners))
 
     def copies(self) -> Iterator[Copy]:
-        flags, as_lies = self.manifest.tensors.flags, self._found.as_lies
+        flags, copies_as_bytes = self.manifest.tensors.flags, self._found.copies_as_bytes
         for row, target in enumerate(self._found.destinations if self.atomic else ()):
             if target is not None and target.numel():
                 tensor = self._tensor(row) if self._built is None else self._built[row]
                 signs = dense.signs_between(target, int(flags[row]))
-                yield Copy(target, tensor, signs, bool(as_lies[row]))
+                yield Copy(target, tensor, signs, bool(copies_as_bytes[row]))
 
     # -- the result
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import xxhash
 
 from transfuse._memory.building import Builder
 from transfuse._memory.fresh import FreshMemory, FreshTensors, MemorySupply
-from transfuse._memory.landing import Built, Copy
+from transfuse._memory.landing import Built, Copy, Landing
 from transfuse._memory.packing import RegionPlace
 from transfuse._options import Options
 from transfuse._plan import parcels
@@ -82,7 +82,21 @@ def assemble(
     return Assembly(cohorts, needed, fresh.memory, pieces, cut)
 
 
-class Assembly:
+class _Located(NamedTuple):
+    """Where each piece lies, in columns."""
+
+    #: The byte of its storage at which the piece begins, and whether it is one run of memory in its own order.
+    starts: Ints
+    is_run: Bools
+    addresses: Ints
+    #: Whether it has one place only and lies there as it travels; whether the receiver converts it as it lands; whether
+    #: it lies in a target, which may hold the right bytes already.
+    once: Bools
+    converts: Bools
+    held: Bools
+
+
+class Assembly(Landing):
     """Where every piece lands at the receiver. The plan's tensors are the destinations; its leaves have one or more."""
 
     def __init__(
@@ -98,7 +112,8 @@ class Assembly:
         self._pieces = pieces
         #: Once kept: for each destination, the number of its tensor in the target's outline.
         self._numbers: list[int] = []
-        self._locate()
+        self._located = self._locate()
+        self.begin()
 
     def keep(self, outline: Outline) -> Assembly | None:
         """This plan without its tensors, for the next receive; None if that receive must plan by itself."""
@@ -113,6 +128,7 @@ class Assembly:
         for destination in needed.destinations:
             destination.tensor = _NO_TENSOR
         needed.prepared = replace(needed.prepared, target=None, leaves=[])
+        self.begin()  # The next receive begins with nothing written, and nothing of this one is held.
         return self
 
     def bind(self, cohorts: Sequence[Cohort], prepared: Prepared, outline: Outline) -> None:
@@ -135,8 +151,8 @@ class Assembly:
 
     # -- a row for each region: a piece
 
-    def _locate(self) -> None:
-        """Compute where each piece lies, for pieces that have one place only."""
+    def _locate(self) -> _Located:
+        """Where each piece lies, for pieces that have one place only."""
         pieces, blocks = self._pieces, self._needed.blocks
         dims = pieces.start.shape[1]
         strides, begin = np.zeros((len(blocks), dims), dtype=np.int64), np.zeros(len(blocks), dtype=np.int64)
@@ -155,22 +171,32 @@ class Assembly:
             straight[i] = once[i] and destination.signs is None
             targeted[i] = not destination.fresh
         number = pieces.need
-        #: For each piece, the byte of its storage at which it begins.
-        self._starts: Ints = (begin[number] + (pieces.start * strides[number]).sum(axis=1)) * item[number]
-        #: For each piece, whether it is one run of memory in its own order.
-        self._is_run: Bools = straight[number] & contiguous(pieces.sizes, strides[number])
-        self.addresses: Ints = np.where(self._is_run & (base[number] > 0), base[number] + self._starts, 0)
-        #: For each piece: whether it has one place only and lies there as it travels; whether the receiver converts it
-        #: as it lands; whether it lies in a target, which may hold the right bytes already.
-        self.lie_once: Bools = once[number]
-        self.convert: Bools = converts[number]
-        self.held: Bools = self.lie_once & targeted[number]
+        starts = (begin[number] + (pieces.start * strides[number]).sum(axis=1)) * item[number]
+        is_run = straight[number] & contiguous(pieces.sizes, strides[number])
+        addresses = np.where(is_run & (base[number] > 0), base[number] + starts, 0)
+        return _Located(starts, is_run, addresses, once[number], converts[number], once[number] & targeted[number])
+
+    @property
+    def addresses(self) -> Ints:
+        return self._located.addresses
+
+    @property
+    def has_single_place(self) -> Bools:
+        return self._located.once
+
+    @property
+    def convert(self) -> Bools:
+        return self._located.converts
+
+    @property
+    def held(self) -> Bools:
+        return self._located.held
 
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
-        if not self._is_run[region]:
+        if not self._located.is_run[region]:
             return None
         destination, _ = self._needed.blocks[int(self._pieces.need[region])].destinations[0]
-        start = int(self._starts[region])
+        start = int(self._located.starts[region])
         return dense.over(destination.tensor.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
 
     def places(self, region: int) -> list[RegionPlace]:

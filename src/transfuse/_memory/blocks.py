@@ -7,7 +7,6 @@ can hash one run.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
@@ -83,20 +82,9 @@ def digest_at(address: int, nbytes: int) -> bytes:
 
 def run(tasks: Sequence[Task], workers: int | None = None) -> None:
     """Do all tasks, in several threads if there are many. ``workers``: how many; None: one for each core."""
-    numbers = itertools.count()
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            while not errors and (number := next(numbers)) < len(tasks):
-                tasks[number]()
-        except BaseException as error:
-            errors.append(error)
+    def work(some: Iterator[Task]) -> None:
+        for task in some:
+            task()
 
-    helpers = [
-        threading.Thread(target=work, name="transfuse-copy", daemon=True)
-        for _ in range(min(workers or vm.threads(), len(tasks) // 4) - 1)
-    ]
-    vm.run_in(helpers, work)
-    if errors:
-        raise errors[0]
+    vm.share_out(tasks, work, min(workers or vm.threads(), len(tasks) // 4), "transfuse-copy")

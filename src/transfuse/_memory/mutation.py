@@ -7,7 +7,7 @@ also remembers a few bytes of each tensor.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -16,10 +16,11 @@ import numpy.ma  # np.unique imports it when it is first called: by then no desc
 import numpy.typing as npt
 import torch
 
-from transfuse._memory import vm
+from transfuse._memory import device_copies, vm
 from transfuse._state.leaves import dense
 from transfuse._state.manifest import Described
 from transfuse._state.region import Ints
+from transfuse._tuning import DEVICE_SAMPLE_SECONDS
 
 #: A sample has this many words of eight bytes. Short or unaligned memory is sampled byte by byte.
 WORDS = 8
@@ -34,10 +35,19 @@ _pointer: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
 _lots = random.Random()
 
 
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The version of each tensor: a write raises it. Tensors made in inference mode have no version: -1."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 class MutationWatch:
     """Remembers samples of a described state, and later finds the leaves that have changed."""
 
-    def __init__(self, described: Described) -> None:
+    def __init__(self, described: Described, *, devices: bool = True) -> None:
+        """``devices``: whether to remember samples of what lies on accelerators, too, and not only its versions."""
         self._described = described
         tensors = described.manifest.tensors
         rows, starts, runs = self._runs()
@@ -48,7 +58,7 @@ class MutationWatch:
         lots = np.frombuffer(_lots.randbytes(4 * len(rows)), dtype=np.uint32).astype(np.int64)
         wide, narrow = here & (words >= WORDS), here & (words < WORDS)
         #: The tensor that each sample belongs to: samples in words, samples in bytes, samples outside main memory.
-        self._rows: list[Ints] = [rows[wide], rows[narrow], rows[~here]]
+        self._rows: list[Ints] = [rows[wide], rows[narrow], rows[~here & devices]]
         first = starts[wide] + skip[wide] + 8 * (lots[wide] % (words[wide] - WORDS + 1))
         self._words: Ints = first[:, None] + 8 * np.arange(WORDS)
         # Short memory is sampled whole, unaligned memory with as many bytes as the other samples have.
@@ -57,9 +67,9 @@ class MutationWatch:
         self._bytes: Ints = np.repeat(starts[narrow] - self._ends + length, length) + np.arange(length.sum())
         self._elsewhere: list[tuple[int, int, int]] = [
             (int(tensors.storage[row]), int(tensors.start[row]), min(size, 8 * WORDS))
-            for row, size in zip(rows[~here].tolist(), runs[~here].tolist(), strict=True)
+            for row, size in zip(rows[~here & devices].tolist(), runs[~here & devices].tolist(), strict=True)
         ]
-        self._versions = self._read_versions()
+        self._versions = versions_of(self._described.tensors)
         self._samples = self._sample()
         #: The samples outside main memory stay on their devices: to read them now would wait for all work queued there.
         self._kept = self._sample_elsewhere()
@@ -89,23 +99,24 @@ class MutationWatch:
         """Whether to look takes hardly any time."""
         return len(self._described.tensors) <= QUICK
 
-    def changed(self) -> list[str]:
-        """Paths of leaves that have been written to, or whose tensors have moved to other memory."""
-        return self._paths(self.changed_rows())
+    def changed(self, seconds: float = DEVICE_SAMPLE_SECONDS) -> list[str]:
+        """Paths of leaves that have been written to, or whose tensors have moved to other memory.
 
-    def changed_rows(self) -> Ints:
+        ``seconds``: how long an accelerator may take to bring samples.
+        """
+        return self._paths(self.changed_rows(seconds))
+
+    def changed_rows(self, seconds: float = DEVICE_SAMPLE_SECONDS) -> Ints:
         """The numbers of tensors that have been written to, or that have moved to other memory."""
         described = self._described
         pointers = np.fromiter(map(_pointer, described.tensors), dtype=np.int64, count=len(described.tensors))
         moved = (pointers != described.pointers) & (described.manifest.tensors.numel > 0)
-        versions = self._read_versions()
+        versions = versions_of(self._described.tensors)
         if moved.any():
             # The old memory may belong to something else by now, so no sample of it is read.
             return np.flatnonzero(moved | (np.array(versions) != np.array(self._versions)))
-        samples, before = (
-            [*self._sample(), self._read(self._sample_elsewhere())],
-            [*self._samples, self._read(self._kept)],
-        )
+        elsewhere = self._read([self._sample_elsewhere(), self._kept], seconds)
+        samples, before = [*self._sample(), elsewhere[0]], [*self._samples, elsewhere[1]]
         if versions == self._versions and all(map(np.array_equal, samples, before)):
             return np.empty(0, dtype=np.int64)
         single = np.flatnonzero(samples[1] != before[1])
@@ -121,13 +132,6 @@ class MutationWatch:
         manifest = self._described.manifest
         return [manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(rows)).tolist()[:100]]
 
-    def _read_versions(self) -> list[int]:
-        tensors = self._described.tensors
-        try:
-            return list(map(_version, tensors))
-        except RuntimeError:  # Tensors made in inference mode have no version counter.
-            return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
     def _sample(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         return vm.peek(self._words, _WORD), vm.peek(self._bytes, _BYTE)
 
@@ -139,13 +143,22 @@ class MutationWatch:
             found.setdefault(sample.device, {})[number] = sample
         return [(list(samples), torch.cat(list(samples.values()))) for samples in found.values()]
 
-    def _read(self, kept: list[tuple[list[int], torch.Tensor]]) -> npt.NDArray[np.uint8]:
-        """Samples from outside main memory as rows, with one transfer for each device."""
-        result = np.zeros((len(self._elsewhere), 8 * WORDS), dtype=np.uint8)
-        for numbers, data in kept:
-            sizes = [self._elsewhere[number][2] for number in numbers]
-            for number, sample in zip(numbers, np.split(data.cpu().numpy(), np.cumsum(sizes)[:-1]), strict=True):
-                result[number, : len(sample)] = sample
+    def _read(
+        self, kept: Sequence[Sequence[tuple[list[int], torch.Tensor]]], seconds: float
+    ) -> list[npt.NDArray[np.uint8]]:
+        """Samples from outside main memory as rows, all together."""
+        result = [np.zeros((len(self._elsewhere), 8 * WORDS), dtype=np.uint8) for _ in kept]
+        found = [
+            (rows, numbers, data, torch.empty(data.numel(), dtype=torch.uint8))
+            for rows, some in zip(result, kept, strict=True)
+            for numbers, data in some
+        ]
+        if found:
+            device_copies.to_ordinary([(data, here) for _, _, data, here in found], seconds)
+        for rows, numbers, _, here in found:
+            ends = np.cumsum([self._elsewhere[number][2] for number in numbers])
+            for number, sample in zip(numbers, np.split(here.numpy(), ends[:-1]), strict=True):
+                rows[number, : len(sample)] = sample
         return result
 
     def _bytes_at(self, storage: int, start: int, size: int) -> torch.Tensor:

@@ -10,13 +10,14 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 
 from transfuse._errors import StateError
-from transfuse._memory import streams, vm
+from transfuse._memory import device_copies, streams, vm
 from transfuse._memory.digest import digest_of, wide_digest_of
 from transfuse._plan.parcels import Extent, Parcels
 from transfuse._plan.regions import Regions
@@ -24,13 +25,13 @@ from transfuse._state.leaves import dense
 from transfuse._state.memory_maps import Mappings
 from transfuse._state.region import Form, Ints, Region, blocks
 from transfuse._state.tensors import Bools
+from transfuse._tuning import HASHED_BYTES
 
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 
-#: How many parcels a thread takes at a time to hash.
-HASHED_TOGETHER = 16
+LARGEST_ITEM = max(dense.ITEM_TYPES)
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ class RegionPlace:
     def item(self) -> int:
         """Bytes of one item on the wire."""
         return self.view.element_size() if self.wire is None else self.wire.itemsize
+
+    def run(self, low: int, high: int) -> torch.Tensor | None:
+        """Bytes ``[low, high)`` of the region as they lie here; None unless they are one run, as it travels."""
+        view = self.view
+        if self.lead or self.signs is not None or self.wire is not None or not view.is_contiguous():
+            return None
+        start = dense.offset_of(view) * view.element_size()
+        return dense.over(view.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
 
 
 class Places(Protocol):
@@ -152,20 +161,15 @@ def pack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) ->
     If the parcel lies on an accelerator and the buffer is pinned, the copy is only queued on this thread's stream.
     """
     filled = buffer[: int(parcels.nbytes[parcel])]
+    if parcels.payload[parcel] < filled.numel():
+        filled.zero_()
     memory = ranges(places, parcels, parcel) if filled.is_cpu else None
     if memory is not None:
         theirs, positions = memory
-        if theirs[:, 1].sum() < filled.numel():
-            filled.zero_()
         if _gather(theirs, vm.ranges(positions + filled.data_ptr(), theirs[:, 1]), places, parcels, parcel):
             return filled
-    extents = _find(places, parcels, parcel)
-    home = _home(places, extents)
-    if home is None or home == filled.device:
-        return _pack_here(places, extents, filled)
-    # Pack on the device first: then there is one copy between devices for the whole parcel, and none for each tensor.
-    packed = _pack_here(places, extents, torch.empty_like(filled, device=home))
-    return filled.copy_(packed, non_blocking=filled.is_cpu and filled.is_pinned())
+    _move(places, _find(places, parcels, parcel), filled, out=True)
+    return filled
 
 
 def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) -> None:
@@ -178,22 +182,7 @@ def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) 
         mine, positions = memory
         if _gather(vm.ranges(positions + buffer.data_ptr(), mine[:, 1]), mine, places, parcels, parcel, write=True):
             return
-    extents = _find(places, parcels, parcel)
-    home = _home(places, extents)
-    if home is not None and home != buffer.device:
-        # One copy between devices for the whole parcel. There it is copied to its places.
-        buffer = buffer[: int(parcels.nbytes[parcel])]
-        buffer = buffer.to(home, non_blocking=buffer.is_cpu and buffer.is_pinned())
-    runs, slots = [], []
-    for extent, run in extents:
-        if run is None:
-            for place in places.places(extent.region):
-                _copy(place, extent, buffer, out=False)
-        else:
-            runs.append(run)
-            slots.append(buffer[extent.position : extent.position + extent.high - extent.low])
-    if runs:
-        torch._foreach_copy_(runs, slots)
+    _move(places, _find(places, parcels, parcel), buffer, out=False)
 
 
 #: The extents of a parcel, each with its memory if that is one run.
@@ -214,74 +203,190 @@ def _home(places: Places, extents: _Extents) -> torch.device | None:
     return homes.pop() if len(homes) == 1 and streams.are_entered(homes) else None
 
 
-def _pack_here(places: Places, extents: _Extents, buffer: torch.Tensor) -> torch.Tensor:
-    used = 0
+def _move(places: Places, extents: _Extents, buffer: torch.Tensor, *, out: bool) -> None:
+    """Copy extents from their places into a buffer, or (not ``out``) from there to their places."""
+    home = _home(places, extents)
+    pairs = None if home == buffer.device else _pairs(extents, buffer)
+    if pairs is not None:
+        (device_copies.to_host if out else device_copies.to_device)(pairs)
+    elif home is None or home == buffer.device:
+        _move_here(places, extents, buffer, out=out)
+    else:
+        _move_by_device(places, extents, buffer, home, out=out, queued=buffer.is_cpu and buffer.is_pinned())
+
+
+def _pairs(extents: _Extents, buffer: torch.Tensor) -> list[device_copies.Run] | None:
+    """Extents with their bytes in a pinned buffer; None unless each is one run on an accelerator."""
+    if not streams.are_involved() or not buffer.is_cpu or not buffer.is_pinned():
+        return None
+    pairs = [(run, _slot(extent, buffer)) for extent, run in extents if run is not None and not run.is_cpu]
+    return pairs if len(pairs) == len(extents) and streams.are_entered(run.device for run, _ in pairs) else None
+
+
+def _slot(extent: Extent, buffer: torch.Tensor) -> torch.Tensor:
+    return buffer[extent.position : extent.position + extent.high - extent.low]
+
+
+def _move_here(places: Places, extents: _Extents, buffer: torch.Tensor, *, out: bool) -> None:
     runs, slots = [], []
     for extent, run in extents:
-        if extent.position > used:
-            buffer[used : extent.position].zero_()
-        used = extent.position + extent.high - extent.low
-        if run is None:
-            _copy(places.places(extent.region)[0], extent, buffer, out=True)
-        else:
+        if run is not None:
             runs.append(run)
-            slots.append(buffer[extent.position : used])
+            slots.append(_slot(extent, buffer))
+        else:
+            for place in places.places(extent.region)[: 1 if out else None]:
+                _copy(place, extent, buffer, out=out)
     if runs:
-        torch._foreach_copy_(slots, runs)
-    return buffer
+        torch._foreach_copy_(slots if out else runs, runs if out else slots)
 
 
-def digests_of(parcels: Parcels, places: Places, numbers: Sequence[int]) -> list[int]:
-    """64-bit digests of parcels as they lie in memory."""
-    return _hash(parcels, places, numbers, digest_of)
+def _move_by_device(
+    places: Places, extents: _Extents, buffer: torch.Tensor, home: torch.device, *, out: bool, queued: bool
+) -> None:
+    """Copy extents between their places on a device and a buffer elsewhere, by way of memory of the device.
+
+    Then there is one copy between devices for all of them. If the device is full: in two halves, and so on.
+    ``queued``: the buffer is pinned, so the copy need not be waited for.
+    """
+    begin, last, run = extents[0][0].position, extents[-1][0], extents[0][1]
+    there = buffer[begin : last.position + last.high - last.low]
+    if len(extents) == 1 and run is not None:
+        (there if out else run).copy_(run if out else there, non_blocking=queued)
+        return
+    packed = device_copies.room_on(home, there.numel(), zeroed=out)
+    if packed is None:
+        halves = _halves(extents)
+        for half in halves:
+            _move_by_device(places, half, buffer, home, out=out, queued=queued)
+        if halves:
+            return
+        packed = device_copies.await_room_on(home, there.numel())
+    moved = [(extent._replace(position=extent.position - begin), run) for extent, run in extents]
+    if out:
+        _move_here(places, moved, packed, out=True)
+        there.copy_(packed, non_blocking=queued)
+    else:
+        packed.copy_(there, non_blocking=queued)
+        _move_here(places, moved, packed, out=False)
 
 
-def wide_digests_of(parcels: Parcels, places: Places, numbers: Sequence[int]) -> list[bytes]:
+class _TensorPlaces:
+    """The places of a single region: one tensor, row by row."""
+
+    addresses: Ints = np.zeros(1, dtype=np.int64)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._place = RegionPlace(dense.raw(tensor))
+
+    def run(self, region: int, low: int, high: int) -> None:
+        return None
+
+    def places(self, region: int) -> Sequence[RegionPlace]:
+        return [self._place]
+
+    def paths_of(self, regions: Sequence[int]) -> list[str]:
+        return []
+
+
+def bring(tensor: torch.Tensor, low: int, high: int, buffer: torch.Tensor) -> None:
+    """Queue a copy of bytes ``[low, high)`` of a tensor on a device, as they are row by row, into pinned memory.
+
+    They are made one run on the device first; if it is full, in smaller pieces.
+    """
+    extent = Extent(0, low, high, 0)
+    _move_by_device(_TensorPlaces(tensor), [(extent, None)], buffer, tensor.device, out=True, queued=True)
+
+
+def _halves(extents: _Extents) -> list[_Extents]:
+    """Two halves of the extents; none if there is only one item."""
+    if len(extents) > 1:
+        return [extents[: len(extents) // 2], extents[len(extents) // 2 :]]
+    region, low, high, position = extents[0][0]
+    half = (high - low) // 2 // LARGEST_ITEM * LARGEST_ITEM
+    if not half:
+        return []
+    return [
+        [(Extent(region, low, low + half, position), None)],
+        [(Extent(region, low + half, high, position + half), None)],
+    ]
+
+
+def digests_of(parcels: Parcels, places: Places, numbers: Sequence[int], seconds: float) -> list[int]:
+    """64-bit digests of parcels as they lie in memory. ``seconds``: how long a copy from a device may take."""
+    return _hash(parcels, places, numbers, digest_of, seconds)
+
+
+def wide_digests_of(parcels: Parcels, places: Places, numbers: Sequence[int], seconds: float) -> list[bytes]:
     """128-bit digests of parcels as they lie in memory."""
-    return _hash(parcels, places, numbers, wide_digest_of)
+    return _hash(parcels, places, numbers, wide_digest_of, seconds)
 
 
-def _hash(parcels: Parcels, places: Places, numbers: Sequence[int], digest: Callable[[torch.Tensor], T]) -> list[T]:
-    """Hash these parcels in several threads."""
+def _hash(
+    parcels: Parcels, places: Places, numbers: Sequence[int], digest: Callable[[torch.Tensor], T], seconds: float
+) -> list[T]:
+    """Hash these parcels in several threads, in batches: a device brings the next one while this one is hashed."""
     result: list[T | None] = [None] * len(numbers)
-    errors: list[BaseException] = []
-    supply = iter(range(0, len(numbers), HASHED_TOGETHER))
     inherited = streams.inherit()
+    batches = _batches(parcels, numbers)
+    largest = max((batch.nbytes for batch in batches), default=0)
 
-    def work() -> None:
-        try:
-            with inherited(), torch.inference_mode(False), torch.no_grad():
-                while not errors and (first := next(supply, None)) is not None:
-                    some = numbers[first : first + HASHED_TOGETHER]
-                    for i, data in enumerate(_brought(parcels, places, some), first):
-                        result[i] = digest(data)
-        except BaseException as error:
-            errors.append(error)
+    def work(some: Iterator[_Batch]) -> None:
+        with inherited(), torch.inference_mode(False), torch.no_grad():
+            pieces = device_copies.PinnedPair(largest, streams.entered(), seconds)
+            for batch, buffer in pieces.ahead(some, partial(_bring, parcels, places)):
+                for i, (number, start) in enumerate(batch.parcels, batch.first):
+                    data = as_bytes(places, parcels, number, _CPU)
+                    result[i] = digest(buffer[start : start + parcels.nbytes[number]] if data is None else data)
 
-    helpers = min(vm.threads(), len(numbers) // (2 * HASHED_TOGETHER)) - 1
-    vm.run_in([threading.Thread(target=work, name="transfuse-hash", daemon=True) for _ in range(helpers)], work)
-    if errors:
-        raise errors[0]
+    vm.share_out(batches, work, min(vm.threads(), len(batches) // 2), "transfuse-hash")
     return cast("list[T]", result)
 
 
-def _brought(parcels: Parcels, places: Places, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
-    """The bytes of parcels in main memory: where they lie, or copied there."""
-    homes = {_home(places, _find(places, parcels, number)) for number in numbers} if streams.are_involved() else {None}
-    home = homes.pop() if len(homes) == 1 else None
-    if home is not None:
-        # All lie on one accelerator: pack them there, and copy them together.
-        sizes = [int(parcels.nbytes[number]) for number in numbers]
-        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=home)
-        for number, slot in zip(numbers, torch.split(packed, sizes), strict=True):
-            pack(places, parcels, number, slot)
-        yield from torch.split(packed.cpu(), sizes)
-        return
-    for number in numbers:
-        data = as_bytes(places, parcels, number, _CPU)
-        if data is None:
-            data = pack(places, parcels, number, torch.empty(int(parcels.nbytes[number]), dtype=torch.uint8))
-        yield data
+class _Batch(NamedTuple):
+    """Parcels that are hashed together: the place of the first in the question, and of each in a buffer."""
+
+    first: int
+    parcels: Sequence[tuple[int, int]]
+    nbytes: int
+
+
+def _batches(parcels: Parcels, numbers: Sequence[int]) -> list[_Batch]:
+    # Where each parcel would end if all lay in one buffer, each aligned for items of any size.
+    ends = np.cumsum(-(-parcels.nbytes[np.asarray(numbers, dtype=np.int64)] // LARGEST_ITEM) * LARGEST_ITEM)
+    begins, result, first = [0, *ends.tolist()], [], 0
+    while first < len(numbers):
+        last = max(first + 1, int(np.searchsorted(ends, begins[first] + HASHED_BYTES, side="right")))
+        some = [(numbers[i], begins[i] - begins[first]) for i in range(first, last)]
+        result.append(_Batch(first, some, begins[last] - begins[first]))
+        first = last
+    return result
+
+
+def _bring(parcels: Parcels, places: Places, batch: _Batch, buffer: torch.Tensor) -> None:
+    """Copy a batch into a buffer: together if it lies on one accelerator. Runs of main memory stay there."""
+    if streams.are_involved():
+        extents = [(extent, places.run(*extent[:3])) for extent in _joined(parcels, batch)]
+        if _home(places, extents) is not None:
+            if any(parcels.payload[number] < parcels.nbytes[number] for number, _ in batch.parcels):
+                buffer.zero_()
+            _move(places, extents, buffer, out=True)
+            return
+    for number, start in batch.parcels:
+        if as_bytes(places, parcels, number, _CPU) is None:
+            pack(places, parcels, number, buffer[start:])
+
+
+def _joined(parcels: Parcels, batch: _Batch) -> list[Extent]:
+    """The extents of a batch at their places in the buffer. Those that follow each other in a region are one."""
+    result: list[Extent] = []
+    for number, start in batch.parcels:
+        for region, low, high, position in parcels.extents(number):
+            last = result[-1] if result else None
+            if last is not None and (last.region, last.high, last.position - last.low) == (region, low, start - low):
+                result[-1] = last._replace(high=high)
+            else:
+                result.append(Extent(region, low, high, start + position))
+    return result
 
 
 def check_reach(places: Places, regions: Ints, memory: vm.Ranges, *, write: bool) -> None:
@@ -319,7 +424,7 @@ def _gather(
 
 def _copy(place: RegionPlace, extent: Extent, buffer: torch.Tensor, *, out: bool) -> None:
     view, item = place.view, place.item
-    staged = buffer[extent.position : extent.position + extent.high - extent.low].view(place.wire or view.dtype)
+    staged = _slot(extent, buffer).view(place.wire or view.dtype)
     at = 0
     for first, shape in blocks(view.shape[place.lead :], extent.low // item, extent.high // item):
         section = view

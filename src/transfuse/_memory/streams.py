@@ -86,7 +86,7 @@ class Streams:
             self._active.append(own)
         self._take(own)
         try:
-            with _enter(own, self):
+            with enter(own, self):
                 yield
         finally:
             with self._lock:
@@ -128,14 +128,77 @@ class Streams:
                 mine.wait_stream(stream)
 
 
+class OwnStreams:
+    """A stream on each device for one purpose and for long: what is queued there later runs later."""
+
+    def __init__(self) -> None:
+        self._own: dict[torch.device, torch.Stream] = {}
+
+    def follow(self, devices: Iterable[torch.device]) -> None:
+        """Go on after what the caller has queued on its current streams by now."""
+        for device in devices:
+            self._on(device).wait_event(torch.accelerator.current_stream(device).record_event())
+
+    def entered(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+        """Queue on these streams in a block."""
+        return enter([self._on(device) for device in devices], None)
+
+    def events(self, devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:
+        return {device: self._on(device).record_event() for device in devices}
+
+    def _on(self, device: torch.device) -> torch.Stream:
+        if device not in self._own:
+            self._own.setdefault(device, torch.Stream(device=device))
+        return self._own[device]
+
+
+class ChangeMarks:
+    """Where blocks that change a state have ended on accelerators: readers of the state come after these moments.
+
+    Two blocks may end on two streams that know nothing of each other, so there is a mark for each stream.
+    """
+
+    def __init__(self) -> None:
+        #: A stream instead of an event: it was not known that the state lies there, and an event would initialise the
+        #: device. Then the reader comes after all that is queued there by the time it comes.
+        self._marks: dict[tuple[torch.device, int], torch.Event | torch.Stream] = {}
+
+    def set(self, devices: Iterable[torch.device]) -> None:
+        """A block ends, in this thread. ``devices``: where the state is known to lie."""
+        known = set(devices)
+        for index in range(torch.accelerator.device_count() if is_initialized() else 0):
+            stream = torch.accelerator.current_stream(index)
+            where = stream.device, stream.stream_id
+            if stream.device not in known:
+                self._marks[where] = stream
+            elif not stream.is_capturing():  # What a capture has recorded does not run, and nobody may wait for it.
+                self._marks[where] = stream.record_event()
+
+    def hold_back(self) -> None:
+        """Let the current streams of this thread wait for all that the blocks had queued."""
+        for (device, stream_id), mark in list(self._marks.items()):
+            mine = torch.accelerator.current_stream(device)
+            if mine.stream_id == stream_id:
+                continue
+            if not isinstance(mark, torch.Stream):
+                mine.wait_event(mark)
+            elif not mark.is_capturing():
+                mine.wait_stream(mark)
+
+    def have_passed(self, seconds: float) -> bool:
+        """Wait for the devices to do what the blocks had queued. False: ``seconds`` have passed, and they have not."""
+        until = time.monotonic() + seconds
+        return all(poll(mark.query, until) for mark in list(self._marks.values()) if isinstance(mark, torch.Event))
+
+
 def inherit() -> Callable[[], AbstractContextManager[None]]:
     """A context for helper threads of this thread: they work on the streams that this thread has entered."""
     own, call = _entered.own, _entered.call
-    return (lambda: _enter(own, call)) if own else nullcontext
+    return (lambda: enter(own, call)) if own else nullcontext
 
 
 @contextmanager
-def _enter(own: Sequence[torch.Stream], call: Streams | None) -> Iterator[None]:
+def enter(own: Sequence[torch.Stream], call: Streams | None) -> Iterator[None]:
     before = _entered.own, _entered.call, _entered.until
     with ExitStack() as entered:
         for stream in own:
@@ -169,9 +232,14 @@ def _again(stream: torch.Stream) -> torch.Stream:
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
+def entered() -> set[torch.device]:
+    """The devices on which this thread has entered streams."""
+    return {stream.device for stream in _entered.own}
+
+
 def are_entered(devices: Iterable[torch.device]) -> bool:
     """Whether this thread has entered streams on all these devices."""
-    return set(devices) <= {stream.device for stream in _entered.own}
+    return set(devices) <= entered()
 
 
 def are_involved() -> bool:
@@ -200,11 +268,15 @@ def for_the_caller() -> Iterator[None]:
 
 def complete(seconds: float) -> None:
     """Wait until all that this thread has queued on its streams is done. Raise after ``seconds``."""
-    for stream in _entered.own:
-        event = stream.record_event()
+    reach([stream.record_event() for stream in _entered.own], seconds)
+
+
+def reach(events: Iterable[torch.Event], seconds: float) -> None:
+    """Wait until streams have passed these events, at most ``seconds`` for each. Raise after that."""
+    for event in events:
         if not poll(event.query, time.monotonic() + seconds):
             raise TransfuseError(
-                f"{stream.device}: the work that was queued before and during the transfer has not ended after "
+                f"{event.device}: the work that was queued before and during the transfer has not ended after "
                 f"{seconds:g} s; synchronize the device before the transfer, or raise the timeout"
             )
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from transfuse._state.mapped_file import MappedFile
 from transfuse._tuning import VM_CALL_BYTES, VM_LONG_BYTES, VM_THREAD_BYTES
+
+T = TypeVar("T")
 
 #: Rows of (address, length in bytes), laid out as the kernel's ``struct iovec``.
 Ranges = npt.NDArray[np.uint64]
@@ -124,33 +125,23 @@ def read(
     """
     split_theirs, split_mine, starts = split(theirs, mine, call_bytes or VM_CALL_BYTES)
     upto = np.concatenate([[0], np.cumsum(split_theirs[:, 1].astype(np.int64))])[starts]
-    calls = itertools.count()
     failed: list[int] = []
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            while not errors and (call := next(calls)) < len(starts) - 1:
-                low, high = int(starts[call]), int(starts[call + 1])
-                begins(int(upto[call + 1]))
-                are_long = upto[call + 1] - upto[call] >= (high - low) * VM_LONG_BYTES
-                if is_mapped and are_long:
-                    _move(split_theirs, split_mine, low, high)
-                elif files and are_long:
-                    failed.extend(_read_files(files, split_theirs, split_mine, low, high))
-                else:
-                    failed.extend(_read(pid, split_theirs, split_mine, low, high))
-                went_on(int(upto[call + 1] - upto[call]))
-        except BaseException as error:
-            errors.append(error)
+    def work(calls: Iterator[int]) -> None:
+        for call in calls:
+            low, high = int(starts[call]), int(starts[call + 1])
+            begins(int(upto[call + 1]))
+            are_long = upto[call + 1] - upto[call] >= (high - low) * VM_LONG_BYTES
+            if is_mapped and are_long:
+                _move(split_theirs, split_mine, low, high)
+            elif files and are_long:
+                failed.extend(_read_files(files, split_theirs, split_mine, low, high))
+            else:
+                failed.extend(_read(pid, split_theirs, split_mine, low, high))
+            went_on(int(upto[call + 1] - upto[call]))
 
-    helpers = [
-        threading.Thread(target=work, name="transfuse-reader", daemon=True)
-        for _ in range(min(workers, len(starts) - 1, int(upto[-1]) // VM_THREAD_BYTES) - 1)
-    ]
-    run_in(helpers, work)
-    if errors:
-        raise errors[0]
+    calls = range(len(starts) - 1)
+    share_out(calls, work, min(workers, len(calls), int(upto[-1]) // VM_THREAD_BYTES), "transfuse-reader")
     if not failed:
         return np.empty(0, dtype=np.int64)
     # Find the rows of the failed pieces: each piece lies inside the row that it was split from.
@@ -159,19 +150,44 @@ def read(
     return np.unique(np.searchsorted(ends, before[np.array(failed, dtype=np.int64)], side="right"))
 
 
-def run_in(helpers: list[threading.Thread], work: Callable[[], None]) -> None:
-    """Run ``work`` here and in as many of these threads as can be started. Return when all are done."""
+def share_out(pieces: Sequence[T], work: Callable[[Iterator[T]], object], workers: int, name: str) -> None:
+    """Run ``work`` here and in ``workers`` - 1 threads of this name, or as many as can be started. Return when all end.
+
+    Each ``work`` gets an iterator, and all of these together give each piece once. After the first error nobody gets
+    another piece, and the error is raised.
+    """
+    supply = iter(pieces)
+    errors: list[BaseException] = []
+
+    def taken() -> Iterator[T]:
+        for piece in supply:
+            if errors:
+                return
+            yield piece
+
+    def run() -> None:
+        try:
+            work(taken())
+        except BaseException as error:
+            errors.append(error)
+
     started: list[threading.Thread] = []
     try:
-        for helper in helpers:
+        for _ in range(workers - 1):
+            helper = threading.Thread(target=run, name=name, daemon=True)
             helper.start()
             started.append(helper)
     except RuntimeError:
         pass  # The system allows no more threads. Fewer threads do the work too.
     finally:
-        work()
+        run()
         for helper in started:
             helper.join()
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # An error holds the frames that it went through, and so this list.
 
 
 def _move(theirs: Ranges, mine: Ranges, low: int, high: int) -> None:

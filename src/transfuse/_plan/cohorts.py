@@ -25,7 +25,7 @@ from transfuse._state.leaves.registry import Registry
 from transfuse._state.leaves.spec import Spec, is_sharded
 from transfuse._state.manifest import Leaf, Manifest
 
-Who = frozenset[int]
+SourceRanks = frozenset[int]
 
 
 class Cohort:
@@ -37,11 +37,11 @@ class Cohort:
         self.holdings = Holdings(manifest)
         self._registry = Registry(Limits())
         self._holds_none: dict[int, bool] = {}
-        self._everybody: Who = frozenset(members)
+        self._everybody: SourceRanks = frozenset(members)
         #: For a mesh and some of its dimensions: the sources at each coordinate along these dimensions.
-        self._by_coordinate: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], Who]] = {}
+        self._by_coordinate: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], SourceRanks]] = {}
 
-    def who(self, holding: Holding, block: Block, coordinate: Coordinate = None) -> Who:
+    def who(self, holding: Holding, block: Block, coordinate: Coordinate = None) -> SourceRanks:
         """The sources that hold a block that no cut divides; with ``coordinate``, only those at it in the mesh."""
         key = holding.who(block)
         if key is None:
@@ -59,7 +59,7 @@ class Cohort:
             found = self._by_coordinate[mesh, dims] = self._sort(mesh, dims, len(fixed))
         return found.get(tuple(fixed[d] for d in dims), frozenset())
 
-    def _sort(self, mesh: int, dims: tuple[int, ...], ndim: int) -> dict[tuple[int, ...], Who]:
+    def _sort(self, mesh: int, dims: tuple[int, ...], ndim: int) -> dict[tuple[int, ...], SourceRanks]:
         """The sources by their coordinates along some dimensions of a mesh."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, coordinates in self.members.items():

@@ -56,7 +56,7 @@ class Match:
     address: Ints
     #: For each tensor: whether its bytes can be copied into the target's memory as they are: the tensor and its target
     #: are both contiguous, and no sign has to be flipped.
-    as_lies: Bools
+    copies_as_bytes: Bools
     #: For each fresh tensor that is the same memory as a tensor with a target: the number of the latter. It is built
     #: as a view of the target.
     tied: dict[int, int] = field(default_factory=dict)
@@ -125,7 +125,9 @@ def compare(
     if prepared.target is None:
         merged = trees.Merged.all_of_source(manifest.root, len(manifest))
         empty = _Targets(manifest)
-        result = Match(merged, [], [None] * len(manifest.tensors), address=empty.address, as_lies=empty.as_lies)
+        result = Match(
+            merged, [], [None] * len(manifest.tensors), address=empty.address, copies_as_bytes=empty.copies_as_bytes
+        )
         return promise_fresh(manifest, result, build_context, registry) or result
     merged = trees.merge(manifest.root, prepared.root, keep_empty=strict is False)
     fitted = _fit(manifest, merged, prepared, build_context, registry)
@@ -144,7 +146,9 @@ def compare(
     targets.add(fitted.quick, prepared.tensors, fitted.target_rows)
     if fitted.others:
         targets.add(np.array(fitted.others, dtype=np.int64), others, np.arange(len(others)))
-    result = Match(merged, prepared.leaves, fitted.destinations, address=targets.address, as_lies=targets.as_lies)
+    result = Match(
+        merged, prepared.leaves, fitted.destinations, address=targets.address, copies_as_bytes=targets.copies_as_bytes
+    )
     problems = _tie(manifest, result, targets.placed)
     problems += _collisions(manifest, result, targets)
     if problems:
@@ -280,7 +284,7 @@ class _Targets:
         #: Which targets have elements that share memory with each other.
         self.folded = np.zeros(n, dtype=bool)
         self.address = np.zeros(n, dtype=np.int64)
-        self.as_lies = np.zeros(n, dtype=bool)
+        self.copies_as_bytes = np.zeros(n, dtype=bool)
 
     def add(self, rows: Ints, targets: live_tensors.LiveTensors, target_rows: Ints) -> None:
         """Record that the tensors in these rows of the manifest go into those rows of the targets."""
@@ -291,7 +295,7 @@ class _Targets:
         self.folded[rows] = (targets.overlapping | targets.repeated)[target_rows]
         self.address[rows] = np.where(targets.on_cpu[target_rows], targets.address[target_rows], 0)
         signs = (targets.flags[target_rows] ^ self._tensors.flags[rows]) & SIGNS
-        self.as_lies[rows] = targets.contiguous[target_rows] & self._tensors.contiguous[rows] & (signs == 0)
+        self.copies_as_bytes[rows] = targets.contiguous[target_rows] & self._tensors.contiguous[rows] & (signs == 0)
 
 
 def nothing_matches(manifest: Manifest, prepared: Prepared, registry: Registry) -> TargetMismatch | None:

@@ -19,7 +19,7 @@ import torch
 
 from transfuse._errors import NotCovered, TargetMismatch
 from transfuse._plan import parcels
-from transfuse._plan.cohorts import Cohort, Who
+from transfuse._plan.cohorts import Cohort, SourceRanks
 from transfuse._plan.destinations import NeededBlock
 from transfuse._plan.holdings import Holding, Holdings, Spread, Whole
 from transfuse._plan.parcels import Parcels
@@ -89,7 +89,7 @@ class Shares(Protocol):
 
     def of(self, rank: int) -> Share: ...
 
-    def covered_by(self, ranks: Who) -> Bools:
+    def covered_by(self, ranks: SourceRanks) -> Bools:
         """For each parcel, whether one of these sources can send it."""
 
 
@@ -123,7 +123,7 @@ class Everything:
     def seen_from_source(self, describe: Callable[[], Manifest]) -> tuple[Manifest, Parcels]:
         return self._manifest, self._cut
 
-    def covered_by(self, ranks: Who) -> Bools:
+    def covered_by(self, ranks: SourceRanks) -> Bools:
         return np.full(len(self._cut), bool(ranks))
 
 
@@ -141,7 +141,7 @@ class Pieces:
     sizes: Ints
     #: The number of the set of holders. Pieces with the fewest holders come first, because few sources can send them.
     group: Ints
-    groups: list[Who]
+    groups: list[SourceRanks]
 
     def __len__(self) -> int:
         return len(self.need)
@@ -168,7 +168,7 @@ def split(cohorts: Sequence[Cohort], needs: Sequence[NeededBlock]) -> Pieces:
     dims = max([len(need.block.start) for need in needs], default=0) or 1
     patterns: dict[tuple[Any, ...], int] = {}
     found: list[_Pattern] = []
-    groups: dict[Who, int] = {}
+    groups: dict[SourceRanks, int] = {}
     which: list[int] = []
     total = 0
     for need in needs:
@@ -200,7 +200,9 @@ def _identity(holding: Holding) -> object:
     return Whole if isinstance(holding, Whole) else id(holding)
 
 
-def _cut(need: NeededBlock, holdings: Sequence[tuple[Cohort, Holding]], groups: dict[Who, int], dims: int) -> _Pattern:
+def _cut(
+    need: NeededBlock, holdings: Sequence[tuple[Cohort, Holding]], groups: dict[SourceRanks, int], dims: int
+) -> _Pattern:
     block = need.block
     edges = [
         [low, *sorted({cut for _, h in holdings for cut in h.cuts(d, low, low + size)}), low + size]
@@ -209,7 +211,7 @@ def _cut(need: NeededBlock, holdings: Sequence[tuple[Cohort, Holding]], groups: 
     rows, numbers = [], []
     for chosen in product(*map(pairwise, edges)):
         piece = Block(tuple(a for a, _ in chosen), tuple(b - a for a, b in chosen))
-        who: Who = frozenset()
+        who: SourceRanks = frozenset()
         for cohort, holding in holdings:
             some = cohort.who(holding, piece, need.coordinate)
             who = who | some if who else some
@@ -228,7 +230,7 @@ def _cut(need: NeededBlock, holdings: Sequence[tuple[Cohort, Holding]], groups: 
     return _Pattern(start, sizes, np.array(numbers, dtype=np.int64))
 
 
-def _lay_out(which: Sequence[int], found: Sequence[_Pattern], groups: list[Who], dims: int) -> Pieces:
+def _lay_out(which: Sequence[int], found: Sequence[_Pattern], groups: list[SourceRanks], dims: int) -> Pieces:
     """All pieces of all needed blocks, sorted by their sets of holders."""
     ranked = sorted(groups, key=lambda who: (len(who), sorted(who)))
     rank = {who: i for i, who in enumerate(ranked)}
@@ -343,7 +345,7 @@ class SharesOfPieces:
             known = self._known[number, theirs] = self._share(number, theirs)
         return known
 
-    def covered_by(self, ranks: Who) -> Bools:
+    def covered_by(self, ranks: SourceRanks) -> Bools:
         good = np.array([not who.isdisjoint(ranks) for who in self._pieces.groups], dtype=bool)
         return good[self._pieces.group[self._cut.first]] if len(self._cut) else np.zeros(0, dtype=bool)
 

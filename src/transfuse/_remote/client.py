@@ -8,15 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, SupportsIndex, Unpack
+from typing import Annotated, Any, NoReturn, SupportsIndex, Unpack
 
 import torch
 
 from transfuse import _arguments
-from transfuse._arguments import check_step
+from transfuse._arguments import Given, alone, check_step
 from transfuse._errors import PeerTimeout, ProtocolError, ReceiveFailed, TransfuseError
 from transfuse._job.face import one_manner
 from transfuse._job.receipt import Receipt
@@ -27,19 +27,19 @@ from transfuse._plan.catalogue import Late
 from transfuse._remote.ends import ReaderEnd, ServedStream, Servers, ToServer
 from transfuse._remote.in_process import InProcess
 from transfuse._report import Report
-from transfuse._session import receive_from_one, threads
-from transfuse._session.context import Permit
-from transfuse._session.partial import Partial
-from transfuse._session.planning import read_offer
+from transfuse._session import threads
+from transfuse._session.context import Partial, Permit
+from transfuse._session.offers import describe, read_offer
 from transfuse._session.remembered import Remembered
 from transfuse._state.manifest import Manifest
 from transfuse._timeouts import Patience
+from transfuse._tls import TLS, Encryption, tls_of
 from transfuse._transport import PGTransport, check_resume
 from transfuse._tuning import FETCH_MAX_ENTRY_BYTES, HANDSHAKE_WAIT_SECONDS
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
 from transfuse._wire.group import OFFER_TAG, Group
-from transfuse._wire.handshake import READER, Come, ControlConnection, Ready, connect, key_of, split_address
+from transfuse._wire.handshake import READER, Come, ControlConnection, Ready, check_addresses, connect, key_of
 from transfuse._wire.messages import Message
 
 logger = logging.getLogger("transfuse")
@@ -82,14 +82,16 @@ def fetch(
 
     Args:
         address: ``host:port`` of a server, or several. In errors and reports, rank ``i`` is the server of the
-            i-th address, counted from 0.
+            i-th address, counted from 0. Or ``file://DIR``, a directory to which keepers have saved steps
+            (``keep(directory=DIR)``), or another URL of one: then the newest step that is whole is read, without a
+            keeper, and compared with its digests.
         state: what the bytes land in (:class:`State` says what it can be). An object for which something could not land
             in place gets it by its ``load_state_dict``. Without a state, every tensor is newly allocated.
         load: for a ``state`` that is a callable: called with all that has arrived.
         token: the secret that the servers were started with.
         timeout: how long the fetch may go without progress, as a timedelta or in seconds.
         step: the step that every server must serve. A server with another step, or with none, is refused. None accepts
-            any step.
+            any step. Of a directory, the step that is read.
         entry: fetch this entry alone of a state that is a mapping, as if the server served ``state[entry]``: nothing
             else is described or sent, and ``state`` is a target for the entry.
         resume: ``error.partial`` of an earlier fetch that failed.
@@ -99,49 +101,61 @@ def fetch(
     If some of several servers are absent, the fetch goes on with the others, as long as those hold all that is needed.
     """
     check_names(fetch, options, FetchKeywords)
-    return fetch_if(
-        None, address, state, load=load, token=token, timeout=timeout, step=step, entry=entry, resume=resume, **options
-    )
+    return fetch_if(None, FetchSettings(**locals()))
 
 
-def fetch_if(
-    permit: Permit | None,
-    address: str | Sequence[str | InProcess],
-    state: object = None,
-    *,
-    load: Callable[[Any], object] | None = None,
-    token: str | bytes | None = None,
-    timeout: timedelta | float = 60,
-    step: SupportsIndex | None = None,
-    entry: str | None = None,
-    resume: Partial | None = None,
-    late: Late | None = None,
-    **options: Unpack[FetchKeywords],
-) -> Fetched:
+@dataclass(frozen=True, kw_only=True)
+class FetchSettings(Given):
+    """The arguments of :func:`fetch`. In the place of an address there may be a server of this process."""
+
+    address: Annotated[Sequence[str | InProcess], alone(_check)]
+    state: object = None
+    step: Annotated[int | None, alone(check_step)] = None
+    load: Callable[[Any], object] | None = None
+    entry: Annotated[str | None, alone(_check_entry)] = None
+    resume: Annotated[Partial | None, alone(check_resume)] = None
+    token: str | bytes | None = field(default=None, repr=False)
+    timeout: Annotated[float, _arguments.seconds_of] = 60
+    options: FetchKeywords = field(default_factory=FetchKeywords)
+
+    @property
+    def directory(self) -> str | None:
+        """The directory of steps that is to be read in the place of servers, if the address is one."""
+        (first, *_) = self.address
+        return first if isinstance(first, str) and is_directory(first) else None
+
+
+def fetch_if(permit: Permit | None, request: FetchSettings, late: Late | None = None) -> Fetched:
     """As :func:`fetch`, but ``permit`` is asked before a target is written, and may raise.
 
-    In the place of an address there may be a server of this process.
     ``late`` chooses the target in place of ``state``, when the servers have said what they have.
     """
-    addresses, timeout, step = _check(address), _arguments.duration(timeout), check_step(step)
-    check_resume(resume)
-    entry = _check_entry(entry)
-    given = None if state is None else State.of(state, load)
-    with _ServerVisit(addresses, key_of(token), timeout.total_seconds(), entry) as visit:
-        transport = PGTransport(
-            Servers(visit.groups, len(addresses)), timeout, CPU, None if given is None else lambda: target, **options
-        )
+    directory = request.directory
+    if directory is None:
+        return _fetch(permit, request, late)
+    from transfuse._keeper import saved  # Which stands on this module.
+
+    with saved.served(directory, step=request.step, entry=request.entry, seconds=request.timeout) as servers:
+        return _fetch(permit, replace(request, address=servers, step=None, entry=None), late)
+
+
+def _fetch(permit: Permit | None, request: FetchSettings, late: Late | None) -> Fetched:
+    given = None if request.state is None else State.of(request.state, request.load)
+    tls = tls_of(request.options.get("tls"))
+    with _ServerVisit(request.address, key_of(request.token), request.timeout, tls, request.entry) as visit:
+        group, timeout = Servers(visit.groups, len(request.address)), timedelta(seconds=request.timeout)
+        transport = PGTransport(group, timeout, CPU, None if given is None else lambda: target, **request.options)
         transport.remembered = _remembered
         # Ask before any server holds its state still for this reader, and after all other arguments were checked.
         receipt = None if given is None or given.is_made else Receipt(given)
         target = None if given is None else given.tree() if receipt is None else receipt.target
         if permit is None and given is not None and given.places():
-            permit = None if receipt is None else partial(receipt.find_takers, options=options)
+            permit = None if receipt is None else partial(receipt.find_takers, options=request.options)
         ranks = visit.begin()
         try:
             with transport:
                 found = transport.receive(
-                    ranks, step=step, resume=resume, late=late, absent=visit.absent, permit=permit
+                    ranks, step=request.step, resume=request.resume, late=late, absent=visit.absent, permit=permit
                 )
         except TransfuseError as error:
             visit.explain(error)
@@ -162,11 +176,21 @@ class Peeked:
     manifest: Manifest
 
 
-def peek(address: str, *, token: str | bytes | None = None, timeout: timedelta | float = 60) -> Peeked:
-    """Ask a server for the description of its state. No tensor moves."""
+def peek(
+    address: str,
+    *,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = 60,
+    tls: Encryption = None,
+) -> Peeked:
+    """Ask a server for the description of its state. No tensor moves. ``tls``: as for :func:`fetch`."""
     seconds, limits = _arguments.duration(timeout).total_seconds(), Limits.from_environment()
     found: list[messages.Offer] = []
-    with _ServerVisit(_check([address]), key_of(token), seconds) as visit:
+    if isinstance(address, str) and is_directory(address):
+        from transfuse._keeper import saved  # Which stands on this module.
+
+        return Peeked(*saved.look(address))
+    with _ServerVisit(_check([address]), key_of(token), seconds, tls_of(tls)) as visit:
         visit.begin()
         group = Group(Servers(visit.groups, 1), CPU)
 
@@ -174,7 +198,7 @@ def peek(address: str, *, token: str | bytes | None = None, timeout: timedelta |
             with Channel(group, 0, seconds, limits) as channel:
                 channel.phase = "waiting for the offer"
                 _, body = channel.expect(Message.OFFER, tag=OFFER_TAG)
-                found.append(receive_from_one.describe(channel, read_offer(body, limits, 0)))
+                found.append(describe(channel, read_offer(body, limits, 0)))
                 # This reader wants no parcels, so everything it wants is here.
                 channel.ask_last(Message.VERDICT, messages.encode(messages.Verdict()), Message.AGREED)
 
@@ -188,8 +212,26 @@ def peek(address: str, *, token: str | bytes | None = None, timeout: timedelta |
             raise ProtocolError(0, f"{address} sent an invalid description of its state: {error}") from error
 
 
+#: What is in the URL of a directory of steps, and in no address of a server.
+_URL = "://"
+
+
+def is_directory(address: str) -> bool:
+    """Whether an address is the URL of a directory of steps."""
+    return _URL in address
+
+
+def check_places(addresses: Sequence[object]) -> None:
+    """Refuse what is neither addresses of servers nor one directory of steps."""
+    directories = [one for one in addresses if isinstance(one, str) and is_directory(one)]
+    if directories and len(addresses) > 1:
+        raise ValueError(f"the directory {directories[0]} holds all ranks' states: give it alone")
+    if not directories:
+        check_addresses(addresses)
+
+
 def _check(address: str | Sequence[str | InProcess]) -> tuple[str | InProcess, ...]:
-    takes = "host:port, or several of these"
+    takes = "host:port, several of these, or the URL of a directory of steps"
     if isinstance(address, bytes | bytearray) or not isinstance(address, str | Iterable):
         _arguments.check_text("address", address, takes)
     addresses = (address,) if isinstance(address, str) else tuple(address)
@@ -198,9 +240,7 @@ def _check(address: str | Sequence[str | InProcess]) -> tuple[str | InProcess, .
     for one in addresses:
         if not isinstance(one, InProcess):
             _arguments.check_text("address", one, takes)
-            split_address(one)
-    if len(set(addresses)) != len(addresses):
-        raise ValueError(f"an address appears twice in {list(addresses)}: give each server once")
+    check_places(addresses)
     return addresses
 
 
@@ -221,10 +261,16 @@ class _ServerVisit:
     """What precedes the conversation: connect to every server at once, and wait until each holds its state still."""
 
     def __init__(
-        self, addresses: Sequence[str | InProcess], key: bytes, seconds: float, entry: str | None = None
+        self,
+        addresses: Sequence[str | InProcess],
+        key: bytes,
+        seconds: float,
+        tls: TLS | None,
+        entry: str | None = None,
     ) -> None:
         self._addresses = addresses
         self._key = key
+        self._tls = tls
         self._entry = entry
         self._seconds = seconds
         self._patience = Patience(seconds)
@@ -279,7 +325,8 @@ class _ServerVisit:
         server = self._addresses[number]
         if isinstance(server, InProcess):
             return
-        control = connect(server, self._key, self._seconds, number, partial(self._connected, number))
+        connected = partial(self._connected, number)
+        control = connect(server, self._key, self._seconds, number, connected, tls=self._tls)
         control.send(Come(), self._seconds)
         control.expect(Come, self._seconds, "waiting for the server to have room", self._waits)
 
@@ -300,7 +347,7 @@ class _ServerVisit:
             control = self._controls[number]
             control.send(Ready(self._entry), self._seconds)
             control.expect(Ready, self._seconds, "waiting for the server's state to hold still", self._waits)
-            end = ServedStream(control, READER, self._seconds, ToServer(server, self._key))
+            end = ServedStream(control, READER, self._seconds, ToServer(server, self._key, self._tls))
         with self._lock:
             self._ready[number] = end
             left = number in self._left

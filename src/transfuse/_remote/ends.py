@@ -6,12 +6,13 @@ port: the reader connects there again, with the same token.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
+from transfuse._tls import TLS
+from transfuse._wire.framed import AnySocket
 from transfuse._wire.group import WorkLike
 from transfuse._wire.handshake import SERVER, ControlConnection
 from transfuse._wire.meeting import Expected, Meeting, dial
@@ -28,22 +29,22 @@ class AtServer:
     def place(self) -> Place | None:
         return None  # The reader knows it.
 
-    def dial(self, place: Place | None, number: int, seconds: float) -> socket.socket:
+    def dial(self, place: Place | None, number: int, seconds: float) -> AnySocket:
         raise AssertionError("readers connect to the server")
 
 
 class ToServer:
     """How a reader gets further connections to its server."""
 
-    def __init__(self, address: str, key: bytes) -> None:
-        self._address, self._key = address, key
+    def __init__(self, address: str, key: bytes, tls: TLS | None = None) -> None:
+        self._address, self._key, self._tls = address, key, tls
         self.expected = Expected()
 
     def place(self) -> Place | None:
         return None
 
-    def dial(self, place: Place | None, number: int, seconds: float) -> socket.socket:
-        return dial(self._address, self._key, number, seconds)
+    def dial(self, place: Place | None, number: int, seconds: float) -> AnySocket:
+        return dial(self._address, self._key, number, seconds, self._tls)
 
 
 class ServedStream(Stream):

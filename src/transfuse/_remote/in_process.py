@@ -69,7 +69,9 @@ class InProcess:
         server = _PairEnd(loopback, SERVER)
         #: The reader's end.
         self.group = _PairEnd(loopback, READER)
-        self._transport = PGTransport(server, timeout, torch.device("cpu"), relay=False, lanes=1, verify=verify)
+        self._transport = PGTransport(
+            server, timeout, torch.device("cpu"), relay=False, lanes=1, verify=verify, tls=False
+        )
         self._thread = threading.Thread(target=self._send, name="transfuse-in-process", daemon=True)
 
     def __str__(self) -> str:

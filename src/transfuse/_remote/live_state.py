@@ -7,7 +7,6 @@ state begins and ends. In another thread, FSDP2's ``state_dict()`` would reshard
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,13 +43,17 @@ class LiveState:
     ) -> None:
         self._state_dict = state_dict
         self._step = step if callable(step) else check_step(step)
-        self._seconds = seconds
+        #: How long an accelerator may take for what training had queued.
+        self.seconds = seconds
         self.rwlock = RWLock()
         #: How many blocks the owner of the lock is in.
         self._depth = 0
         #: What readers find, or why they find nothing.
         self.seen: StateView | Exception = StateView(*self._ask(), 0)
-        self._last_change = _Moment(self.seen)
+        #: Where readers come after training, and the devices on which the state was when somebody looked last.
+        self._marks = streams.ChangeMarks()
+        self._lies_on: set[torch.device] = set()
+        self._mark()
         #: How many blocks have changed the state and ended. A block within another one is a part of it.
         self.changes = 0
         self._has_warned = False
@@ -71,6 +74,8 @@ class LiveState:
                 try:
                     if self._depth == 1:
                         self._look(were_refused=isinstance(before, Exception))
+                    else:
+                        self._mark()
                 finally:
                     self._depth -= 1
 
@@ -81,8 +86,17 @@ class LiveState:
             if isinstance(self.seen, Exception):
                 raise self.seen.with_traceback(None)
             # Nothing else orders this thread's work after training's.
-            self._last_change.wait(self._seconds)
+            if not self._marks.have_passed(self.seconds):
+                raise TransfuseError(
+                    f"the work that training had queued on the accelerator has not ended in {self.seconds:g} s"
+                )
             yield self.seen
+
+    @contextmanager
+    def glimpsing(self) -> Iterator[StateView | None]:
+        """The state as it was seen last, which nobody changes in this block. None if somebody is changing it now."""
+        with self.rwlock.trying() as may:
+            yield self.seen if may and isinstance(self.seen, StateView) else None
 
     def forget(self) -> None:
         """Hold the state no longer: nobody reads any more."""
@@ -99,6 +113,7 @@ class LiveState:
     def _look(self, *, were_refused: bool) -> None:
         """Note what readers will find from now on. If a callable raises, they are told; training goes on."""
         self.changes += 1
+        self._marks.hold_back()  # Blocks within this one may have ended on other streams.
         try:
             self.seen = StateView(*self._ask(), self.changes)
         except Exception as error:
@@ -107,7 +122,13 @@ class LiveState:
                 logger.warning("readers are refused until the next mutating(): the state cannot be had: %s", said)
             self.seen = error.with_traceback(None)
         finally:
-            self._last_change = _Moment(self.seen)
+            self._mark()
+
+    def _mark(self) -> None:
+        """Readers come after what this thread has queued by now."""
+        if isinstance(self.seen, StateView):
+            self._lies_on = streams.devices_of(self.seen.state)
+        self._marks.set(self._lies_on.union(streams.current()))
 
     def _check_step_stayed(self) -> None:
         """Warn once if the step has moved on since the last block: readers were told another one meanwhile."""
@@ -137,18 +158,3 @@ class AskedState(LiveState):
     def reading(self, meanwhile: Callable[[], object]) -> Iterator[StateView]:
         with self.rwlock.reading(meanwhile):
             yield StateView(*self._ask(), self.changes)
-
-
-class _Moment:
-    """Marks the accelerator work that this thread has queued so far; another thread can wait for that work."""
-
-    def __init__(self, seen: StateView | Exception) -> None:
-        lies_on = streams.devices_of(seen.state) if isinstance(seen, StateView) else set()
-        devices = lies_on.union(streams.current())
-        self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
-
-    def wait(self, seconds: float) -> None:
-        """Wait for that work. Raise after ``seconds``."""
-        until = time.monotonic() + seconds
-        if not all(streams.poll(event.query, until) for event in self._events):
-            raise TransfuseError(f"the work that training had queued on the accelerator has not ended in {seconds:g} s")

@@ -71,6 +71,21 @@ class RWLock:
                 self._readers.discard(me)
                 self._changed.notify_all()
 
+    @contextmanager
+    def trying(self) -> Iterator[bool]:
+        """Hold the lock as a reader if it can be had at once. Yields whether it can."""
+        me = threading.get_ident()
+        try:
+            with self._lock:
+                may = self._owner is None and not any(ticket.changing for ticket in self._waiting)
+                if may:
+                    self._readers.add(me)
+            yield may
+        finally:
+            with self._lock:
+                self._readers.discard(me)
+                self._changed.notify_all()
+
     def held_up(self) -> float:
         """For how many seconds an owner has been waiting to change the state; 0 if none waits."""
         with self._lock:

@@ -11,14 +11,16 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Self, SupportsIndex, Unpack
+from typing import Annotated, Self, SupportsIndex, Unpack
 
 import torch
 
 from transfuse import _arguments
+from transfuse._arguments import Given
 from transfuse._errors import PeerLost, PeerTimeout, SendFailed, StateError, TransfuseError, as_utf8
 from transfuse._job.face import one_manner
 from transfuse._job.state import State
@@ -30,14 +32,13 @@ from transfuse._remote.rwlock import RWLock
 from transfuse._report import Report
 from transfuse._session.remembered import Remembered
 from transfuse._timeouts import Patience
+from transfuse._tls import tls_of
 from transfuse._transport import PGTransport
 from transfuse._tuning import HANDSHAKE_WAIT_SECONDS, SERVER_END_SECONDS
 from transfuse._wire.handshake import READER, Come, ControlConnection, Join, ReaderRefused, Ready, Wait, key_of
 from transfuse._wire.listener import Listener
 
 logger = logging.getLogger("transfuse")
-
-MAX_PORT = 65535
 
 
 @one_manner
@@ -71,20 +72,26 @@ def serve(
         max_readers: how many read at once; others wait for their turn. With a rate limit, one reads at a time.
         on_report: called with the :class:`Report` of every transfer, in the thread that served it.
         **options: the options of :class:`PGTransport` for a server: ``same_host`` (readers on this host may read
-            straight from memory), ``nixl``, ``verify``, ``lanes`` and ``max_bytes_per_second`` (the rate limit).
+            straight from memory), ``device_memory``, ``nixl``, ``verify``, ``lanes``, ``tls`` and
+            ``max_bytes_per_second`` (the rate limit).
     """
     check_names(serve, options, ServeKeywords)
-    return Server(
-        state,
-        host=host,
-        port=port,
-        token=token,
-        timeout=timeout,
-        step=step,
-        max_readers=max_readers,
-        on_report=on_report,
-        **options,
-    )
+    return Server(ServeSettings(**locals()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(Given):
+    """The arguments of :func:`serve`. A state may be a :class:`LiveState`, which knows its step itself."""
+
+    state: object
+    step: SupportsIndex | Callable[[], SupportsIndex | None] | None = None
+    host: Annotated[str, _arguments.listening_host] = "127.0.0.1"
+    port: Annotated[int, _arguments.listening_port] = 0
+    token: str | bytes | None = field(default=None, repr=False)
+    timeout: Annotated[float, _arguments.seconds_of] = 60
+    max_readers: Annotated[int, _arguments.at_least(1)] = 4
+    on_report: Annotated[Callable[[Report], object] | None, _arguments.check_callable] = None
+    options: ServeKeywords = field(default_factory=ServeKeywords)
 
 
 class Server:
@@ -93,57 +100,39 @@ class Server:
     Change the state only within :meth:`mutating`.
     """
 
-    def __init__(
-        self,
-        state: object,
-        *,
-        host: str,
-        port: int,
-        token: str | bytes | None,
-        timeout: timedelta | float,
-        step: SupportsIndex | Callable[[], SupportsIndex | None] | None,
-        max_readers: int,
-        on_report: Callable[[Report], object] | None,
-        listener: Listener | None = None,
-        **options: Unpack[ServeKeywords],
-    ) -> None:
+    def __init__(self, given: ServeSettings, listener: Listener | None = None) -> None:
         """``listener``: one that listens already, and brings each connection to :meth:`answer`; None: make one."""
-        max_readers = _arguments.whole("max_readers", max_readers)
-        if max_readers < 1:
-            raise ValueError(f"max_readers must be at least 1, got {max_readers}")
-        _arguments.check_text("host", host, "an address to listen on")
-        if not host:
-            raise ValueError("host is empty, which would mean every interface: if you want that, pass 0.0.0.0")
-        port = _arguments.whole("port", port)
-        _arguments.check_callable("on_report", on_report)
-        timeout = _arguments.duration(timeout)
-        self._key = key_of(token)
-        self._seconds = timeout.total_seconds()
-        self._state = None if isinstance(state, LiveState) else State.of(state)
-        self._live = (
-            state if isinstance(state, LiveState) else LiveState(State.of(self._state).tree, step, self._seconds)
-        )
-        self._transport = partial(PGTransport, timeout=timeout, device=torch.device("cpu"), relay=False, **options)
+        self._key = key_of(given.token)
+        self._seconds = given.timeout
+        self._state: State | None = None
+        if isinstance(given.state, LiveState):
+            self._live = given.state
+        else:
+            self._state = State.of(given.state)
+            self._live = LiveState(self._state.tree, given.step, self._seconds)
+        timeout, device = timedelta(seconds=self._seconds), torch.device("cpu")
+        self._transport = partial(PGTransport, timeout=timeout, device=device, relay=False, **given.options)
         self._transport(Servers({}, 0))  # Refuse wrong options here, before the first reader comes.
-        self._on_report = on_report
+        self._on_report = given.on_report
         #: What the transports of all readers remember of the state.
         self._remembered = Remembered()
-        self._places = threading.Semaphore(max_readers if options.get("max_bytes_per_second") is None else 1)
+        self._places = threading.Semaphore(
+            given.max_readers if given.options.get("max_bytes_per_second") is None else 1
+        )
         #: Once the server closes: the cause for waiting readers. If it also cancels: the cause for active readers.
         self._closing: str | None = None
         self._cut: str | None = None
         self._streams: weakref.WeakSet[ServedStream] = weakref.WeakSet()
         #: Further connections of readers.
         self._meeting = AtServer()
-        if not 0 <= _arguments.whole("port", port) <= MAX_PORT:
-            raise ValueError(f"port must be 0, for a free one, or a number up to {MAX_PORT}, got {port}")
         self._listener = listener or Listener(
-            (host, port),
+            (given.host, given.port),
             self._key,
             self.answer,
             name="server",
             rank=READER,
             prove_seconds=Patience(self._seconds).handshake,
+            tls=tls_of(given.options.get("tls")),
         )
         self._address = self._listener.address
         if listener is None:

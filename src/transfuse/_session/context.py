@@ -1,13 +1,16 @@
-"""One call of a transport: its :class:`Context` (both ends have one), and the :class:`ReceiveRequest` of a receive."""
+"""One call of a transport: its :class:`Context`, a receive's :class:`ReceiveRequest`, and what a failed one leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from transfuse._limits import Limits
+from transfuse._memory.fresh import FreshMemory
 from transfuse._options import Options
 from transfuse._plan.catalogue import Late
 from transfuse._plan.cohorts import Cohort
@@ -15,9 +18,9 @@ from transfuse._plan.match import Prepared
 from transfuse._plan.outline import Outline
 from transfuse._progress import Progress
 from transfuse._report import Report
-from transfuse._session.partial import Partial
 from transfuse._session.remembered import Remembered
 from transfuse._session.threads import Caller
+from transfuse._state.tensors import Bools
 from transfuse._wire.pool import Pool
 
 #: Called once with the sources' descriptions and the target, when all that can be known beforehand is known, and before
@@ -46,6 +49,34 @@ class Context:
     remembered: Remembered = field(default_factory=Remembered)
     #: Whether the group allows conversations with its peers only one after another.
     one_by_one: bool = False
+
+
+@dataclass(eq=False)
+class Partial:
+    """The part of a state that a failed receive has. Pass it to ``recv_checkpoint(…, resume=…)`` once, then drop it."""
+
+    step: int | None
+    #: The likeness that the sources' offers had.
+    likeness: bytes
+    parcel_bytes: int
+    #: Identifies the plan: what lands where, in which parcels.
+    fingerprint: int
+    #: Which parcels have arrived, and how many bytes each has.
+    landed: Bools
+    nbytes: npt.NDArray[np.int64]
+    #: The memory of parcels that have no target or landed in a copy (``atomic``). All others lie in the targets.
+    memory: FreshMemory
+    #: Paths of the target leaves that are half-written.
+    torn: tuple[str, ...]
+    #: Whether a receive has resumed from this: ``memory`` then belongs to that receive.
+    spent: bool = False
+
+    @property
+    def received_bytes(self) -> int:
+        return int(self.nbytes[self.landed].sum())
+
+    def __repr__(self) -> str:
+        return f"Partial(step={self.step}, {self.received_bytes} of {int(self.nbytes.sum())} bytes)"
 
 
 @dataclass(frozen=True, kw_only=True)

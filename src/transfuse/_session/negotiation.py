@@ -16,34 +16,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from transfuse._errors import NotCovered, PeerTimeout, ReceiveFailed, TransfuseError
 from transfuse._memory import streams
 from transfuse._phases import WAITING, Phase
 from transfuse._plan.match import prepare
 from transfuse._plan.outline import outline
-from transfuse._session import agreement
-from transfuse._session.context import Context, ReceiveRequest
-from transfuse._session.ledger import Ledger
-from transfuse._session.partial import Partial
-from transfuse._session.planning import (
-    Accepted,
-    OfferWithManifest,
-    accept,
-    is_described,
-    read_description,
-    read_manifest,
-)
-from transfuse._session.remembered import Remembered
+from transfuse._session import source_choice
+from transfuse._session.context import Partial
+from transfuse._session.offers import OfferWithManifest, describe, is_described, read_description
+from transfuse._session.planning import Accepted, accept
 from transfuse._session.roster import Roster
 from transfuse._sizes import Sizes
 from transfuse._state.manifest import Manifest
-from transfuse._state.tensors import Bools
 from transfuse._timeouts import Patience
+from transfuse._wire import route_table
 from transfuse._wire.channel import Channel
 from transfuse._wire.messages import Offer
 
@@ -188,98 +177,79 @@ class _TooEarly(NotCovered):
 
 
 class Negotiator:
-    """Makes a plan from the sources' offers. Any conversation's thread may call every method.
+    """Makes a plan from the sources' offers, and enters it in the roster. Any conversation's thread may call it.
 
-    ``roster.changed`` guards the negotiation and its outcome: ``accepted`` and ``ledger``, which are set once.
-    ``request`` changes only before there is a plan: under ``_preparing``, and by the one thread that decides.
+    ``roster.changed`` guards the negotiation.
     """
 
-    def __init__(self, roster: Roster, request: ReceiveRequest, context: Context) -> None:
-        self.request = request
+    def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._context = context
-        self._limits = context.limits
+        self._context = context = roster.context
         self._sizes = Sizes(context.limits, context.timeout)
-        self._one_by_one = context.one_by_one
         self._preparing = threading.Lock()
         self._prepared = False
         # With ``late`` the caller chooses from a catalogue of all leaves: wait longer for all sources.
-        patience = Patience(context.timeout)
-        seconds = patience.decision(asks_for_all=request.late is not None, one_by_one=context.one_by_one)
+        all_of_them = roster.request.late is not None
+        seconds = Patience(context.timeout).decision(asks_for_all=all_of_them, one_by_one=context.one_by_one)
         self.negotiation = Negotiation(roster.ranks, seconds)
-        #: The plan and its ledger, once decided.
-        self.accepted: Accepted | None = None
-        self.ledger: Ledger | None = None
-        #: Which parcels an earlier receive left, or False if this receive does not resume.
-        self.resumed: Bools | bool = False
 
     def prepare(self, channel: Channel) -> None:
         """Describe the target, once, while the sources describe their states."""
+        roster, context = self._roster, self._context
         with self._preparing:
-            if self._prepared or self.request.failure is not None:
+            if self._prepared or roster.request.failure is not None:
                 return
             self._prepared = True
-            with self._roster.phase(channel, Phase.PREPARE):
+            with roster.phase(channel, Phase.PREPARE):
                 try:
-                    target = prepare(self.request.target, self._limits)
-                    mine = outline(target, self._limits) if self.remembered.has_plans else None
-                    self.request = replace(self.request, target=target, outline=mine)
+                    target = prepare(roster.request.target, context.limits)
+                    mine = outline(target, context.limits) if context.remembered.has_plans else None
+                    roster.request = replace(roster.request, target=target, outline=mine)
                 except Exception as error:
-                    self.request = replace(self.request, failure=error)
+                    roster.request = replace(roster.request, failure=error)
 
-    def agree(self, channel: Channel, offer: Offer, describe: Callable[[], Offer]) -> None:
-        """Hand in an offer, and wait for the decision. :meth:`check` then says whether this source is used.
-
-        If no source has described this state yet, ``describe`` asks this one to.
-        """
-        rank, changed = channel.peer, self._roster.changed
+    def agree(self, channel: Channel, offer: Offer) -> None:
+        """Hand in an offer, and wait for the decision. Raises if this source is not used."""
+        rank, roster = channel.peer, self._roster
         described = None
         if offer.manifest is None and is_described(offer, self._context.remembered):
             described = self._read(offer, rank)
-        with changed:
+        with roster.changed:
             self.negotiation.hand_in(rank, offer, time.monotonic())
             if described is not None:
                 self.negotiation.hand_in_description(rank, described)
-            changed.notify_all()
+            roster.changed.notify_all()
         while not isinstance(turn := self._next_turn(channel), Decided):
             if isinstance(turn, Describe):
-                self._describe(channel, describe)
+                self._describe(channel, offer)
             else:
                 self._decide(turn)
         streams.catch_up()
         if turn.late:
             self._compare_late(rank, offer)
+        with roster.changed:
+            self._check(rank)
+            roster.present.add(rank)
+            if offer.max_bytes_per_second is None and route_table.usable(offer.routes, roster.request.options):
+                roster.readers.add(rank)
+            roster.count()
+            roster.changed.notify_all()
 
-    def check(self, rank: int) -> None:
-        """Raise if this source is not used, was abandoned, or the receive has failed."""
-        with self._roster.changed:
-            dropped = self.negotiation.dropped.get(rank)
-            if dropped is not None:
-                raise dropped
-            self._roster.check(rank)
-
-    @property
-    def remembered(self) -> Remembered:
-        return self._context.remembered
-
-    def manifest_of(self, offer: Offer) -> Manifest:
-        """The manifest of an offer; ``ValueError`` if it is malformed."""
-        return read_manifest(offer, self._limits, self.remembered).manifest
-
-    def covered_by(self, ranks: set[int]) -> bool:
-        """Whether these sources hold all parcels that have not landed. Call it under the lock, once there is a plan."""
-        assert self.accepted is not None
-        assert self.ledger is not None
-        return bool((self.ledger.landed | self.accepted.shares.covered_by(frozenset(ranks))).all())
+    def _check(self, rank: int) -> None:
+        """Raise if this source is not used, was abandoned, or the receive has failed. Call it under the lock."""
+        dropped = self.negotiation.dropped.get(rank)
+        if dropped is not None:
+            raise dropped
+        self._roster.check(rank)
 
     def look_for_orphans(self, rank: int, error: BaseException) -> None:
         """End the receive if no other source holds a parcel that the lost source held. Call it under the lock."""
         roster = self._roster
-        if self.accepted is None or roster.failure is not None or not roster.several:
+        if roster.plan is None or roster.failure is not None or not roster.several:
             return
-        if self.accepted.shares.joinable:
+        if roster.plan.landing.shares.joinable:
             return  # A source that comes late may hold it. If none comes, the receive fails with all causes.
-        if not self.covered_by(roster.present) and isinstance(error, TransfuseError):
+        if not roster.plan.covered_by(roster.present) and isinstance(error, TransfuseError):
             roster.failure = ReceiveFailed({rank: error}, alone=True)
 
     # -- turns
@@ -290,7 +260,7 @@ class Negotiator:
         with channel.resting(), roster.changed:
             roster.progress[rank].phase = Phase.PLAN.doing
             while True:
-                self.check(rank)
+                self._check(rank)
                 roster.check_caller()
                 turn = self.negotiation.next_turn(rank, time.monotonic())
                 if not isinstance(turn, WaitForChange):
@@ -306,29 +276,29 @@ class Negotiator:
         Only without tags: there a source may wait for its turn, without end if ranks wait for each other in a circle.
         """
         timeout, missing = self._context.timeout, self.negotiation.awaited
-        if missing and time.monotonic() - self.negotiation.first_at > timeout and not self._one_by_one:
+        if missing and time.monotonic() - self.negotiation.first_at > timeout and not self._context.one_by_one:
             late = {rank: PeerTimeout(rank, "waiting for its offer", timeout) for rank in sorted(missing)}
             self._roster.fail(ReceiveFailed(late))
 
-    def _describe(self, channel: Channel, describe: Callable[[], Offer]) -> None:
+    def _describe(self, channel: Channel, offer: Offer) -> None:
         """Ask this source for its description, and hand it in."""
         roster = self._roster
         with roster.abandonable(channel, channel.abandon if roster.several else None):
-            whole = describe()
+            whole = describe(channel, offer)
         described = self._read(whole, channel.peer)
         with roster.changed:
             self.negotiation.hand_in_description(channel.peer, described)
             roster.changed.notify_all()
 
     def _read(self, offer: Offer, rank: int) -> OfferWithManifest:
-        if self.remembered.structure(offer.structure) is not None:
-            self._context.report.reuse("description")
-        return read_description(offer, self._limits, rank, self.remembered)
+        context = self._context
+        if context.remembered.structure(offer.structure) is not None:
+            context.report.reuse("description")
+        return read_description(offer, context.limits, rank, context.remembered)
 
     def _compare_late(self, rank: int, offer: Offer) -> None:
         """Decide whether to use a source whose offer came after the decision."""
-        assert self.accepted is not None
-        error = agreement.why_not(rank, offer, self.accepted, self.request)
+        error = source_choice.why_not(rank, offer, self._roster.accepted, self._roster.request)
         if error is not None:
             logger.warning("source %d is not used: %s", rank, error)
             with self._roster.changed:
@@ -341,12 +311,10 @@ class Negotiator:
         roster, plan = self._roster, None
         dropped: Mapping[int, TransfuseError] = {}
         try:
-            choice = agreement.choose(roster.ranks, turn.offers, turn.described, self.request)
+            choice = source_choice.choose(roster.ranks, turn.offers, turn.described, roster.request)
             dropped = choice.dropped
             if choice.cohorts:
-                accepted = self._accept(choice, turn.described)
-                streams.catch_up()
-                plan = accepted, self._keep(accepted)
+                plan = self._accept(choice, turn.described)
         except NotCovered as error:
             self._postpone_or_fail(error, dropped)
             return
@@ -359,9 +327,9 @@ class Negotiator:
         with roster.changed:
             self.negotiation.decide(dropped=dropped, stands=plan is not None)
             if plan is not None:
-                self.accepted, self.ledger = plan
-                roster.report.leaves = len(self.accepted.manifest)
-                roster.report.step = self.accepted.offer.step if self.request.step is None else self.request.step
+                roster.plan = plan
+                roster.report.leaves = len(plan.landing.manifest)
+                roster.report.step = plan.offer.step if roster.request.step is None else roster.request.step
                 roster.present = choice.offers.keys() & self.negotiation.offers.keys()
                 for rank in choice.offers.keys() & self.negotiation.gone.keys():
                     # This source was lost while the plan was made.
@@ -372,7 +340,7 @@ class Negotiator:
         """The chosen sources do not hold everything: wait for other sources if any may come, or fail."""
         with self._roster.changed:
             hope = isinstance(error, _TooEarly) or self.negotiation.may_still_change()
-            if hope and not self._one_by_one:
+            if hope and not self._context.one_by_one:
                 self.negotiation.postpone()
                 self._roster.changed.notify_all()
                 return
@@ -381,37 +349,38 @@ class Negotiator:
                 error.add_note(f"source {rank} is not used: {why}")
             self._roster.fail(error)
 
-    def _accept(self, choice: agreement.Choice, described: dict[bytes, OfferWithManifest]) -> Accepted:
+    def _accept(self, choice: source_choice.Choice, described: dict[bytes, OfferWithManifest]) -> Accepted:
         """Make the plan, and resume from an earlier receive if that is possible."""
+        roster = self._roster
         first = described[choice.offers[next(iter(choice.cohorts[0].members))].likeness].offer
         parcel_bytes = min(offer.parcel_bytes for offer in choice.offers.values())
-        resume = self.request.resume
-        if resume is not None and not self._continues(resume, first, parcel_bytes):
+        resume = roster.request.resume
+        if resume is not None and not _continues(resume, first, parcel_bytes):
             logger.warning("the sources offer another state than the one to resume: everything is fetched")
-            self.request = replace(self.request, resume=None)
+            roster.request = replace(roster.request, resume=None)
             resume = None
         nbytes = float(choice.cohorts[0].manifest.storages.nbytes.astype(float).sum())
         fine = self._fine(first, nbytes, parcel_bytes) if resume is None else resume.parcel_bytes
         self._check_lacking(choice)
-        return accept(choice.cohorts, choice.offers, first, self.request, self._context, fine)
+        return accept(choice.cohorts, choice.offers, first, roster.request, self._context, fine, roster.changed)
 
-    def _check_lacking(self, choice: agreement.Choice) -> None:
+    def _check_lacking(self, choice: source_choice.Choice) -> None:
         """Raise if the chosen sources lack a leaf of the target that a source which is not used has, or may have.
 
         A leaf that no source has is refused by the plan, unless ``strict=False`` lets it keep its value.
         """
-        cohorts, request = choice.cohorts, self.request
+        cohorts, request = choice.cohorts, self._roster.request
         with self._roster.changed:
             may_change = self.negotiation.may_still_change()
             unused = list(self.negotiation.unused(choice.dropped))
         if not (may_change or unused or request.absent):
             return  # Every source is here and used. To compare all names would cost more than to plan.
-        lacking = agreement.lacking(cohorts, request)
+        lacking = source_choice.lacking(cohorts, request)
         if not lacking:
             return
         if may_change:
             why = "this group talks with one source after another: name a source that holds everything"
-            why = why if self._one_by_one else "no source that has offered so far holds it"
+            why = why if self._context.one_by_one else "no source that has offered so far holds it"
             raise _TooEarly([f"{path}: {why}" for path in lacking])
         blocks = [
             f"{path}: {name} may hold it, but cannot be reached: {why}"
@@ -419,7 +388,7 @@ class Negotiator:
             for path in lacking
         ]
         for rank, cause, manifest in unused:
-            held = lacking if manifest is None else agreement.would_bring(manifest, cohorts, request)
+            held = lacking if manifest is None else source_choice.would_bring(manifest, cohorts, request)
             may = "may hold it, but is lost" if manifest is None else "holds it, but is not used"
             blocks += [f"{path}: source {rank} {may}: {cause}" for path in held]
         if blocks:
@@ -432,36 +401,10 @@ class Negotiator:
             int(min(total, 1e15)),
             sources=len(self._roster.ranks),
             ahead=offer.bursts_ahead,
-            delta=self.request.options.delta,
+            delta=self._roster.request.options.delta,
         )
 
-    @staticmethod
-    def _continues(resume: Partial, offer: Offer, parcel_bytes: int) -> bool:
-        same = resume.step == offer.step and resume.likeness == offer.likeness
-        return same and resume.parcel_bytes <= parcel_bytes
 
-    def _keep(self, accepted: Accepted) -> Ledger:
-        """Make the ledger, and mark parcels that may be here already: left by an earlier receive, or in the targets.
-
-        A comparison with the sources' digests then shows which of these parcels are right.
-        """
-        cut, landing, resume = accepted.cut, accepted.landing, self.request.resume
-        ledger = Ledger(cut.payload, self._roster.changed)
-        claimed: Bools = np.zeros(len(cut), dtype=bool)
-        if resume is not None:
-            resume.spent = True
-            if resume.fingerprint == landing.fingerprint and len(resume.landed) == len(cut):
-                claimed |= resume.landed & cut.of_all_regions(landing.lie_once)
-                self.resumed = claimed.copy()
-                for number in np.flatnonzero(claimed).tolist():
-                    landing.touch(range(int(cut.first[number]), int(cut.first[number] + cut.count[number])))
-            else:
-                logger.warning("the target or the plan differs from the receive to resume: everything is fetched")
-        if self.request.options.delta:
-            if self.resumed is False:  # Filling the copies would overwrite what an earlier receive left.
-                landing.fill_copies()
-                streams.complete(self._context.timeout)  # Other conversations will hash what was copied.
-            claimed |= cut.of_all_regions(landing.held)
-        if claimed.any():
-            ledger.keep(np.flatnonzero(claimed))
-        return ledger
+def _continues(resume: Partial, offer: Offer, parcel_bytes: int) -> bool:
+    same = resume.step == offer.step and resume.likeness == offer.likeness
+    return same and resume.parcel_bytes <= parcel_bytes

@@ -1,174 +1,83 @@
-"""Accepting offers: read and check them, match them with the target, and plan, before a byte of data moves."""
+"""Planning: match the offers of sources that agree with the target, before a byte of data moves.
+
+The outcome is :class:`Accepted`: where everything lands, and the ledger of what is still to come.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
-import msgspec
-import torch
+import numpy as np
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from transfuse._errors import ProtocolError, StateError, StepMismatch, TransfuseError
-from transfuse._limits import Limits
+from transfuse._errors import ProtocolError, TransfuseError
 from transfuse._memory import streams
 from transfuse._memory.as_is import AsIs, ReusablePlan
 from transfuse._memory.assembled import Assembly, assemble
-from transfuse._memory.digest import WIDE_BYTES
 from transfuse._memory.fresh import MemorySupply
 from transfuse._memory.landing import Landing
 from transfuse._options import Options
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.match import Match, Prepared, compare, prepare, promise_fresh
 from transfuse._plan.outline import Outline, outline
-from transfuse._plan.parcels import Parcels
-from transfuse._plan.shares import Shares
 from transfuse._session.context import Context, ReceiveRequest
-from transfuse._session.remembered import PlanKey, Remembered, Structure
+from transfuse._session.ledger import Ledger
+from transfuse._session.remembered import PlanKey, Remembered
 from transfuse._state.leaves.codec import BuildContext, Coordinate
 from transfuse._state.leaves.dtensors import is_dtensor_class
 from transfuse._state.leaves.registry import Registry
-from transfuse._state.manifest import Manifest, Wire
-from transfuse._wire import messages
+from transfuse._state.manifest import Manifest
+from transfuse._state.tensors import Bools
+from transfuse._wire.messages import Offer
+
+logger = logging.getLogger("transfuse")
 
 
 @dataclass
 class Accepted:
-    """The plan that was made from the offers. No byte of data has moved."""
+    """The plan that was made from the offers, and its ledger. No byte of data has moved."""
 
     #: The offer of a source that has described the state.
-    offer: messages.Offer
+    offer: Offer
     parcel_bytes: int
-    manifest: Manifest
     build_context: BuildContext
     registry: Registry
     landing: Landing
+    ledger: Ledger
+    #: Which parcels an earlier receive left, or False if this receive does not resume.
+    resumed: Bools | bool
     #: All cohorts, and the target that they were matched with.
     cohorts: Sequence[Cohort]
     target: Prepared
     #: Remembers the plan for a later receive. Called when this receive has ended well, and needs the plan no more.
-    remember: Callable[[], None] | None = None
+    remember: Callable[[], None]
 
-    @property
-    def cut(self) -> Parcels:
-        return self.landing.cut
+    def covered_by(self, ranks: set[int]) -> bool:
+        """Whether these sources hold all parcels that have not landed. Call it under the ledger's lock."""
+        return bool((self.ledger.landed | self.landing.shares.covered_by(frozenset(ranks))).all())
 
-    @property
-    def shares(self) -> Shares:
-        """The share of each source: what it can send."""
-        return self.landing.shares
-
-
-def read_offer(body: bytes | bytearray, limits: Limits, peer: int) -> messages.Offer:
-    """Decode an offer and check its numbers; a hostile peer may have written it. The manifest is checked later."""
-    try:
-        offer = messages.decode(body, messages.Offer)
-        if not 0 < offer.timeout < float("inf"):
-            raise ValueError("an impossible timeout")
-        if offer.parcel_bytes < limits.min_parcel_bytes or offer.parcel_bytes % 16 or offer.bursts_ahead < 1:
-            raise ValueError("impossible sizes of parcels or bursts")
-        rate = offer.max_bytes_per_second
-        if rate is not None and not 0 < rate < float("inf"):
-            raise ValueError("an impossible rate")
-        if not 0 < offer.staged_bytes <= offer.burst_bytes:
-            raise ValueError("impossible sizes of bursts")
-        if (len(offer.digest), len(offer.likeness), len(offer.structure)) != (WIDE_BYTES, WIDE_BYTES, 32):
-            raise ValueError("digests of an impossible length")
-        if max(offer.burst_bytes, offer.parcel_bytes) * offer.bursts_ahead > limits.staging_bytes:
-            raise ValueError(
-                f"{offer.bursts_ahead} bursts of {offer.burst_bytes} bytes do not fit into "
-                f"TRANSFUSE_STAGING_BYTES={limits.staging_bytes}"
-            )
-    except (ValueError, RuntimeError) as error:
-        raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
-    return offer
-
-
-class OfferWithManifest(NamedTuple):
-    """An offer and its manifest, decoded. The manifest describes all offers with the same likeness."""
-
-    offer: messages.Offer
-    manifest: Manifest
-
-
-def is_described(offer: messages.Offer, remembered: Remembered) -> bool:
-    """Whether an offer has a manifest, or only the values of a structure that this end remembers."""
-    return offer.manifest is not None or (
-        offer.values is not None and remembered.structure(offer.structure) is not None
-    )
-
-
-def read_description(
-    offer: messages.Offer, limits: Limits, peer: int, remembered: Remembered | None = None
-) -> OfferWithManifest:
-    """The manifest of an offer that :func:`is_described`. The offer's digests must be those of this manifest."""
-    try:
-        wire, manifest = read_manifest(offer, limits, remembered or Remembered())
-        if wire.digest() != offer.digest or manifest.likeness(wire) != offer.likeness:
-            raise ValueError("its digests are those of another state")
-    except TransfuseError:
-        raise
-    except Exception as error:
-        raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
-    return OfferWithManifest(offer, manifest)
-
-
-def read_manifest(offer: messages.Offer, limits: Limits, remembered: Remembered) -> Structure:
-    """The manifest of an offer that :func:`is_described`, read or remembered; ``ValueError`` if it is malformed."""
-    wire, known = offer.manifest, remembered.structure(offer.structure)
-    if known is None:
-        if wire is None:
-            raise ValueError("it has no description")
-        manifest = Manifest.decode(wire, limits, offer.coordinates)
-        _check_structure(wire, offer)
-        manifest.structure, manifest.structure_likeness = offer.structure, manifest.likeness(wire.without_values())
-        known = Structure(wire, manifest)
-        remembered.keep_structure(known)
-        return known
-    if wire is None:
-        manifest = known.manifest.with_values(offer.values or [], offer.coordinates)
-        return Structure(msgspec.structs.replace(known.wire, details=manifest.details), manifest)
-    _check_structure(wire, offer)
-    if len(wire.details) != len(known.wire.details):
-        raise ValueError(f"{len(wire.details)} details for {len(known.wire.details)} leaves that need one")
-    return Structure(wire, known.manifest.with_values(wire.values, offer.coordinates))
-
-
-def _check_structure(wire: Wire, offer: messages.Offer) -> None:
-    if wire.structure() != offer.structure:
-        raise ValueError("its digests are those of another state")
-
-
-def check(offer: messages.Offer, request: ReceiveRequest) -> None:
-    """Raise if the offer itself shows that the source does not have what the caller asked for."""
-    if request.options.verify and not offer.digests:
-        raise StateError(
-            "the receiver has verify=True, but the source has verify=False and offers no digests: leave verify= out at "
-            "one of the two"
-        )
-    if request.step is None or request.step == offer.step:
-        return
-    if offer.step is None:
-        raise StepMismatch(
-            f"the receiver expects step {request.step}, but the source does not say which step it sends: pass "
-            f"step={request.step} to send_checkpoint, or step= to serve"
-        )
-    raise StepMismatch(f"the source sends step {offer.step}, the receiver expects step {request.step}")
+    def leaves_of(self, numbers: Sequence[int]) -> list[str]:
+        """Paths of the leaves to which these parcels belong."""
+        regions = [extent.region for number in numbers for extent in self.landing.cut.extents(number)]
+        return self.landing.paths_of(regions)
 
 
 def accept(
     cohorts: Sequence[Cohort],
-    offers: Mapping[int, messages.Offer],
-    described: messages.Offer,
+    offers: Mapping[int, Offer],
+    described: Offer,
     request: ReceiveRequest,
     context: Context,
     parcel_bytes: int,
+    changed: threading.Condition,
 ) -> Accepted:
     """Make a plan from the offers of sources that agree, or raise a ``transfuse`` error.
 
-    ``described`` is the offer that brought the first cohort's manifest.
+    ``described`` is the offer that brought the first cohort's manifest. ``changed`` is the ledger's lock.
     """
     options, limits = request.options, context.limits
     peer, manifest = next(iter(cohorts[0].members)), cohorts[0].manifest
@@ -195,17 +104,17 @@ def accept(
                 raise found
         if kept is not None:
             context.report.reuse("plan")
-        plan: AsIs | Assembly
+        landing: AsIs | Assembly
         with streams.for_the_caller():
             if isinstance(found, Match):
                 before = kept if isinstance(kept, ReusablePlan) else None
-                plan = AsIs(manifest, found, supply, parcel_bytes=parcel_bytes, atomic=options.atomic, kept=before)
+                landing = AsIs(manifest, found, supply, parcel_bytes=parcel_bytes, atomic=options.atomic, kept=before)
             elif isinstance(kept, Assembly):
                 assert mine is not None
-                plan = kept
-                plan.bind(cohorts, target, mine)
+                landing = kept
+                landing.bind(cohorts, target, mine)
             else:
-                plan = assemble(
+                landing = assemble(
                     cohorts,
                     target,
                     build_context,
@@ -219,16 +128,59 @@ def accept(
         raise
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
-    remember = None if key is None or mine is None else partial(_keep, context.remembered, key, mine, plan)
+    ledger, resumed = _open_ledger(landing, request, context, changed)
     return Accepted(
-        described, parcel_bytes, manifest, build_context, registry, Landing(plan), cohorts, target, remember
+        described,
+        parcel_bytes,
+        build_context,
+        registry,
+        landing,
+        ledger,
+        resumed,
+        cohorts,
+        target,
+        partial(_remember, context.remembered, key, mine, landing),
     )
 
 
-def _keep(remembered: Remembered, key: PlanKey, mine: Outline, plan: AsIs | Assembly) -> None:
-    kept = plan.keep(mine)
+def _remember(remembered: Remembered, key: PlanKey | None, mine: Outline | None, landing: AsIs | Assembly) -> None:
+    kept = None if key is None or mine is None else landing.keep(mine)
     if kept is not None:
+        assert key is not None
+        assert mine is not None
         remembered.keep_plan(key, mine, kept)
+
+
+def _open_ledger(
+    landing: Landing, request: ReceiveRequest, context: Context, changed: threading.Condition
+) -> tuple[Ledger, Bools | bool]:
+    """Make the ledger, and mark parcels that may be here already: left by an earlier receive, or in the targets.
+
+    A comparison with the sources' digests then shows which of these parcels are right. The second result says which of
+    them an earlier receive left.
+    """
+    cut, resume = landing.cut, request.resume
+    ledger = Ledger(cut.payload, changed)
+    claimed: Bools = np.zeros(len(cut), dtype=bool)
+    resumed: Bools | bool = False
+    streams.catch_up()
+    if resume is not None:
+        resume.spent = True
+        if resume.fingerprint == landing.fingerprint and len(resume.landed) == len(cut):
+            claimed |= resume.landed & cut.of_all_regions(landing.has_single_place)
+            resumed = claimed.copy()
+            for number in np.flatnonzero(claimed).tolist():
+                landing.touch(range(int(cut.first[number]), int(cut.first[number] + cut.count[number])))
+        else:
+            logger.warning("the target or the plan differs from the receive to resume: everything is fetched")
+    if request.options.delta:
+        if resumed is False:  # Filling the copies would overwrite what an earlier receive left.
+            landing.fill_copies(context.timeout)
+            streams.complete(context.timeout)  # Other conversations will hash what was copied.
+        claimed |= cut.of_all_regions(landing.held)
+    if claimed.any():
+        ledger.keep(np.flatnonzero(claimed))
+    return ledger, resumed
 
 
 def _key(
@@ -260,9 +212,7 @@ def _members(cohort: Cohort) -> tuple[tuple[int, tuple[Coordinate, ...]], ...]:
     return tuple((rank, tuple(coordinates)) for rank, coordinates in sorted(cohort.members.items()))
 
 
-def _all_have_the_same(
-    cohorts: Sequence[Cohort], offers: Mapping[int, messages.Offer], request: ReceiveRequest
-) -> bool:
+def _all_have_the_same(cohorts: Sequence[Cohort], offers: Mapping[int, Offer], request: ReceiveRequest) -> bool:
     """Whether all sources have the same manifest and coordinates, and no rules apply: the state may land as it is."""
     if len(cohorts) > 1 or request.options.map_path is not None or request.late is not None:
         return False
@@ -274,9 +224,3 @@ def _may_be_assembled(manifest: Manifest, target: Prepared, options: Options) ->
     if options.cast or manifest.is_sharded:
         return True
     return any(is_dtensor_class(cls) or issubclass(cls, ShardedTensor) for cls in set(map(type, target.leaves)))
-
-
-def compares_digests(offer: messages.Offer, request: ReceiveRequest, device: torch.device) -> bool:
-    """Whether the receiver compares digests on the group route."""
-    # On an accelerator, hashing first copies every byte to the host, so it is done only with verify=True.
-    return offer.digests and (device.type == "cpu" if request.options.verify is None else request.options.verify)

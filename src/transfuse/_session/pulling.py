@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 
 import numpy as np
@@ -11,14 +11,12 @@ import numpy as np
 from transfuse._errors import PeerLost, ProtocolError, SourceMutated
 from transfuse._phases import Phase
 from transfuse._plan.parcels import Parcels
-from transfuse._session.planning import Accepted, is_described
-from transfuse._session.receive_from_all import Receive
+from transfuse._session.conversation import Conversation, some_of
+from transfuse._session.offers import describe, is_described, read_manifest
 from transfuse._sizes import Sizes
 from transfuse._state.manifest import Manifest
 from transfuse._state.tensors import Bools
 from transfuse._wire import route_table
-from transfuse._wire.channel import Channel
-from transfuse._wire.messages import Offer
 from transfuse._wire.rate_limit import RateLimit
 from transfuse._wire.route import MalformedEntry, Pull, Puller, Route, SourceEnded, Unreadable
 
@@ -26,28 +24,21 @@ logger = logging.getLogger("transfuse")
 
 
 class Pulling:
-    """Pulls parcels from one source, by every route that both ends know and allow, in the order of the table of routes.
+    """Pulls parcels from one source, by every route that both ends know and allow, in the order of the table."""
 
-    ``describe`` asks the source for the description, if its offer came without one.
-    """
-
-    def __init__(self, channel: Channel, shared: Receive, offer: Offer, describe: Callable[[Offer], Offer]) -> None:
-        self._channel = channel
-        self._receive = shared
-        self._offer = offer
-        self._describe = describe
-        self._caller = shared.roster.caller
-        self._accepted = shared.accepted
-        self._ledger = shared.ledger
-        self._report = shared.roster.report
-        self._progress = shared.roster.progress[channel.peer]
-        self._share = shared.share(channel.peer)
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._channel = conversation.channel
+        self._offer = offer = conversation.offer
+        self._roster = roster = conversation.roster
+        self._ledger = conversation.ledger
+        self._progress = conversation.progress
         self._rate_limit = RateLimit(offer.max_bytes_per_second)
-        self._routes = route_table.usable(offer.routes, shared.request.options)
+        self._routes = route_table.usable(offer.routes, roster.request.options)
         #: Which parcels each route can pull, for the routes of which this is known.
         self._readable: dict[str, Bools] = {}
         #: Which parcels lie in memory as they travel. What is converted as it lands cannot be compared.
-        self._comparable = shared.accepted.cut.of_all_regions(~shared.accepted.landing.convert)
+        self._comparable = conversation.cut.of_all_regions(~conversation.landing.convert)
         #: How many bytes were pulled by each route.
         self.pulled: dict[str, int] = {}
 
@@ -58,7 +49,7 @@ class Pulling:
 
     def pull(self) -> None:
         """Pull all wanted parcels that any route can pull."""
-        channel, shared = self._channel, self._receive
+        channel, receive, roster = self._channel, self._conversation.receive, self._roster
         try:
             if not self._routes or not len(self._ledger):
                 return
@@ -70,28 +61,30 @@ class Pulling:
             channel.phase = self._progress.phase = Phase.READ.doing
             # Until this source answers, other sources are not asked for what could be pulled from it. So it may be
             # abandoned if it is silent for long.
-            if not is_described(self._offer, shared.negotiator.remembered):
-                with shared.roster.abandonable(channel, channel.abandon if shared.roster.several else None):
-                    self._offer = self._describe(self._offer)
+            if not is_described(self._offer, roster.context.remembered):
+                with roster.abandonable(channel, channel.abandon if roster.several else None):
+                    self._offer = describe(channel, self._offer)
             manifest, theirs = self._seen_from_there()
             with channel.holding_turn(lambda: self._progress.bytes):
                 for route in self._routes:
                     # On one host a reader uses all threads, so readers take turns, unless a rate limit holds this one
                     # back anyway.
-                    turn = shared.reading if route.same_host and self._rate_limit.rate is None else nullcontext()
-                    with turn, shared.roster.phase(channel, Phase.READ):
+                    turn = receive.reading if route.same_host and self._rate_limit.rate is None else nullcontext()
+                    with turn, roster.phase(channel, Phase.READ):
                         if not self._ledger.complete:
                             self._pull_by(route, manifest, theirs)
         except MalformedEntry as error:
             raise ProtocolError(channel.peer, f"rank {channel.peer}: {error}") from error
         finally:
             self._progress.bytes = self._ledger.bytes_from(channel.peer)
-            shared.done_reading(channel.peer)
+            receive.done_reading(channel.peer)
 
     def _seen_from_there(self) -> tuple[Manifest, Parcels]:
         """The source's own manifest, and all parcels with their regions in the source's memory."""
+        limits, remembered = self._channel.limits, self._roster.context.remembered
         try:
-            return self._share.seen_from_source(lambda: self._receive.negotiator.manifest_of(self._offer))
+            share = self._conversation.share
+            return share.seen_from_source(lambda: read_manifest(self._offer, limits, remembered).manifest)
         except ValueError as error:
             raise MalformedEntry(f"a malformed offer: {error}") from error
 
@@ -109,7 +102,7 @@ class Pulling:
                 if readable is None:
                     readable = self._readable[route.name] = np.zeros(len(self._ledger), dtype=bool)
                     readable[puller.readable()] = True
-                    readable &= self._share.held
+                    readable &= self._conversation.share.held
                 self._pull_shares(route, puller, readable)
         except Unreadable as reason:
             self._readable[route.name] = np.zeros(len(self._ledger), dtype=bool)
@@ -123,7 +116,7 @@ class Pulling:
         return Pull(
             manifest=manifest,
             cut=theirs,
-            landing=self._accepted.landing,
+            landing=self._conversation.landing,
             staging_bytes=self._channel.limits.staging_bytes,
             rate_limit=self._pace_or_stop,
             went_on=self._went_on,
@@ -133,12 +126,13 @@ class Pulling:
 
     def _pull_shares(self, route: Route, puller: Puller, readable: Bools) -> None:
         """Pull parcels while there are any. They count as landed only after a check that the lease still holds."""
-        report, channel, ledger, name = self._report, self._channel, self._ledger, route.name
+        conversation, channel, ledger = self._conversation, self._channel, self._ledger
+        report, name = conversation.report, route.name
         sizes = Sizes(channel.limits, channel.timeout)
         unreadable, share = 0, sizes.read(self._rate_limit.rate, same_host=route.same_host)
-        verify = self._receive.request.options.verify
+        verify = self._roster.request.options.verify
         compared = route.compared and verify is not False and self._offer.digests
-        while len(numbers := self._receive.read_share(channel.peer, share, readable)):
+        while len(numbers := conversation.receive.read_share(channel.peer, share, readable)):
             failed = set(puller.pull(numbers))
             if verify and not compared:
                 failed |= self._settle_differences(puller, [n for n in numbers if n not in failed])
@@ -168,11 +162,11 @@ class Pulling:
             numbers = puller.differing(numbers)
             if not numbers:
                 return gone
-            self._report.repaired += len(numbers)
+            self._conversation.report.repaired += len(numbers)
             gone |= set(puller.pull(numbers))
             numbers = [n for n in numbers if n not in gone]
         puller.recheck()  # Raises if the lease has ended: after that the source may change its tensors.
-        leaves = leaves_of(self._accepted, numbers)
+        leaves = self._conversation.accepted.leaves_of(numbers)
         raise SourceMutated(
             self._channel.peer,
             leaves,
@@ -182,21 +176,10 @@ class Pulling:
 
     def _went_on(self, nbytes: int) -> None:
         self._progress.bytes += nbytes
-        self._caller.tick()
+        self._roster.caller.tick()
         self._pace_or_stop(nbytes)
 
     def _pace_or_stop(self, nbytes: int) -> None:
-        self._rate_limit.take(nbytes, lambda: self._caller.cause is not None)
-        if self._caller.cause is not None:
-            raise self._caller.cause
-
-
-def leaves_of(accepted: Accepted, numbers: Sequence[int]) -> list[str]:
-    """Paths of the leaves to which these parcels belong."""
-    regions = [extent.region for number in numbers for extent in accepted.cut.extents(number)]
-    return accepted.landing.paths_of(regions)
-
-
-def some_of(leaves: Sequence[str]) -> str:
-    """The first ten paths, for an error message."""
-    return f"{', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}"
+        self._rate_limit.take(nbytes, lambda: self._roster.caller.cause is not None)
+        if self._roster.caller.cause is not None:
+            raise self._roster.caller.cause

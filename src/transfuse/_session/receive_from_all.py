@@ -10,26 +10,20 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfuse._errors import PeerError, ProtocolError, SourceMutated, TransfuseError
+from transfuse._errors import PeerError, PeerTimeout, ProtocolError, SourceMutated, TransfuseError
 from transfuse._phases import WAITING, Phase
 from transfuse._plan.shares import Share
-from transfuse._session.context import Context, ReceiveRequest
-from transfuse._session.ledger import Ledger
+from transfuse._session.context import Context, Partial, ReceiveRequest
 from transfuse._session.negotiation import Negotiator
-from transfuse._session.partial import Partial
-from transfuse._session.planning import Accepted
 from transfuse._session.roster import Roster
-from transfuse._session.silent_sources import SilentSources
 from transfuse._sizes import Sizes
 from transfuse._state.tensors import Bools
 from transfuse._timeouts import Patience
-from transfuse._wire import route_table
 from transfuse._wire.channel import Channel
-from transfuse._wire.messages import Offer
 
 logger = logging.getLogger("transfuse")
 
@@ -53,81 +47,53 @@ class Confirm:
     """Ask the source whether its tensors are unchanged since it described them."""
 
 
+class _Abandoned(NamedTuple):
+    """A source that was just given up, and the function that leaves its conversation."""
+
+    rank: int
+    error: PeerTimeout
+    leave: Callable[[], object]
+
+
 class Receive:
-    """What the conversations of one receive share. Any conversation's thread may call every method.
+    """The tasks of one receive, and its result. Any conversation's thread may call every method.
 
     ``roster.changed`` guards the attributes from ``_shares`` on.
     """
 
     def __init__(self, request: ReceiveRequest, context: Context) -> None:
-        self.roster = Roster(context)
-        #: The transport's lanes.
-        self.lanes = context.lanes
-        self.negotiator = Negotiator(self.roster, request, context)
-        self._silent = SilentSources(self.roster, self.negotiator, Patience(context.timeout))
+        self.roster = Roster(request, context)
+        self.negotiator = Negotiator(self.roster)
+        self._patience = Patience(context.timeout)
         #: Held while a conversation reads a source's memory: one reader uses all threads.
         self.reading = threading.Lock()
         #: The share of each source: what it can send.
         self._shares: dict[int, Share] = {}
-        #: Sources whose memory may still be read at full speed. What they hold is not asked for over the group.
-        self._readers: set[int] = set()
         #: Sources that have confirmed that their tensors are unchanged.
         self._confirmed: set[int] = set()
-        #: Whether a thread has begun to build the state; and a list that holds the state once it is built.
+        #: Whether a thread has begun to build the state.
         self._finishing = False
-        self._result: list[Any] = []
+        #: A list that holds the state once it is built, and is empty before.
+        self.result: list[Any] = []
         #: Held while the caller is asked for permission; and whether the caller has given it.
         self._asking = threading.Lock()
         self._permitted = request.permit is None
 
-    @property
-    def accepted(self) -> Accepted:
-        assert self.negotiator.accepted is not None
-        return self.negotiator.accepted
-
-    @property
-    def ledger(self) -> Ledger:
-        assert self.negotiator.ledger is not None
-        return self.negotiator.ledger
-
-    @property
-    def request(self) -> ReceiveRequest:
-        return self.negotiator.request
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self.roster.failure
-
-    @property
-    def result(self) -> list[Any]:
-        """A list that holds the state once it is built, and is empty before."""
-        return self._result
-
-    def agree(self, channel: Channel, offer: Offer, describe: Callable[[], Offer]) -> None:
-        """Hand in an offer, and wait for the decision. Raises if this source is not used."""
-        self.negotiator.agree(channel, offer, describe)
-        with self.roster.changed:
-            self.negotiator.check(channel.peer)
-            self.roster.present.add(channel.peer)
-            if offer.max_bytes_per_second is None and route_table.usable(offer.routes, self.request.options):
-                self._readers.add(channel.peer)
-            self._count()
-            self.roster.changed.notify_all()
-
     def ask_permission(self, *, atomic: bool) -> None:
         """Ask the caller once whether targets may be written: at the end if the receive is atomic, else before it."""
-        if self._permitted or atomic is not self.request.options.atomic:
+        roster, request = self.roster, self.roster.request
+        if self._permitted or atomic is not request.options.atomic:
             return
         with self._asking:
             if self._permitted:
                 return
-            if self.failure is not None:
-                raise self.failure
-            assert self.request.permit is not None
+            if roster.failure is not None:
+                raise roster.failure
+            assert request.permit is not None
             try:
-                self.request.permit(self.accepted.cohorts, self.accepted.target)
+                request.permit(roster.accepted.cohorts, roster.accepted.target)
             except BaseException as error:
-                self.roster.fail(error)
+                roster.fail(error)
                 raise
             self._permitted = True
 
@@ -136,7 +102,7 @@ class Receive:
         with self.roster.changed:
             known = self._shares.get(rank)
         if known is None:
-            known = self.accepted.shares.of(rank)
+            known = self.roster.accepted.landing.shares.of(rank)
             with self.roster.changed:
                 self._shares[rank] = known
         return known
@@ -145,15 +111,16 @@ class Receive:
 
     def read_share(self, rank: int, nbytes: int, among: Any) -> Sequence[int]:
         """Assign about ``nbytes`` of parcels to be read from this source's memory."""
-        with self.roster.changed:
-            self.roster.check(rank)
-            numbers = self.ledger.take(rank, nbytes, among)
-            self._count()
+        roster = self.roster
+        with roster.changed:
+            roster.check(rank)
+            numbers = roster.accepted.ledger.take(rank, nbytes, among)
+            roster.count()
             return numbers
 
     def done_reading(self, rank: int) -> None:
         with self.roster.changed:
-            self._readers.discard(rank)
+            self.roster.readers.discard(rank)
             self.roster.changed.notify_all()
 
     def next_task(self, channel: Channel, nbytes: float) -> Fetch | Compare | Confirm | None:
@@ -162,7 +129,7 @@ class Receive:
         while True:
             with roster.changed:
                 roster.check(rank)
-                if self._result:
+                if self.result:
                     return None
                 roster.check_caller()
                 task = self._find_task(rank, nbytes)
@@ -177,70 +144,64 @@ class Receive:
 
     def lane_task(self, rank: int, lane: int, nbytes: float, stopped: Callable[[], bool]) -> Sequence[int]:
         """Wait for parcels that a lane of this source can bring; empty: there will be none."""
-        roster = self.roster
+        roster, ledger = self.roster, self.roster.accepted.ledger
         with roster.changed:
-            while not (stopped() or self._result or self.ledger.complete or roster.caller.cause is not None):
+            while not (stopped() or self.result or ledger.complete or roster.caller.cause is not None):
                 if roster.failure is not None or rank in roster.abandoned:
                     break
-                numbers = self.ledger.take(lane, nbytes, self._to_fetch(rank))
+                numbers = ledger.take(lane, nbytes, self._to_fetch(rank))
                 if len(numbers):
                     self._confirmed.discard(rank)
-                    self._count()
+                    roster.count()
                     return numbers
                 roster.changed.wait(Patience.SLICE_SECONDS)
         return ()
 
     def _to_fetch(self, rank: int) -> Bools:
         """Which parcels this source can bring over a connection."""
-        held = self._shares[rank].held
-        if self._readers and not self.ledger.complete:
+        held, accepted, readers = self._shares[rank].held, self.roster.accepted, self.roster.readers
+        if readers and not accepted.ledger.complete:
             # Parcels that can be read from memory are not asked for over the group.
-            held = held & ~self.accepted.shares.covered_by(frozenset(self._readers))
+            held = held & ~accepted.landing.shares.covered_by(frozenset(readers))
         return held
 
     def _find_task(self, rank: int, nbytes: float) -> Fetch | Compare | Confirm | None:
-        held = self._shares[rank].held
-        numbers = self.ledger.take_uncompared(rank, Sizes.COMPARE_BYTES, held)
+        ledger = self.roster.accepted.ledger
+        numbers = ledger.take_uncompared(rank, Sizes.COMPARE_BYTES, self._shares[rank].held)
         if len(numbers):
             return Compare(numbers)
-        numbers = self.ledger.take(rank, nbytes, self._to_fetch(rank))
+        numbers = ledger.take(rank, nbytes, self._to_fetch(rank))
         if len(numbers):
             self._confirmed.discard(rank)
-            self._count()
+            self.roster.count()
             return Fetch(numbers)
-        if self.ledger.complete and rank not in self._confirmed and self.ledger.bytes_from(rank):
+        if ledger.complete and rank not in self._confirmed and ledger.bytes_from(rank):
             return Confirm()
         return None
 
-    def more(self, rank: int, nbytes: float, lane: int | None = None) -> range:
+    def more(self, rank: int, holder: int, nbytes: float) -> range:
         """Assign further parcels to a source that is sending, or to one of its lanes; return the source's numbers."""
-        with self.roster.changed:
-            if self.roster.failure is not None or rank in self.roster.abandoned:
+        roster = self.roster
+        with roster.changed:
+            if roster.failure is not None or rank in roster.abandoned:
                 return range(0)
-            holder = rank if lane is None else lane
-            numbers = self.ledger.take_run(holder, nbytes, self._shares[rank].order)
-            self._count()
+            numbers = roster.accepted.ledger.take_run(holder, nbytes, self._shares[rank].order)
+            roster.count()
             return numbers
 
     def compared(self, rank: int, numbers: Sequence[int], same: Bools) -> None:
         """Record a comparison: ``same[i]`` says whether our parcel ``numbers[i]`` equals the source's."""
-        with self.roster.changed:
-            brought_by = self.ledger.doubted(numbers)
-            self.ledger.compared(rank, numbers, same)
-            kept = self.ledger.bytes_of(np.asarray(numbers, dtype=np.int64)[same & (brought_by < 0)].tolist())
-            self.roster.progress[rank].kept_bytes += kept
-            self.roster.report.repaired += int((~same & (brought_by >= 0)).sum())
+        roster, ledger = self.roster, self.roster.accepted.ledger
+        with roster.changed:
+            brought_by = ledger.doubted(numbers)
+            ledger.compared(rank, numbers, same)
+            kept = ledger.bytes_of(np.asarray(numbers, dtype=np.int64)[same & (brought_by < 0)].tolist())
+            roster.progress[rank].kept_bytes += kept
+            roster.report.repaired += int((~same & (brought_by >= 0)).sum())
             for one in np.unique(brought_by[brought_by >= 0]).tolist():
-                self.roster.progress[one].bytes = self.ledger.bytes_from(one)
-            self.roster.report.kept_bytes = self.ledger.kept_bytes
-            self._count()
-
-    def release(self, rank: int) -> None:
-        """Record that nothing is needed from this source."""
-        with self.roster.changed:
-            self.roster.present.discard(rank)
-            self._readers.discard(rank)
-            self.roster.changed.notify_all()
+                roster.progress[one].bytes = ledger.bytes_from(one)
+            roster.report.kept_bytes = ledger.kept_bytes
+            roster.count()
 
     def confirmed(self, rank: int) -> None:
         with self.roster.changed:
@@ -248,11 +209,6 @@ class Receive:
             self.roster.changed.notify_all()
 
     # -- losses
-
-    def give_back(self, rank: int) -> None:
-        """Release the parcels that an abandoned source owes."""
-        if self.negotiator.ledger is not None:
-            self.ledger.give_back(rank)
 
     def lost(self, rank: int, error: BaseException) -> None:
         """Record that a conversation has failed. The other sources send what this source owed.
@@ -262,17 +218,16 @@ class Receive:
         roster = self.roster
         with roster.changed:
             self.negotiator.negotiation.lose(rank, error)
-            roster.present.discard(rank)
             roster.ways_out.pop(rank, None)
-            self._readers.discard(rank)
-            if self.negotiator.ledger is not None:
-                self.ledger.give_back(rank)
+            roster.drop(rank)
+            if roster.plan is not None:
+                ledger = roster.plan.ledger
+                ledger.give_back(rank)
                 if isinstance(error, SourceMutated):
-                    self.ledger.disown(rank)
-                roster.progress[rank].bytes = self.ledger.bytes_from(rank)
-                self._count()
+                    ledger.disown(rank)
+                roster.progress[rank].bytes = ledger.bytes_from(rank)
+                roster.count()
                 self.negotiator.look_for_orphans(rank, error)
-            roster.changed.notify_all()
             # If everything has arrived, a lost source does not matter. A caller that stopped wants no result.
             stopped = roster.failure is not None or roster.caller.cause is not None or not isinstance(error, PeerError)
             finishes = not stopped and self._begin_to_finish()
@@ -284,13 +239,48 @@ class Receive:
 
     def watch(self) -> None:
         """Abandon sources that have been silent for too long. The calling thread calls this regularly."""
-        with self.roster.changed:
-            abandoned = self._silent.give_up(over=bool(self._result))
+        roster = self.roster
+        with roster.changed:
+            abandoned = self._give_up_silent()
         for rank, error, leave in abandoned:
-            self.roster.channels[rank].say_why(error)
+            roster.channels[rank].say_why(error)
             leave()
             self.lost(rank, error)
-            self.roster.caller.leave(rank, error)
+            roster.caller.leave(rank, error)
+
+    def _give_up_silent(self) -> list[_Abandoned]:
+        """Give up sources that are silent for too long; if the receive is over, also those that never offered.
+
+        Call it under the lock. From here on the receive does not count on these sources. The caller must still leave
+        their conversations. Only then may others be asked for the parcels that these sources owe: until then, these
+        sources may still write to the parcels' memory.
+        """
+        roster, negotiation = self.roster, self.negotiator.negotiation
+        abandoned: list[_Abandoned] = []
+        for rank, leave in roster.ways_out.items():
+            channel = roster.channels[rank]
+            silent = channel.silent_seconds()
+            if (self.result and rank in negotiation.awaited) or silent > self._longest_silence(rank):
+                abandoned.append(_Abandoned(rank, PeerTimeout(rank, channel.phase, silent), leave))
+        for rank, error, _ in abandoned:
+            del roster.ways_out[rank]
+            roster.abandoned[rank] = error
+            roster.present.discard(rank)
+            negotiation.lose(rank, error)
+        if abandoned:
+            roster.changed.notify_all()
+        return abandoned
+
+    def _longest_silence(self, rank: int) -> float:
+        """How many seconds this source may be silent."""
+        roster, negotiation = self.roster, self.negotiator.negotiation
+        if roster.plan is None:
+            needed = negotiation.uncovered or not negotiation.offers.keys() - {rank}
+        else:
+            needed = not roster.plan.ledger.complete and not roster.plan.covered_by(roster.present - {rank})
+        if needed and len(roster.channels) == 1:
+            return float("inf")  # There is no other source to go on with: the channel's own timeout ends the wait.
+        return self._patience.silent_source(needed=needed)
 
     # -- the result
 
@@ -302,9 +292,10 @@ class Receive:
 
     def _is_over(self) -> bool:
         """Whether everything has arrived, and every source that brought something and is still here has confirmed."""
-        if self.negotiator.ledger is None or self._result or not self.ledger.complete:
+        plan = self.roster.plan
+        if plan is None or self.result or not plan.ledger.complete:
             return False
-        owing = {rank for rank in self.roster.present if self.ledger.bytes_from(rank)}
+        owing = {rank for rank in self.roster.present if plan.ledger.bytes_from(rank)}
         return owing <= self._confirmed
 
     def _finish(self, rank: int) -> None:
@@ -316,14 +307,15 @@ class Receive:
             self.roster.fail(error)
             return
         with self.roster.changed:
-            self._result.append(state)
+            self.result.append(state)
             self.roster.changed.notify_all()
 
     def _build(self, rank: int) -> Any:
         """Build the state. The data may still be invalid, for example the indices of a sparse tensor."""
         try:
             self.ask_permission(atomic=True)
-            return self.accepted.landing.finish(self.accepted.build_context, self.accepted.registry)
+            accepted = self.roster.accepted
+            return accepted.landing.finish(accepted.build_context, accepted.registry, self.roster.context.timeout)
         except TransfuseError:
             raise
         except Exception as error:
@@ -331,38 +323,22 @@ class Receive:
 
     def close(self) -> None:
         """End the landing: bump the version counters of the tensors that were written, so that autograd notices."""
-        if self.negotiator.accepted is not None:
-            self.accepted.landing.bump_versions()
+        if self.roster.plan is not None:
+            self.roster.plan.landing.bump_versions()
 
-    def remember(self) -> None:
-        """Keep the plan for a later receive. Called at the very end, if no source was lost."""
-        if self.accepted.remember is not None:
-            self.accepted.remember()
-
-    # -- progress, and what an error says
-
-    def _count(self) -> None:
-        """Set ``total_bytes`` in each source's progress. Parcels that no source owes yet count for the first source."""
-        if self.negotiator.ledger is None:
-            return
-        ranks, progress = self.roster.ranks, self.roster.progress
-        total = self.accepted.cut.total_bytes - self.roster.report.kept_bytes
-        for rank in ranks[1:]:
-            progress[rank].total_bytes = self.ledger.bytes_with(rank)
-        rest = sum(progress[rank].total_bytes or 0 for rank in ranks[1:])
-        progress[ranks[0]].total_bytes = total - rest
+    # -- what an error says
 
     def _may_be_written_late(self) -> bool:
         """Whether a silent source may still write to memory of ours that a later receive would resume from."""
-        if self.roster.several or self.accepted.landing.writes_targets:
+        if self.roster.several or self.roster.accepted.landing.writes_targets:
             return False  # What is in flight is staging; or the communicators were aborted.
         return any(channel.has_stuck for channel in self.roster.channels.values())
 
     def account_for(self, error: BaseException) -> None:
         """Fill in the error's ``received``, ``missing``, ``torn`` and ``partial``."""
-        accepted, report = self.negotiator.accepted, self.roster.report
+        accepted, report = self.roster.plan, self.roster.report
         if accepted is None:
-            resume = self.request.resume
+            resume = self.roster.request.resume
             if resume is not None and isinstance(error, TransfuseError):
                 error.partial, error.torn = resume, resume.torn  # This receive has not touched it.
             return
@@ -374,7 +350,7 @@ class Receive:
         error.torn = report.torn
         with self.roster.changed:
             # Parcels that an earlier receive left and that nobody has compared yet can still be resumed from.
-            landed = self.ledger.landed | (self.ledger.uncompared & self.negotiator.resumed)
+            landed = accepted.ledger.landed | (accepted.ledger.uncompared & accepted.resumed)
         error.received, error.missing = accepted.landing.account(landed)
         if landed.any() and not self._may_be_written_late():
             error.partial = Partial(
@@ -383,7 +359,7 @@ class Receive:
                 parcel_bytes=accepted.parcel_bytes,
                 fingerprint=accepted.landing.fingerprint,
                 landed=landed,
-                nbytes=accepted.cut.payload,
-                memory=accepted.landing.fresh,
+                nbytes=accepted.landing.cut.payload,
+                memory=accepted.landing.memory,
                 torn=report.torn,
             )

@@ -12,52 +12,52 @@ from transfuse._errors import PeerError, PeerLost, ProtocolError
 from transfuse._memory import packing, streams, vm
 from transfuse._memory.digest import WIDE_BYTES
 from transfuse._phases import RELAYING, Phase
-from transfuse._session.arrivals import Arrivals
+from transfuse._session.connections import ReceiverLanes, how_many
+from transfuse._session.conversation import Conversation
 from transfuse._session.incoming import Incoming, nothing_more
-from transfuse._session.ledger import Ledger
-from transfuse._session.planning import compares_digests, read_offer
+from transfuse._session.offers import read_offer
 from transfuse._session.pulling import Pulling
 from transfuse._session.receive_from_all import Compare, Confirm, Fetch, Receive
-from transfuse._session.receiver_lanes import ReceiverLanes
 from transfuse._session.relay import Relay, this_host
 from transfuse._session.shape import Shape
-from transfuse._sizes import Sizes
 from transfuse._timeouts import Patience
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
 from transfuse._wire.group import OFFER_TAG, valid_link_tag
-from transfuse._wire.introduction import answer
+from transfuse._wire.introduction import answer, check_plain
 from transfuse._wire.lanes import enter
 from transfuse._wire.messages import Message, Offer
 
 
-def receive(channel: Channel, shared: Receive) -> None:
+def run(channel: Channel, receive: Receive) -> None:
     """Run the conversation with one source: get its offer, do its tasks, and tell it how the receive has ended."""
-    shared.roster.join(channel)
-    shared.negotiator.prepare(channel)
+    roster, rank = receive.roster, channel.peer
+    roster.join(channel)
+    receive.negotiator.prepare(channel)
     well = False
     try:
-        _Conversation(channel, shared, _hear(channel, shared)).run()
+        _Tasks(Conversation(channel, receive, _hear(channel, receive))).run()
         well = True
     except BaseException as error:
-        left = shared.roster.why_abandoned(channel.peer)
+        left = roster.why_abandoned(rank)
         if left is not None:
             channel.refuse(left)  # The source was abandoned and has come back too late.
-            shared.give_back(channel.peer)
+            if roster.plan is not None:
+                roster.plan.ledger.give_back(rank)
             raise left from error  # On a stream this error only says that this end has cut it.
         if channel.may_still_refuse:
             # The source may not take messages either: the others go on first.
-            shared.lost(channel.peer, error)
-            if shared.roster.several:
-                shared.roster.may_abandon(channel, channel.abandon)
+            receive.lost(rank, error)
+            if roster.several:
+                roster.may_abandon(channel, channel.abandon)
             channel.refuse(error)
         else:
             if not channel.broken:
                 channel.refuse(error)
-            shared.lost(channel.peer, error)
+            receive.lost(rank, error)
         raise
     finally:
-        channel.leave_stream(shared.lanes if well else None)
+        channel.leave_stream(roster.context.lanes if well else None)
 
 
 def refuse(channel: Channel, cause: BaseException) -> None:
@@ -67,86 +67,70 @@ def refuse(channel: Channel, cause: BaseException) -> None:
     channel.refuse(cause)
 
 
-def _hear(channel: Channel, shared: Receive) -> Offer:
+def _hear(channel: Channel, receive: Receive) -> Offer:
     """Wait for the source's offer, and for the decision that this source is used."""
-    with shared.roster.phase(channel, Phase.WAIT_FOR_OFFER):
+    roster = receive.roster
+    with roster.phase(channel, Phase.WAIT_FOR_OFFER):
         try:
             header, body = channel.expect(Message.OFFER, Message.MEET, tag=OFFER_TAG)
+            pool = roster.context.lanes
+            if header.kind is Message.OFFER and pool is not None:
+                check_plain(channel, pool)
             if header.kind is Message.MEET:
-                body = bytearray(answer(channel, shared.lanes, body)) or channel.expect(Message.OFFER)[1]
+                body = bytearray(answer(channel, pool, body)) or channel.expect(Message.OFFER)[1]
         except ProtocolError as error:
             if channel.tag != OFFER_TAG:
                 channel.refuse(error)  # The header was valid and gave a tag, so the refusal can be sent.
             else:
                 channel.broken = True
             raise
-    shared.roster.may_abandon(channel, None)
-    shared.roster.check_caller()
-    with shared.roster.phase(channel, Phase.PLAN):
-        if shared.request.failure is not None:
-            shared.roster.fail(shared.request.failure)
-            raise shared.request.failure
+    roster.may_abandon(channel, None)
+    roster.check_caller()
+    with roster.phase(channel, Phase.PLAN):
+        if roster.request.failure is not None:
+            roster.fail(roster.request.failure)
+            raise roster.request.failure
         channel.peer_timeout = messages.timeout_in(body) or channel.timeout
         with channel.holding_turn():
             offer = read_offer(body, channel.limits, channel.peer)
             del body
-            shared.agree(channel, offer, lambda: describe(channel, offer))
-        shared.roster.caller.lend(channel.peer)
+            receive.negotiator.agree(channel, offer)
+        roster.caller.lend(channel.peer)
     return offer
 
 
-def describe(channel: Channel, offer: Offer) -> Offer:
-    """Ask a source for its description, if its offer came without one."""
-    if offer.manifest is not None:
-        return offer
-    channel.send(Message.DESCRIBE)
-    _, body = channel.expect(Message.OFFER)
-    described = read_offer(body, channel.limits, channel.peer)
-    same = (described.structure, described.likeness, described.digest) == (
-        offer.structure,
-        offer.likeness,
-        offer.digest,
-    )
-    if described.manifest is None or not same:
-        raise ProtocolError(channel.peer, f"rank {channel.peer} describes another state than it has offered")
-    return described
+class _Tasks:
+    """Does what a receive needs from one source, task by task."""
 
-
-class _Conversation:
-    """The conversation with one source, from its offer on."""
-
-    def __init__(self, channel: Channel, shared: Receive, offer: Offer) -> None:
-        self._channel = channel
-        self._receive = shared
-        self._offer = offer
-        self._caller = shared.roster.caller
-        self._accepted = shared.accepted
-        self._ledger: Ledger = shared.ledger
-        self._report = shared.roster.report
-        self._progress = shared.roster.progress[channel.peer]
-        self._pulling = Pulling(channel, shared, offer, partial(describe, channel))
-        #: What this source can send.
-        self._share = shared.share(channel.peer)
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._channel = conversation.channel
+        self._receive = conversation.receive
+        self._roster = conversation.roster
+        self._offer = conversation.offer
+        self._ledger = conversation.ledger
+        self._progress = conversation.progress
+        self._report = conversation.report
+        self._pulling = Pulling(conversation)
         self._want: messages.Want | None = None
         self._relay: Relay | None = None
-        self._arrivals = Arrivals(channel, shared, offer)
         self._lanes: ReceiverLanes | None = None
 
     def run(self) -> None:
-        channel, shared = self._channel, self._receive
+        channel, receive = self._channel, self._receive
         cause: BaseException | None = None
         # If there are no parcels at all, every conversation counts as needed, and the first one finishes the receive.
-        needed = bool(self._share.held.any()) or not len(self._ledger)
+        needed = bool(self._conversation.share.held.any()) or not len(self._ledger)
         if not needed:
-            shared.release(channel.peer)
+            self._roster.drop(channel.peer)
         try:
             with channel.holding_turn():
-                shared.ask_permission(atomic=False)
+                receive.ask_permission(atomic=False)
             if needed:
                 self._pulling.pull()
             while needed:
                 with channel.holding_turn(lambda: self._progress.bytes):
-                    task = shared.next_task(channel, self._arrivals.request_bytes())
+                    task = receive.next_task(channel, self._conversation.request_bytes())
                 if task is None:
                     break
                 if isinstance(task, Fetch) and self._pulling.can_pull(task.numbers):
@@ -167,10 +151,10 @@ class _Conversation:
                 self._lanes.end(well=cause is None)
                 self._report.connections = max(self._report.connections, 1 + self._lanes.used)
             self._pass_on(cause)
-        with suppress(PeerError), shared.roster.phase(channel, Phase.VERDICT):
+        with suppress(PeerError), self._roster.phase(channel, Phase.VERDICT):
             # Everything is here and verified. It no longer matters whether the source is still alive.
-            if shared.roster.several:
-                shared.roster.may_abandon(channel, channel.abandon)  # A frozen source takes no verdict.
+            if self._roster.several:
+                self._roster.may_abandon(channel, channel.abandon)  # A frozen source takes no verdict.
             # Never wait for the verdict itself: if the source dies just now, gloo forgets it. A receive learns of that.
             verdict = messages.encode(messages.Verdict(self._pulling.pulled))
             channel.ask_last(Message.VERDICT, verdict, Message.AGREED)
@@ -187,28 +171,30 @@ class _Conversation:
 
     def _receive_parcels(self, numbers: Sequence[int], agreed: messages.Agreed) -> None:
         assert self._want is not None
-        shape = self._arrivals.shape = self._arrivals.shape or Shape.of(self._offer, self._want, agreed)
-        report, shared, channel = self._report, self._receive, self._channel
+        shape = self._conversation.shape = self._conversation.shape or Shape.of(self._offer, self._want, agreed)
+        report, channel = self._report, self._channel
         report.verified = shape.digests and (report.verified or not report.read_bytes)
         if agreed.downstream is not None or agreed.upstream is not None:
-            self._relay = Relay(channel, self._accepted, self._ledger, shape, self._caller, shared.lanes)
+            self._relay = Relay(self._conversation, shape)
             if agreed.downstream is not None:
                 self._relay.pass_on(agreed.downstream, numbers)
-        with shared.roster.phase(channel, Phase.RECEIVE):
+        with self._roster.phase(channel, Phase.RECEIVE):
             if agreed.upstream is not None:
                 self._take_relayed(agreed, numbers)
                 return
-            incoming = self._arrivals.incoming(channel, channel.peer)
-            several, by_and_by = shared.roster.several, shared.roster.several or self._lanes is not None
-            with shared.roster.abandonable(channel, partial(self._leave, incoming) if several else None):
+            incoming = self._conversation.incoming(channel, channel.peer)
+            several = self._roster.several
+            by_and_by = several or self._lanes is not None
+            more = partial(self._conversation.more, channel.peer) if by_and_by else nothing_more
+            with self._roster.abandonable(channel, partial(self._leave, incoming) if several else None):
                 try:
-                    incoming.take(numbers, partial(self._arrivals.more, channel.peer) if by_and_by else nothing_more)
+                    incoming.take(numbers, more)
                 except PeerLost:
                     self._check_own_memory()
                     raise
         if incoming.confirmed and self._lanes is None:
-            shared.confirmed(channel.peer)
-        self._arrivals.sort_out(channel.peer, incoming.wrong)
+            self._receive.confirmed(channel.peer)
+        self._conversation.sort_out(channel.peer, incoming.wrong)
 
     def _leave(self, incoming: Incoming) -> None:
         """Abandon the source, from another thread. After this call, nothing of it lands; others bring the rest."""
@@ -219,14 +205,10 @@ class _Conversation:
     # -- lanes
 
     def _want_lanes(self, numbers: Sequence[int]) -> messages.Lanes | None:
-        """Begin to form lanes, if they are worth their while. Return what the source has to know."""
-        channel, shared, pool = self._channel, self._receive, self._receive.lanes
-        nbytes = self._ledger.bytes_of(numbers)
-        asked = shared.request.options.lanes
-        if asked is None:
-            sizes, same_host = Sizes(channel.limits, channel.timeout), self._offer.host == this_host()
-            asked = sizes.connections(nbytes, self._accepted.parcel_bytes, same_host=same_host)
-        more = min(asked, self._offer.connections, messages.MOST_LANES + 1) - 1
+        """Begin to form lanes, if they pay. Return what the source has to know."""
+        channel, pool = self._channel, self._roster.context.lanes
+        same_host = self._offer.host == this_host()
+        more = how_many(self._conversation, self._ledger.bytes_of(numbers), same_host=same_host) - 1
         if more < 1 or pool is None or not channel.streams_parcels or not pool.can_form(channel.peer):
             return None
         assert channel.stream is not None
@@ -234,10 +216,8 @@ class _Conversation:
         entrances = enter(pool, channel.peer, more, Patience(channel.timeout), dials=dials)
         if not entrances:
             return None
-        self._arrivals.connections = 1 + len(entrances)
-        self._lanes = ReceiverLanes(pool, channel, entrances, self._arrivals)
-        for holder in self._lanes.holders.values():
-            self._ledger.add_lane(holder, channel.peer)
+        self._conversation.connections = 1 + len(entrances)
+        self._lanes = ReceiverLanes(pool, entrances, self._conversation)
         return messages.Lanes(
             known=[entrance.number for entrance in entrances if not entrance.is_new],
             new=[entrance.number for entrance in entrances if entrance.is_new],
@@ -256,12 +236,12 @@ class _Conversation:
             lanes.connect(theirs)
         else:
             lanes.connect(messages.Lanes([], []))
-            self._lanes, self._arrivals.connections = None, 1
+            self._lanes, self._conversation.connections = None, 1
 
     def _first_request(self, numbers: Sequence[int]) -> int:
         """How many of these parcels the group's own connection brings at first."""
-        sizes = self._accepted.cut.nbytes[np.asarray(numbers, dtype=np.int64)]
-        return int((np.cumsum(sizes) - sizes < self._arrivals.request_bytes(int(sizes.sum()))).sum())
+        sizes = self._conversation.cut.nbytes[np.asarray(numbers, dtype=np.int64)]
+        return int((np.cumsum(sizes) - sizes < self._conversation.request_bytes(int(sizes.sum()))).sum())
 
     def _share_with_lanes(self, numbers: Sequence[int]) -> Sequence[int]:
         """Leave all but the first of these parcels to the lanes and to later requests."""
@@ -271,7 +251,7 @@ class _Conversation:
 
     def _check_own_memory(self) -> None:
         """Raise if the connection broke because our own target memory can no longer be written."""
-        landing, regions = self._accepted.landing, self._accepted.cut.regions
+        landing, regions = self._conversation.landing, self._conversation.cut.regions
         here = np.flatnonzero(landing.addresses > 0)
         packing.check_reach(landing, here, vm.ranges(landing.addresses[here], regions.nbytes[here]), write=True)
 
@@ -286,31 +266,31 @@ class _Conversation:
         if agrees:
             if not channel.is_lower:
                 queue.enter_context(channel.queue())
-            channel.through_host = agreed.through_host or channel.group.is_stuck(channel.peer)
+            channel.through_host = agreed.through_host or channel.group.avoids(channel.peer)
             channel.send(Message.GO, note=channel.through_host)
         return agreed
 
     def _ask_source(self, numbers: Sequence[int]) -> messages.Agreed:
-        channel, accepted = self._channel, self._accepted
-        with self._receive.roster.phase(channel, Phase.WANT):
+        channel, accepted = self._channel, self._conversation.accepted
+        with self._roster.phase(channel, Phase.WANT):
             if self._want is not None:
-                channel.send(Message.MORE, messages.encode(messages.More(self._arrivals.pairs(numbers))))
+                channel.send(Message.MORE, messages.encode(messages.More(self._conversation.pairs(numbers))))
                 agreed = channel.decode(self._expect_agreed(), messages.Agreed)
                 if agreed.lanes is not None or agreed.upstream is not None or agreed.downstream is not None:
                     raise ProtocolError(channel.peer, f"rank {channel.peer} agreed to more than it was asked for")
                 return agreed
-            share = self._share
+            share = self._conversation.share
             lanes = self._want_lanes(numbers)
-            alone = not self._receive.roster.several and share.is_everything
-            relay = self._receive.request.options.relay
+            alone = not self._roster.several and share.is_everything
+            relay = self._roster.request.options.relay
             want = self._want = messages.Want(
                 fingerprint=share.fingerprint,
                 parcel_bytes=accepted.parcel_bytes,
-                burst_bytes=self._arrivals.burst_bytes,
-                digests=compares_digests(self._offer, self._receive.request, channel.group.device),
+                burst_bytes=self._conversation.burst_bytes,
+                digests=self._conversation.compares_digests,
                 apart=share.apart,
                 tensors=share.tensors,
-                parcels=self._arrivals.pairs(numbers),
+                parcels=self._conversation.pairs(numbers),
                 relay=relay and channel.home.relays and alone and len(numbers) == len(self._ledger),
                 host=this_host(),
                 wanted_blocks=share.wanted_blocks,
@@ -318,7 +298,7 @@ class _Conversation:
             )
             channel.send(Message.WANT, messages.encode(want))
             agreed = channel.decode(self._expect_agreed(), messages.Agreed)
-        self._arrivals.shape = Shape.of(self._offer, want, agreed)
+        self._conversation.shape = Shape.of(self._offer, want, agreed)
         self._meet_lanes(agreed)
         links = [link for link in (agreed.upstream, agreed.downstream) if link is not None]
         if links and not want.relay:
@@ -332,7 +312,7 @@ class _Conversation:
     def _expect_agreed(self, *kinds: Message) -> bytearray:
         """Wait for an answer. The source may be abandoned meanwhile, since no parcel is in flight."""
         channel = self._channel
-        with self._receive.roster.abandonable(channel, channel.abandon):
+        with self._roster.abandonable(channel, channel.abandon):
             _, body = channel.expect(*(kinds or (Message.AGREED,)))
         return body
 
@@ -345,7 +325,7 @@ class _Conversation:
         with channel.holding_turn(lambda: self._progress.bytes):
             # The source proposes the patience, but it is never longer than the caller's timeout.
             patience = min(agreed.patience, channel.timeout)
-            landed = partial(self._arrivals.landed, agreed.upstream.rank)
+            landed = partial(self._conversation.landed, agreed.upstream.rank)
             wrong = self._relay.take(agreed.upstream, numbers, self._progress, landed, patience)
         self._report.repaired += len(wrong)
 
@@ -357,7 +337,7 @@ class _Conversation:
         if cause is not None:
             relay.finish(cause)
             return
-        with self._receive.roster.phase(self._channel, Phase.PASS_ON), self._channel.holding_turn():
+        with self._roster.phase(self._channel, Phase.PASS_ON), self._channel.holding_turn():
             relay.finish()
 
     # -- questions
@@ -367,11 +347,11 @@ class _Conversation:
         channel = self._channel
         if self._want is None:
             self._ask_source(())
-        with self._receive.roster.phase(channel, Phase.COMPARE):
-            channel.send(Message.COMPARE, messages.encode(messages.More(self._arrivals.pairs(numbers))))
-            streams.complete(channel.timeout)  # Hashing waits for the accelerator without a deadline.
+        with self._roster.phase(channel, Phase.COMPARE):
+            channel.send(Message.COMPARE, messages.encode(messages.More(self._conversation.pairs(numbers))))
+            streams.complete(channel.timeout)  # Copies for the hash then have a deadline of their own.
             # Both ends hash at the same time.
-            mine = packing.wide_digests_of(self._accepted.cut, self._accepted.landing, numbers)
+            mine = packing.wide_digests_of(self._conversation.cut, self._conversation.landing, numbers, channel.timeout)
             theirs = channel.decode(self._expect_agreed(Message.DIGESTS), messages.Digests).digests
         if len(theirs) != WIDE_BYTES * len(numbers):
             raise ProtocolError(channel.peer, f"rank {channel.peer} compared parcels that it was not asked about")
@@ -382,11 +362,11 @@ class _Conversation:
         """Ask the source whether its tensors are unchanged since it described them."""
         channel = self._channel
         self._pass_on()
-        with self._receive.roster.phase(channel, Phase.CONFIRM):
+        with self._roster.phase(channel, Phase.CONFIRM):
             channel.send(Message.CHECK)
-            if not self._receive.roster.several:
+            if not self._roster.several:
                 # Everything has landed, and the source needs some time: it looks at all its tensors.
-                accepted = self._accepted
+                accepted = self._conversation.accepted
                 accepted.landing.work_ahead(accepted.build_context, accepted.registry)
             self._expect_agreed()
         self._receive.confirmed(channel.peer)

@@ -29,11 +29,10 @@ import xxhash
 from transfuse._errors import PeerError, PeerLost
 from transfuse._phases import RELAYING
 from transfuse._progress import Progress
+from transfuse._session.conversation import Conversation
 from transfuse._session.incoming import Incoming
-from transfuse._session.ledger import Ledger
 from transfuse._session.movers import incoming_on, outgoing_on
 from transfuse._session.outgoing import Outgoing, ParcelSupply
-from transfuse._session.planning import Accepted
 from transfuse._session.shape import Shape
 from transfuse._session.threads import Caller, SideConversation
 from transfuse._timeouts import Patience
@@ -41,7 +40,6 @@ from transfuse._wire.channel import Channel
 from transfuse._wire.group import new_link_tag
 from transfuse._wire.introduction import answer, introduce
 from transfuse._wire.messages import Agreed, Link, Message
-from transfuse._wire.pool import Pool
 from transfuse._wire.rate_limit import RateLimit
 
 logger = logging.getLogger("transfuse")
@@ -198,15 +196,13 @@ class _RelayEnd(Generic[Mover]):
 class Relay:
     """Receives parcels from the neighbour before this receiver, and passes them on to the neighbour after it."""
 
-    def __init__(
-        self, source: Channel, accepted: Accepted, ledger: Ledger, shape: Shape, caller: Caller, pool: Pool | None
-    ) -> None:
-        self._source = source
-        self._pool = pool
-        self._accepted = accepted
-        self._ledger = ledger
+    def __init__(self, conversation: Conversation, shape: Shape) -> None:
+        self._source = source = conversation.channel
+        self._landing = conversation.landing
+        self._ledger = conversation.ledger
         self._shape = shape
-        self._caller = caller
+        self._caller = conversation.roster.caller
+        self._pool = conversation.roster.context.lanes
         #: The conversation that passes parcels on, and the rank of the neighbour that gets them.
         self._passing: SideConversation | None = None
         self._after = -1
@@ -236,12 +232,12 @@ class Relay:
 
         def outgoing() -> Outgoing:
             supply = ParcelSupply(
-                self._accepted.landing, lambda number, _: ledger.digest(number), ready, arrived=self._arrived.take
+                self._landing, lambda number, _: ledger.digest(number), ready, arrived=self._arrived.take
             )
             caller = Caller(watching=False)
             mover = outgoing_on(channel)(
                 channel,
-                self._accepted.cut,
+                self._landing.cut,
                 supply,
                 self._shape,
                 caller,
@@ -286,8 +282,8 @@ class Relay:
             channel,
             lambda: incoming_on(channel)(
                 channel,
-                self._accepted.cut,
-                self._accepted.landing,
+                self._landing.cut,
+                self._landing,
                 self._shape,
                 self._caller,
                 progress,

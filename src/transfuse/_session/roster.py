@@ -1,4 +1,4 @@
-"""The roster of a receive: which sources are here, which were abandoned and why, and the lock that all share."""
+"""The roster of a receive: what is asked for, which sources are here, the plan, and the lock that all share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from transfuse._phases import Phase
-from transfuse._session.context import Context
+from transfuse._session.context import Context, ReceiveRequest
+from transfuse._session.planning import Accepted
 from transfuse._wire.channel import Channel
 
 
@@ -31,12 +32,12 @@ class _Condition(threading.Condition):
 
 
 class Roster:
-    """The sources of one receive, and the lock of everything that their conversations share.
+    """The sources of one receive, the plan for them, and the lock of everything that their conversations share.
 
     ``changed`` is the only lock. It guards the attributes below it here, and those of
-    :class:`~transfuse._session.negotiation.Negotiation` and its ``Negotiator``, of
-    :class:`~transfuse._session.ledger.Ledger` and of :class:`~transfuse._session.receive_from_all.Receive`. It is
-    reentrant, and is notified whenever any of these attributes changes.
+    :class:`~transfuse._session.negotiation.Negotiation`, of :class:`~transfuse._session.ledger.Ledger` and of
+    :class:`~transfuse._session.receive_from_all.Receive`. It is reentrant, and is notified whenever any of these
+    attributes changes.
 
     A thread that decides something acts on it in the same critical section. If the act takes long (planning, building,
     abandoning a source), the thread records its decision there instead, so that no other thread decides otherwise
@@ -44,7 +45,10 @@ class Roster:
     which sources were given up.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, request: ReceiveRequest, context: Context) -> None:
+        #: What the caller asks for. It changes only before there is a plan, by the one thread that prepares or decides.
+        self.request = request
+        self.context = context
         self.ranks = context.ranks
         self.caller = context.caller
         self.report = context.report
@@ -52,8 +56,12 @@ class Roster:
         self.changed = _Condition()
         #: The channels of the sources whose conversation has begun.
         self.channels: dict[int, Channel] = {}
+        #: The plan, once the sources are chosen.
+        self.plan: Accepted | None = None
         #: The sources that are here, were chosen, and are still needed.
         self.present: set[int] = set()
+        #: Sources whose memory may still be read at full speed. What they hold is not asked for over the group.
+        self.readers: set[int] = set()
         #: The sources that were abandoned because they were silent for too long, and the error that says so.
         self.abandoned: dict[int, BaseException] = {}
         #: For each source that may be abandoned now: the function that does it.
@@ -64,6 +72,12 @@ class Roster:
     @property
     def several(self) -> bool:
         return len(self.ranks) > 1
+
+    @property
+    def accepted(self) -> Accepted:
+        """The plan. There has to be one."""
+        assert self.plan is not None
+        return self.plan
 
     @contextmanager
     def phase(self, channel: Channel, phase: Phase) -> Iterator[None]:
@@ -124,6 +138,24 @@ class Roster:
         """Why this source was abandoned, or None. An abandoned source gets no more tasks."""
         with self.changed:
             return self.abandoned.get(rank)
+
+    def drop(self, rank: int) -> None:
+        """Record that this source is needed no more, or is gone."""
+        with self.changed:
+            self.present.discard(rank)
+            self.readers.discard(rank)
+            self.changed.notify_all()
+
+    def count(self) -> None:
+        """Set ``total_bytes`` in each source's progress. Parcels that no source owes yet count for the first source."""
+        if self.plan is None:
+            return
+        progress, ledger = self.progress, self.plan.ledger
+        total = self.plan.landing.cut.total_bytes - self.report.kept_bytes
+        for rank in self.ranks[1:]:
+            progress[rank].total_bytes = ledger.bytes_with(rank)
+        rest = sum(progress[rank].total_bytes or 0 for rank in self.ranks[1:])
+        progress[self.ranks[0]].total_bytes = total - rest
 
     def park(self, rank: int) -> None:
         """Park the channel of a conversation that is still running when the caller stops."""

@@ -25,12 +25,12 @@ from transfuse._plan.regions import Regions, lay_out
 from transfuse._plan.wanted_blocks import regions_in
 from transfuse._progress import Progress
 from transfuse._report import Report, routes_of
+from transfuse._session.connections import SourceLanes, check_wanted
 from transfuse._session.movers import outgoing_on
 from transfuse._session.outgoing import Outgoing, ParcelSupply
 from transfuse._session.relay import Chains, this_host
 from transfuse._session.remembered import Remembered
 from transfuse._session.shape import Shape
-from transfuse._session.source_lanes import SourceLanes, check_wanted
 from transfuse._session.threads import Caller
 from transfuse._state.leaves import dense
 from transfuse._state.manifest import Described
@@ -109,59 +109,23 @@ class _SourceMemory:
         return [manifest.paths[leaf] for leaf in np.unique(manifest.leaves_of(rows)).tolist()]
 
 
-def refuse(channel: Channel, transfer: int, tag: int, cause: BaseException) -> None:
+def refuse(channel: Channel, cause: BaseException) -> None:
     """Tell the receiver, instead of an offer, that there is none and why."""
     channel.phase = "sending a refusal"
-    channel.transfer, channel.tag = transfer, tag
     channel.refuse(cause, tag=OFFER_TAG)
-
-
-def serve(
-    channel: Channel,
-    transfer: int,
-    tag: int,
-    offered: OfferedState,
-    *,
-    caller: Caller,
-    progress: Progress,
-    report: Report,
-) -> None:
-    """Run the conversation with one receiver: offer, answer its requests, send parcels, and wait for its verdict."""
-    if caller.cause is not None:
-        refuse(channel, transfer, tag, caller.cause)
-        raise caller.cause
-    serving = _ReceiverConversation(channel, transfer, tag, offered, caller=caller, progress=progress, report=report)
-    well = False
-    try:
-        serving.serve()
-        well = True
-    finally:
-        serving.close(well=well)
-        channel.leave_stream(offered.lanes if well else None)
-        if offered.chains is not None:
-            offered.chains.leave(channel.peer)
 
 
 def _nothing_to_send(_: Channel) -> Outgoing:
     raise AssertionError("the receiver has not sent its want")
 
 
-class _ReceiverConversation:
-    """The conversation with one receiver."""
+class SourceEnd:
+    """The conversation with one receiver: offer, answer its requests, send parcels, and wait for its verdict."""
 
     def __init__(
-        self,
-        channel: Channel,
-        transfer: int,
-        tag: int,
-        offered: OfferedState,
-        *,
-        caller: Caller,
-        progress: Progress,
-        report: Report,
+        self, channel: Channel, offered: OfferedState, caller: Caller, progress: Progress, report: Report
     ) -> None:
         self._channel = channel
-        channel.transfer, channel.tag = transfer, tag
         self._offered = offered
         self._caller = caller
         self._progress = progress
@@ -206,14 +170,20 @@ class _ReceiverConversation:
         with self._caller.phase(self._report, phase):
             yield
 
+    @property
+    def _short(self) -> bytes:
+        """The offer, if it is to travel with the meeting: over the group, where nothing is encrypted."""
+        pool = self._offered.lanes
+        return b"" if pool is not None and pool.must_move(self._channel.peer) else self._offered.short
+
     def _meet(self) -> bool:
         """Meet the receiver, to go on over a stream. Whether it has been told anything."""
         pool, channel = self._offered.lanes, self._channel
-        if pool is None or not pool.can_move(channel.peer):
+        if pool is None or not (pool.can_move(channel.peer) or pool.must_move(channel.peer)):
             return False
         try:
             with self._phase(Phase.MEET):
-                met = introduce(channel, pool, OFFER_TAG, self._offered.short)
+                met = introduce(channel, pool, OFFER_TAG, self._short)
             if self._caller.cause is not None:
                 raise self._caller.cause
         except BaseException as error:
@@ -222,10 +192,25 @@ class _ReceiverConversation:
             raise
         return met
 
-    def serve(self) -> None:
+    def run(self) -> None:
+        channel, chains = self._channel, self._offered.chains
+        if self._caller.cause is not None:
+            refuse(channel, self._caller.cause)
+            raise self._caller.cause
+        well = False
+        try:
+            self._talk()
+            well = True
+        finally:
+            self._close(well=well)
+            channel.leave_stream(self._offered.lanes if well else None)
+            if chains is not None:
+                chains.leave(channel.peer)
+
+    def _talk(self) -> None:
         channel = self._channel
         met = self._meet()
-        if not met or not self._offered.short:
+        if not met or not self._short:
             with self._phase(Phase.OFFER):
                 channel.send(Message.OFFER, self._offered.body, note=channel.tag, tag=None if met else OFFER_TAG)
         while True:
@@ -254,7 +239,7 @@ class _ReceiverConversation:
         with suppress(PeerError):  # The receiver has everything. It no longer matters whether it is still there.
             channel.send_last(Message.AGREED)
 
-    def close(self, *, well: bool) -> None:
+    def _close(self, *, well: bool) -> None:
         """Wait until no lane uses the state any more, and break the reference cycle through ``_outgoing``.
 
         The cycle would keep the state until garbage is collected.
@@ -378,10 +363,10 @@ class _ReceiverConversation:
             channel.send(Message.AGREED, messages.encode(agreed))
             return
         self._queue.enter_context(channel.queue())
-        stuck = channel.group.is_stuck(channel.peer)
-        channel.send(Message.AGREED, messages.encode(msgspec.structs.replace(agreed, through_host=stuck)))
+        avoided = channel.group.avoids(channel.peer)
+        channel.send(Message.AGREED, messages.encode(msgspec.structs.replace(agreed, through_host=avoided)))
         header, _ = channel.expect(Message.GO)
-        if header.note not in (0, 1) or header.note < stuck:
+        if header.note not in (0, 1) or header.note < avoided:
             raise ProtocolError(channel.peer, f"rank {channel.peer} chose a wire that does not exist")
         if channel.through_host != bool(header.note):
             channel.through_host = bool(header.note)
@@ -473,7 +458,7 @@ class _ReceiverConversation:
         with channel.holding_turn():
             streams.complete(channel.timeout)
             again = [n for n in numbers if n in self._known]
-            now = digests_of(self._cut, self._memory, again)
+            now = digests_of(self._cut, self._memory, again, channel.timeout)
             differ = [n for n, digest in zip(again, now, strict=True) if digest != self._known[n]]
         if differ:
             regions = {extent.region for number in differ for extent in self._cut.extents(number)}
@@ -486,7 +471,7 @@ class _ReceiverConversation:
     def _check_unchanged(self) -> None:
         with self._channel.holding_turn():
             streams.complete(self._channel.timeout)
-            changed = self._offered.mutation_watch.changed()
+            changed = self._offered.mutation_watch.changed(self._channel.timeout)
         if changed:
             self._blame(changed, self._channel)
 
@@ -528,7 +513,7 @@ class _ReceiverConversation:
             )
         with channel.holding_turn():
             streams.complete(channel.timeout)
-            mine = wide_digests_of(cut, self._memory, numbers)
+            mine = wide_digests_of(cut, self._memory, numbers, channel.timeout)
         channel.send(Message.DIGESTS, messages.encode(messages.Digests(b"".join(mine))))
 
     def _line_up(self, want: messages.Want) -> tuple[messages.Agreed, RateLimit] | None:

@@ -94,6 +94,14 @@ class Wire(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
         return msgspec.structs.replace(self, devices=[name.split(":")[0] for name in self.devices])
 
 
+class StateEntry(NamedTuple):
+    """An entry of a described state: its description, and the numbers of its tensors and storages in the whole."""
+
+    manifest: Manifest
+    rows: Ints
+    storages: Ints
+
+
 class Manifest:
     """A described state."""
 
@@ -162,10 +170,6 @@ class Manifest:
         """The value or spec of a leaf."""
         return 0 if self.kinds[leaf] == Leaf.TENSOR else self.details[int(self._detail_numbers[leaf])]
 
-    def composites(self) -> list[Any]:
-        """The specs of all composite leaves."""
-        return _composites(self.kinds, self.details)
-
     def with_values(self, given: Sequence[Any], coordinates: Sequence[Coordinate]) -> Manifest:
         """The same structure with other values, at other coordinates; ``ValueError`` if they do not fit."""
         described = self.codes[self.codes != Leaf.TENSOR].tolist()
@@ -179,6 +183,41 @@ class Manifest:
         ]
         result.coordinates = coordinates
         return result
+
+    def entry(self, key: object) -> StateEntry:
+        """The description of one entry of a mapping alone. ``KeyError`` if the state has none of this key."""
+        root = self.root
+        if root is None or root.kind not in trees.MAPPINGS or key not in root.keys:
+            raise KeyError(key)
+        number = root.keys.index(key)
+        first = sum(map(trees.leaves_below, root.children[:number]))
+        last = first + trees.leaves_below(root.children[number])
+        rows = np.arange(self.first_tensors[first], self.first_tensors[last])
+        tensors, storages = self.tensors, self.storages
+        used = np.unique(tensors.storage[rows])
+        dimensions = tensors.dimensions(rows)
+        details = np.count_nonzero(self.codes[:first] != Leaf.TENSOR)
+        manifest = Manifest(
+            root.children[number],
+            trees.encode(root.children[number]),
+            self.kinds[first:last],
+            self.details[details : details + np.count_nonzero(self.codes[first:last] != Leaf.TENSOR)],
+            self.shared,
+            dtypes=self.dtypes,
+            tensors=Tensors(
+                ndim=tensors.ndim[rows],
+                sizes=tensors.sizes[dimensions],
+                strides=tensors.strides[dimensions],
+                storage=np.searchsorted(used, tensors.storage[rows]),
+                dtype=tensors.dtype[rows],
+                flags=tensors.flags[rows],
+                offset=tensors.offset[rows],
+                item=tensors.item[rows],
+            ),
+            storages=Storages(storages.nbytes[used], storages.device[used], storages.devices),
+            coordinates=self.coordinates,
+        )
+        return StateEntry(manifest, rows, used)
 
     def leaf_of(self, row: int) -> int:
         return int(np.searchsorted(self.first_tensors, row, side="right")) - 1

@@ -292,7 +292,7 @@ class Paths(Sequence[str]):
         self._root = root
 
     def __len__(self) -> int:
-        return _leaves(self._root)
+        return leaves_below(self._root)
 
     def __iter__(self) -> Iterator[str]:
         """All paths, in one walk through the tree."""
@@ -314,7 +314,7 @@ class Paths(Sequence[str]):
         node, path = self._root, []
         while node is not None:
             for i, child in enumerate(node.children):
-                count = _leaves(child)
+                count = leaves_below(child)
                 if leaf < count:
                     path.append(node.label(i))
                     node = child
@@ -323,7 +323,7 @@ class Paths(Sequence[str]):
         return "".join(path)
 
 
-def _leaves(node: Node | None) -> int:
+def leaves_below(node: Node | None) -> int:
     return 1 if node is None else node.leaves
 
 
@@ -331,8 +331,11 @@ def paths(root: Node | None) -> Paths:
     return Paths(root)
 
 
-def dotted(root: Node | None) -> list[str]:
-    """The path of every leaf as its keys joined by dots, the way state dicts name their entries."""
+def dotted(root: Node | None, *, longest: int | None = MAX_LABEL) -> list[str]:
+    """The name of every leaf: its keys joined by dots, the way state dicts name their entries.
+
+    ``longest``: the most characters of one key, so that names can be shown and take little memory; None: all.
+    """
 
     def walk(node: Node | None, path: list[str]) -> Iterator[str]:
         if node is None:
@@ -343,7 +346,7 @@ def dotted(root: Node | None) -> list[str]:
                 key = str(node.keys[i]) if type(node.keys[i]) is not int else _shown(node.keys[i])
             else:
                 key = node.label(i).strip(".[]'\"")
-            yield from walk(child, [*path, key[:MAX_LABEL]])
+            yield from walk(child, [*path, key[:longest]])
 
     return list(walk(root, []))
 
@@ -358,7 +361,7 @@ def mappings(root: Node | None) -> Iterator[tuple[Node, list[int]]]:
                 own.append(first)
             else:
                 yield from walk(child, first)
-            first += _leaves(child)
+            first += leaves_below(child)
         if node.kind in MAPPINGS:
             yield node, own
 
@@ -571,14 +574,14 @@ def merge(source: Node | None, target: Node | None, *, keep_empty: bool = False)
     def adopt(node: Node | None) -> Node | None:
         """Add a subtree that only the target has."""
         nonlocal next_target
-        origin.extend(range(~next_target, ~(next_target + _leaves(node)), -1))
-        next_target += _leaves(node)
+        origin.extend(range(~next_target, ~(next_target + leaves_below(node)), -1))
+        next_target += leaves_below(node)
         return _with_own_context(node)
 
     def fresh(node: Node | None) -> Node | None:
         """Add a subtree that only the source has."""
-        origin.extend(range(len(partner), len(partner) + _leaves(node)))
-        partner.extend(repeat(-1, _leaves(node)))
+        origin.extend(range(len(partner), len(partner) + leaves_below(node)))
+        partner.extend(repeat(-1, leaves_below(node)))
         return node
 
     def pair(count: int) -> None:
@@ -595,13 +598,13 @@ def merge(source: Node | None, target: Node | None, *, keep_empty: bool = False)
             return None
         if s is None or t is None or not _same_family(s, t):
             conflicts.append(f"{_path(trail) or '<root>'}: source has {_describe(s)}, target has {_describe(t)}")
-            next_target += _leaves(t)
+            next_target += leaves_below(t)
             return fresh(s)
         mapping = s.kind in MAPPINGS
         if _same_leaves(s, t, mapping):
             pair(len(s.children))
             return s
-        at = list(accumulate(map(_leaves, t.children), initial=next_target))
+        at = list(accumulate(map(leaves_below, t.children), initial=next_target))
         position = {key: i for i, key in enumerate(_marks(t.keys) if mapping else range(len(t.children)))}
         keys = _marks(s.keys) if mapping else range(len(s.children))
         children: list[Node | None] = []
@@ -617,7 +620,7 @@ def merge(source: Node | None, target: Node | None, *, keep_empty: bool = False)
                 trail.pop()
         all_keys = s.keys
         if mapping:
-            own = [i for i in position.values() if keep_empty or _leaves(t.children[i])]
+            own = [i for i in position.values() if keep_empty or leaves_below(t.children[i])]
             all_keys = [*s.keys, *(t.keys[i] for i in own)]
             for i in own:
                 next_target = at[i]

@@ -34,7 +34,7 @@ from transfuse._wire.messages import BLOCK_BYTES, HEADER_BYTES, Header, Intent, 
 from transfuse._wire.operations import Operations, Posted
 from transfuse._wire.pool import Pool
 from transfuse._wire.stream import Part, Stream
-from transfuse._wire.switchboard import FirstWord, Waits, Watch, stream_watch
+from transfuse._wire.switchboard import PendingOffer, Waits, Watch, stream_watch
 
 
 def bytes_in(tensor: torch.Tensor) -> bytes:
@@ -89,7 +89,7 @@ class Channel(Operations):
         self._refused = False
         #: Why the peer has closed the stream, if it has said so and this end noticed when it wrote.
         self._last_words: messages.Refusal | None = None
-        self._first_word: FirstWord | None = None
+        self._pending_offer: PendingOffer | None = None
         self._unanswered: list[Posted] = []
         self._turn = threading.Lock()
         self._so_far: Callable[[], int] | None = None
@@ -243,8 +243,8 @@ class Channel(Operations):
             end(self.peer)
             return
         switchboard.pin()
-        if self._first_word is not None:
-            switchboard.park(self._first_word)
+        if self._pending_offer is not None:
+            switchboard.park(self._pending_offer)
 
     def say_why(self, cause: BaseException) -> None:
         """Tell the peer why this end leaves, from another thread: on a stream, if that takes no time."""
@@ -319,7 +319,7 @@ class Channel(Operations):
                 data, early = bytes(early.wait().cpu().numpy()), None
             else:
                 moved = tag is None or self.stream is not None
-                data = self._recv_start() if moved else self._hear_first_word(tag or OFFER_TAG)
+                data = self._recv_start() if moved else self._hear_offer(tag or OFFER_TAG)
             header = self._open(data[:HEADER_BYTES])
             if header.kind is not Message.WORKING:
                 break
@@ -512,36 +512,36 @@ class Channel(Operations):
         self.read(data)
         return bytes(data)
 
-    def _hear_first_word(self, tag: int) -> bytes:
+    def _hear_offer(self, tag: int) -> bytes:
         """The block of the next offer. If an earlier call has left a receive behind, the block arrives there."""
         switchboard = self.group.switchboard
-        word = switchboard.adopt(self.peer, self)
-        if word is None:
-            word = self._first_word = FirstWord(self.post_recv(self.empty(BLOCK_BYTES), tag), self.peer, self)
-            word.wait()
-            self._first_word = None
+        pending = switchboard.adopt(self.peer, self)
+        if pending is None:
+            pending = self._pending_offer = PendingOffer(self.post_recv(self.empty(BLOCK_BYTES), tag), self.peer, self)
+            pending.wait()
+            self._pending_offer = None
         else:
-            self._take_over(word)
-        if not switchboard.release(word, self) and (self.broken or not switchboard.take_back(word)):
+            self._take_over(pending)
+        if not switchboard.release(pending, self) and (self.broken or not switchboard.take_back(pending)):
             self.broken = self._refused = True  # This conversation was abandoned: it must not send anything.
             raise PeerLost(self.peer, f"rank {self.peer} was abandoned before its offer arrived")
-        if word.error is not None:
+        if pending.error is not None:
             self.broken = True
-            raise word.error
-        return word.data
+            raise pending.error
+        return pending.data
 
-    def _take_over(self, word: FirstWord) -> None:
+    def _take_over(self, pending: PendingOffer) -> None:
         """Wait for a receive that another conversation has posted and left behind."""
-        posted = word.posted
+        posted = pending.posted
         assert isinstance(posted, Posted)
-        self._first_word = word
+        self._pending_offer = pending
         self.outstanding.append(posted)  # So that the watch can end this wait too.
         self.waiting_since = time.monotonic()
         try:
-            word.wait_for(self)
+            pending.wait_for(self)
         finally:
             self.waiting_since = None
-            self._first_word = None
+            self._pending_offer = None
             with suppress(ValueError):
                 self.outstanding.remove(posted)
 

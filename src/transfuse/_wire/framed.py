@@ -17,9 +17,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
+
+from transfuse._wire.secure import SecureSocket
 
 MARK_BYTES = 32
 #: The most descriptors that the kernel passes at a time, and the most beside one frame.
@@ -28,6 +30,8 @@ FILES_AT_ONCE, MAX_FILES = 250, 1 << 16
 _LENGTH = struct.Struct("<I")
 _COUNTER = struct.Struct("<Q")
 _T = TypeVar("_T")
+#: What a connection has: the kernel's socket, or one that encrypts.
+AnySocket: TypeAlias = socket.socket | SecureSocket
 
 
 class Vocabulary(NamedTuple):
@@ -46,14 +50,15 @@ class Closed(ConnectionError):
 
 
 class Framed:
-    """One connection. Its kind says how errors are told (:meth:`_explain`)."""
+    """One connection. Its kind says how errors are told (:meth:`_explain`), and whether it is encrypted."""
 
     def __init__(
         self, sock: socket.socket, vocabulary: Vocabulary, *, has_key: bool = False, passes_files: bool = False
     ) -> None:
         """``has_key``: every frame has an HMAC. ``passes_files``: descriptors come beside frames."""
         own(sock)
-        self._socket, self._vocabulary = sock, vocabulary
+        self._socket: AnySocket = sock
+        self._vocabulary = vocabulary
         self._has_key, self._passes_files = has_key, passes_files
         self._sending_key = self._receiving_key = b""
         self._sent = self._received = 0
@@ -80,9 +85,17 @@ class Framed:
     def has_news(self, seconds: float) -> bool:
         """Whether the other end sends something, or closes, within these seconds."""
         # Not select(): it takes descriptors up to 1023 only, and a training process may have more.
+        if isinstance(self._socket, SecureSocket) and self._socket.has_bytes():
+            return True
         look = select.poll()
         look.register(self._socket, select.POLLIN)
         return bool(look.poll(seconds * 1000))
+
+    @property
+    def _unix_socket(self) -> socket.socket:
+        """The socket of a connection that passes descriptors, which does not leave this host."""
+        assert isinstance(self._socket, socket.socket)
+        return self._socket
 
     # -- frames
 
@@ -93,7 +106,7 @@ class Framed:
         self._sent += 1
         for low in range(0, len(files), FILES_AT_ONCE):
             some = files[low : low + FILES_AT_ONCE]
-            self._do(partial(socket.send_fds, self._socket, [b"\0"], some), until, phase)
+            self._do(partial(socket.send_fds, self._unix_socket, [b"\0"], some), until, phase)
 
     def receive(self, until: float | None, phase: str) -> tuple[Any, list[int]]:
         """The next frame, and the descriptors beside it."""
@@ -120,7 +133,7 @@ class Framed:
         if not hmac.compare_digest(self._receive_bytes(len(due), until, phase), due):
             raise Malformed("sent a frame with a wrong HMAC: somebody else wrote it")
         while len(files) < count:
-            data, some, flags, _ = self._do(partial(socket.recv_fds, self._socket, 1, FILES_AT_ONCE), until, phase)
+            data, some, flags, _ = self._do(partial(socket.recv_fds, self._unix_socket, 1, FILES_AT_ONCE), until, phase)
             files += some
             if flags & socket.MSG_CTRUNC:
                 raise self._explain(OSError("this process has no descriptors left: raise ulimit -n"), phase, 0.0)

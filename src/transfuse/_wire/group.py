@@ -35,7 +35,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import queue
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -45,7 +47,8 @@ import torch
 import torch.distributed as dist
 
 from transfuse._memory.streams import with_index
-from transfuse._wire.switchboard import StuckOperation, configuration_of, switchboard_of
+from transfuse._tuning import ABORT_SECONDS, COLD_PAIRS
+from transfuse._wire.switchboard import ALL, StuckOperation, configuration_of, switchboard_of
 from transfuse._wire.turns import SourceOrder, Speaks
 
 #: The headers of all offers travel on this tag, matched in call order. Everything else uses the transfer's own tag.
@@ -155,7 +158,7 @@ class Group:
             if (self.tagged and not self.serial) or channel.peer == self.rank():
                 pass
             elif self.serial or self.rank() is None:
-                held.enter_context(self.switchboard.alone.hold(-1 if self.serial else channel.peer, source))
+                held.enter_context(self.switchboard.alone.hold(ALL if self.serial else channel.peer, source))
             else:
                 with ExitStack() as waiting:
                     if line is not None:
@@ -174,24 +177,50 @@ class Group:
 
     def is_stuck(self, peer: int) -> bool:
         """Whether an operation that a silent peer never answered still blocks the queue of this peer."""
-        return self.switchboard.is_stuck(self._queue(peer))
+        return self.switchboard.is_stuck(peer) or self.switchboard.is_stuck(ALL)
+
+    def avoids(self, peer: int) -> bool:
+        """Whether parcels to or from this peer go through main memory. Ask with the queue held."""
+        return self.is_stuck(peer) or (self._is_cold(peer) and self._has_enough())
 
     def leave_stuck(self, peer: int, operations: Sequence[StuckOperation]) -> None:
         """Leave operations behind that may never complete. Their memory is kept, and nothing is posted after them."""
         self.switchboard.leave_stuck(self._queue(peer), operations)
 
     def _queue(self, peer: int) -> int:
-        return -1 if self.one_order else peer
+        """The queue of operations with a peer. While a pair's communicator is made, nothing else may be posted."""
+        return ALL if self.one_order or (self._is_cold(peer) and not self._has_enough()) else peer
 
-    def abort(self) -> bool:
-        """Abort the accelerator's communicators, so that nothing writes to the caller's memory any more."""
-        with suppress(Exception):
-            backend: Any = self.pg
-            if hasattr(backend, "_get_backend"):
-                backend = backend._get_backend(self.device)
-            backend.abort()
-            return True
-        return False
+    def _is_cold(self, peer: int) -> bool:
+        """Whether the pair of this rank and a peer has no communicator yet, and would get one of its own."""
+        return not self.one_order and peer not in self.switchboard.connected
+
+    def _has_enough(self) -> bool:
+        """Whether this rank has as many communicators for pairs as it may have."""
+        return len(self.switchboard.connected) >= COLD_PAIRS
+
+    def abort(self, seconds: float) -> bool:
+        """Abort the accelerator's communicators, so that nothing writes to the caller's memory any more.
+
+        A backend may block there. False if it has not ended after this time, which may be shorter, or cannot abort.
+        """
+        ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def run() -> None:
+            done = False
+            with suppress(Exception):
+                backend: Any = self.pg
+                if hasattr(backend, "_get_backend"):
+                    backend = backend._get_backend(self.device)
+                backend.abort()
+                done = True
+            ended.put(done)
+
+        threading.Thread(target=run, name="transfuse-abort", daemon=True).start()
+        try:
+            return ended.get(timeout=min(seconds, ABORT_SECONDS))
+        except queue.Empty:
+            return False
 
     @property
     def relays(self) -> bool:

@@ -8,8 +8,9 @@
       | <- frames, each with an HMAC -----------> |  under a key of this connection's own
 
 The reader proves first: a stranger that only connects gets nothing that was made with the secret. After the frames the
-connection can become a stream (:meth:`ControlConnection.release`), over which two ends hold a conversation. Nothing is
-encrypted.
+connection can become a stream (:meth:`ControlConnection.release`), over which two ends hold a conversation.
+
+With ``tls=`` all of this is said within TLS (:mod:`.secure`); without, nothing is encrypted.
 
 Here *server* is the end that listens, and *reader* the end that connects.
 """
@@ -25,21 +26,25 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import msgspec
 
-from transfuse._errors import LimitExceeded, PeerLost, PeerRefused, PeerTimeout, ProtocolError
+from transfuse._errors import LimitExceeded, PeerLost, PeerNotTrusted, PeerRefused, PeerTimeout, ProtocolError
+from transfuse._tls import TLS
 from transfuse._tuning import HANDSHAKE_MAX_FRAME_BYTES
-from transfuse._wire.framed import Closed, Framed, Malformed, Vocabulary, own
+from transfuse._wire import secure
+from transfuse._wire.framed import AnySocket, Closed, Framed, Malformed, Vocabulary, own
+from transfuse._wire.secure import NotTrusted
 
 MAGIC = b"TFUSDOOR"
 VERSION = 2
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + 1 + NONCE_BYTES
-#: The key of those who have no token. It is public, so everybody can prove it.
+#: The key of ends that have no token. It is public, so everybody can prove it.
 PUBLIC_KEY = hashlib.sha256(b"no token").digest()
 #: What a reader is told whose proof was not accepted. The server says nothing to strangers.
 NO_TOKEN = (
@@ -107,7 +112,7 @@ class ControlConnection(Framed):
         """Whether both ends have proved that they know the secret."""
         return bool(self._sending_key)
 
-    def release(self) -> socket.socket:
+    def release(self) -> AnySocket:
         """Give the socket away: no frames follow. It belongs to the caller now, and closing this does nothing."""
         self.is_released = True
         return self._socket
@@ -152,12 +157,23 @@ class ControlConnection(Framed):
             return PeerTimeout(self.rank, f"{phase} ({self.name})", seconds)
         if isinstance(error, Closed):
             return PeerLost(self.rank, f"{self.name} closed the connection while {phase}")
+        if isinstance(error, NotTrusted):
+            return PeerNotTrusted(self.rank, f"{self.name} {error}")
         return PeerLost(self.rank, f"{self.name}: connection lost while {phase}: {error}")
 
     # ------------------------------------------------------------------------------------------------- handshake
 
-    def admit(self, key: bytes, deadline: float) -> None:
+    def encrypt(self, tls: TLS, deadline: float, *, listens: bool) -> None:
+        """Encrypt all that is said from now on. Both ends must, before they say anything else."""
+        plain, phase = self._socket, "agreeing on TLS"
+        assert isinstance(plain, socket.socket)
+        left = deadline - time.monotonic()
+        self._socket = self._do(partial(secure.secured, plain, tls, left, listens=listens), deadline, phase)
+
+    def admit(self, key: bytes, deadline: float, tls: TLS | None = None) -> None:
         """The server's side: admit a reader that proves that it knows ``key``."""
+        if tls is not None:
+            self.encrypt(tls, deadline, listens=True)
         theirs = self._hear_hello(deadline)
         mine = self._say_hello(deadline)
         self._compare_versions(theirs)
@@ -190,7 +206,13 @@ class ControlConnection(Framed):
         return hello
 
     def _hear_hello(self, deadline: float) -> bytes:
-        hello = self._receive_bytes(HELLO_BYTES, deadline, "waiting for a hello")
+        phase = "waiting for a hello"
+        hello = self._receive_bytes(len(secure.HANDSHAKE), deadline, phase)
+        if hello in (secure.HANDSHAKE, secure.ALERT):
+            if hello == secure.HANDSHAKE and isinstance(self._socket, socket.socket):
+                secure.refuse_in_plain(self._socket)
+            raise PeerNotTrusted(self.rank, f"{self.name} encrypts, and this end does not: give both the same tls=")
+        hello += self._receive_bytes(HELLO_BYTES - len(hello), deadline, phase)
         if not hello.startswith(MAGIC):
             raise ProtocolError(
                 self.rank, f"{self.name} does not speak transfuse's protocol for readers: is it another service?"
@@ -249,6 +271,15 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def check_addresses(addresses: Sequence[object]) -> None:
+    """Refuse a text that is no address, and an address that appears twice."""
+    for one in addresses:
+        if isinstance(one, str):
+            split_address(one)
+    if len(set(addresses)) != len(addresses):
+        raise ValueError(f"an address appears twice in {list(addresses)}: give each server once")
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address or name of a host is this machine's own."""
     try:
@@ -296,6 +327,8 @@ def connect(
     rank: int,
     connected: Callable[[ControlConnection], object] = lambda _: None,
     vocabulary: Vocabulary = VOCABULARY,
+    *,
+    tls: TLS | None = None,
 ) -> ControlConnection:
     """Connect to a server as a reader, and prove the token. ``connected`` gets the connection before that."""
     started = time.monotonic()
@@ -310,6 +343,8 @@ def connect(
     control = ControlConnection(sock, address, rank, vocabulary)
     try:
         connected(control)
+        if tls is not None:
+            control.encrypt(tls, deadline, listens=False)
         control.enter(key, deadline)
     except BaseException:
         control.close()

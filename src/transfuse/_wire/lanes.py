@@ -60,7 +60,7 @@ class Entrance:
         return lane
 
     def _new(self, place: Place | None) -> Stream:
-        seconds = self._patience.connection
+        seconds = self._patience.connection(encrypted=self._pool.tls is not None)
         with self._pool.forming(self._peer):
             if self._meeting is None:
                 raise TransfuseError("this process cannot listen")

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transfuse._errors import TransfuseError
+from transfuse._errors import PeerNotTrusted, TransfuseError
+from transfuse._tls import TLS, credentials
 from transfuse._tuning import LISTENER_COMPLAINT_SECONDS
 from transfuse._wire.accepting import Accepting
 from transfuse._wire.framed import Vocabulary
@@ -19,7 +20,7 @@ logger = logging.getLogger("transfuse")
 #: The most connections that have not proved the token yet. When there are more, the oldest is closed: proving takes
 #: milliseconds, so idle connections keep nobody out.
 MAX_STRANGERS = 64
-#: The most connections that the kernel holds until they are taken. When there are more, those who connect wait for a
+#: The most connections that the kernel holds until they are taken. When there are more, those that connect wait for a
 #: second and longer: many ranks may connect to one at once.
 BACKLOG = 1024
 
@@ -41,6 +42,7 @@ class Listener:
         prove_seconds: float,
         complain: Callable[[str, Exception], object] | None = None,
         vocabulary: Vocabulary = VOCABULARY,
+        tls: TLS | None = None,
     ) -> None:
         """``where``: the address and the port; 0 takes a free one. ``rank``: of the other ends, in errors.
 
@@ -48,6 +50,9 @@ class Listener:
         """
         self._key, self._attend, self._complain, self._vocabulary = key, attend, complain or self._log, vocabulary
         self._complained_at = float("-inf")
+        self._tls = tls
+        if tls is not None:
+            credentials(tls)  # Refuse files that cannot be used here, before anybody comes.
         self._name, self._rank, self._prove_seconds = name, rank, prove_seconds
         host = where[0]
         # A socket of our own: torch's store would listen on all interfaces, whatever host it is given.
@@ -104,9 +109,11 @@ class Listener:
 
     def _answer(self, control: ControlConnection) -> None:
         try:
-            control.admit(self._key, time.monotonic() + self._prove_seconds)
+            control.admit(self._key, time.monotonic() + self._prove_seconds, self._tls)
         except TransfuseError as error:
             if not self.is_closed:
-                self._complain("turned away", error)
+                # Who keeps this end's certificates must hear of it, whatever else becomes of the connection.
+                complain = self._log if isinstance(error, PeerNotTrusted) else self._complain
+                complain("turned away", error)
             return
         self._attend(control)

@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +21,9 @@ from typing import Protocol, TypeAlias
 from transfuse._errors import LimitExceeded, TransfuseError, as_utf8
 from transfuse._limits import port_range
 from transfuse._timeouts import Patience
+from transfuse._tls import TLS
 from transfuse._tuning import MEETING_AGAIN_SECONDS
+from transfuse._wire.framed import AnySocket
 from transfuse._wire.handshake import ControlConnection, Join, connect, key_of, split_address
 from transfuse._wire.listener import Listener
 from transfuse._wire.messages import TOKEN_BYTES, Place
@@ -37,7 +38,7 @@ def new_number() -> int:
 
 #: What has come of one number: a connection; None: it is no longer expected. (A queue, not a condition: an interrupt
 #: inside a condition's Python code would come out as a RuntimeError.)
-Arrival: TypeAlias = "queue.SimpleQueue[socket.socket | None]"
+Arrival: TypeAlias = "queue.SimpleQueue[AnySocket | None]"
 
 
 class Expected:
@@ -51,12 +52,12 @@ class Expected:
         with self._lock:
             self._numbers[number] = queue.SimpleQueue()
 
-    def wait(self, number: int, seconds: float) -> socket.socket | None:
+    def wait(self, number: int, seconds: float) -> AnySocket | None:
         """The connection of that number; None if it has not come, or is no longer expected."""
         arrival = self._numbers.get(number)
         if arrival is None:
             return None
-        sock: socket.socket | None = None
+        sock: AnySocket | None = None
         with suppress(queue.Empty):
             sock = arrival.get(timeout=seconds)
         for late in self._end(number):
@@ -74,7 +75,7 @@ class Expected:
         if arrival is not None:
             arrival.put(None)
 
-    def _end(self, number: int) -> list[socket.socket]:
+    def _end(self, number: int) -> list[AnySocket]:
         """Expect it no longer. Returns what has come and was not taken."""
         with self._lock:
             arrival, come = self._numbers.pop(number, None), []
@@ -101,13 +102,13 @@ class Meeting(Protocol):
     def place(self) -> Place | None:
         """Where the other end may connect. None: it knows, or it cannot."""
 
-    def dial(self, place: Place | None, number: int, seconds: float) -> socket.socket:
+    def dial(self, place: Place | None, number: int, seconds: float) -> AnySocket:
         """Connect to the other end, which expects this number."""
 
 
-def dial(address: str, key: bytes, number: int, seconds: float) -> socket.socket:
+def dial(address: str, key: bytes, number: int, seconds: float, tls: TLS | None = None) -> AnySocket:
     """Connect to an end that listens, prove the key, and say which connection this is."""
-    control = connect(address, key, seconds, -1)
+    control = connect(address, key, seconds, -1, tls=tls)
     try:
         control.send(Join(number), seconds)
     except BaseException:
@@ -116,7 +117,7 @@ def dial(address: str, key: bytes, number: int, seconds: float) -> socket.socket
     return control.release()
 
 
-def dial_place(place: Place | None, number: int, seconds: float) -> socket.socket:
+def dial_place(place: Place | None, number: int, seconds: float, tls: TLS | None = None) -> AnySocket:
     """Connect to a place that a peer has named."""
     if place is None:
         raise TransfuseError("the other end cannot be reached: it does not listen")
@@ -125,14 +126,15 @@ def dial_place(place: Place | None, number: int, seconds: float) -> socket.socke
     except ValueError as error:
         # A name would have to be looked up, which takes as long as it takes, and nobody knows where it leads.
         raise TransfuseError(f"the other end named {place.address!r}, which is no address") from error
-    return dial(place.address, key_of(place.token), number, seconds)
+    return dial(place.address, key_of(place.token), number, seconds, tls)
 
 
 class OwnPort:
-    """The port of this process at one address."""
+    """The port of this process at one address, for connections that are encrypted in one way, or not at all."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, tls: TLS | None = None) -> None:
         self.expected = Expected()
+        self._tls = tls
         token = secrets.token_bytes(TOKEN_BYTES)
         self._listener = _first_free(
             lambda port: Listener(
@@ -143,6 +145,7 @@ class OwnPort:
                 rank=-1,
                 prove_seconds=Patience.HANDSHAKE_SECONDS,
                 complain=self._complain,
+                tls=tls,
             )
         )
         self._place = Place(self._listener.address, token)
@@ -151,8 +154,8 @@ class OwnPort:
     def place(self) -> Place:
         return self._place
 
-    def dial(self, place: Place | None, number: int, seconds: float) -> socket.socket:
-        return dial_place(place, number, seconds)
+    def dial(self, place: Place | None, number: int, seconds: float) -> AnySocket:
+        return dial_place(place, number, seconds, self._tls)
 
     def _attend(self, control: ControlConnection) -> None:
         try:
@@ -171,14 +174,15 @@ class OwnPort:
 class NoPort:
     """A process that cannot listen. It can still connect to others."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TLS | None = None) -> None:
         self.expected = Expected()
+        self._tls = tls
 
     def place(self) -> Place | None:
         return None
 
-    def dial(self, place: Place | None, number: int, seconds: float) -> socket.socket:
-        return dial_place(place, number, seconds)
+    def dial(self, place: Place | None, number: int, seconds: float) -> AnySocket:
+        return dial_place(place, number, seconds, self._tls)
 
 
 def _first_free(listen: Callable[[int], Listener]) -> Listener:
@@ -190,24 +194,26 @@ def _first_free(listen: Callable[[int], Listener]) -> Listener:
     return listen(last)
 
 
-_ports: dict[str, OwnPort] = {}
+_Where: TypeAlias = tuple[str, TLS | None]
+_ports: dict[_Where, OwnPort] = {}
 #: Addresses on which this process cannot listen, and when that was last tried.
-_refused: dict[str, float] = {}
-_no_port = NoPort()
+_refused: dict[_Where, float] = {}
+_no_ports: dict[TLS | None, NoPort] = {}
 _finding = threading.Lock()
 
 
-def own_port(host: str | None) -> OwnPort | NoPort:
+def own_port(host: str | None, tls: TLS | None = None) -> OwnPort | NoPort:
     """The port of this process at this address, if it can listen there."""
+    where = host or "", tls
     with _finding:
-        again = time.monotonic() - _refused.get(host or "", float("-inf")) > MEETING_AGAIN_SECONDS
-        if host is not None and host not in _ports and again:
+        again = time.monotonic() - _refused.get(where, float("-inf")) > MEETING_AGAIN_SECONDS
+        if host is not None and where not in _ports and again:
             try:
-                _ports[host] = OwnPort(host)
+                _ports[where] = OwnPort(host, tls)
             except (OSError, RuntimeError, LimitExceeded) as error:
-                _refused[host] = time.monotonic()
+                _refused[where] = time.monotonic()
                 logger.warning("this process cannot listen on %s: %s", host, error)
-        return _ports.get(host or "") or _no_port
+        return _ports.get(where) or _no_ports.setdefault(tls, NoPort(tls))
 
 
 def _after_fork() -> None:

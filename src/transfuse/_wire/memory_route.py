@@ -1,23 +1,20 @@
 """The memory route: a receiver on the source's host reads straight from the source's address space.
 
 The source gives a :class:`MemoryLease`. The receiver opens the source's :class:`MemoryEntry` with a :class:`Reader`.
-Host names prove nothing, and process ids are reused. The proof that a receiver reads the right memory is a random token
-at the address that the offer names. The source wipes the token before its call returns, and the receiver reads the
-token again after the last byte: while the token is there, so are the tensors.
+Host names prove nothing, and process ids are reused: the proof is the token (:mod:`.memory_route_read`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import hmac
 import os
-import secrets
 import select
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -28,59 +25,28 @@ from transfuse._memory.vm import Ranges
 from transfuse._state.manifest import Described
 from transfuse._state.mapped_file import MappedFile
 from transfuse._tuning import VM_CALL_BYTES
-from transfuse._wire.memory_route_read import Reading
+from transfuse._wire.memory_route_read import RangeReader, Reading, TokenEntry, TokenLease, decode
 from transfuse._wire.route import MalformedEntry, Pull, SourceEnded, Unreadable
-
-TOKEN_BYTES = 32
-#: Above all user-space addresses, and low enough that adding an offset within a storage does not overflow.
-HIGHEST_ADDRESS = 1 << 62
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
-class MemoryEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class MemoryEntry(TokenEntry, msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Where a source's bytes lie, for receivers that can read them there."""
 
     pid: int
-    #: A receiver that finds ``token`` at this address of that process reads the right memory.
     token_address: int
     token: bytes
-    #: For each storage, the address of its window's first byte (u64 each); 0: not readable.
     storages: bytes
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> MemoryEntry:
-        try:
-            return _decoder.decode(data)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise MalformedEntry(f"a malformed description of memory: {error}") from error
+        return decode(_decoder, data, "memory")
 
 
 # Made once, at import: if two threads make msgspec inspect a type at the same time, the process ends.
 _decoder = msgspec.msgpack.Decoder(MemoryEntry)
-
-
-def addresses_in(data: bytes, storages: int, token_address: int, token: bytes) -> npt.NDArray[np.uint64]:
-    """The addresses of this many storages, as an entry has them. Raises :class:`MalformedEntry` if they cannot be."""
-    if len(data) % 8:
-        raise MalformedEntry("a malformed description of memory: its addresses are not 8 bytes each")
-    addresses = np.frombuffer(data, dtype="<u8")
-    if len(addresses) != storages or len(token) != TOKEN_BYTES:
-        raise MalformedEntry(
-            f"a malformed description of memory: {len(addresses)} addresses for {storages} storages, "
-            f"a token of {len(token)} bytes (expected {TOKEN_BYTES})"
-        )
-    highest = max(token_address, int(addresses.max(initial=0)))
-    if token_address < 0 or highest >= HIGHEST_ADDRESS:
-        raise MalformedEntry(
-            f"a malformed description of memory: an impossible address (the token at {token_address:#x}, "
-            f"the highest at {highest:#x})"
-        )
-    return addresses
 
 
 class _Permission:
@@ -115,26 +81,18 @@ _permission = _Permission()
 _mapped: dict[bytes, tuple[bytes, Sequence[MappedFile]]] = {}
 
 
-class MemoryLease:
-    """A source's permission to read its memory. It begins with ``with`` and ends with :meth:`end` or the block."""
-
-    def __init__(self) -> None:
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._page = ctypes.create_string_buffer(TOKEN_BYTES)
-
-    def __enter__(self) -> MemoryLease:
+class MemoryLease(TokenLease):
+    def __enter__(self) -> Self:
         _permission.take()
-        ctypes.memmove(self._page, self._token, TOKEN_BYTES)
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        self.end()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        super().__exit__(kind, error, at)
         _permission.give_back()
 
     def end(self) -> None:
-        """Wipe the token, so that a receiver that still reads will notice."""
         _mapped.pop(self._token, None)
-        ctypes.memset(self._page, 0, TOKEN_BYTES)
+        super().end()
 
     def export(self, described: Described) -> bytes | None:
         if not described.addresses.any():
@@ -146,19 +104,16 @@ class MemoryLease:
 
     def describe(self, storages: npt.NDArray[np.int64]) -> MemoryEntry:
         """The entry for an offer, given the address of each storage."""
-        return MemoryEntry(os.getpid(), ctypes.addressof(self._page), self._token, storages.astype("<u8").tobytes())
+        return MemoryEntry(os.getpid(), self._window[0], self._token, storages.astype("<u8").tobytes())
 
 
-class Reader:
-    """Reads a source's memory, proven by the token. Raises :class:`Unreadable` if that is impossible here."""
-
+class Reader(RangeReader):
     def __init__(self, memory: MemoryEntry, storages: int, call_bytes: int = 0) -> None:
         if not vm.AVAILABLE:
             raise Unreadable("this system has no process_vm_readv")
+        super().__init__(memory, storages, f"process {memory.pid} of this host")
         self._memory = memory
         self._call_bytes = call_bytes
-        #: The address of each storage's window, or 0.
-        self.storages = addresses_in(memory.storages, storages, memory.token_address, memory.token)
         if not 0 < memory.pid < 1 << 31:
             raise MalformedEntry(f"a malformed description of memory: process {memory.pid}")
         #: A pidfd: becomes readable when the source's process ends, even if the process id is in use again.
@@ -184,14 +139,8 @@ class Reader:
             self._process = None
 
     def recheck(self) -> None:
-        """Raise unless the lease is still good. If it is, everything read until now was read under the lease."""
         self._check_alive()
-        found = np.zeros(TOKEN_BYTES, dtype=np.uint8)
-        at = np.array([self._memory.token_address], dtype=np.uint64)
-        size = np.array([TOKEN_BYTES])
-        failed = self.read(vm.ranges(at, size), vm.ranges(np.array([found.ctypes.data]), size))
-        if len(failed) or not hmac.compare_digest(found.tobytes(), self._memory.token):
-            raise Unreadable(f"process {self._memory.pid} of this host does not hold the token")
+        super().recheck()
         # The process is still alive, so no other process had its id in between.
         self._check_alive()
 
@@ -229,7 +178,7 @@ class MemoryRoute:
     opt_in = False
     compared = False
 
-    def lease(self) -> MemoryLease:
+    def lease(self, seconds: float) -> MemoryLease:
         return MemoryLease()
 
     def open(self, entry: bytes, pull: Pull) -> Reading:

@@ -1,7 +1,9 @@
 """Read parcels out of a source's memory, straight to their places.
 
 This module serves every route that can read ranges of the source's memory by address. Such a route only has to
-implement :class:`RangeReader`.
+implement a :class:`TokenEntry`, a :class:`TokenLease` and a :class:`RangeReader`. The proof that a receiver reads the
+right memory is a random token at the address that the entry names. The source wipes the token before its call returns,
+and the receiver reads the token again after the last byte: while the token is there, so are the tensors.
 
 If a region is one run of memory at both ends, its bytes are read straight to where they belong, many ranges in one
 call, in several threads. All other regions are read into a small buffer in linear order and unpacked from there.
@@ -9,21 +11,30 @@ call, in several threads. All other regions are read into a small buffer in line
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import ctypes
+import hmac
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from transfuse._memory import packing, streams, vm
+from transfuse._memory.device_copies import PinnedPair
 from transfuse._plan.parcels import Extent
 from transfuse._plan.regions import Cast
 from transfuse._state.region import Ints, Region
 from transfuse._tuning import READ_SPAN_BYTES
-from transfuse._wire.route import Pull
+from transfuse._wire.route import MalformedEntry, Pull, Unreadable
 
+TOKEN_BYTES = 32
+#: Above all user-space addresses, and low enough that adding an offset within a storage does not overflow.
+HIGHEST_ADDRESS = 1 << 62
 #: The cost of one more range, and of one more item copied out of a span that was read whole. The unit is bytes: how
 #: many could be read in the same time. benchmarks/ranges.py measures 3,400 to 4,500 and 13 to 18 (2026-11-16, one core
 #: of an AMD EPYC, 8 GB/s).
@@ -34,17 +45,86 @@ ITEM_COST = 16
 MAX_RUNS = 1 << 15
 
 Bools = npt.NDArray[np.bool_]
+E = TypeVar("E")
 
 _ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
-class RangeReader(Protocol):
-    """Reads ranges of a source's memory."""
+class TokenEntry:
+    """What every such entry says. (No fields of its own: a field's place on the wire is its place in the class.)"""
+
+    __slots__ = ()
+
+    #: A receiver that finds ``token`` at this address reads the right memory.
+    token_address: int
+    token: bytes
+    #: For each storage, the address of its window's first byte (u64 each); 0: not readable.
+    storages: bytes
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    def addresses(self, storages: int) -> npt.NDArray[np.uint64]:
+        """The addresses of this many storages. Raises :class:`MalformedEntry` if they cannot be."""
+        if len(self.storages) % 8:
+            raise MalformedEntry("a malformed description of memory: its addresses are not 8 bytes each")
+        addresses = np.frombuffer(self.storages, dtype="<u8")
+        if len(addresses) != storages or len(self.token) != TOKEN_BYTES:
+            raise MalformedEntry(
+                f"a malformed description of memory: {len(addresses)} addresses for {storages} storages, "
+                f"a token of {len(self.token)} bytes (expected {TOKEN_BYTES})"
+            )
+        highest = max(self.token_address, int(addresses.max(initial=0)))
+        if self.token_address < 0 or highest >= HIGHEST_ADDRESS:
+            raise MalformedEntry(
+                f"a malformed description of memory: an impossible address (the token at {self.token_address:#x}, "
+                f"the highest at {highest:#x})"
+            )
+        return addresses
+
+
+def decode(decoder: msgspec.msgpack.Decoder[E], data: bytes, what: str) -> E:
+    """An entry. Raises :class:`MalformedEntry`."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise MalformedEntry(f"a malformed description of {what}: {error}") from error
+
+
+class TokenLease:
+    """A source's permission to read its memory. It begins with ``with`` and ends with :meth:`end` or the block."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._page = ctypes.create_string_buffer(TOKEN_BYTES)
 
     @property
-    def storages(self) -> npt.NDArray[Any]:
-        """The address of each storage's window, in the address space that the source's entry names; 0: no address."""
+    def _window(self) -> tuple[int, int]:
+        """The address of the token, and its length."""
+        return ctypes.addressof(self._page), TOKEN_BYTES
 
+    def __enter__(self) -> Self:
+        ctypes.memmove(self._page, self._token, TOKEN_BYTES)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Wipe the token, so that a receiver that still reads will notice."""
+        ctypes.memset(self._page, 0, TOKEN_BYTES)
+
+
+class RangeReader(ABC):
+    """Reads ranges of a source's memory, proven by the token. :class:`Unreadable` if that is impossible here."""
+
+    def __init__(self, entry: TokenEntry, storages: int, whose: str) -> None:
+        """``whose``: the memory's name in errors."""
+        self._proof, self._whose = entry, whose
+        #: The address of each storage's window, in the address space that the source's entry names; 0: no address.
+        self.storages = entry.addresses(storages)
+
+    @abstractmethod
     def read(
         self,
         theirs: vm.Ranges,
@@ -61,7 +141,14 @@ class RangeReader(Protocol):
 
     def recheck(self) -> None:
         """See :meth:`.route.Puller.recheck`."""
+        found = np.zeros(TOKEN_BYTES, dtype=np.uint8)
+        size = np.array([TOKEN_BYTES])
+        theirs = vm.ranges(np.array([self._proof.token_address], dtype=np.uint64), size)
+        failed = self.read(theirs, vm.ranges(np.array([found.ctypes.data]), size))
+        if len(failed) or not hmac.compare_digest(found.tobytes(), self._proof.token):
+            raise Unreadable(f"{self._whose} does not hold the token")
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -147,7 +234,9 @@ class Reading:
             self._rate_limit(size)
             landed = packing.as_bytes(self._landing, self._cut, number, buffer.device)
             if landed is None:
-                landed = packing.pack(self._landing, self._cut, number, torch.empty(size, dtype=torch.uint8))
+                landed = torch.empty(size, dtype=torch.uint8, pin_memory=streams.are_involved())
+                packing.pack(self._landing, self._cut, number, landed)
+                streams.complete(self._timeout)
             return self.fetch(number, buffer) and torch.equal(landed, buffer[:size])
 
         unconverted = self._cut.of_all_regions(~self._landing.convert)
@@ -156,33 +245,23 @@ class Reading:
         return sorted(self._each(numbers, same))
 
     def _each(self, numbers: Sequence[int], task: Callable[[int, torch.Tensor], bool]) -> list[int]:
-        """Run a task for each parcel, in several threads with a buffer each. Return the parcels that got False."""
-        supply = iter(list(numbers))
+        """Run a task for each parcel, in several threads with buffers each. Return the parcels that got False."""
         failed: list[int] = []
-        errors: list[BaseException] = []
         largest = max((int(self._cut.nbytes[n]) for n in numbers), default=0)
         inherited = streams.inherit()
 
-        def work() -> None:
-            buffer = torch.empty(largest, dtype=torch.uint8)
-            try:
-                with inherited(), torch.inference_mode(False), torch.no_grad():
-                    while not errors and (number := next(supply, None)) is not None:
+        def work(some: Iterator[int]) -> None:
+            with inherited(), torch.inference_mode(False), torch.no_grad():
+                pieces = PinnedPair(largest, streams.entered(), self._timeout)
+                for number in some:
+                    with pieces.turn() as buffer:
                         if not task(number, buffer):
                             failed.append(number)
-                    streams.complete(self._timeout)
-            except BaseException as error:
-                errors.append(error)
+                streams.complete(self._timeout)
 
         # A thread may hold two buffers, and columns that describe runs.
         most = self._staging_bytes // (4 * max(largest, 1))
-        helpers = [
-            threading.Thread(target=work, name="transfuse-reader", daemon=True)
-            for _ in range(min(vm.threads(), len(numbers) // 4, most) - 1)
-        ]
-        vm.run_in(helpers, work)
-        if errors:
-            raise errors[0]
+        vm.share_out(numbers, work, min(vm.threads(), len(numbers) // 4, most), "transfuse-reader")
         return failed
 
     # -- one parcel in linear order

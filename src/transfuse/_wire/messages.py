@@ -49,7 +49,8 @@ class Message(enum.IntEnum):
     """Kinds of message.
 
     ``note`` in the header is the transfer's tag (first offer, or a refusal in its place), an Intent (sent), an Answer
-    (got), how many bytes have arrived so far (working), a Wire (go), a set of transfers (turn), or a stage (word).
+    (got), how many bytes have arrived so far (working), which wire it is (go), a set of transfers (turn), or a stage
+    (word).
     """
 
     OFFER = 1

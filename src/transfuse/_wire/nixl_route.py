@@ -2,8 +2,7 @@
 
 The source registers its storages with its agent (:mod:`.nixl_agent`) and gives a :class:`NixlLease`. The receiver
 opens the source's :class:`NixlEntry` with a :class:`NixlReader`. As on the memory route, the proof that a receiver
-reads the right memory is a random token at the address that the offer names: the source wipes it before its call
-returns, and the receiver reads it again after the last byte.
+reads the right memory is the token (:mod:`.memory_route_read`).
 
 A read that is given up may still write, so reads never go straight into targets. They land in staging, and the bytes
 are copied from there once NIXL has said that the read is done. Staging of a read that was given up is never used again.
@@ -20,7 +19,6 @@ import errno
 import hmac
 import logging
 import re
-import secrets
 import threading
 import time
 from collections import deque
@@ -51,8 +49,7 @@ from transfuse._tuning import (
     NIXL_STOP_SECONDS,
 )
 from transfuse._wire import nixl_agent
-from transfuse._wire.memory_route import TOKEN_BYTES, addresses_in
-from transfuse._wire.memory_route_read import Reading
+from transfuse._wire.memory_route_read import RangeReader, Reading, TokenEntry, TokenLease, decode
 from transfuse._wire.nixl_agent import Agent, NixlFailed, Transfer
 from transfuse._wire.route import MalformedEntry, Pull, Unreadable
 
@@ -69,7 +66,7 @@ _NAME = re.compile(r"transfuse-[0-9a-f]{32}")
 logger = logging.getLogger("transfuse")
 
 
-class NixlEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class NixlEntry(TokenEntry, msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """What a receiver must know to read a source's memory through NIXL."""
 
     #: NIXL's version. Agents of other versions may describe themselves in another way.
@@ -81,18 +78,11 @@ class NixlEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
     digest: bytes
     token_address: int
     token: bytes
-    #: For each storage, the address of its window's first byte (u64 each); 0: not registered.
     storages: bytes
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> NixlEntry:
-        try:
-            entry = _decoder.decode(data)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise MalformedEntry(f"a malformed description of memory for NIXL: {error}") from error
+        entry = decode(_decoder, data, "memory for NIXL")
         if _NAME.fullmatch(entry.agent) is None or not 0 < len(entry.metadata) <= NIXL_MAX_METADATA_BYTES:
             raise MalformedEntry(
                 f"a malformed description of memory for NIXL: {len(entry.metadata)} bytes of metadata of the agent "
@@ -120,25 +110,14 @@ def _metadata_begin(agent: str) -> bytes:
     return b"nixlSerDes|Agent" + len(agent).to_bytes(8, "little") + agent.encode() + b"|"
 
 
-class NixlLease:
-    """A source's permission to read its memory through NIXL. It begins with ``with`` and ends with :meth:`end`."""
-
+class NixlLease(TokenLease):
     def __init__(self) -> None:
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._page = ctypes.create_string_buffer(TOKEN_BYTES)
+        super().__init__()
         self._agent: Agent | None = None
         self._storages: list[torch.UntypedStorage] = []
 
-    @property
-    def _window(self) -> tuple[int, int]:
-        return ctypes.addressof(self._page), TOKEN_BYTES
-
-    def __enter__(self) -> NixlLease:
-        ctypes.memmove(self._page, self._token, TOKEN_BYTES)
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.end()
+        super().__exit__(kind, error, at)
         agent, self._agent = self._agent, None
         storages, self._storages = self._storages, []
         if agent is None:
@@ -148,10 +127,6 @@ class NixlLease:
         with suppress(NixlFailed):
             agent.deregister([self._window])
             agent.drop_dead()
-
-    def end(self) -> None:
-        """Wipe the token, so that a receiver that still reads will notice."""
-        ctypes.memset(self._page, 0, TOKEN_BYTES)
 
     def export(self, described: Described) -> bytes | None:
         if not described.addresses.any():
@@ -196,13 +171,10 @@ class _Flight(NamedTuple):
     high: int
 
 
-class NixlReader:
-    """Reads a source's memory through NIXL, proven by the token. :class:`Unreadable` if that is impossible here."""
-
+class NixlReader(RangeReader):
     def __init__(self, entry: NixlEntry, pull: Pull) -> None:
+        super().__init__(entry, len(pull.manifest.storages), "the source's memory, read through NIXL,")
         self._entry = entry
-        #: The address of each storage's window, or 0.
-        self.storages = addresses_in(entry.storages, len(pull.manifest.storages), entry.token_address, entry.token)
         self._patience = Patience(pull.timeout).remote_read
         self._check_stop = pull.rate_limit
         most = min(NIXL_CHUNK_BYTES, pull.staging_bytes // (4 * SLOTS), int(self._patience / 2 * SLOWEST))
@@ -245,15 +217,6 @@ class NixlReader:
         if not self._left:
             with suppress(NixlFailed):
                 self._agent.deregister([self._window])
-
-    def recheck(self) -> None:
-        """Raise unless the lease is still good. If it is, everything read until now was read under the lease."""
-        found = np.zeros(TOKEN_BYTES, dtype=np.uint8)
-        size = np.array([TOKEN_BYTES])
-        theirs = vm.ranges(np.array([self._entry.token_address], dtype=np.uint64), size)
-        failed = self.read(theirs, vm.ranges(np.array([found.ctypes.data]), size))
-        if len(failed) or not hmac.compare_digest(found.tobytes(), self._entry.token):
-            raise Unreadable("the source's memory, read through NIXL, does not hold the token")
 
     def read(
         self,
@@ -383,7 +346,7 @@ class NixlRoute:
     #: NIXL has been seen to report reads as done that had brought nothing.
     compared = True
 
-    def lease(self) -> NixlLease:
+    def lease(self, seconds: float) -> NixlLease:
         return NixlLease()
 
     def open(self, entry: bytes, pull: Pull) -> Reading:

@@ -266,7 +266,7 @@ class Operations:
         self.group.switchboard.pin()
         self.group.leave_stuck(self.peer, stuck)
         if any(posted.lent for posted in stuck):
-            aborted = self.group.abort()
+            aborted = self.group.abort(self.timeout)
             logger.warning(
                 "rank %d fell silent while %s, and the backend might still have written to the targets: %s",
                 self.peer,

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from transfuse._tls import TLS
 from transfuse._tuning import POOL_AGAIN_SECONDS
 from transfuse._wire.group import Group
 from transfuse._wire.meeting import Meeting, own_port
@@ -20,9 +21,13 @@ from transfuse._wire.stream import Stream
 class Pool:
     """The streams of one transport that no transfer uses now, in one configuration of its group."""
 
-    def __init__(self, group: Group, *, allowed: bool = True) -> None:
-        """``allowed``: whether conversations over the group may go on over streams."""
+    def __init__(self, group: Group, *, allowed: bool = True, tls: TLS | None = None) -> None:
+        """``allowed``: whether conversations over the group may go on over streams.
+
+        ``tls``: how these are encrypted. Then conversations over the group must go on over streams.
+        """
         self.group = group
+        self.tls = tls
         self._allowed = allowed
         self._lock = threading.Lock()
         self._closed = False
@@ -38,6 +43,10 @@ class Pool:
         """Whether a conversation with this peer that begins over the group may go on over a stream."""
         return self._allowed and not hasattr(self.group.pg, "stream_to") and self.can_form(peer)
 
+    def must_move(self, peer: int) -> bool:
+        """Whether a conversation with this peer that begins over the group must go on over a stream, or end."""
+        return self.tls is not None and not hasattr(self.group.pg, "stream_to") and peer != self.group.rank()
+
     def can_form(self, peer: int) -> bool:
         """Whether a conversation with this peer that has a stream may get more of them."""
         return not self._closed and peer != self.group.rank()
@@ -48,17 +57,17 @@ class Pool:
         if own is not None:
             found: Meeting | None = own(peer)
             return found
-        return own_port(self.group.host())
+        return own_port(self.group.host(), self.tls)
 
     def place(self, peer: int) -> Place | None:
         meeting = self.meeting(peer)
         return None if meeting is None else meeting.place()
 
     def may_meet(self, peer: int) -> bool:
-        """Whether to connect with this peer: not if that has just failed."""
+        """Whether to connect with this peer: not if that has just failed, and there is another way."""
         with self._lock:
             failed = self._failed.get(peer)
-            return failed is None or time.monotonic() - failed > POOL_AGAIN_SECONDS
+            return failed is None or self.tls is not None or time.monotonic() - failed > POOL_AGAIN_SECONDS
 
     def may_form(self, peer: int) -> bool:
         """Whether to form lanes with this peer: not if that has just failed, nor while others are formed."""
@@ -102,7 +111,7 @@ class Pool:
 
     def in_configuration(self, group: Group) -> Pool:
         """Close, and go on with another pool for ``group``: behind a peer's rank there may be another process."""
-        other = Pool(group, allowed=self._allowed)
+        other = Pool(group, allowed=self._allowed, tls=self.tls)
         other._closed = self._closed
         self.close()
         return other

@@ -251,7 +251,7 @@ class RollCall:
         """Tell these ranks some bytes; return what all have said, the same on all who live.
 
         All of them call this as often as the others, in the same order. ``last``: nothing follows. Without ``pass_on``
-        the words of those who may be lost are not told again, and a rank that has left counts as lost.
+        the words of ranks that may be lost are not told again, and a rank that has left counts as lost.
         """
         peers = [rank for rank in ranks if rank != self.rank]
         stage, self._stage = (LAST_STAGE if last else self._stage), self._stage + 2

@@ -105,7 +105,8 @@ class Route(Protocol):
     def compared(self) -> bool:
         """Whether what was pulled counts only once the source's digests have been compared, unless verify=False."""
 
-    def lease(self) -> Lease: ...
+    def lease(self, seconds: float) -> Lease:
+        """``seconds``: how long the export may wait for work that an accelerator has queued."""
 
     def open(self, entry: bytes, pull: Pull) -> Puller:
         """Open the entry of a source's lease. Do not trust the entry: anybody may have written it.

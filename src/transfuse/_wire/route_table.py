@@ -8,13 +8,15 @@ from types import TracebackType
 
 from transfuse._options import Options
 from transfuse._state.manifest import Described
+from transfuse._wire.device_route import DeviceRoute
 from transfuse._wire.memory_route import MemoryRoute
 from transfuse._wire.nixl_route import NixlRoute
 from transfuse._wire.route import Lease, Route
 
 #: Every route that pulls, best first. A receiver tries them in this order, each for the parcels that the earlier ones
-#: could not pull, and wants the rest over the group.
-ROUTES: list[Route] = [MemoryRoute(), NixlRoute()]
+#: could not pull, and wants the rest over the group. What lies in main memory and what lies on devices is never in one
+#: parcel, so the first two never compete.
+ROUTES: list[Route] = [MemoryRoute(), DeviceRoute(), NixlRoute()]
 
 
 def _allowed(options: Options) -> list[Route]:
@@ -33,8 +35,9 @@ def usable(offered: Container[str], options: Options) -> list[Route]:
 class Leases:
     """A source's leases on all routes that its caller allows, from ``with`` until its end."""
 
-    def __init__(self, options: Options) -> None:
-        self._leases: dict[str, Lease] = {route.name: route.lease() for route in _allowed(options)}
+    def __init__(self, options: Options, seconds: float) -> None:
+        """``seconds``: how long exports may wait for work that an accelerator has queued."""
+        self._leases: dict[str, Lease] = {route.name: route.lease(seconds) for route in _allowed(options)}
         self._given = ExitStack()
 
     def __enter__(self) -> Leases:

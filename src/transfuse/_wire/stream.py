@@ -1,6 +1,8 @@
 """Streams: TCP connections of our own. To a channel, a stream is a process group whose only other rank is the peer.
 
 Bytes go straight between the kernel and the tensors: each call sends from, or receives into, several runs of memory.
+With ``tls=`` they take one step more, piece by piece, to be encrypted or decrypted (:mod:`.secure`). What is said here
+about sockets is about the kernel's, and the same for both.
 Nothing is framed here. Both ends know every length, because messages announce theirs and parcels have been planned.
 
 What a socket does and does not do, and what follows from it:
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import select
 import socket
@@ -31,7 +34,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -39,7 +42,9 @@ import numpy as np
 import torch
 
 from transfuse._memory.digest import Run
-from transfuse._tuning import STREAM_MOST_BYTES, STREAM_MOST_SECONDS, STREAM_SLICE_SECONDS
+from transfuse._tuning import SECURE_PIECE_BYTES, STREAM_MOST_BYTES, STREAM_MOST_SECONDS, STREAM_SLICE_SECONDS
+from transfuse._wire.framed import AnySocket
+from transfuse._wire.secure import Cipher, SecureSocket
 
 #: What is sent, or received into. Bytes are only sent.
 Part: TypeAlias = torch.Tensor | Run | bytes | bytearray
@@ -47,6 +52,9 @@ Part: TypeAlias = torch.Tensor | Run | bytes | bytearray
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.sendmsg, _libc.recvmsg):
     _call.restype, _call.argtypes = ctypes.c_ssize_t, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+_into_memory, _out_of_memory = _libc.preadv, _libc.pwritev
+for _call in (_into_memory, _out_of_memory):
+    _call.restype, _call.argtypes = ctypes.c_ssize_t, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 
 MOST_RUNS = 1024
 #: Bytes that are dropped at a time.
@@ -80,11 +88,13 @@ class Stream:
     #: See :meth:`transfuse._wire.switchboard.Switchboard.pin`.
     outlives_waits = True
 
-    def __init__(
-        self, sock: socket.socket, *, seconds: float, rank: int | None = None, size: int | None = None
-    ) -> None:
+    def __init__(self, sock: AnySocket, *, seconds: float, rank: int | None = None, size: int | None = None) -> None:
         """``seconds``: how long the peer may take none of the bytes that are sent. ``rank``, ``size``: of the group."""
+        self._cipher: Cipher | None = None
+        if isinstance(sock, SecureSocket):
+            self._cipher, sock = sock.cipher, sock.plain
         self._socket = sock
+        self._scratch = None if self._cipher is None else Scratch()
         self._rank, self._size = rank, size
         #: A number by which both ends know this connection.
         self.number = 0
@@ -145,7 +155,10 @@ class Stream:
         runs = _runs(parts)
         with self._writing:
             try:
-                self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, runs, self._seconds)
+                if self._cipher is None or self._scratch is None:
+                    self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, runs, self._seconds)
+                else:
+                    self._write_sealed(self._cipher, self._scratch, runs)
             except BaseException:
                 self._failure = self._failure or _INTERRUPTED
                 raise
@@ -155,38 +168,75 @@ class Stream:
         runs = _runs(parts)
         with self._reading:
             try:
-                self._move(_libc.recvmsg, socket.MSG_WAITALL, runs, seconds)
+                if self._cipher is None or self._scratch is None:
+                    self._move(_libc.recvmsg, socket.MSG_WAITALL, runs, seconds)
+                else:
+                    self._read_sealed(self._cipher, self._scratch, runs, seconds)
             except BaseException:
                 self._failure = self._failure or _INTERRUPTED
                 raise
+
+    def _write_sealed(self, cipher: Cipher, scratch: Scratch, runs: list[int]) -> None:
+        for some, count in _shares(runs):
+            self._check()
+            scratch.copy(some, count, self._fail, into=True)
+            sealed = cipher.seal(scratch.sent[:count])
+            self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, _runs((sealed,)), self._seconds)
+
+    def _read_sealed(self, cipher: Cipher, scratch: Scratch, runs: list[int], seconds: float) -> None:
+        place = (ctypes.c_uint64 * 2)(ctypes.addressof(scratch.sealed), len(scratch.sealed))
+        head, sealed = _Head(runs=ctypes.addressof(place), count=1), memoryview(scratch.sealed)
+        for some, count in _shares(runs):
+            at = 0
+            while at < count:
+                self._check()
+                try:
+                    at += cipher.open_into(scratch.received[at:count])
+                except OSError as error:
+                    self._fail(error)
+                if at < count:
+                    if cipher.has_ended:
+                        self._fail(_ended())
+                    cipher.feed(sealed[: self._receive(head, seconds)])
+            scratch.copy(some, count, self._fail, into=False)
+
+    def _receive(self, head: _Head, seconds: float) -> int:
+        """Whatever comes next, as many bytes as are here."""
+        began_at = time.monotonic()
+        while not (moved := self._call(_libc.recvmsg, head, 0)):
+            if time.monotonic() - began_at > seconds:
+                self._fail(TimeoutError("timed out"))
+        return moved
 
     def _move(self, call: ctypes._NamedFuncPointer, flags: int, runs: list[int], seconds: float) -> None:
         """Move all of these runs of memory: address, length, address, length, …"""
         table = (ctypes.c_uint64 * len(runs))(*runs)
         head, at, moved_at = _Head(), 0, time.monotonic()
         while at < len(table):
-            self._check()
             head.runs = ctypes.addressof(table) + ctypes.sizeof(ctypes.c_uint64) * at
             head.count = min((len(table) - at) // 2, MOST_RUNS)
-            moved = call(self._socket.fileno(), ctypes.byref(head), flags)
-            if moved > 0:
+            if moved := self._call(call, head, flags):
                 moved_at = time.monotonic()
-                if call is _libc.recvmsg:
-                    self.heard_at = moved_at
                 at = _advance(table, at, moved)
-            elif moved == 0:
-                self._fail(ConnectionResetError("the peer has closed the connection"))
-            else:
-                self._look_at(ctypes.get_errno(), time.monotonic() - moved_at > seconds)
+            elif time.monotonic() - moved_at > seconds:
+                self._fail(TimeoutError("timed out"))
 
-    def _look_at(self, number: int, is_late: bool) -> None:
-        """Go on after a call that has moved nothing, or fail."""
+    def _call(self, call: ctypes._NamedFuncPointer, head: _Head, flags: int) -> int:
+        """One call into the kernel. Returns how many bytes it has moved, or fails; 0: none within a slice of time."""
+        self._check()
+        moved: int = call(self._socket.fileno(), ctypes.byref(head), flags)
+        if moved > 0:
+            if call is _libc.recvmsg:
+                self.heard_at = time.monotonic()
+            return moved
+        if moved == 0:
+            self._fail(_ended())
+        number = ctypes.get_errno()
         if number not in (errno.EAGAIN, errno.EINTR):
             # An address that cannot be written or read is the caller's fault: the connection itself is good, but
             # nobody knows any more where in it the next message begins.
             self._fail(OSError(number, os.strerror(number)))
-        elif is_late:
-            self._fail(TimeoutError("timed out"))
+        return 0
 
     def _check(self) -> None:
         """Fail if the connection is of no more use."""
@@ -206,7 +256,8 @@ class Stream:
 
     def has_news(self) -> bool:
         """Whether bytes are here that nobody has read, or the end of the connection."""
-        return self._is_cut or bool(self._look.poll(0))
+        arrived = self._cipher is not None and self._cipher.has_bytes
+        return self._is_cut or arrived or bool(self._look.poll(0))
 
     def can_write(self) -> bool:
         """Whether a short write would not have to wait, as far as can be seen."""
@@ -225,9 +276,18 @@ class Stream:
                 with suppress(OSError):
                     while len(words) < MOST_LAST and (some := self._socket.recv(MOST_LAST, socket.MSG_DONTWAIT)):
                         words += some
+                if self._cipher is not None:
+                    words = self._opened(self._cipher, words)
             finally:
                 self._reading.release()
         return bytes(words)
+
+    def _opened(self, cipher: Cipher, sealed: bytearray) -> bytearray:
+        opened = bytearray(len(sealed) + MOST_LAST)
+        with suppress(OSError):
+            cipher.feed(sealed)
+            return opened[: cipher.open_into(memoryview(opened))]
+        return bytearray()
 
     def is_alive(self) -> bool:
         """Whether the peer has neither closed the connection nor sent anything. For connections that are not in use."""
@@ -266,6 +326,8 @@ class Stream:
             if breaks_off or self._failure is not None:
                 self._set(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # Close by a reset.
             self._socket.close()
+            if self._scratch is not None:
+                self._scratch.close()
 
     def _leave_to_parent(self) -> None:
         """In the child of a fork: the connection is the parent's."""
@@ -273,6 +335,46 @@ class Stream:
         self._is_cut = True
         self._reading, self._writing, self._ending = threading.Lock(), threading.Lock(), threading.Lock()
         self._socket.close()
+        if self._scratch is not None:
+            self._scratch.close()
+
+
+class Scratch:
+    """Where bytes are encrypted and decrypted: the kernel copies them out of the tensors, and into them.
+
+    So memory that somebody has unmapped or protected is an error here, as it is without encryption. OpenSSL, which
+    would write there by itself, would end the process.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("transfuse-tls", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._fd, 2 * SECURE_PIECE_BYTES)
+            self._memory = mmap.mmap(self._fd, 2 * SECURE_PIECE_BYTES)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.sent = memoryview(self._memory)[:SECURE_PIECE_BYTES]
+        self.received = memoryview(self._memory)[SECURE_PIECE_BYTES:]
+        #: What comes from the kernel before it is decrypted.
+        self.sealed = (ctypes.c_ubyte * SECURE_PIECE_BYTES)()
+
+    def copy(self, runs: list[int], count: int, fail: Callable[[OSError], None], *, into: bool) -> None:
+        """Copy ``count`` bytes from these runs of memory ``into`` what is sent, or to them from what was received."""
+        call, at = (_out_of_memory, 0) if into else (_into_memory, SECURE_PIECE_BYTES)
+        moved = call(self._fd, (ctypes.c_uint64 * len(runs))(*runs), len(runs) // 2, at)
+        if moved != count:
+            number = ctypes.get_errno() if moved < 0 else errno.EFAULT
+            fail(OSError(number, os.strerror(number)))
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+            with suppress(BufferError):  # In a forked child, a thread of the parent's may have been using them.
+                self.sent.release()
+                self.received.release()
+                self._memory.close()
 
 
 def _runs(parts: Sequence[Part]) -> list[int]:
@@ -289,6 +391,26 @@ def _runs(parts: Sequence[Part]) -> list[int]:
             runs += (address, min(left, STREAM_MOST_BYTES))
             address, left = address + STREAM_MOST_BYTES, left - STREAM_MOST_BYTES
     return runs
+
+
+def _shares(runs: list[int]) -> Iterator[tuple[list[int], int]]:
+    """The same runs in lists of a limited number of bytes, which follow."""
+    some: list[int] = []
+    room = SECURE_PIECE_BYTES
+    for address, length in zip(runs[::2], runs[1::2], strict=True):
+        while length > 0:
+            part = min(length, room)
+            some += (address, part)
+            address, length, room = address + part, length - part, room - part
+            if not room or len(some) == 2 * MOST_RUNS:
+                yield some, SECURE_PIECE_BYTES - room
+                some, room = [], SECURE_PIECE_BYTES
+    if some:
+        yield some, SECURE_PIECE_BYTES - room
+
+
+def _ended() -> OSError:
+    return ConnectionResetError("the peer has closed the connection")
 
 
 def _advance(table: ctypes.Array[ctypes.c_uint64], at: int, moved: int) -> int:

@@ -32,6 +32,9 @@ from transfuse._wire.turns import Turns
 
 _take_reference = ctypes.pythonapi.Py_IncRef
 
+#: The queue of operations beside which no other may be posted.
+ALL = -1
+
 MOST_LAST_MESSAGES = 400
 MOST_PAUSE = 0.1
 
@@ -73,6 +76,7 @@ class StuckOperation(Protocol):
 class _Queues:
     """One transfer at a time on each queue, as this rank alone decides. The lowest source rank goes first.
 
+    The queue ``ALL`` excludes every other one.
     There is no timeout here: each transfer that is ahead is bounded by its own.
     """
 
@@ -88,7 +92,7 @@ class _Queues:
         with self._changed:
             waiting = self._waiting.setdefault(queue, [])
             waiting.append(me)
-            self._changed.wait_for(lambda: queue not in self._busy and min(waiting) == me)
+            self._changed.wait_for(lambda: not self._excluded(queue) and min(waiting) == me)
             waiting.remove(me)
             self._busy.add(queue)
         try:
@@ -99,6 +103,9 @@ class _Queues:
                 if not self._waiting.get(queue):
                     self._waiting.pop(queue, None)
                 self._changed.notify_all()
+
+    def _excluded(self, queue: int) -> bool:
+        return bool(self._busy) if queue == ALL else not self._busy.isdisjoint((queue, ALL))
 
 
 class Watch:
@@ -180,7 +187,7 @@ class Watch:
         return min([MOST_PAUSE, *(channel.pulse_seconds / 2 for channel in channels)])
 
 
-class FirstWord:
+class PendingOffer:
     """A receive for the header of a peer's next offer. It cannot be cancelled: a caller that leaves hands it on."""
 
     _numbers = itertools.count()
@@ -219,14 +226,14 @@ class Switchboard:
         self.configuration = configuration
         self._pinned = False
         #: Receives for offers that nobody waits for, in the order in which they were posted.
-        self._parked: list[FirstWord] = []
+        self._parked: list[PendingOffer] = []
         #: Abandoned conversations with silent peers. They keep the memory of their pending receives alive, because the
         #: peers may still write to it.
         self._left_behind: set[object] = set()
         #: Operations on the accelerator that silent peers have never answered, by queue.
         self._stuck: dict[int, list[StuckOperation]] = {}
         #: After a fork: the parent's pending receives, kept so that their memory stays.
-        self._parents: list[FirstWord] = []
+        self._parents: list[PendingOffer] = []
         #: The last messages of conversations that have ended. gloo needs their memory until it has sent them.
         self._last_messages: deque[object] = deque(maxlen=MOST_LAST_MESSAGES)
         self._start()
@@ -242,6 +249,8 @@ class Switchboard:
         self._host: tuple[str | None] | None = None
         #: Ranks with which an operation on the accelerator has been posted: both have made their communicator.
         self.connected: set[int] = set()
+        with suppress(TypeError):  # A group of the caller's own, of which there can be no weak reference.
+            self.connected = _connected.setdefault(self.pg, {}).setdefault(self.configuration, self.connected)
 
     def loop(self) -> Loopback:
         """The loopback of this rank. It lives while a conversation uses it; unread messages are lost with it."""
@@ -323,47 +332,47 @@ class Switchboard:
     def is_left_behind(self, channel: object) -> bool:
         return channel in self._left_behind
 
-    def park(self, word: FirstWord) -> None:
+    def park(self, pending: PendingOffer) -> None:
         """The owner leaves: the next conversation with this peer takes the receive over."""
         with self._lock:
-            if word.owner is not None:
-                word.owner = None
-                self._parked.append(word)
-                self._parked.sort(key=lambda word: word.number)
+            if pending.owner is not None:
+                pending.owner = None
+                self._parked.append(pending)
+                self._parked.sort(key=lambda pending: pending.number)
                 self._keep()
 
-    def adopt(self, peer: int, owner: object) -> FirstWord | None:
+    def adopt(self, peer: int, owner: object) -> PendingOffer | None:
         """Take over a receive that an earlier call has left behind; None if there is none that can still succeed."""
         with self._lock:
             found = None
-            for word in [*self._parked]:
-                if word.error is not None:
-                    self._parked.remove(word)
-                elif found is None and word.peer == peer:
-                    self._parked.remove(word)
-                    word.owner, found = owner, word
+            for pending in [*self._parked]:
+                if pending.error is not None:
+                    self._parked.remove(pending)
+                elif found is None and pending.peer == peer:
+                    self._parked.remove(pending)
+                    pending.owner, found = owner, pending
             self._keep()
             return found
 
-    def release(self, word: FirstWord, owner: object) -> bool:
+    def release(self, pending: PendingOffer, owner: object) -> bool:
         """Whether ``owner`` still owns the receive and takes its result. If not, a failed receive is dropped."""
         with self._lock:
-            if word.owner is owner:
-                word.owner = None
+            if pending.owner is owner:
+                pending.owner = None
                 return True
-            if word.error is not None:
-                self._unpark(word)
+            if pending.error is not None:
+                self._unpark(pending)
             return False
 
-    def take_back(self, word: FirstWord) -> bool:
+    def take_back(self, pending: PendingOffer) -> bool:
         """Whether nobody has taken over a receive that was left behind. From then on nobody can."""
         with self._lock:
-            return self._unpark(word)
+            return self._unpark(pending)
 
-    def _unpark(self, word: FirstWord) -> bool:
-        found = word in self._parked
+    def _unpark(self, pending: PendingOffer) -> bool:
+        found = pending in self._parked
         if found:
-            self._parked.remove(word)
+            self._parked.remove(pending)
             self._keep()
         return found
 
@@ -392,6 +401,8 @@ _switchboards: WeakValueDictionary[tuple[int, str], Switchboard] = WeakValueDict
 _kept: set[Switchboard] = set()
 #: By group: its last messages, which outlive its switchboard. That ends with the last transport on the group.
 _last_messages: WeakKeyDictionary[Any, deque[object]] = WeakKeyDictionary()
+#: By group and configuration: the ranks with which it has communicators. These outlive a switchboard, too.
+_connected: WeakKeyDictionary[Any, dict[str, set[int]]] = WeakKeyDictionary()
 _finding = threading.Lock()
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
     ),
     "serve": "Serve the state in a file to `transfuse fetch` and `transfuse.fetch`, until Ctrl-C.",
     "fetch": "Fetch a state and write it to a file, whole or not at all.",
+    "save": "Write the newest step of a running job to a directory, as keepers write steps there.",
     "keep": "Run the keeper of a run in the foreground, until its job is done, Ctrl-C or SIGTERM.",
     "hub": "Be a Hugging Face Hub whose one repository holds the weights of a running job, until Ctrl-C.",
     "doctor": (

@@ -1,40 +1,38 @@
-"""``transfuse fetch``: write the state of one server, or of several that hold parts of it, to a file."""
+"""``transfuse fetch``: write the state of servers, of a keeper or in a directory of steps to a file."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from torch import nn
 
 import transfuse
-from transfuse._errors import PeerError
 from transfuse._limits import Limits
 from transfuse._plan.regions import lay_out
 from transfuse._report import Report
 from transfuse._sizes import human_bytes
-from transfuse._state import trees
-from transfuse._state.leaves.dtensors import is_dtensor
 from transfuse._state.manifest import Manifest, describe
-from transfuse._wire.handshake import split_address
-from transfuse.cli import files, keepers, safetensors_file
+from transfuse.cli import files, reaching, safetensors_file
 from transfuse.cli.errors import Failed, warnings_shown
 from transfuse.cli.files import SUFFIXES, Format
 from transfuse.cli.options import (
     AsJson,
     Seconds,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TlsNames,
     TokenFile,
     bytes_of,
     check_settings,
     check_step,
     duration_of,
-    token_of,
+    encrypt_by,
 )
 from transfuse.cli.tables import count_leaves
 
@@ -56,14 +54,16 @@ def fetch(
     addresses: Annotated[
         list[str],
         typer.Argument(
-            metavar="ADDRESS",
-            help="A server's host:port. Several, if they serve one state. Or `keeper:RUN` for the keeper of a run.",
+            metavar="ADDRESS|DIR",
+            help="A server's host:port. Several, if they serve one state. Or `keeper:RUN` for the keeper of a run. Or "
+            "a directory of steps, or its URL.",
         ),
     ],
     out: Annotated[
         Path,
         typer.Option(
             "--out",
+            "--output",
             "-o",
             metavar="FILE",
             help="`.safetensors`, or `.pt`, `.pth`, `.bin` for torch.save. Without such a suffix one is chosen.",
@@ -80,6 +80,10 @@ def fetch(
     verify: Annotated[
         bool | None, typer.Option(help="Compare digests. Default: of all that comes over the network.")
     ] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    tls_names: TlsNames = None,
     as_json: AsJson = False,
 ) -> None:
     """Fetch a state and write it to a file, whole or not at all.
@@ -89,25 +93,22 @@ def fetch(
     ones. What it cannot hold is refused with the reason; torch.save holds everything. DTensors are written whole, as
     plain tensors.
     """
-    _check(addresses)
-    is_keeper = addresses[0].startswith(keepers.PREFIX)
+    found = reaching.resolved(addresses, step)
+    encrypt_by(tls_cert, tls_key, tls_ca, tls_names)
     check_settings()
     check_step(step)
     largest = bytes_of(max_size) if max_size is not None else None
-    with warnings_shown("fetch"), _reached(addresses, token_file, timeout) as (reached, token):
+    with warnings_shown("fetch"), reaching.reached(found, token_file, timeout) as servers:
         # Without a known suffix the command writes another file, beside this one.
         files.check_place(out, overwrite or out.suffix not in SUFFIXES)
-        seen = _peek(reached, token, timeout)
-        if is_keeper and not any(manifest.is_sharded for manifest in seen):
-            # Each rank has everything, and values of its own in part: take one rank's.
-            reached, seen = reached[:1], seen[:1]
+        seen = reaching.manifests(servers, timeout)
         goal = _goal(out, seen)
         files.check_place(goal.path, overwrite)
         # Replicas bring the same bytes, so the file is at least as large as the largest server's state.
         files.check_room(goal.path, max(int(lay_out(manifest).nbytes.sum()) for manifest in seen))
         fetched = transfuse.fetch(
-            reached if len(reached) > 1 else reached[0],
-            token=token,
+            servers.addresses if len(servers.addresses) > 1 else servers.addresses[0],
+            token=servers.token,
             timeout=duration_of(timeout),
             step=step,
             same_host=same_host,
@@ -115,47 +116,12 @@ def fetch(
             max_receive_bytes=largest,
             progress=sys.stderr.isatty(),
         )
-        state = _whole(fetched.state)
+        state = reaching.whole(fetched.state)
         if goal.how is Format.SAFETENSORS:
             # The server's state may have changed since the check.
             _refuse(goal.path, safetensors_file.misfits(describe(state, Limits()).manifest))
         files.save(state, goal.path, goal.how, overwrite)
     _tell(goal, fetched.report, as_json)
-
-
-@contextmanager
-def _reached(addresses: list[str], token_file: Path | None, timeout: float) -> Iterator[tuple[list[str], bytes | None]]:
-    """The addresses of servers, and the token for them."""
-    if len(addresses) == 1:
-        with keepers.served(addresses[0], token_file, timeout) as (reached, token):
-            yield reached, token
-    else:
-        yield addresses, token_of(token_file)
-
-
-def _check(addresses: Sequence[str]) -> None:
-    if len(addresses) == 1 and addresses[0].startswith(keepers.PREFIX):
-        return
-    for address in addresses:
-        try:
-            split_address(address)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    if len(set(addresses)) != len(addresses):
-        raise typer.BadParameter("an address appears twice; give each server once")
-
-
-def _peek(addresses: Sequence[str], token: bytes | None, timeout: float) -> list[Manifest]:
-    """The descriptions of the servers that answer. Whether these servers hold enough is known later."""
-    found, last = [], None
-    for address in addresses:
-        try:
-            found.append(transfuse.peek(address, token=token, timeout=duration_of(timeout)).manifest)
-        except PeerError as error:
-            last = error
-    if not found and last is not None:
-        raise last
-    return found
 
 
 def _goal(out: Path, seen: Sequence[Manifest]) -> Goal:
@@ -176,19 +142,6 @@ def _refuse(path: Path, misfits: Sequence[str]) -> None:
         more = f"; and {len(misfits) - MAX_NAMED} more" if len(misfits) > MAX_NAMED else ""
         instead = path.with_suffix(".pt")
         raise Failed(f"a safetensors file cannot hold this state: {shown}{more}. Use --out {instead}")
-
-
-def _whole(state: Any) -> Any:
-    """The state with each DTensor replaced by its tensor, which is whole: its mesh is this process alone."""
-    root, leaves = trees.flatten(state, max_depth=Limits().max_depth)
-    if not any(is_dtensor(leaf) for leaf in leaves):
-        return state
-    return trees.unflatten(root, [_plain(leaf) if is_dtensor(leaf) else leaf for leaf in leaves])
-
-
-def _plain(leaf: Any) -> Any:
-    local = leaf.to_local().detach()
-    return nn.Parameter(local, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else local
 
 
 def _tell(goal: Goal, report: Report, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""``transfuse hub``: be a Hugging Face Hub for a state in servers, in a keeper or in a file."""
+"""``transfuse hub``: be a Hugging Face Hub for a state in servers, in a keeper, in a directory or in a file."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import transfuse
 from transfuse._errors import TransfuseError
-from transfuse._hub.hub import DEFAULT_NAME, Hub, HubSettings, check_shard_bytes
+from transfuse._hub.assets import Assets
+from transfuse._hub.hub import DEFAULT_NAME, Hub, HubSettings
 from transfuse._hub.sources import Reached, ServerSource
-from transfuse._job.state import State
 from transfuse._tuning import HUB_MAX_SHARD_BYTES
-from transfuse._wire.handshake import is_loopback, split_address
-from transfuse.cli import files, keepers
+from transfuse._wire.handshake import check_addresses, is_loopback, split_address
+from transfuse.cli import files, keepers, reaching
 from transfuse.cli.errors import Failed, warnings_shown
 from transfuse.cli.options import (
     TOKEN_VARIABLE,
     AsJson,
     Seconds,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TlsNames,
     bytes_of,
     check_settings,
     check_step,
-    duration_of,
+    encrypt_by,
     token_of,
 )
 
@@ -41,9 +45,9 @@ def hub(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="ADDRESS|FILE",
-            help="A server's host:port, or several if they serve one state; `keeper:RUN` for the keeper of a run; or a "
-            ".safetensors or .pt file.",
+            metavar="ADDRESS|DIR|FILE",
+            help="A server's host:port, or several if they serve one state; `keeper:RUN` for the keeper of a run; a "
+            "directory of steps, or its URL; or a .safetensors or .pt file.",
             show_default=False,
         ),
     ],
@@ -76,10 +80,17 @@ def hub(
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes of tensors in a file of the repository.")
     ] = f"{HUB_MAX_SHARD_BYTES // 1000**3}GB",
+    https: Annotated[
+        bool, typer.Option(help="With --tls-cert: clients come by https. The servers are asked by TLS in any case.")
+    ] = True,
     hold: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="How long a client may go on with a commit.")
     ] = 30,
     timeout: Seconds = 30,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    tls_names: TlsNames = None,
     as_json: AsJson = False,
 ) -> None:
     """Be a Hugging Face Hub whose one repository holds the weights of a running job, until Ctrl-C.
@@ -87,18 +98,31 @@ def hub(
     The first line is the endpoint, for clients' `HF_ENDPOINT`. A copy of the state is fetched when a client asks for
     `main` and the step has moved on.
 
-    Nothing is encrypted, and without a token anybody who reaches the endpoint gets the weights.
+    Without a token, and without --tls-cert, anybody who reaches the endpoint gets the weights; and without --tls-cert,
+    or with --no-https, nothing of it is encrypted.
     """
+    tls = encrypt_by(tls_cert, tls_key, tls_ca, tls_names)
     check_settings()
     check_step(step)
     secret = token_of(token_file, HUB_TOKEN_VARIABLE)
-    shard_bytes = check_shard_bytes(bytes_of(max_shard_size))
-    if secret is None and not is_loopback(host):
+    if secret is None and not is_loopback(host) and not (tls is not None and https):
         print(f"transfuse hub: without a token: anybody who reaches {host} gets the weights", file=sys.stderr)
     try:
-        settings = HubSettings(name, assets, secret, host, port, duration_of(hold), timeout)
+        given = HubSettings(
+            step=step,
+            name=name,
+            assets=Assets(assets),
+            prefix=prefix,
+            max_shard_bytes=bytes_of(max_shard_size),
+            hold=hold,
+            host=host,
+            port=port,
+            token=secret,
+            tls=tls if https and tls is not None else False,
+            timeout=timeout,
+        )
         with warnings_shown("hub"):
-            opened = _open(sources, settings, server_token_file, prefix, step, shard_bytes, timeout)
+            opened = _open(sources, given, server_token_file)
     except (ValueError, NotADirectoryError) as error:
         raise typer.BadParameter(str(error)) from None
     with warnings_shown("hub"), opened:
@@ -114,61 +138,42 @@ def hub(
             print("transfuse hub: ending", file=sys.stderr)
 
 
-def _open(
-    sources: list[str],
-    settings: HubSettings,
-    token_file: Path | None,
-    prefix: str,
-    step: int | None,
-    shard_bytes: int,
-    timeout: float,
-) -> Hub:
+def _open(sources: list[str], given: HubSettings, token_file: Path | None) -> Hub:
     only = sources[0] if len(sources) == 1 else None
     if only is not None and only.startswith(keepers.PREFIX):
-        if step is not None:
+        if given.step is not None:
             raise typer.BadParameter("the keeper tells the step", param_hint="--step")
-        return _of_servers(_keeper(only, timeout), settings, prefix, shard_bytes, timeout)
+        return _of_servers(_keeper(only, given.timeout), given)
+    step = given.step if isinstance(given.step, int) else None
+    directory = None if only is None else reaching.directory_of(only, step)
+    if directory is not None:
+        return _of_servers(lambda: nullcontext(Reached([directory], None)), given)
     if only is not None and (Path(only).suffix in files.SUFFIXES or Path(only).exists()):
-        state = files.load(Path(only))
-        return Hub.of_state(State(state), settings, step=step, prefix=prefix, max_shard_bytes=shard_bytes)
-    if step is not None:
+        return Hub.of_state(replace(given, state=files.load(Path(only))))
+    if given.step is not None:
         raise typer.BadParameter("the servers tell their step", param_hint="--step")
     for source in sources:
         try:
             split_address(source)
         except ValueError as error:
             raise typer.BadParameter(f"{error}; and there is no file of this name") from None
-    if len(set(sources)) != len(sources):
-        raise typer.BadParameter("an address appears twice; give each server once")
+    check_addresses(sources)
     token = token_of(token_file)
-
-    @contextmanager
-    def reach() -> Iterator[Reached]:
-        yield Reached(sources, token)
-
-    return _of_servers(reach, settings, prefix, shard_bytes, timeout)
+    return _of_servers(lambda: nullcontext(Reached(sources, token)), given)
 
 
-def _of_servers(
-    reach: Callable[[], AbstractContextManager[Reached]],
-    settings: HubSettings,
-    prefix: str,
-    shard_bytes: int,
-    timeout: float,
-) -> Hub:
-    source = ServerSource(reach, prefix=prefix, max_shard_bytes=shard_bytes, seconds=timeout)
+def _of_servers(reach: Callable[[], AbstractContextManager[Reached]], given: HubSettings) -> Hub:
+    source = ServerSource(reach, given.files, given.timeout)
     source.mark(None)  # An address that leads nowhere is told now, not to the first client.
-    return Hub(source, settings)
+    return Hub(source, given)
 
 
 def _keeper(where: str, timeout: float) -> Callable[[], AbstractContextManager[Reached]]:
     @contextmanager
     def reach() -> Iterator[Reached]:
         try:
-            with keepers.served(where, None, timeout) as (addresses, token):
-                sharded = len(addresses) > 1 and transfuse.peek(addresses[0], token=token).manifest.is_sharded
-                # Each rank has everything, and values of its own in part: take one rank's.
-                yield Reached(addresses if sharded else addresses[:1], token)
+            with reaching.reached([where], None, timeout) as servers:
+                yield servers
         except Failed as error:
             raise TransfuseError(str(error)) from error
 

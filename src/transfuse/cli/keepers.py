@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transfuse._keeper.attach import SOCKET_NAME, Lock
 from transfuse._keeper.files import HELD_NAME, TOKEN_NAME, remove_files
 from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.runs import Run
+from transfuse._tuning import OVERVIEW_ASK_SECONDS
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import token_of
 
@@ -27,6 +28,8 @@ __all__ = ["PREFIX", "FoundRun", "find", "list_keepers", "served", "stop"]
 PREFIX = "keeper:"
 LOOPBACK = "127.0.0.1"
 ALIVE, SILENT, DEAD = "alive", "silent", "dead"
+#: How long the keepers of other hosts may take, beside this one: two waits for each, and some room.
+LOOK = 3 * OVERVIEW_ASK_SECONDS
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class FoundRun:
     #: ``ALIVE``; ``SILENT``: it is there, but does not answer; ``DEAD``.
     state: str
     status: dict[str, Any]
+    #: What the keepers of the other hosts say, if they were asked.
+    hosts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def directory(self) -> Path:
@@ -53,27 +58,42 @@ class FoundRun:
     def to_dict(self) -> dict[str, Any]:
         about: dict[str, Any] = {"run": self.run.name, "is_named": self.run.is_named, "keeper": self.state}
         where = {"directory": str(self.directory), "token_file": str(self.token_file)}
-        return about | self.status | (where if self.state != DEAD else {"directory": str(self.directory)})
+        hosts = {"hosts": self.hosts} if self.state == ALIVE else {}
+        return about | self.status | hosts | (where if self.state != DEAD else {"directory": str(self.directory)})
 
 
-def list_keepers(seconds: float) -> list[FoundRun]:
-    """All runs of this user that have a directory here. Each keeper has ``seconds`` to answer."""
-    return [_look(run, seconds) for run in runs.list_runs()]
+def list_keepers(seconds: float, *, name: str | None = None, with_hosts: bool = False) -> list[FoundRun]:
+    """All runs of this user that have a directory here, or those of this name. Each keeper has ``seconds`` to answer.
+
+    ``with_hosts``: also what the keepers of the other hosts say.
+    """
+    known = [run for run in runs.list_runs() if name in (None, run.name)]
+    return [_look(run, seconds, with_hosts=with_hosts) for run in known]
 
 
-def _look(run: Run, seconds: float) -> FoundRun:
+def _look(run: Run, seconds: float, *, with_hosts: bool = False) -> FoundRun:
     try:
         link = KeeperLink.to(str(run.directory / SOCKET_NAME), seconds)
     except KeeperLost:
         return FoundRun(run, DEAD, {})
     try:
         pid = link.peer_pid()
-        told = link.ask(frames.Status(), frames.Told, seconds)
-        return FoundRun(run, ALIVE, json.loads(told.text))
+        told = link.ask(frames.Status(), frames.StatusReply, seconds)
+        status = json.loads(told.text)
+        is_alone = not with_hosts or status["replicas"]["hosts"] == 1
+        return FoundRun(run, ALIVE, status, [] if is_alone else _hosts(link, seconds + LOOK))
     except TransfuseError:
         return FoundRun(run, SILENT, {"pid": pid})
     finally:
         link.close()
+
+
+def _hosts(link: KeeperLink, seconds: float) -> list[dict[str, Any]]:
+    """What the keepers of the other hosts say; nothing, if this one is of a version that does not ask them."""
+    with suppress(TransfuseError):
+        told: list[dict[str, Any]] = json.loads(link.ask(frames.Hosts(), frames.StatusReply, seconds).text)
+        return told
+    return []
 
 
 def find(name: str, seconds: float) -> FoundRun:
@@ -112,8 +132,8 @@ def stop(found: FoundRun, seconds: float) -> str:
         while not link.gone():
             if time.monotonic() > until:
                 raise Failed(
-                    f"keeper {pid} has not ended within {seconds:g} s. It has been asked to, and ends when it runs "
-                    f"again, with what it holds; kill -9 {pid} ends it at once"
+                    f"keeper {pid} has not ended within {seconds:g} s. It has been asked to, and waits for what is "
+                    f"under way; asked again, it ends at once. If it is stopped, kill -9 {pid} ends it"
                 )
             time.sleep(0.02)
     finally:

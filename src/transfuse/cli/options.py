@@ -10,31 +10,36 @@ from typing import Annotated
 
 import typer
 
-from transfuse._limits import check_environment
+from transfuse._limits import TLS_VARIABLES, check_environment
+from transfuse._tls import TLS, tls_of
+from transfuse._tuning import CLI_LONGEST_SECONDS
 from transfuse.cli.errors import Failed, reading
 
 __all__ = [
     "TOKEN_VARIABLE",
     "AsJson",
     "Seconds",
+    "TlsCa",
+    "TlsCert",
+    "TlsKey",
+    "TlsNames",
     "TokenFile",
     "available_bytes",
     "bytes_of",
     "check_settings",
     "check_step",
     "duration_of",
+    "encrypt_by",
     "token_of",
 ]
 
 TOKEN_VARIABLE = "TRANSFUSE_TOKEN"
-#: A week. The system's clocks do not take much longer times.
-LONGEST_SECONDS = 604_800
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 Seconds = Annotated[
     float,
     typer.Option(
-        min=0.1, max=LONGEST_SECONDS, metavar="SECONDS", help="How long the other end may go without progress."
+        min=0.1, max=CLI_LONGEST_SECONDS, metavar="SECONDS", help="How long the other end may go without progress."
     ),
 ]
 TokenFile = Annotated[
@@ -42,6 +47,27 @@ TokenFile = Annotated[
     typer.Option(
         metavar="FILE",
         help=f"Holds the secret that both ends share. Without it: the variable {TOKEN_VARIABLE}.",
+    ),
+]
+
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-cert",
+        metavar="FILE",
+        help="Encrypt, with this certificate. Without it: the variable TRANSFUSE_TLS_CERT.",
+    ),
+]
+TlsKey = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="The certificate's private key.")]
+TlsCa = Annotated[
+    Path | None, typer.Option("--tls-ca", metavar="FILE", help="The CA that the other end's certificate must be from.")
+]
+TlsNames = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-names",
+        metavar="NAME,…",
+        help="Names that the other end's certificate may have. Without them: those in one's own.",
     ),
 ]
 
@@ -64,6 +90,17 @@ def check_settings() -> None:
         check_environment()
     except ValueError as error:
         raise Failed(f"{error} (in the environment)") from None
+
+
+def encrypt_by(certificate: Path | None, key: Path | None, ca: Path | None, names: str | None) -> TLS | None:
+    """What is given here counts in place of the environment's, for all that this process does."""
+    for variable, value in zip(TLS_VARIABLES, (certificate, key, ca, names), strict=True):
+        if value is not None:
+            os.environ[variable] = str(value)
+    try:
+        return tls_of(None)
+    except ValueError as error:
+        raise Failed(str(error)) from None
 
 
 def check_step(step: int | None) -> None:

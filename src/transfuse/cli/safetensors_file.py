@@ -18,14 +18,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from transfuse._hub.safetensors_layout import DTYPES, why_not
+from transfuse._hub.safetensors_layout import DTYPES, METADATA, misnamed, why_not
 from transfuse._limits import Limits
+from transfuse._plan.cohorts import Cohort
 from transfuse._plan.regions import lay_out
 from transfuse._state import trees
 from transfuse._state.leaves import values
-from transfuse._state.leaves.dense import Flags
-from transfuse._state.leaves.spec import Spec, is_dtensor, of_plain_tensors
-from transfuse._state.manifest import Leaf, Manifest
+from transfuse._state.leaves.spec import DTENSOR
+from transfuse._state.manifest import Manifest
 from transfuse._state.region import crowds
 from transfuse._state.trees import Kind
 from transfuse.cli.contents import Contents, Row
@@ -55,7 +55,7 @@ def contents_of(path: Path) -> tuple[Contents, dict[str, str]]:
     # Read the header again for the sizes: opening the file has checked it.
     with path.open("rb") as raw:
         entries = json.loads(raw.read(int.from_bytes(raw.read(8), "little")))
-    entries.pop("__metadata__", None)
+    entries.pop(METADATA, None)
     keys = _keys(metadata, set(entries))
     rows = []
     for name, trail in keys.items():
@@ -132,27 +132,11 @@ def misfits(manifest: Manifest) -> list[str]:
     found = [*_of_tree(manifest.root)]
     if found:
         return found
-    paths, tensors = manifest.paths, manifest.tensors
-    for leaf, kind in enumerate(manifest.kinds):
-        if kind != Leaf.TENSOR and not _is_shard(manifest.detail(leaf)):
-            what = "value" if kind == Leaf.VALUE else Spec(*manifest.detail(leaf)).codec
-            found.append(f"{printable(paths[leaf])} is a {what}, not a plain tensor")
-            continue
-        row = int(manifest.first_tensors[leaf])
-        dtype = manifest.dtype_of(row)
-        why = why_not(dtype, signed_view=bool(tensors.flags[row] & (Flags.CONJUGATE | Flags.NEGATIVE)))
-        if why is not None:
-            found.append(f"{printable(paths[leaf])} is {why}")
-    names = Counter(".".join(trail) for trail in _trails(manifest.root, []))
-    found += [f"two tensors would both be called {printable(name)}" for name, count in names.items() if count > 1]
-    if not found:
-        found = [*_tied(manifest)]
-    return found
-
-
-def _is_shard(detail: Any) -> bool:
-    """Whether a leaf is a DTensor of plain tensors."""
-    return is_dtensor(detail) and of_plain_tensors(detail)
+    cohort, paths = Cohort(manifest, {}), manifest.paths
+    whys = [(path, why_not(cohort, leaf, whole=[DTENSOR])) for leaf, path in enumerate(paths)]
+    whys += misnamed(trees.dotted(manifest.root, longest=None), paths)
+    found = [f"{printable(path)} is {printable(why)}" for path, why in whys if why is not None]
+    return found or [*_tied(manifest)]
 
 
 def _of_tree(root: trees.Node | None) -> Iterator[str]:
@@ -168,22 +152,10 @@ def _of_tree(root: trees.Node | None) -> Iterator[str]:
             below = (path if path != "the state" else "") + node.label(i)
             if not isinstance(key, str):
                 yield f"{printable(below)} has a key that is no str"
-            elif not _is_utf8(key):
-                yield f"{printable(below)} has a key that UTF-8 cannot write"
-            elif path == "the state" and child is None and key == "__metadata__":
-                yield "a tensor is called __metadata__, which is the format's own"
             if child is not None and child.kind in (Kind.DICT, Kind.ORDERED_DICT):
                 stack.append((below, child))
             elif child is not None:
                 yield f"{printable(below)} is a {child.kind.name.lower().replace('_', ' ')}, not a dict"
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _tied(manifest: Manifest) -> Iterator[str]:
@@ -200,9 +172,10 @@ def _tied(manifest: Manifest) -> Iterator[str]:
 def save(state: Any, path: Path) -> None:
     """Write a state that has no misfits. Non-contiguous tensors are copied first."""
     root, leaves = trees.flatten(state, max_depth=Limits().max_depth)
-    trails = list(_trails(root, []))
-    tensors = {".".join(trail): leaf.detach().contiguous() for trail, leaf in zip(trails, leaves, strict=True)}
-    save_file(tensors, path, metadata={"format": "pt", KEYS: json.dumps(trails, ensure_ascii=False)})
+    names = trees.dotted(root, longest=None)
+    tensors = {name: leaf.detach().contiguous() for name, leaf in zip(names, leaves, strict=True)}
+    keys = json.dumps([*_trails(root, [])], ensure_ascii=False)
+    save_file(tensors, path, metadata={"format": "pt", KEYS: keys})
 
 
 def _trails(node: trees.Node | None, keys: list[str]) -> Iterator[list[str]]:

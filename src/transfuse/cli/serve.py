@@ -23,11 +23,16 @@ from transfuse.cli.errors import Failed, warnings_shown
 from transfuse.cli.options import (
     AsJson,
     Seconds,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TlsNames,
     TokenFile,
     bytes_of,
     check_settings,
     check_step,
     duration_of,
+    encrypt_by,
     token_of,
 )
 from transfuse.cli.tables import count_leaves
@@ -52,6 +57,10 @@ def serve(
     same_host: Annotated[
         bool, typer.Option(help="Let readers on this host read straight from this process's memory.")
     ] = True,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    tls_names: TlsNames = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve the state in a file to `transfuse fetch` and `transfuse.fetch`, until Ctrl-C.
@@ -59,8 +68,10 @@ def serve(
     The first line is the address; then there is a line for every reader. The file is mapped, not loaded: do not write
     to it meanwhile (a file that is renamed into its place does no harm).
 
-    Nothing is encrypted, and without a token anybody who reaches the address gets the state.
+    Without a token, and without --tls-cert, anybody who reaches the address gets the state; and without --tls-cert
+    nothing is encrypted.
     """
+    tls = encrypt_by(tls_cert, tls_key, tls_ca, tls_names)
     check_settings()
     if not host:
         raise typer.BadParameter(
@@ -72,7 +83,7 @@ def serve(
     totals = Contents.of(describe(state, Limits()).manifest).totals
     if not totals.bytes:
         raise Failed(f"{file} holds no tensors: there is nothing to move")
-    if token is None and not is_loopback(host):
+    if token is None and tls is None and not is_loopback(host):
         print(f"transfuse serve: without a token: anybody who reaches {host} gets the state", file=sys.stderr)
     done = threading.Event()
 

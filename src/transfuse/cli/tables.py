@@ -5,8 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["Column", "count_leaves", "printable", "say", "show"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Column", "count_leaves", "drawn", "printable", "say", "show"]
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,14 @@ def say(text: str = "") -> None:
 
 def show(columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
     """Print a table without its empty columns. ``styles`` of rows apply on terminals only."""
-    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
     if not rows:
         return
     if sys.stdout.isatty():
-        _draw(columns, rows, styles)
+        from rich.console import Console
+
+        Console(highlight=False).print(drawn(columns, rows, styles))
         return
+    columns, rows = _without_empty(columns, rows)
     lines = [[column.title for column in columns], *rows]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     for line in lines:
@@ -59,12 +64,20 @@ def show(columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Seque
         print("  ".join(cells).rstrip())
 
 
-def _draw(columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
+def _without_empty(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]]
+) -> tuple[Sequence[Column], Sequence[Sequence[str]]]:
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Table:
+    """The table for a terminal, without its empty columns."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    columns, rows = _without_empty(columns, rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for column in columns:
         # Fold, do not cut off: a name without its end names nothing.
@@ -74,4 +87,4 @@ def _draw(columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequ
     for i, row in enumerate(rows):
         # As Text: otherwise rich would take brackets for markup.
         table.add_row(*map(Text, row), style=styles[i] if styles else None)
-    Console(highlight=False).print(table)
+    return table

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from importlib import metadata
+
+import transfuse
+from transfuse._job.face import RENAMED, refuse_before
+from transfuse._options import FetchKeywords, check_names
 
 __all__ = ["check_options", "check_series", "missing"]
 
@@ -27,9 +32,14 @@ def check_series(extra: str, series: str) -> None:
 
 
 def check_options(given: tuple[object, ...], options: Mapping[str, object]) -> None:
-    """Refuse arguments of a KeepCallback that have no name, and options of ``keep()`` that the callback chooses."""
+    """Refuse arguments of a KeepCallback that have no name, or names that ``keep()`` does not take from it."""
     if given:
         raise TypeError(f"KeepCallback() takes options by name, such as KeepCallback(every=10), got {given[0]!r}")
-    for name in ("state", "load", "rank_state", "load_rank_state"):
-        if name in options:
-            raise TypeError(f"KeepCallback() chooses {name} itself")
+    known = [one.name for one in inspect.signature(transfuse.keep).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    for name in options:
+        now = name if name in known else RENAMED.get(name, name)
+        if now in ("state", "load", "rank_state", "load_rank_state"):
+            before = "" if now == name else f"has no {name}= any more: it "
+            raise TypeError(f"KeepCallback() {before}chooses {now} itself")
+    refuse_before("KeepCallback", options, known)
+    check_names(transfuse.keep, [name for name in options if name not in known], FetchKeywords)

@@ -23,11 +23,12 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
 import transfuse
+from transfuse._arguments import Given
 
 try:
     import ray
@@ -57,13 +58,41 @@ MOST_REPORTS = 256
 _reports: deque[transfuse.Report] = deque(maxlen=MOST_REPORTS)
 
 
+def _name_of(what: str, name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"{what} takes a text, got {name!r}")
+    name = name.upper()  # As Ray does.
+    if name in RAYS_OWN:
+        raise ValueError(f"{name} is a transport of Ray's own: choose another name")
+    return name
+
+
+def _host_of(what: str, host: object) -> str | None:
+    if not isinstance(host, str | None):
+        raise TypeError(f"{what} takes an address as a text, got {host!r}")
+    return host
+
+
+def _devices_of(what: str, devices: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(devices, str) or not devices:
+        raise TypeError(f'{what} takes types of device as ["cpu"], got {devices!r}')
+    for device in devices:
+        try:
+            known = torch.device(device).type
+        except (RuntimeError, TypeError):
+            known = None
+        if known != device:
+            raise ValueError(f'{what} takes types of device as ["cpu"], got {device!r} among {list(devices)}')
+    return tuple(devices)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Given):
     """What :func:`register` was given. All processes that use the transport have the same settings."""
 
-    name: str
-    devices: tuple[str, ...]
-    host: str | None
+    name: Annotated[str, _name_of]
+    devices: Annotated[tuple[str, ...], _devices_of]
+    host: Annotated[str | None, _host_of]
     timeout: float
     max_readers: int
     same_host: bool
@@ -72,13 +101,7 @@ class Settings:
 
     def of_server(self) -> dict[str, Any]:
         """The options of the server of each sender."""
-        return {
-            "timeout": self.timeout,
-            "max_readers": self.max_readers,
-            "same_host": self.same_host,
-            "verify": self.verify,
-            "max_bytes_per_second": self.max_bytes_per_second,
-        }
+        return {name: value for name, value in vars(self).items() if name not in ("name", "devices", "host")}
 
 
 def register(
@@ -107,46 +130,17 @@ def register(
         verify: compare digests of the bytes that have landed. None: not on the memory route.
         max_bytes_per_second: the most that receivers take from one sender, one after the other.
     """
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name takes a text, got {name!r}")
-    name = name.upper()  # As Ray does.
-    if name in RAYS_OWN:
-        raise ValueError(f"{name} is a transport of Ray's own: choose another name")
-    if not isinstance(host, str | None):
-        raise TypeError(f"host takes an address as a text, got {host!r}")
-    _check_devices(devices)
-    settings = Settings(
-        name=name,
-        devices=tuple(devices),
-        host=host,
-        timeout=timeout,
-        max_readers=max_readers,
-        same_host=same_host,
-        verify=verify,
-        max_bytes_per_second=max_bytes_per_second,
-    )
-    known = transport_manager_info.get(name)
+    settings = Settings(**locals())
+    known = transport_manager_info.get(settings.name)
     if known is not None:
         if getattr(known.transport_manager_class, "settings", None) == settings:
             return
-        raise ValueError(f"a transport {name} is registered already with other settings: choose another name")
+        raise ValueError(f"a transport {settings.name} is registered already with other settings: choose another name")
     # Refuse wrong values here, and not in an actor that makes its first object. What host is good there, only it knows.
     transfuse.serve({}, **settings.of_server()).close()
     # Ray makes the instances itself, without arguments. It sends this class to the actors by value.
     configured = type(TransfuseTransport.__name__, (TransfuseTransport,), {"settings": settings})
-    register_tensor_transport(name, list(devices), configured, torch.Tensor)
-
-
-def _check_devices(devices: Sequence[str]) -> None:
-    if isinstance(devices, str) or not devices:
-        raise TypeError(f'devices takes types of device as ["cpu"], got {devices!r}')
-    for device in devices:
-        try:
-            known = torch.device(device).type
-        except (RuntimeError, TypeError):
-            known = None
-        if known != device:
-            raise ValueError(f'devices takes types of device as ["cpu"], got {device!r} among {list(devices)}')
+    register_tensor_transport(settings.name, list(settings.devices), configured, torch.Tensor)
 
 
 def reports() -> list[transfuse.Report]:

@@ -29,9 +29,10 @@ c10::Stream to_torch(const StreamPtr& stream) {
 
 // ------------------------------------------------------------------------------------------------------------ guard
 
-// An event is the mark that it was last recorded as.
+// An event is the mark that it was last recorded as, in a capture or not.
 struct Event {
   MarkPtr mark;
+  bool captured = false;
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -72,7 +73,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   void* getStreamNativeHandle(const c10::Stream one) const override { return from_torch(one).get(); }
-  bool queryStream(const c10::Stream& one) const override { return from_torch(one)->idle(); }
+  bool queryStream(const c10::Stream& one) const override {
+    not_in_capture("a query of a stream");
+    ++counters().queries;
+    return from_torch(one)->idle();
+  }
+  bool isStreamCapturing(const c10::Stream& one) const override { return from_torch(one)->capturing; }
   void synchronizeStream(const c10::Stream& one) const override { synchronise(from_torch(one)->all_so_far()); }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     synchronise_device(device < 0 ? current_device() : device);
@@ -80,12 +86,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& one, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = new Event();
-    static_cast<Event*>(*event)->mark = from_torch(one)->mark();
+    auto stream = from_torch(one);
+    *static_cast<Event*>(*event) = {stream->mark(), stream->capturing};
   }
+  // A stream that waits for a capture becomes part of it; a capture waits for nothing outside of it.
   void block(void* event, const c10::Stream& one) const override {
-    if (event) from_torch(one)->wait_for(static_cast<Event*>(event)->mark);
+    if (!event) return;
+    auto [mark, captured] = *static_cast<Event*>(event);
+    auto stream = from_torch(one);
+    if (captured)
+      join_capture(stream);
+    else if (stream->capturing)
+      not_in_capture("a dependency on work that is not captured");
+    stream->wait_for(mark);
   }
-  bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->mark->reached(); }
+  bool queryEvent(void* event) const override {
+    not_in_capture("a query of an event");
+    ++counters().queries;
+    return !event || static_cast<Event*>(event)->mark->reached();
+  }
   void synchronizeEvent(void* event) const override {
     if (event) synchronise(static_cast<Event*>(event)->mark);
   }
@@ -106,11 +125,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     int device = current_device();
-    void* data = phantom::allocate(device, bytes);
-    return {data, data, &phantom::release, device_at(device)};
+    try {
+      void* data = phantom::allocate(device, bytes);
+      return {data, data, &phantom::release, device_at(device)};
+    } catch (const OutOfMemory& error) {
+      C10_THROW_ERROR(OutOfMemoryError, error.what());
+    }
   }
   c10::DeleterFnPtr raw_deleter() const override { return &phantom::release; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
+    counters().inner_bytes += static_cast<int64_t>(bytes);
     current_stream(device_of(to))->put([to = hidden(to), from = hidden(from), bytes] { std::memcpy(to, from, bytes); });
   }
 };
@@ -245,10 +269,7 @@ void resize_storage(const c10::Storage& storage, size_t bytes) {
   set_current_device(device);
   auto data = device_memory()->allocate(bytes);
   set_current_device(before);
-  if (size_t kept = std::min(bytes, impl->nbytes()))
-    current_stream(device)->put([to = hidden(data.get()), from = hidden(impl->data()), kept] {
-      std::memcpy(to, from, kept);
-    });
+  if (size_t kept = std::min(bytes, impl->nbytes())) device_memory()->copy_data(data.get(), impl->data(), kept);
   impl->set_data_ptr_noswap(std::move(data));
   impl->set_nbytes(bytes);
 }

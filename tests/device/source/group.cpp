@@ -6,6 +6,8 @@
 // - A send ends when the other rank's receive has taken the bytes, and never if that does not run.
 // - A peer that is gone is not noticed.
 // - An operation that runs out of time aborts its communicator, and the watchdog would end the process.
+// - Its maps have no lock: what is posted beside the first operation of a pair is a race. It is counted.
+// - Asking whether an operation has ended is the query of an event.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -153,9 +155,13 @@ struct Header {
   uint64_t bytes;
 };
 
+// Of a device.
+using Memory = std::unique_ptr<void, decltype(&release)>;
+
 class Communicator {
  public:
-  Communicator(std::string key, StreamPtr stream) : stream(std::move(stream)), key_(std::move(key)) {}
+  Communicator(std::string key, StreamPtr stream, Memory memory)
+      : stream(std::move(stream)), key_(std::move(key)), memory_(std::move(memory)) {}
   ~Communicator() {
     abort("its group is gone");
     stream->close();
@@ -263,6 +269,7 @@ class Communicator {
   }
 
   const std::string key_;
+  const Memory memory_;
   const int alarm_ = eventfd(0, EFD_CLOEXEC);
   mutable std::mutex mutex_;
   std::atomic<bool> aborted_{false};
@@ -289,7 +296,11 @@ class Handle final : public c10d::Work {
         communicator_(std::move(communicator)),
         shared_(std::move(shared)) {}
 
-  bool isCompleted() override { return exception() || one_->end->reached(); }
+  bool isCompleted() override {
+    not_in_capture("a query of an operation");
+    ++counters().queries;
+    return exception() || one_->end->reached();
+  }
   bool isSuccess() const override { return one_->end->reached() && !exception(); }
   std::exception_ptr exception() const override { return one_->error(); }
   int sourceRank() const override { return one_->peer; }
@@ -305,6 +316,7 @@ class Handle final : public c10d::Work {
     synchronize();
     auto waits = shared_->waits.load();
     if (waits == Waits::stream || (waits == Waits::nccl && timeout == kNoTimeout)) return true;
+    not_in_capture("a wait for an operation");
     // The time counts from posting.
     auto limit = timeout == kNoTimeout ? one_->limit : timeout;
     if (!wait_quietly(one_->end, one_->posted + limit)) {
@@ -335,7 +347,7 @@ class Group final : public c10d::Backend {
       : Backend(rank, size), store_(std::move(store)), timeout_(timeout), init_timeout_(init_timeout) {
     set_waits(waits);
   }
-  ~Group() override { abort(); }
+  ~Group() override { abort_all(); }
 
   const std::string getBackendName() const override { return "pccl"; }
   // Asked before a group is bound to a device.
@@ -343,7 +355,7 @@ class Group final : public c10d::Backend {
   void setTimeout(milliseconds timeout) override { timeout_ = timeout; }
 
   void eagerConnectSingleDevice(at::Device device) override {
-    auto all = std::make_shared<Communicator>("all", own_stream(device.index()));
+    auto all = made("all", device);
     for (int peer = 0; peer < size_; ++peer)
       if (peer != rank_) all->peers.emplace(peer, met(peer));
     std::lock_guard lock(mutex_);
@@ -358,8 +370,14 @@ class Group final : public c10d::Backend {
     return post(false, tensors, peer);
   }
 
+  // It first blocks for as long as it was told to, or until it is told otherwise.
   void abort() override {
-    for (auto& one : communicators()) one->abort("the group was aborted");
+    auto began = Clock::now();
+    {
+      std::unique_lock lock(mutex_);
+      while (Clock::now() < began + abort_lasts_) abort_changed_.wait_until(lock, began + abort_lasts_);
+    }
+    abort_all();
   }
   void shutdown() override { abort(); }
 
@@ -373,14 +391,36 @@ class Group final : public c10d::Backend {
     return shared_->process_would_end;
   }
   void freeze(bool value) { shared_->frozen = value; }
+  void set_abort_lasts(milliseconds time) {
+    std::lock_guard lock(mutex_);
+    abort_lasts_ = time;
+    abort_changed_.notify_all();
+  }
+  std::vector<CommunicatorPtr> communicators() {
+    std::lock_guard lock(mutex_);
+    std::vector<CommunicatorPtr> all;
+    for (auto& [peer, one] : pairs_)
+      if (one) all.push_back(one);
+    if (for_all_) all.push_back(for_all_);
+    return all;
+  }
 
  private:
+  // One more, for as long as this lives.
+  struct OneMore {
+    explicit OneMore(std::atomic<int>& number) : number(number) { ++number; }
+    ~OneMore() { --number; }
+    std::atomic<int>& number;
+  };
+
   c10::intrusive_ptr<c10d::Work> post(bool sends, std::vector<at::Tensor>& tensors, int peer) {
     TORCH_CHECK(tensors.size() == 1, "Expected one tensor, got ", tensors.size());
     auto& tensor = tensors[0];
     TORCH_CHECK(tensor.is_privateuseone() && !tensor.is_sparse(), "Tensors must be phantom and dense");
     TORCH_CHECK(tensor.is_contiguous(), "Tensors must be contiguous");
     TORCH_CHECK(peer >= 0 && peer < size_ && peer != rank_, "Invalid destination rank: ", peer);
+    OneMore posting(posting_);
+    if (connecting_ > 0) ++counters().racing_posts;
     auto communicator = communicator_with(peer, tensor.device());
     if (communicator->aborted()) fail(communicator->why());
     auto one = std::make_shared<Operation>();
@@ -417,29 +457,34 @@ class Group final : public c10d::Backend {
       one = pairs_[peer];
     }
     if (one) return one;
+    OneMore connecting(connecting_);
+    if (posting_ > 1) ++counters().racing_posts;
     // Blocks the caller until the peer comes to its first operation with this rank.
     std::lock_guard making(*first);
     {
       std::lock_guard lock(mutex_);
       if (pairs_[peer]) return pairs_[peer];
     }
-    one = std::make_shared<Communicator>(pair(peer), own_stream(device.index()));
+    one = made(pair(peer), device);
     one->peers.emplace(peer, met(peer));
     std::lock_guard lock(mutex_);
     return pairs_[peer] = one;
   }
 
+  CommunicatorPtr made(const std::string& key, at::Device device) {
+    try {
+      Memory memory(allocate(device.index(), communicator_bytes()), &release);
+      return std::make_shared<Communicator>(key, own_stream(device.index()), std::move(memory));
+    } catch (const OutOfMemory& error) {
+      fail("communicator " + key + " was not made: " + error.what());
+    }
+  }
+  void abort_all() {
+    for (auto& one : communicators()) one->abort("the group was aborted");
+  }
   Socket met(int peer) { return meet(*store_, "pccl/" + pair(peer), rank_ < peer, init_timeout_); }
   std::string pair(int peer) const {
     return std::to_string(std::min(rank_, peer)) + ":" + std::to_string(std::max(rank_, peer));
-  }
-  std::vector<CommunicatorPtr> communicators() {
-    std::lock_guard lock(mutex_);
-    std::vector<CommunicatorPtr> all;
-    for (auto& [peer, one] : pairs_)
-      if (one) all.push_back(one);
-    if (for_all_) all.push_back(for_all_);
-    return all;
   }
 
   c10::intrusive_ptr<c10d::Store> store_;
@@ -447,11 +492,14 @@ class Group final : public c10d::Backend {
   const milliseconds init_timeout_;
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
   std::atomic<uint64_t> posted_{0};
+  std::atomic<int> posting_{0}, connecting_{0};
   std::mutex mutex_;
   std::map<int, CommunicatorPtr> pairs_;
   std::map<int, std::mutex> making_;
   CommunicatorPtr for_all_;
   std::optional<at::Device> bound_;
+  milliseconds abort_lasts_{0};
+  std::condition_variable abort_changed_;
 };
 
 milliseconds in_milliseconds(double seconds) { return milliseconds(static_cast<int64_t>(seconds * 1000)); }
@@ -471,6 +519,8 @@ void bind_group(py::module_& module) {
       .def("set_waits", &Group::set_waits)
       .def("freeze", [](Group& group) { group.freeze(true); })
       .def("thaw", [](Group& group) { group.freeze(false); })
+      .def("set_abort_seconds", [](Group& group, double seconds) { group.set_abort_lasts(in_milliseconds(seconds)); })
+      .def_property_readonly("communicators", [](Group& group) { return group.communicators().size(); })
       .def_property_readonly("process_would_end", &Group::process_would_end);
 }
 

@@ -134,24 +134,33 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 // Between two tensors of the device. On two devices, the copy is ordered with the current streams of both.
 void copy_inside(const at::Tensor& from, const at::Tensor& to) {
   int source = from.device().index(), target = to.device().index();
+  counters().inner_bytes += static_cast<int64_t>(to.nbytes());
   if (source != target) current_stream(source)->wait_for(current_stream(target)->mark());
   enqueue(source, [from = unveiled(from), to = unveiled(to)]() mutable { to.copy_(from); });
   if (source != target) current_stream(target)->wait_for(current_stream(source)->mark());
 }
 
 // Between the host and the device. The host tensor's memory stays until the copy is done: torch's allocator of pinned
-// memory sees to that, too.
+// memory sees to that, too. A host tensor with gaps goes through pageable memory, as torch does it.
 void copy_across(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   bool outward = here(from);
   const auto& host = outward ? to : from;
   int device = (outward ? from : to).device().index();
-  auto& counted = counters();
-  (outward ? counted.bytes_to_host : counted.bytes_to_device) += static_cast<int64_t>(to.nbytes());
+  bool pinned = host.is_non_overlapping_and_dense() && is_pinned(host.const_data_ptr(), host.nbytes());
+  bool asynchronous = non_blocking && pinned;
+  if (!asynchronous) not_in_capture("a copy that the host waits for");
+  auto& all = counters();
+  (outward ? all.bytes_to_host : all.bytes_to_device) += static_cast<int64_t>(to.nbytes());
+  (pinned ? all.pinned_bytes : all.pageable_bytes) += static_cast<int64_t>(to.nbytes());
   auto source = outward ? unveiled(from) : from.detach();
   auto target = outward ? to.detach() : unveiled(to);
-  enqueue(device, [source, target]() mutable { target.copy_(source); });
-  if (non_blocking && host.is_non_overlapping_and_dense() && is_pinned(host.const_data_ptr()))
-    ++counted.async_copies;
+  double rate = copy_rate(), seconds = rate > 0 ? static_cast<double>(to.nbytes()) / rate : 0;
+  enqueue(device, [source, target, seconds]() mutable {
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    target.copy_(source);
+  });
+  if (asynchronous)
+    ++all.async_copies;
   else
     synchronise(current_stream(device)->mark());
 }

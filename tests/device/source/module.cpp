@@ -1,5 +1,8 @@
 // The Python module.
+#include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/StorageImpl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <thread>
@@ -50,24 +53,27 @@ void sleep(double seconds) {
   });
 }
 
-py::dict counted() {
-  auto& all = counters();
-  py::dict result;
-  result["host_syncs"] = all.host_syncs.load();
-  result["async_copies"] = all.async_copies.load();
-  result["bytes_to_host"] = all.bytes_to_host.load();
-  result["bytes_to_device"] = all.bytes_to_device.load();
-  result["kernels"] = all.kernels.load();
-  result["fallbacks"] = all.fallbacks.load();
-  return result;
+py::tuple stalled(const c10::Stream& stream) {
+  auto one = from_torch(stream);
+  return py::make_tuple(one->stalls.load(), static_cast<double>(one->stalled_nanoseconds) / 1e9);
 }
 
-void reset_counters() {
-  auto& all = counters();
-  for (auto one : {&all.host_syncs, &all.async_copies, &all.bytes_to_host, &all.bytes_to_device, &all.kernels,
-                   &all.fallbacks})
-    *one = 0;
+py::tuple exported(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.is_contiguous(), "only memory without gaps can be exported");
+  auto [file, offset] = export_memory(tensor.storage().mutable_data(), tensor.const_data_ptr());
+  return py::make_tuple(file, offset, tensor.nbytes());
 }
+
+at::Tensor imported(int index, int file, size_t offset, size_t bytes) {
+  c10::Device device(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index));
+  auto data = import_memory(index, file, offset, bytes);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(data, data, &release, device), nullptr, false);
+  auto tensor = at::empty({0}, at::TensorOptions(device).dtype(at::kByte));
+  return tensor.set_(c10::Storage(std::move(storage)), 0, {static_cast<int64_t>(bytes)}, {1});
+}
+
+void* at_address(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
 py::bytes read_bytes(const at::Tensor& tensor, double timeout) {
   auto copy = read(tensor, timeout);
@@ -93,11 +99,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("counters", &counted);
   m.def("reset_counters", &reset_counters);
+  m.def("stalled", &stalled);
+  m.def("reset_settings", &reset_settings);
+  m.def("set_copy_rate", &set_copy_rate);
+  m.def("begin_capture", &begin_capture);
+  m.def("end_capture", &end_capture);
+  m.def("register_host", [](uintptr_t address, size_t bytes) { register_host(at_address(address), bytes); });
+  m.def("unregister_host", [](uintptr_t address) { unregister_host(at_address(address)); });
+  m.def("set_registration", &set_registration);
+  m.def("set_communicator_bytes", &set_communicator_bytes);
   m.def("sleep", &sleep);
   m.def("slow_fill_", &slow_fill);
   m.def("launch", &launch);
   m.def("read", &read_bytes);
   m.def("allocated_bytes", &allocated_bytes);
+  m.def("most_allocated_bytes", &most_allocated_bytes);
+  m.def("reset_most_allocated_bytes", &reset_most_allocated_bytes);
+  m.def("set_most_bytes", &set_most_bytes);
+  m.def("export_memory", &exported);
+  m.def("import_memory", &imported);
   m.def("default_generator", [](int device) { return at::detail::getPrivateUse1Hooks().getDefaultGenerator(device); });
   bind_group(m);
 }

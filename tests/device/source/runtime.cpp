@@ -3,6 +3,7 @@
 #include <Python.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,7 +36,7 @@ struct Reported {
   std::string error;
 };
 
-// Whoever waits for a stream must not hold the interpreter's lock: a task may need it.
+// A thread that waits for a stream must not hold the interpreter's lock: a task may need it.
 class WithoutInterpreter {
  public:
   WithoutInterpreter() {
@@ -102,7 +103,14 @@ MarkPtr Stream::mark(bool housekeeping) {
 }
 
 void Stream::wait_for(MarkPtr mark) {
-  put([mark = std::move(mark)] { mark->wait(); });
+  // The task runs in the stream's own thread, which holds the stream.
+  put([this, mark = std::move(mark)] {
+    if (mark->reached()) return;
+    auto began = Clock::now();
+    mark->wait();
+    stalled_nanoseconds += std::chrono::nanoseconds(Clock::now() - began).count();
+    ++stalls;
+  });
 }
 
 bool Stream::idle() const {
@@ -242,6 +250,7 @@ StreamPtr own_stream(int device) {
 void synchronise_device(int device) {
   initialise();
   check_device(device);
+  not_in_capture("a synchronisation");
   std::vector<MarkPtr> marks;
   for (auto& one : all_streams(device)) marks.push_back(one->all_so_far());
   ++counters().host_syncs;
@@ -253,6 +262,47 @@ bool device_idle_by(int device, Clock::time_point deadline) {
   for (auto& one : all_streams(device))
     if (!wait_quietly(one->mark(true), deadline)) return false;
   return true;
+}
+
+// --------------------------------------------------------------------------------------------------------- captures
+
+namespace {
+
+struct Capture {
+  std::mutex mutex;
+  std::vector<StreamPtr> streams;
+};
+
+}  // namespace
+
+void begin_capture() {
+  auto stream = current_stream(current_device());
+  auto& capture = leaked<Capture>();
+  std::lock_guard lock(capture.mutex);
+  stream->capturing = true;
+  capture.streams.push_back(stream);
+}
+
+void join_capture(const StreamPtr& stream) {
+  auto& capture = leaked<Capture>();
+  std::lock_guard lock(capture.mutex);
+  if (capture.streams.empty() || stream->capturing.exchange(true)) return;
+  capture.streams.push_back(stream);
+}
+
+void end_capture() {
+  auto& capture = leaked<Capture>();
+  std::lock_guard lock(capture.mutex);
+  for (auto& stream : capture.streams) stream->capturing = false;
+  capture.streams.clear();
+}
+
+void not_in_capture(const std::string& what) {
+  auto& capture = leaked<Capture>();
+  std::lock_guard lock(capture.mutex);
+  if (capture.streams.empty()) return;
+  ++counters().forbidden;
+  throw std::runtime_error("phantom: operation not permitted when stream is capturing: " + what);
 }
 
 // ------------------------------------------------------------------------------------------------- the whole process
@@ -302,6 +352,7 @@ bool wait_quietly(const MarkPtr& mark, Clock::time_point deadline) {
 }
 
 void synchronise(const MarkPtr& mark) {
+  not_in_capture("a synchronisation");
   ++counters().host_syncs;
   wait_quietly(mark);
   throw_reported();
@@ -312,15 +363,19 @@ void synchronise(const MarkPtr& mark) {
 namespace {
 
 constexpr size_t kArena = size_t{64} << 30;
-constexpr size_t kSmall = 512, kLarge = size_t{2} << 20;
+constexpr size_t kPage = 4096, kSmall = 512, kLarge = size_t{2} << 20;
 // Beyond this, freed memory goes back to the system instead of being poisoned.
 constexpr size_t kMostPooled = size_t{256} << 20;
 constexpr size_t kMostFreshPoison = size_t{64} << 20;
+
+size_t rounded_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 struct Block {
   size_t bytes;
   StreamPtr owner;
   std::set<StreamPtr> users;
+  // It is another process's.
+  bool foreign = false;
 };
 
 struct Waiting {
@@ -332,23 +387,33 @@ struct Waiting {
 // The memory of one device.
 struct Arena {
   std::mutex mutex;
+  // What both mappings show. It stays open for other processes.
+  int file = -1;
   char* shown = nullptr;
   char* hidden = nullptr;
-  size_t used = 0, live_bytes = 0, pooled_bytes = 0;
+  size_t used = 0, live_bytes = 0, most_live_bytes = 0, pooled_bytes = 0;
+  size_t limit = kArena;
   std::unordered_map<char*, Block> live;
   std::vector<Waiting> waiting;
   // Freed blocks are reused only by the stream they were allocated for, so reuse is in order.
   std::map<std::pair<int64_t, size_t>, std::vector<char*>> pool;
 
   void map_pages() {
-    int file = memfd_create("phantom", MFD_CLOEXEC);
+    file = memfd_create("phantom", MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, kArena) != 0) throw std::runtime_error("phantom: no memory file");
     void* outside = mmap(nullptr, kArena, PROT_NONE, MAP_SHARED | MAP_NORESERVE, file, 0);
     void* inside = mmap(nullptr, kArena, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
-    ::close(file);
     if (outside == MAP_FAILED || inside == MAP_FAILED) throw std::runtime_error("phantom: cannot map its memory");
     hidden = static_cast<char*>(inside);
     shown = static_cast<char*>(outside);
+  }
+
+  // All pages that hold these bytes of a file become hidden memory. Both offsets are equally far into a page.
+  void map_file(int from, size_t offset, size_t place, size_t bytes) {
+    size_t skipped = offset % kPage, length = rounded_up(skipped + bytes, kPage);
+    auto protection = PROT_READ | PROT_WRITE, flags = MAP_SHARED | MAP_FIXED | MAP_NORESERVE;
+    auto pages = mmap(hidden + place - skipped, length, protection, flags, from, static_cast<off_t>(offset - skipped));
+    if (pages == MAP_FAILED) throw std::runtime_error("phantom: cannot map memory of another process");
   }
 
   void poison(const StreamPtr& owner, char* at, size_t bytes) {
@@ -357,6 +422,10 @@ struct Arena {
 
   // With the lock held.
   void recycle(char* at, const Block& block) {
+    if (block.foreign) {
+      block.owner->put([this, at, bytes = block.bytes] { map_file(file, at - shown, at - shown, bytes); }, true);
+      return;
+    }
     if (block.bytes >= kLarge && pooled_bytes + block.bytes > kMostPooled) {
       auto where = hidden + (at - shown);
       block.owner->put([where, bytes = block.bytes] { madvise(where, bytes, MADV_REMOVE); }, true);
@@ -380,9 +449,22 @@ struct Arena {
 
 std::array<Arena, kMostDevices>& arenas() { return leaked<std::array<Arena, kMostDevices>>(); }
 
+struct PinnedRange {
+  size_t bytes;
+  bool registered;
+};
+
 struct Pinned {
   std::mutex mutex;
-  std::map<const char*, size_t> ranges;
+  std::map<const char*, PinnedRange> ranges;
+  size_t allocated_bytes = 0, most_bytes = 0;
+  bool registration = true;
+
+  // With the lock held: the last range that begins before this address.
+  const std::pair<const char* const, PinnedRange>* before(const char* address) const {
+    auto after = ranges.lower_bound(address);
+    return after == ranges.begin() ? nullptr : &*--after;
+  }
 };
 
 }  // namespace
@@ -391,13 +473,17 @@ void* allocate(int device, size_t bytes) {
   initialise();
   check_device(device);
   if (bytes == 0) return nullptr;
-  size_t unit = bytes < kLarge ? kSmall : kLarge;
-  size_t rounded = (bytes + unit - 1) / unit * unit;
+  size_t rounded = rounded_up(bytes, bytes < kLarge ? kSmall : kLarge);
   auto owner = current_stream(device);
   auto& arena = arenas()[device];
   std::lock_guard lock(arena.mutex);
   if (!arena.shown) arena.map_pages();
   arena.collect();
+  if (arena.live_bytes + rounded > arena.limit)
+    throw OutOfMemory(
+        "phantom out of memory. Tried to allocate " + std::to_string(bytes) + " bytes on device " +
+        std::to_string(device) + ", where " + std::to_string(arena.live_bytes) + " of " +
+        std::to_string(arena.limit) + " are in use.");
   char* at;
   auto& pool = arena.pool[{owner->id, rounded}];
   if (!pool.empty()) {
@@ -405,13 +491,14 @@ void* allocate(int device, size_t bytes) {
     pool.pop_back();
     arena.pooled_bytes -= rounded;
   } else {
-    if (arena.used + rounded > kArena) throw std::runtime_error("phantom: out of memory");
+    if (arena.used + rounded > kArena) throw OutOfMemory("phantom: no addresses are left");
     at = arena.shown + arena.used;
     arena.used += rounded;
     if (rounded <= kMostFreshPoison) arena.poison(owner, at, rounded);
   }
   arena.live.emplace(at, Block{rounded, owner, {}});
   arena.live_bytes += rounded;
+  arena.most_live_bytes = std::max(arena.most_live_bytes, arena.live_bytes);
   return at;
 }
 
@@ -424,7 +511,7 @@ void release(void* shown) noexcept {
   if (found == arena.live.end()) return;
   auto [at, block] = *found;
   arena.live.erase(found);
-  arena.live_bytes -= block.bytes;
+  if (!block.foreign) arena.live_bytes -= block.bytes;
   std::vector<MarkPtr> marks;
   for (auto& user : block.users) marks.push_back(user->mark(true));
   if (marks.empty())
@@ -464,14 +551,69 @@ size_t allocated_bytes(int device) {
   return arena.live_bytes;
 }
 
+size_t most_allocated_bytes(int device) {
+  auto& arena = arenas()[device];
+  std::lock_guard lock(arena.mutex);
+  return arena.most_live_bytes;
+}
+
+void reset_most_allocated_bytes(int device) {
+  auto& arena = arenas()[device];
+  std::lock_guard lock(arena.mutex);
+  arena.most_live_bytes = arena.live_bytes;
+}
+
+void set_most_bytes(int device, size_t bytes) {
+  auto& arena = arenas()[device];
+  std::lock_guard lock(arena.mutex);
+  arena.limit = bytes;
+}
+
+std::pair<int, size_t> export_memory(void* block, const void* shown) {
+  int device = device_of(block);
+  if (device < 0) throw std::runtime_error("phantom: this is not memory of a device");
+  auto& arena = arenas()[device];
+  std::lock_guard lock(arena.mutex);
+  auto found = arena.live.find(static_cast<char*>(block));
+  if (found == arena.live.end() || found->second.foreign)
+    throw std::runtime_error("phantom: only the process that allocated memory can export it");
+  return {arena.file, static_cast<const char*>(shown) - arena.shown};
+}
+
+void* import_memory(int device, int file, size_t offset, size_t bytes) {
+  initialise();
+  check_device(device);
+  struct stat theirs {}, ours {};
+  if (fstat(file, &theirs) != 0 || theirs.st_size != kArena || bytes == 0 || offset > kArena || bytes > kArena - offset)
+    throw std::runtime_error("phantom: this is not memory of a device");
+  for (auto& arena : arenas())
+    if (arena.shown && fstat(arena.file, &ours) == 0 && ours.st_dev == theirs.st_dev && ours.st_ino == theirs.st_ino)
+      throw std::runtime_error("phantom: a process cannot import its own memory");
+  auto owner = current_stream(device);
+  auto& arena = arenas()[device];
+  std::lock_guard lock(arena.mutex);
+  if (!arena.shown) arena.map_pages();
+  size_t place = rounded_up(arena.used, kPage) + offset % kPage, end = rounded_up(place + bytes, kPage);
+  if (end > kArena) throw OutOfMemory("phantom: no addresses are left");
+  arena.map_file(file, offset, place, bytes);
+  arena.used = end;
+  char* at = arena.shown + place;
+  arena.live.emplace(at, Block{bytes, owner, {}, true});
+  return at;
+}
+
 void* allocate_pinned(size_t bytes) {
   initialise();
+  not_in_capture("an allocation of pinned memory");
   void* address = nullptr;
   if (bytes == 0) return nullptr;
   if (posix_memalign(&address, 4096, bytes) != 0) throw std::runtime_error("phantom: no pinned memory");
   auto& pinned = leaked<Pinned>();
   std::lock_guard lock(pinned.mutex);
-  pinned.ranges[static_cast<char*>(address)] = bytes;
+  pinned.ranges[static_cast<char*>(address)] = {bytes, false};
+  pinned.allocated_bytes += bytes;
+  pinned.most_bytes = std::max(pinned.most_bytes, pinned.allocated_bytes);
+  ++counters().pinned_allocations;
   return address;
 }
 
@@ -480,18 +622,112 @@ void release_pinned(void* address) noexcept {
   auto& pinned = leaked<Pinned>();
   {
     std::lock_guard lock(pinned.mutex);
-    pinned.ranges.erase(static_cast<char*>(address));
+    auto found = pinned.ranges.find(static_cast<char*>(address));
+    if (found != pinned.ranges.end()) {
+      pinned.allocated_bytes -= found->second.bytes;
+      pinned.ranges.erase(found);
+    }
   }
   std::free(address);
 }
 
-bool is_pinned(const void* address) {
+void register_host(void* address, size_t bytes) {
+  initialise();
+  not_in_capture("a registration of host memory");
   auto& pinned = leaked<Pinned>();
   std::lock_guard lock(pinned.mutex);
-  auto after = pinned.ranges.upper_bound(static_cast<const char*>(address));
-  if (after == pinned.ranges.begin()) return false;
-  auto& [base, bytes] = *--after;
-  return address < base + bytes;
+  if (!pinned.registration) throw std::runtime_error("phantom: host memory cannot be registered here");
+  if (!address || bytes == 0) throw std::runtime_error("phantom: there is nothing to register");
+  auto begin = static_cast<const char*>(address);
+  // Ranges are apart: if any overlaps with this one, then the last that begins before its end.
+  if (auto other = pinned.before(begin + bytes); other && other->first + other->second.bytes > begin)
+    throw std::runtime_error("phantom: part or all of the requested memory range is already mapped");
+  pinned.ranges[begin] = {bytes, true};
+  ++counters().registrations;
 }
+
+void unregister_host(void* address) {
+  not_in_capture("the end of a registration of host memory");
+  auto& pinned = leaked<Pinned>();
+  std::lock_guard lock(pinned.mutex);
+  auto found = pinned.ranges.find(static_cast<char*>(address));
+  if (found == pinned.ranges.end() || !found->second.registered)
+    throw std::runtime_error("phantom: pointer does not correspond to a registered memory region");
+  pinned.ranges.erase(found);
+}
+
+void set_registration(bool possible) {
+  auto& pinned = leaked<Pinned>();
+  std::lock_guard lock(pinned.mutex);
+  pinned.registration = possible;
+}
+
+bool is_pinned(const void* address, size_t bytes) {
+  auto& pinned = leaked<Pinned>();
+  std::lock_guard lock(pinned.mutex);
+  auto begin = static_cast<const char*>(address);
+  auto range = pinned.before(begin + 1);
+  return range && begin + bytes <= range->first + range->second.bytes;
+}
+
+// ------------------------------------------------------------------------------------------ what tests see and change
+
+namespace {
+
+std::atomic<double> copied_per_second{0};
+std::atomic<size_t> bytes_of_communicators{0};
+
+std::map<std::string, std::atomic<int64_t>*> named() {
+  auto& all = counters();
+  return {
+      {"host_syncs", &all.host_syncs},
+      {"async_copies", &all.async_copies},
+      {"bytes_to_host", &all.bytes_to_host},
+      {"bytes_to_device", &all.bytes_to_device},
+      {"kernels", &all.kernels},
+      {"fallbacks", &all.fallbacks},
+      {"pinned_bytes", &all.pinned_bytes},
+      {"pageable_bytes", &all.pageable_bytes},
+      {"inner_bytes", &all.inner_bytes},
+      {"queries", &all.queries},
+      {"pinned_allocations", &all.pinned_allocations},
+      {"registrations", &all.registrations},
+      {"forbidden", &all.forbidden},
+      {"racing_posts", &all.racing_posts},
+  };
+}
+
+}  // namespace
+
+std::map<std::string, int64_t> counted() {
+  std::map<std::string, int64_t> all;
+  for (auto& [name, one] : named()) all[name] = *one;
+  auto& pinned = leaked<Pinned>();
+  std::lock_guard lock(pinned.mutex);
+  all["pinned_most_bytes"] = static_cast<int64_t>(pinned.most_bytes);
+  return all;
+}
+
+void reset_counters() {
+  for (auto& [name, one] : named()) *one = 0;
+  for (int device = 0; device < kMostDevices; ++device)
+    for (auto& stream : all_streams(device)) stream->stalls = stream->stalled_nanoseconds = 0;
+  auto& pinned = leaked<Pinned>();
+  std::lock_guard lock(pinned.mutex);
+  pinned.most_bytes = pinned.allocated_bytes;
+}
+
+void reset_settings() {
+  end_capture();
+  set_copy_rate(0);
+  set_registration(true);
+  set_communicator_bytes(0);
+  for (int device = 0; device < kMostDevices; ++device) set_most_bytes(device, kArena);
+}
+
+void set_copy_rate(double bytes_per_second) { copied_per_second = bytes_per_second; }
+double copy_rate() { return copied_per_second; }
+void set_communicator_bytes(size_t bytes) { bytes_of_communicators = bytes; }
+size_t communicator_bytes() { return bytes_of_communicators; }
 
 }  // namespace phantom

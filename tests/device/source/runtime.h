@@ -8,8 +8,10 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 
 namespace phantom {
@@ -56,6 +58,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   const int device;
   const int64_t id;
+  // The waits that found their mark unreached and have ended, and how long they took.
+  std::atomic<int64_t> stalls{0}, stalled_nanoseconds{0};
+  // Whether it is part of a capture.
+  std::atomic<bool> capturing{false};
 
  private:
   Stream(int device, int64_t id) : device(device), id(id) {}
@@ -86,8 +92,28 @@ void throw_reported();
 
 struct Counters {
   std::atomic<int64_t> host_syncs{0}, async_copies{0}, bytes_to_host{0}, bytes_to_device{0}, kernels{0}, fallbacks{0};
+  // What is copied between host and device, by the host's memory, and what is copied inside a device or between two.
+  std::atomic<int64_t> pinned_bytes{0}, pageable_bytes{0}, inner_bytes{0};
+  std::atomic<int64_t> queries{0}, pinned_allocations{0}, registrations{0};
+  // What was tried during a capture and must not be.
+  std::atomic<int64_t> forbidden{0};
+  // Operations of a group that were posted beside the first one of a pair.
+  std::atomic<int64_t> racing_posts{0};
 };
 Counters& counters();
+// All of them by name, and the most pinned memory that was allocated at a time.
+std::map<std::string, int64_t> counted();
+// The stalls of streams, too.
+void reset_counters();
+
+// What tests change: all as at the start of the process.
+void reset_settings();
+// Copies between host and device run at this rate, unless it is 0. It is read when a copy is queued.
+void set_copy_rate(double bytes_per_second);
+double copy_rate();
+// The memory of a device that each communicator takes.
+void set_communicator_bytes(size_t bytes);
+size_t communicator_bytes();
 
 // The host waits, and this counts. The interpreter's lock is let go meanwhile.
 void synchronise(const MarkPtr& mark);
@@ -109,11 +135,23 @@ StreamPtr current_stream(int device);
 StreamPtr pooled_stream(int device);
 // Outside the pool, for communicators.
 StreamPtr own_stream(int device);
+// A capture of the global mode: the calling thread's current stream is in it, and so is each stream that waits for one
+// in it. Meanwhile no thread may do what would break it.
+void begin_capture();
+void end_capture();
+// Nothing, if the capture has ended.
+void join_capture(const StreamPtr& stream);
+// Throws during a capture, and counts.
+void not_in_capture(const std::string& what);
 // All marks that are pending on a device.
 void synchronise_device(int device);
 bool device_idle_by(int device, Clock::time_point deadline);
 
 // ---------------------------------------------------------------------------------------------------------- memory
+
+struct OutOfMemory : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 // What tensors show is inaccessible; kernels use the hidden mapping of the same pages.
 void* allocate(int device, size_t bytes);
@@ -123,9 +161,25 @@ void use_on(void* shown, const StreamPtr& stream);
 void* hidden(const void* shown);
 int device_of(const void* shown);
 size_t allocated_bytes(int device);
+// Since the last reset.
+size_t most_allocated_bytes(int device);
+void reset_most_allocated_bytes(int device);
+// A device with less memory. What is freed counts no more, as if the allocator gave all that it pools back in time.
+void set_most_bytes(int device, size_t bytes);
+
+// Where another process finds what is shown at this address of a block: in a file, at an offset.
+std::pair<int, size_t> export_memory(void* block, const void* shown);
+// Memory of another process in its place, until it is released: it counts as no allocation. As on CUDA, it must not be
+// this process's own, and it cannot be exported again.
+void* import_memory(int device, int file, size_t offset, size_t bytes);
 
 void* allocate_pinned(size_t bytes);
 void release_pinned(void* address) noexcept;
-bool is_pinned(const void* address);
+// Memory of the program becomes pinned where it is. Refused if a part of it is pinned already, and if tests want that.
+void register_host(void* address, size_t bytes);
+void unregister_host(void* address);
+void set_registration(bool possible);
+// All of it, by one allocation or registration.
+bool is_pinned(const void* address, size_t bytes = 1);
 
 }  // namespace phantom

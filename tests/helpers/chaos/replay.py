@@ -27,8 +27,8 @@ CAMPAIGNS: dict[str, Callable[[int], Scenario]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chaos", description="Replay scenarios of chaos.")
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--count", type=int, default=1, help="so many seeds, from this one on")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after so long")
+    parser.add_argument("--count", type=int, default=1, help="how many seeds, from this one on")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after this number of seconds")
     parser.add_argument("--campaign", choices=list(CAMPAIGNS), default="anything", help="how scenarios are drawn")
     parser.add_argument("--fault", help="only scenarios with this fault")
     parser.add_argument("--quiet", action="store_true", help="show only those with complaints")

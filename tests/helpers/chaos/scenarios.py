@@ -30,9 +30,9 @@ ANY_FAULT: Sequence[FaultKind] = (
 )
 
 
-#: When a fault strikes: before the call; when the victim has posted so many operations; when this part of the payload
-#: has gone through its wire; so many milliseconds after its first operation; when the first receiver's progress shows
-#: this part; when the call has returned.
+#: When a fault strikes: before the call; when the victim has posted this number of operations; when this part of the
+#: payload has gone through its wire; this number of milliseconds after its first operation; when the first receiver's
+#: progress shows this part; when the call has returned.
 When = Literal["start", "ops", "bytes", "ms", "progress", "end"]
 
 

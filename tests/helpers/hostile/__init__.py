@@ -40,6 +40,7 @@ from hostile.ends import (
     gather,
     interrupted,
     patched_accept,
+    serve,
     spoken,
 )
 from hostile.forging import (
@@ -194,6 +195,7 @@ __all__ = [
     "resealed",
     "routed",
     "scalar",
+    "serve",
     "sharded_member",
     "spec",
     "spoken",

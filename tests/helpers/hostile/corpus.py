@@ -303,7 +303,7 @@ def load(state: object, lease: MemoryLease | None = None) -> source.OfferedState
     """What a source offers of a state, in small parcels and bursts; without a lease, not to be read from memory."""
     transport = PGTransport(Nowhere(), datetime.timedelta(seconds=1), CPU, same_host=lease is not None, streams=False)
     transport._limits = Limits(parcel_bytes=64 * KIB, burst_bytes=96 * KIB)
-    leases = Leases(Options(same_host=False))
+    leases = Leases(Options(same_host=False), 60)
     if lease is not None:
         leases._leases = {"memory": lease}
     return transport._load(state, 4, (PEER,), leases)

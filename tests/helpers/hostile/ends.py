@@ -36,9 +36,8 @@ from transfuse._plan.parcels import Extent, Parcels
 from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse._progress import Progress
 from transfuse._report import Report
-from transfuse._session import negotiation, planning, receive_from_one, threads
-from transfuse._session.context import Context, ReceiveRequest
-from transfuse._session.partial import Partial
+from transfuse._session import negotiation, offers, planning, receive_from_one, source, threads
+from transfuse._session.context import Context, Partial, ReceiveRequest
 from transfuse._session.planning import Accepted
 from transfuse._session.receive_from_all import Receive
 from transfuse._session.relay import Chains
@@ -186,11 +185,11 @@ class Wire(Channel):
         if kind in (Message.WANT, Message.MORE, Message.COMPARE):
             assert isinstance(body, bytes)
             assert self.accepted is not None
-            count = len(self.accepted.cut)
+            count = len(self.accepted.landing.cut)
             if kind is Message.WANT:
                 want = messages.decode(body, messages.Want)
                 self._cut = (
-                    self.accepted.cut
+                    self.accepted.landing.cut
                     if want.wanted_blocks is None
                     else self._picked(want.wanted_blocks, want.parcel_bytes)
                 )
@@ -292,6 +291,22 @@ def context(
     )
 
 
+def serve(
+    channel: Channel,
+    offered: source.OfferedState,
+    caller: Caller | None = None,
+    progress: Progress | None = None,
+    report: Report | None = None,
+    *,
+    transfer: int = 1,
+    tag: int = FIRST_TAG,
+) -> None:
+    """Send to one receiver, as a transport does."""
+    channel.transfer, channel.tag = transfer, tag
+    report = report or Report("send", (channel.peer,))
+    source.SourceEnd(channel, offered, caller or Caller(), progress or Progress(), report).run()
+
+
 def gather(
     lines: Sequence[Channel],
     request: ReceiveRequest,
@@ -307,14 +322,14 @@ def gather(
     try:
         if len(lines) == 1:
             try:
-                receive_from_one.receive(lines[0], receive)
+                receive_from_one.run(lines[0], receive)
             except TransfuseError as error:
                 failed[ranks[0]] = error
         else:
-            talking = {channel.peer: functools.partial(receive_from_one.receive, channel, receive) for channel in lines}
+            talking = {channel.peer: functools.partial(receive_from_one.run, channel, receive) for channel in lines}
             failed = threads.run(talking, caller, lambda: None, receive.watch, receive.roster.park)
         if not receive.result:
-            raise receive.failure or (failed[ranks[0]] if len(lines) == 1 else ReceiveFailed(failed))
+            raise receive.roster.failure or (failed[ranks[0]] if len(lines) == 1 else ReceiveFailed(failed))
     except BaseException as error:
         receive.account_for(error)
         raise
@@ -328,7 +343,7 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
     """Tell the wires what was accepted. No case allocates more than it may, or looks at other processes."""
 
     def read_offer(*args: Any) -> messages.Offer:
-        offer = planning.read_offer(*args)
+        offer = offers.read_offer(*args)
         with contextlib.suppress(MalformedEntry):
             entry = MemoryEntry.decode(offer.routes.get("memory", b""))
             if 0 < entry.pid < 1 << 31 and entry.pid != os.getpid():
@@ -339,12 +354,12 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
 
     def accept_offer(*args: Any) -> Accepted:
         accepted = planning.accept(*args)
-        memory = accepted.landing.fresh
+        memory = accepted.landing.memory
         fresh = sum(map(len, memory.arena.mappings))
         fresh += sum(storage.nbytes() for storage in memory.arena._storages.values())
         fresh += sum(tensor.nbytes for tensor in memory.local_tensors.values())
-        assert fresh <= CAP + ALIGNMENT * len(accepted.manifest.storages), f"{fresh} bytes allocated"
-        if accepted.cut.total_bytes > MAX_PLANNED:
+        assert fresh <= CAP + ALIGNMENT * len(accepted.landing.manifest.storages), f"{fresh} bytes allocated"
+        if accepted.landing.cut.total_bytes > MAX_PLANNED:
             raise TooMuch("planned")
         for wire in wires:
             wire.accepted = accepted
@@ -358,7 +373,7 @@ def patched_accept(*wires: Wire) -> Iterator[None]:
 
 
 def interrupted(rng: random.Random, member: Member, target: object | None, bursts: int | None) -> Partial | None:
-    """What is left of an honest receive that ended after so many bursts, or when all had come."""
+    """What is left of an honest receive that ended after this number of bursts, or when all had come."""
     wire = Wire(rng, member, [member.body], bursts=bursts)
     wire._filling = "honest"
     request = ReceiveRequest(target=target, options=Options(weights_only_objects=True, same_host=False))

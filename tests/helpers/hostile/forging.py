@@ -24,7 +24,7 @@ from transfuse._state.leaves import values
 from transfuse._state.manifest import Leaf, Manifest
 from transfuse._wire import messages
 from transfuse._wire.group import FIRST_LINK_TAG, FIRST_TAG, LINK_TAGS, OFFER_TAG
-from transfuse._wire.memory_route import TOKEN_BYTES
+from transfuse._wire.memory_route_read import TOKEN_BYTES
 from transfuse._wire.messages import Message
 
 # --------------------------------------------------------------------------------------------------------- mutations

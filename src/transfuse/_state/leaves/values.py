@@ -2,7 +2,8 @@
 
 ``None``, ``bool``, ``float``, ``bytes`` and nearly all ``int`` and ``str`` stay as they are. Every other value becomes
 ``[tag, *parts]``, where each part is encoded like a value. One table, ``_CODECS``, says for each type how to take a
-value apart and how to build it again. Encoding and decoding both use this table.
+value apart and how to build it again. Encoding and decoding both use this table. (A ``transfuse.Step`` goes as the int
+that it is.)
 
 :func:`decode` reads what a peer sent. It looks names up in tables of names that exist in this process, imports nothing,
 calls no constructor outside the standard library, numpy and torch, and allocates in proportion to its input.
@@ -30,6 +31,7 @@ import msgspec
 import numpy as np
 import torch
 
+from transfuse._report import Step
 from transfuse._state import class_names
 
 #: How deep containers may be nested. The limit is fixed, so that the source refuses a deeper value and the receiver's
@@ -106,6 +108,8 @@ def _encode(value: object, depth: int) -> object:
         return value
     if type(value) is str and _is_utf8(value):
         return value
+    if isinstance(value, Step):
+        return _encode(int(value), depth)
     codec = _BY_TYPE.get(kind) or next((c for covers, c in _FAMILIES if covers(kind)), None)
     if codec is None:
         raise Unencodable(f"{_shown(kind)} cannot be carried: {_remedy(kind)}")

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from transfuse._tuning import DOCTOR_LOOKUP_SECONDS
 from transfuse.cli.doctor.finding import Finding
 
 __all__ = ["IFNAME_VARIABLE", "addresses_of_host", "interfaces", "judge", "listening"]
 
 IFNAME_VARIABLE = "GLOO_SOCKET_IFNAME"
-#: The longest wait for a name lookup. If it takes longer, gloo fails as well.
-LOOKUP_SECONDS = 3.0
 
 _SIOCGIFADDR = 0x8915
 _LISTENS = "0A"
@@ -52,7 +51,7 @@ def addresses_of_host() -> list[str]:
 
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
-    thread.join(LOOKUP_SECONDS)
+    thread.join(DOCTOR_LOOKUP_SECONDS)
     return list(found)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from transfuse._arguments import INSTALL_NIXL
 from transfuse._memory import vm
+from transfuse._tuning import DOCTOR_NIXL_READ_SECONDS, DOCTOR_NIXL_SECONDS
 from transfuse._wire import nixl_agent
 from transfuse._wire.nixl_agent import Agent, NixlFailed
 from transfuse.cli.doctor.finding import Finding
@@ -19,8 +20,6 @@ from transfuse.cli.doctor.finding import Finding
 __all__ = ["look"]
 
 ABOUT = "NIXL route"
-DEADLINE_SECONDS = 20.0
-READ_SECONDS = 5.0
 #: What UCX prints about the transports of a connection, such as ``intra-node cfg#1 rma_am(tcp/lo) am(cma/memory)``.
 _CONFIGURATION = re.compile(r"node cfg#\d+ (.*)")
 _TRANSPORT = re.compile(r"\b[a-z]\w*/\w+")
@@ -39,7 +38,7 @@ def look() -> Finding:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=DEADLINE_SECONDS,
+            timeout=DOCTOR_NIXL_SECONDS,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -64,12 +63,12 @@ def trial() -> None:
     for agent, array in ((source, theirs), (receiver, mine)):
         agent.register([(array.ctypes.data, array.nbytes)])
     receiver.connect(source.name, source.metadata([(theirs.ctypes.data, theirs.nbytes)]))
-    size, until = np.array([mine.nbytes]), time.monotonic() + READ_SECONDS
+    size, until = np.array([mine.nbytes]), time.monotonic() + DOCTOR_NIXL_READ_SECONDS
     ends = [vm.ranges(np.array([array.ctypes.data]), size) for array in (theirs, mine)]
     transfer = receiver.post(receiver.prepare(source.name, *ends))
     while not receiver.is_done(transfer):
         if time.monotonic() > until:
-            raise NixlFailed(f"a read of 512 KiB was not done after {READ_SECONDS:.0f} s")
+            raise NixlFailed(f"a read of 512 KiB was not done after {DOCTOR_NIXL_READ_SECONDS:.0f} s")
         time.sleep(0.001)
     if not np.array_equal(theirs, mine):
         raise NixlFailed("NIXL said that a read was done, but it has not brought the bytes")

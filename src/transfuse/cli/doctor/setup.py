@@ -74,9 +74,9 @@ def _encryption() -> Finding:
         return Finding("note", "encryption", "whether this gloo has TLS could not be found out")
     if there:
         how = f"GLOO_DEVICE_TRANSPORT=TCP_TLS, {TLS_KEY_VARIABLE}=…"
-        return Finding("ok", "encryption", f"this gloo has TLS, for all but serve, fetch and keepers: {how}")
-    remedy = "between hosts use a network that nobody else reads: a private one, or a tunnel"
-    return Finding("note", "encryption", "this gloo is built without TLS: what moves is not encrypted", remedy)
+        return Finding("ok", "encryption", f"this gloo has TLS for groups (for all else: tls=): {how}")
+    remedy = "tls= encrypts all but the group's own bytes; for these use a network that nobody else reads, or a tunnel"
+    return Finding("note", "encryption", "this gloo is built without TLS: what it moves is not encrypted", remedy)
 
 
 def _accelerator() -> Finding:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import transfuse
 from transfuse._limits import allows_streams
+from transfuse._tuning import DOCTOR_MEASURED_SECONDS, DOCTOR_STATE_BYTES, DOCTOR_TRIAL_SECONDS
 from transfuse._wire.group import Group
 from transfuse._wire.meeting import own_port
 from transfuse._wire.memory_route import MemoryEntry, MemoryLease, Reader
@@ -25,9 +26,6 @@ from transfuse.testing.ranks import Late, RanksFailed, listening, say
 
 __all__ = ["TrialOutcome", "Tried", "try_routes"]
 
-STATE_BYTES = 32 << 20
-#: How long a route is measured at most, and after which time the whole trial is given up.
-MEASURED_SECONDS, DEADLINE_SECONDS = 0.7, 12.0
 TIMEOUT = timedelta(seconds=5)
 CPU = torch.device("cpu")
 
@@ -94,7 +92,7 @@ def _work(rank: int, ifname: str | None) -> None:
 
 
 def _end_late() -> None:
-    time.sleep(DEADLINE_SECONDS)
+    time.sleep(DOCTOR_TRIAL_SECONDS)
     os._exit(1)
 
 
@@ -139,9 +137,9 @@ def _try_group(tell: Callable[[object], None]) -> Tried:
 
 def _measure(group: Any, *, same_host: bool) -> tuple[str, float]:
     """The route that the state took, and the best of a few runs, in bytes per second."""
-    state = {"state": torch.ones(STATE_BYTES, dtype=torch.uint8)}
+    state = {"state": torch.ones(DOCTOR_STATE_BYTES, dtype=torch.uint8)}
     transport = transfuse.PGTransport(group, TIMEOUT, CPU, lambda: state, same_host=same_host)
-    route, best, until = "", 0.0, time.monotonic() + MEASURED_SECONDS
+    route, best, until = "", 0.0, time.monotonic() + DOCTOR_MEASURED_SECONDS
     again = torch.ones(1)
     while again:
         if dist.get_rank() == 0:

@@ -1,0 +1,68 @@
+"""A device with hardly any free memory: transfers use smaller pieces there, and are exact."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import transfuse
+from device.kind import imitation_only
+from device.moving import Setting, assert_same, blank, move, there
+
+pytestmark = [imitation_only, pytest.mark.usefixtures("accelerator", "nothing_is_left")]
+
+MIB = 1 << 20
+
+
+def state() -> dict[str, Any]:
+    """Large, small and strided tensors: of all of these a parcel has to be packed, except of the large one."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "large": torch.randn(MIB, generator=generator),
+        "turned": torch.randn(1500, 1000, generator=generator).t(),
+        "small": [torch.randn(700 + i, generator=generator) for i in range(800)],
+        "bytes": torch.arange(1001).to(torch.uint8)[1::2],
+        "one": torch.tensor(3.0),
+    }
+
+
+def changed(tensors: dict[str, Any]) -> dict[str, Any]:
+    made = {name: leaf.clone() for name, leaf in tensors.items() if name != "small"}
+    made["large"][5] += 1
+    made["turned"][7, 3] += 1
+    return made | {"small": [leaf + (i % 3 == 0) for i, leaf in enumerate(tensors["small"])]}
+
+
+def fill(device: ModuleType, free: int) -> None:
+    torch.accelerator.synchronize()
+    for index in range(2):
+        device.set_most_bytes(index, device.memory_allocated(index) + free)
+
+
+@pytest.mark.parametrize("free", [MIB, MIB // 4])
+@pytest.mark.parametrize("options", [{}, {"delta": True}, {"atomic": True}], ids=["", "delta", "atomic"])
+def test_over_main_memory(options: dict[str, Any], free: int, device: ModuleType) -> None:
+    expected, setting = state(), Setting(direct=False)
+    source, own = there(expected, 0), there(changed(expected) if options.get("delta") else blank(expected), 1)
+    with setting.ranks() as ranks:
+        fill(device, free)
+        ((got, _),) = move(ranks, setting, {0: source}, {1: own}, **options).values()
+    device.reset_settings()
+    assert_same(expected, got, in_place=True)
+
+
+def test_restore(device: ModuleType) -> None:
+    expected = state()
+    own = there(expected, 0)
+    with transfuse.keep(transfuse.State(own), run=f"full-{os.getpid()}") as keep:
+        keep.commit(1)
+        with keep.mutating(), torch.no_grad():
+            torch._foreach_zero_([own["large"], own["turned"], *own["small"], own["bytes"], own["one"]])
+        fill(device, MIB // 4)
+        assert keep.restore() == 1
+    device.reset_settings()
+    assert_same(expected, own, in_place=True)
