@@ -138,7 +138,7 @@ def test_who_is_refused_knows_why_at_both_ends(who: str, caplog: pytest.LogCaptu
         with pytest.raises(transfuse.PeerNotTrusted, match=told):
             fetched(server, target, tls=given())
         wait_until(lambda: any(logged in record.getMessage() for record in caplog.records))
-        assert not server._listener.strangers
+        wait_until(lambda: not server._listener.strangers)
         assert_exact(some_state()["model"], fetched(server, entry="model").state)  # Others are served as before.
     assert all(torch.equal(one, other) for one, other in zip(before, target["model"].values(), strict=True))
 

@@ -604,24 +604,33 @@ def test_the_logger_is_left_alone() -> None:
 
 
 class Traced:
-    """Runs one rank's call under a profiler; its ranges."""
+    """Runs one rank's call under a profiler; its ranges. The profiler begins before all other calls.
 
-    def __init__(self, end: int, path: pathlib.Path, **options: Any) -> None:
-        self._end, self._path, self._options = end, path, options
+    ``until``: and it ends after this many of them.
+    """
+
+    def __init__(self, end: int, path: pathlib.Path, until: int = 0, **options: Any) -> None:
+        self._end, self._path, self._until, self._options = end, path, until, options
         self.ranges: list[dict[str, Any]] = []
         self.thread = 0
-        self._records = threading.Event()
+        self._records, self._ended = threading.Event(), threading.Semaphore(0)
 
     def __call__(self, rank: int, call: Callable[[], Any]) -> Any:
         if rank != self._end:
             assert self._records.wait(30), "a range that began before the profiler would be missing"
-            return call()
+            try:
+                return call()
+            finally:
+                self._ended.release()
         self.thread = threading.get_native_id()
         activities = [torch.profiler.ProfilerActivity.CPU]
         try:
             with torch.profiler.profile(activities=activities, **self._options) as profiler:
                 self._records.set()
-                return call()
+                result = call()
+                for _ in range(self._until):
+                    assert self._ended.acquire(timeout=30), "a range that ends after the profiler would be missing"
+                return result
         finally:
             profiler.export_chrome_trace(str(self._path))
             events = json.loads(self._path.read_text())["traceEvents"]
@@ -676,7 +685,7 @@ def test_phases_of_several_conversations_lie_within_each_other(end: int, tmp_pat
 @pytest.mark.usefixtures("either_route")
 def test_a_profiler_of_all_threads_sees_the_conversations_own_ranges(tmp_path: pathlib.Path) -> None:
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    traced, move = Traced(1, tmp_path / "trace.json", experimental_config=config), Move()
+    traced, move = Traced(1, tmp_path / "trace.json", until=1, experimental_config=config), Move()
     move.run(around=traced)
     labels = {f"transfuse::{report.direction}/{label}" for report in move.reports.values() for label in report.phases}
     assert traced.names == {"transfuse::send", "transfuse::receive"} | labels
