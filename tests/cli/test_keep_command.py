@@ -20,7 +20,7 @@ from commands import Running
 from keeping import SECONDS, Home, Job, home, threaded, until  # noqa: F401
 from transfuse.cli import keeper_table
 from transfuse.cli.app import app
-from transfuse.testing.ranks import Fleet
+from transfuse.testing.ranks import Fleet, freeze
 
 pytestmark = pytest.mark.usefixtures("home", "without_variables")
 
@@ -102,7 +102,7 @@ def test_a_keeper_in_the_foreground_from_its_start_to_its_end(home: Home, tmp_pa
         assert again.exit_code == 1
         assert f"process {status['pid']}" in again.output
 
-        os.kill(status["pid"], signal.SIGSTOP)
+        freeze(status["pid"])
         try:
             frozen = CliRunner().invoke(app, ["keep", "--status", "--json", "--timeout", "0.5"])
         finally:

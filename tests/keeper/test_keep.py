@@ -33,7 +33,7 @@ from transfuse._keeper.attach import LOG_NAME, SOCKET_NAME
 from transfuse._keeper.files import HELD_NAME, TOKEN_NAME
 from transfuse._keeper.process import Keeper
 from transfuse.cli.keepers import list_keepers
-from transfuse.testing.ranks import ProcessPool
+from transfuse.testing.ranks import ProcessPool, freeze
 
 pytestmark = pytest.mark.usefixtures("threaded")
 
@@ -610,7 +610,7 @@ def test_a_keeper_is_frozen_and_shouted_at_and_its_socket_is_deleted(
             sock.sendall(b"\xff\xff\x00\x00\x00\x00\x00\x00" + bytes(100))
             assert job.commit(1) == ["committed"] * 2
         monkeypatch.setattr(client, "COMMIT_ANSWER_SECONDS", 0.5)
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         assert job.commit(2) == ["skipped"] * 2
         assert warnings(caplog, "goes on without the keeper") == 2
         os.kill(pid, signal.SIGCONT)

@@ -27,6 +27,7 @@ from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.process import Keeper
 from transfuse._keeper.runs import Process
 from transfuse._tls import TLS
+from transfuse.testing.ranks import freeze
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -225,7 +226,7 @@ def test_a_keeper_that_is_frozen_while_it_starts_is_named(home: Home) -> None:  
     assert isinstance(found, Lock)
     with found:
         process = attach._start(found)
-    process.send_signal(signal.SIGSTOP)
+    freeze(process.pid)
     try:
         with pytest.raises(TransfuseError, match=rf"process {process.pid} is the keeper .*kill -CONT {process.pid}"):
             attach.attach(run, 0.1)

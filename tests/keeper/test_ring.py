@@ -257,14 +257,17 @@ def test_kills_and_freezes_of_any_keeper(job: Job) -> None:
             job.until_confirmed(step)
         child = job.hosts[victim].child
         assert child is not None
-        child.signal(number)
+        if number == signal.SIGSTOP:
+            child.freeze()
+        else:
+            child.kill()
         step += 1
         for rank, worker in enumerate(workers):
             if rank != victim:
                 assert worker.commit(step)
         assert workers[(victim + 1) % 3].confirmed() == step - 1
         if number == signal.SIGSTOP:
-            child.signal(signal.SIGCONT)
+            child.thaw()
         else:
             child.wait()
             workers[victim].link.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from keeping import SECONDS, Home, Job, home, same, threaded, until  # noqa: F40
 from transfuse._errors import TransfuseError
 from transfuse._keeper import allotment, client, unkept
 from transfuse._keeper.frames import KeeperLost
-from transfuse.testing.ranks import ProcessPool
+from transfuse.testing.ranks import ProcessPool, freeze
 
 
 class Heard(logging.Handler):
@@ -150,7 +149,7 @@ def test_a_lost_keeper_is_told_again_and_again(home: Home, monkeypatch: pytest.M
     with Job(1) as job, warnings() as heard:
         job.start(same(state))
         assert job.commit(1) == ["committed"]
-        os.kill(home.status()["pid"], signal.SIGSTOP)
+        freeze(home.status()["pid"])
         monkeypatch.setattr("transfuse._keeper.client.COMMIT_ANSWER_SECONDS", 0.2)
         step = 1
 

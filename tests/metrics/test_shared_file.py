@@ -24,7 +24,7 @@ from tampering import Tampering
 from transfuse._metrics import shared_file
 from transfuse._metrics.shared_file import SharedFile
 from transfuse._report import Report
-from transfuse.testing.ranks import Ranks
+from transfuse.testing.ranks import Ranks, freeze
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=20)
 
@@ -150,7 +150,7 @@ def test_a_process_that_is_killed_leaves_the_file_whole(path: pathlib.Path, monk
                 assert now is not None
                 assert now >= last
                 last = now
-            os.kill(child, signal.SIGSTOP)  # Perhaps it has the lock.
+            freeze(child)  # Perhaps it has the lock.
             assert read(path)("transfers_total") is not None
         finally:
             os.kill(child, signal.SIGKILL)

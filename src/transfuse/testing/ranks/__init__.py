@@ -16,7 +16,7 @@ from transfuse.testing.ranks.inside import announce, hear, say, store
 from transfuse.testing.ranks.outcome import Died, Late, Outcome, RanksFailed, RemoteError
 from transfuse.testing.ranks.programs import Ended, run_program
 from transfuse.testing.ranks.threads import Ranks
-from transfuse.testing.ranks.worker import Worker, interrupts_held, loopback_store, preload, server_threads
+from transfuse.testing.ranks.worker import Worker, freeze, interrupts_held, loopback_store, preload, server_threads
 
 __all__ = [
     "FOREGROUND",
@@ -32,6 +32,7 @@ __all__ = [
     "Worker",
     "announce",
     "come_to_foreground",
+    "freeze",
     "hear",
     "interrupts_held",
     "listening",

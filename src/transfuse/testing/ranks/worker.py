@@ -114,11 +114,8 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """The process's state by the kernel's letter: R, S, T if it is stopped, …, X if it is gone."""
-        try:
-            return pathlib.Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return "X"
+        """The process's state by the kernel's letter."""
+        return _state_in(pathlib.Path(f"/proc/{self.pid}/stat"))
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Wait until it has ended; return its exit code, negative for a signal, or None if it still runs."""
@@ -141,10 +138,7 @@ class Worker:
     def freeze(self) -> None:
         """Stop the process, and return once all its threads stand still."""
         self.signal(signal.SIGSTOP)
-        until = time.monotonic() + 5
-        while self.state not in "tTZX":
-            assert time.monotonic() < until, f"process {self.pid} does not stop"
-            time.sleep(0.001)
+        until_frozen(self.pid)
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)
@@ -155,6 +149,28 @@ class Worker:
             self.kill()
             self.wait()
         self.connection.close()
+
+
+def freeze(pid: int) -> None:
+    """Stop any process of this machine, and return once all its threads stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    until_frozen(pid)
+
+
+def until_frozen(pid: int) -> None:
+    """Wait until no thread of a process runs. On a busy machine some go on for a moment after SIGSTOP."""
+    until = time.monotonic() + 30
+    while any(state not in "tTZX" for state in map(_state_in, pathlib.Path(f"/proc/{pid}/task").glob("*/stat"))):
+        assert time.monotonic() < until, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
+def _state_in(stat: pathlib.Path) -> str:
+    """The state in such a file of the kernel's, by its letter: R, S, T if it is stopped, …, X if it is gone."""
+    try:
+        return stat.read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 def loopback_environment() -> dict[str, str]:
