@@ -502,7 +502,7 @@ def test_disks_of_their_own_hold_what_their_hosts_have(home: Home, tmp_path: pat
     with Job(2, save_every=1, keep_saved=1, replicas=0) as job:
         job.start(same(*states), where)
         step = commit_until_saved(home, job, 0, states, state_of)
-        commit_until_saved(home, job, step + 100, states, state_of)
+        commit_until_saved(home, job, step + 10_000, states, state_of)
         until(lambda: home.status("a")["storage"]["candidate"] is None)
     names = {host: sorted(path.name for path in disk.glob("step-*/*")) for host, disk in disks.items()}
     assert names == {"a": ["rank-0.slot", "step.json"], "b": ["rank-1.slot", "step.json"]}
@@ -578,10 +578,10 @@ def test_a_host_that_is_lost_in_the_middle_of_a_save_costs_that_step(
         job.start(same(*states), HOSTS)
         step = commit_until_saved(home, job, 0, states, state_of)
         lost.set()
-        step_after(job, states, step + 10, lambda: home.status("a")["storage"]["failed"])
+        step_after(job, states, step + 10_000, lambda: home.status("a")["storage"]["failed"])
         newest = Storage.at(folder).labels()[0]
         assert newest.step >= step
-        commit_until_saved(home, job, newest.step + 100, states, state_of)
+        commit_until_saved(home, job, newest.step + 20_000, states, state_of)
         for label in Storage.at(folder).labels():
             assert Storage.at(folder).present(label, Storage.at(folder).record(label)) == [0, 1]
 
