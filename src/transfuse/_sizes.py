@@ -52,6 +52,8 @@ class Sizes:
                         4 / connections; timeout / 2 x        together; the same
                         slowest link / connections / ahead
     comparison          256 MiB                               several sources share the work
+    the same, with a    32 MiB                                the answer brings patches, which are in memory together
+    source's history
     read from memory    512 MiB, timeout / 8 x rate           after each the lease is checked, and the bytes count
     read over the       4 MiB, staging / 16, timeout / 8 x    it is staged, and arrives in time over the slowest link;
     network             1 MiB                                 four are under way
@@ -62,6 +64,8 @@ class Sizes:
 
     #: Bytes that one request compares.
     COMPARE_BYTES = 256 * MIB
+    #: The same, if the answer may bring patches.
+    PATCHED_BYTES = 32 * MIB
     #: Bytes that are read from a source's memory between two checks of its lease.
     READ_BYTES = 512 * MIB
     #: The same, if the bytes cross the network.
