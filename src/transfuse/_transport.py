@@ -693,6 +693,8 @@ def _sum_up(report: Report, single: list[Report]) -> None:
     for one in single:
         report.bytes += one.bytes
         report.read_bytes += one.read_bytes
+        report.patch_bytes += one.patch_bytes
+        report.history_bytes = max(report.history_bytes, one.history_bytes)
         report.parcels += one.parcels
         report.connections = max(report.connections, one.connections)
         report.repaired += one.repaired

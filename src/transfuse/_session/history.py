@@ -11,7 +11,6 @@ later still hold what was given out before that: for them the patch is kept besi
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable
 
 import numpy as np
@@ -23,6 +22,10 @@ from transfuse._plan.parcels import Parcels
 
 #: A patch is kept for later receivers if it is at most this part of its parcel.
 KEPT_PART = 1 / 8
+#: The largest plan that is remembered, in sizes of the state.
+MOST_TIMES = 2
+#: A plan makes room for another one when this many receivers with other plans have come since it was used.
+MOST_IDLE = 16
 
 
 class GivenOut:
@@ -62,28 +65,38 @@ class GivenOut:
 
 
 class History:
-    """What a source last gave out, for each plan that its receivers have. Together no larger than the state itself."""
+    """What a source last gave out, for each plan that its receivers have: as much as the state has, or one plan.
+
+    A plan may have more bytes than the state: weights that are tied here, and are not tied at the receiver. If there is
+    no room for one more plan, its receivers get whole parcels, unless another plan has not been used for a while.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._given: OrderedDict[Hashable, GivenOut] = OrderedDict()
+        #: By plan: what was given out, and how many receivers with other plans have come since one with this plan.
+        self._given: dict[Hashable, tuple[GivenOut, int]] = {}
 
     def of(self, plan: Hashable, parcels: Parcels, most_bytes: int) -> GivenOut | None:
-        """What was given out by a plan; None if there is no room for it. What was used least lately goes first."""
+        """What was given out by a plan, to another receiver with this plan; None if there is no room for it."""
         with self._lock:
-            given = self._given.pop(plan, None) or GivenOut(parcels)
-            if given.nbytes > most_bytes:
+            given, _ = self._given.pop(plan, (None, 0))
+            self._given = {other: (one, idle + 1) for other, (one, idle) in self._given.items()}
+            if given is None and not self._make_room(parcels.total_bytes, most_bytes):
                 return None
-            self._given[plan] = given
-            while self._total() > most_bytes:
-                self._given.popitem(last=False)
+            given = given or GivenOut(parcels)
+            self._given[plan] = given, 0
             return given
+
+    def _make_room(self, nbytes: int, most_bytes: int) -> bool:
+        stay = {plan: (given, idle) for plan, (given, idle) in self._given.items() if idle <= MOST_IDLE}
+        held = sum(given.nbytes for given, _ in stay.values())
+        if (held or nbytes > MOST_TIMES * most_bytes) and held + nbytes > most_bytes:
+            return False
+        self._given = stay
+        return True
 
     @property
     def nbytes(self) -> int:
         """How much memory this takes, patches not counted."""
         with self._lock:
-            return self._total()
-
-    def _total(self) -> int:
-        return sum(given.nbytes for given in self._given.values())
+            return sum(given.nbytes for given, _ in self._given.values())

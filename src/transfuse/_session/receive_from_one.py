@@ -371,7 +371,8 @@ class _Tasks:
             patched = np.array([bool(patch) for patch in patches]) & ~same
             with channel.holding_turn():
                 brought = self._patch(numbers, np.flatnonzero(patched).tolist(), patches, theirs)
-        patched[patched] = brought
+            patched[patched] = brought
+            self._report.repaired += int((~brought).sum())
         moved = sum(map(len, patches))
         self._receive.compared(channel.peer, numbers, same, patched, moved)
 
