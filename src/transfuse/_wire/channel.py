@@ -51,7 +51,7 @@ Body = TypeVar(
     messages.Verdict,
     messages.Agreed,
     messages.More,
-    messages.Compare,
+    messages.Comparison,
     messages.Digests,
     messages.Meet,
     messages.Met,
