@@ -193,7 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mbit", type=float, default=400, help="the rate of the link in Mbit/s (default 400)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
     given = parser.parse_args(argv)
-    load, results = os.getloadavg()[0], {}
+    load = os.getloadavg()[0]
+    results: dict[str, Any] = {}
     for where, mbit in (("loopback", None), (f"link of {given.mbit:g} Mbit/s", given.mbit)):
         try:
             found = measure(mbit, given.values, given.step, given.width, given.runs)

@@ -460,7 +460,7 @@ RECEIVER_LIES = {
     "compares digests of its own": asking(
         "compares parcels by digests of a wrong length", Message.COMPARE, [[0, 1], bytes(16)]
     ),
-    "compares garbage": asking("malformed comparison", Message.COMPARE, b"\xc1"),
+    "compares garbage": asking("malformed heldparcels", Message.COMPARE, b"\xc1"),
     "a description too late": asking("sent DESCRIBE where MORE or COMPARE or CHECK", Message.DESCRIBE, b""),
 }
 

@@ -25,6 +25,7 @@ from benchmarks.compare.peers import LIMIT, OURS, PEERS, REFERENCE, Peer, tensor
 from benchmarks.compare.peers.bare import BareRead
 from benchmarks.compare.peers.ours import Memory
 from benchmarks.compare.results import Limit, Move, Outcome, Result
+from benchmarks.hosts import Unavailable
 from typer.testing import CliRunner
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -283,7 +284,7 @@ def test_of_bf16_weights_only_what_has_changed_moves(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nowhere(*_: object) -> None:
-        raise bf16.Unavailable("not here")
+        raise Unavailable("not here")
 
     monkeypatch.setattr(bf16, "Hosts", nowhere)
     path = tmp_path / "bf16.json"

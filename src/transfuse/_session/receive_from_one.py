@@ -355,13 +355,13 @@ class _Tasks:
         with self._roster.phase(channel, Phase.COMPARE):
             pairs = conversation.pairs(numbers)
             if not self._offer.history:  # Both ends hash at the same time.
-                channel.send(Message.COMPARE, messages.encode(messages.Comparison(pairs)))
+                channel.send(Message.COMPARE, messages.encode(messages.HeldParcels(pairs)))
             streams.complete(channel.timeout)  # Copies for the hash then have a deadline of their own.
             with channel.holding_turn():
                 own = packing.wide_digests_of(conversation.cut, conversation.landing, numbers, channel.timeout)
             mine = b"".join(own)
             if self._offer.history:
-                channel.send(Message.COMPARE, messages.encode(messages.Comparison(pairs, mine)))
+                channel.send(Message.COMPARE, messages.encode(messages.HeldParcels(pairs, mine)))
             answer = channel.decode(self._expect_agreed(Message.DIGESTS), messages.Digests)
             patches = answer.patches if self._offer.history and answer.patches else [b""] * count
             if len(answer.digests) != WIDE_BYTES * count or len(patches) != count:

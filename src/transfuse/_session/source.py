@@ -281,7 +281,7 @@ class SourceEnd:
             self._check_unchanged()
             channel.send(Message.AGREED, messages.encode(messages.Agreed()))
         elif kind is Message.COMPARE:
-            self._compare(channel.decode(body, messages.Comparison))
+            self._compare(channel.decode(body, messages.HeldParcels))
         elif kind is Message.MORE:
             numbers = self._read_again(channel, body)
             self._lend()
@@ -497,7 +497,7 @@ class SourceEnd:
         channel.refuse(error)
         raise error
 
-    def _compare(self, compare: messages.Comparison) -> None:
+    def _compare(self, compare: messages.HeldParcels) -> None:
         """Send digests of parcels that the receiver may hold already, and patches for those that it holds of before."""
         channel, cut = self._channel, self._cut
         assert cut is not None

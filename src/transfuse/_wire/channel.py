@@ -51,7 +51,7 @@ Body = TypeVar(
     messages.Verdict,
     messages.Agreed,
     messages.More,
-    messages.Comparison,
+    messages.HeldParcels,
     messages.Digests,
     messages.Meet,
     messages.Met,

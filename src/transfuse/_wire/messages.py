@@ -252,7 +252,7 @@ class More(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     parcels: list[int]
 
 
-class Comparison(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class HeldParcels(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Receiver to source: parcels, as in a want, of which the receiver may hold some. Their digests are to be sent."""
 
     parcels: list[int]
@@ -286,13 +286,13 @@ class _Preface(msgspec.Struct, array_like=True, frozen=True):
     timeout: float
 
 
-Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed, More, Comparison, Digests, Meet, Met)
+Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed, More, HeldParcels, Digests, Meet, Met)
 
 # msgspec inspects a type when it is first used, and two threads that do so at the same time end the process. So the
 # decoders are made once, at import, and not when several conversations receive their first message.
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
     cls: msgspec.msgpack.Decoder(cls)
-    for cls in (Offer, Want, Refusal, Verdict, Agreed, More, Comparison, Digests, Meet, Met, _Preface)
+    for cls in (Offer, Want, Refusal, Verdict, Agreed, More, HeldParcels, Digests, Meet, Met, _Preface)
 }
 
 
