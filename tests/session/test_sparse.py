@@ -19,13 +19,20 @@ from transfuse import Concat
 from transfuse._memory import patches
 from transfuse._report import Report
 from transfuse._session import history
+from transfuse._sizes import Sizes
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
 from transfuse.testing.ranks import Ranks
 
 TOKEN = "correct horse battery staple"
-#: As much as a whole state of blocks has.
+#: As many values as four parcels of bf16 have.
 VALUES = 1 << 18
+PARCEL = 128 << 10
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFUSE_BLOCK_BYTES", str(PARCEL // Sizes.PATCHED_BLOCKS))
 
 
 def weights(seed: int = 0, values: int = VALUES) -> torch.Tensor:
@@ -85,7 +92,6 @@ def test_a_base_is_proved() -> None:
     """One receiver misses a round, one writes to its tensors, one is new: each gets the blocks whole that it needs."""
     w = weights()
     steady, late, scribbler = (torch.zeros(VALUES, dtype=torch.bfloat16) for _ in range(3))
-    block = 128 * 1024
     with transfuse.serve({"w": w}, token=TOKEN, history=1) as server:
         for held in (steady, late, scribbler):
             fetched(server, {"w": held})
@@ -96,8 +102,8 @@ def test_a_base_is_proved() -> None:
             assert fetched(server, {"w": steady}).patched_bytes == steady.nbytes
             if not round_number:
                 report = fetched(server, {"w": scribbler})
-                assert report.patched_bytes == scribbler.nbytes - block
-                assert report.bytes == report.patch_bytes + block
+                assert report.patched_bytes == scribbler.nbytes - PARCEL
+                assert report.bytes == report.patch_bytes + PARCEL
         report = fetched(server, {"w": late})
         assert (report.patched_bytes, report.bytes) == (0, late.nbytes)
         new = torch.zeros(VALUES, dtype=torch.bfloat16)
@@ -219,7 +225,7 @@ def test_a_wrong_patch_costs_a_whole_block_and_nothing_else(monkeypatch: pytest.
         monkeypatch.setattr(history, "patch_of", wrong)
         report = fetched(server, {"w": held})
     assert torch.equal(held, w.bfloat16())
-    assert (report.patched_bytes, report.repaired) == (0, held.nbytes // (128 * 1024))
+    assert (report.patched_bytes, report.repaired) == (0, held.nbytes // PARCEL)
     assert report.bytes == held.nbytes + report.patch_bytes
 
 
@@ -284,7 +290,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_any_states_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves of all kinds and sizes, receivers of all kinds: after each fetch the values are those of the source."""
-    monkeypatch.setenv("TRANSFUSE_BLOCK_BYTES", str(16 << 10))
+    monkeypatch.setenv("TRANSFUSE_BLOCK_BYTES", str(4 << 10))
     chosen = random.Random(28)
     torch.manual_seed(28)
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.int16]
@@ -340,12 +346,13 @@ def test_the_thread_of_a_mutating_trainer_does_not_wait_longer_than_for_any_read
     w, held = weights(), torch.zeros(VALUES, dtype=torch.bfloat16)
     gave: list[str] = []
     give = history.GivenOut.give
+
+    def noted(*args: Any) -> tuple[bytes, bytes]:
+        gave.append(threading.current_thread().name)
+        return give(*args)
+
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(
-            history.GivenOut,
-            "give",
-            lambda *args: (gave.append(threading.current_thread().name), give(*args))[1],
-        )
+        patching.setattr(history.GivenOut, "give", noted)
         with transfuse.serve({"w": w}, token=TOKEN, history=1) as server:
             fetched(server, {"w": held})
             count = len(gave)
