@@ -1,4 +1,4 @@
-"""Weights from FSDP2 trainers to engines with fused bf16 weights, round after round, whatever happens to the engines."""
+"""Weights from FSDP2 trainers to engines with fused bf16 weights, whatever happens to the engines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Engine:
 
 
 def rounds(folder: pathlib.Path, count: int, seed: int, kills: float) -> dict[str, int]:
-    """``count`` steps of the trainers, after each of which engines fetch, or do not. Returns what happened how often."""
+    """``count`` steps of the trainers, and after each of them engines that fetch, or do not. Counts what happens."""
     chosen = random.Random(seed)
     happened = dict.fromkeys(("installed", "patched", "missed", "killed", "ahead", "scribbled"), 0)
     with Fleet(2, timeout=60.0) as fleet, ExitStack() as stack:
