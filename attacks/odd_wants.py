@@ -130,7 +130,7 @@ def compare_all(**changes: Any) -> Any:
         assert heard.kind == DIGESTS
         data = pattern(N)
         parts = [data[:PARCEL], data[PARCEL:]]
-        assert heard.plain == [b"".join(map(xxhash.xxh3_128_digest, parts))]
+        assert heard.plain == [b"".join(map(xxhash.xxh3_128_digest, parts)), []]
         peer.say(VERDICT, [{}])
         peer.flush()
 
@@ -244,7 +244,7 @@ ATTACKS = {
         send(), then(COMPARE, [[0, 9]]), source_says("compares parcels that do not exist")
     ),
     "a comparison of the version before": Attack(
-        send(), then(COMPARE, [[0, 2], bytes(16)]), source_says("malformed more")
+        send(), then(COMPARE, [[0, 2], bytes(16)]), source_says("compares parcels by digests of a wrong length")
     ),
     "digests for a source": Attack(send(), then(DIGESTS, [bytes(32)]), source_says("sent DIGESTS where MORE")),
     "a description after the want": Attack(send(), then(DESCRIBE), source_says("sent DESCRIBE where MORE")),

@@ -61,7 +61,7 @@ def header(
     body: bytes = b"",
     length: int | None = None,
     magic: bytes = b"TFUS",
-    version: int = 11,
+    version: int = 12,
     damage: int = 0,
 ) -> bytes:
     digest = xxhash.xxh3_64_intdigest(body) ^ damage

@@ -101,7 +101,7 @@ def train(store: Store, rank: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = 0
 
-    with transfuse.serve({"model": model, "optimizer": optimizer}, step=lambda: step, token=TOKEN) as server:
+    with transfuse.serve({"model": model, "optimizer": optimizer}, step=lambda: step, token=TOKEN, history=1) as server:
         for sync in SYNCS:
             while step < sync:
                 batch = tokens(2 * step + rank)

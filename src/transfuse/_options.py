@@ -63,6 +63,8 @@ class Options:
     lanes: int | None = None
     #: Sources: the most bytes per second that a source sends, to all its receivers together. None: no limit.
     max_bytes_per_second: float | None = None
+    #: Sources: how many versions of what was given out a source remembers, so that ``delta`` moves only what changed.
+    history: int = 0
     #: Receivers: the most bytes that one receive may allocate for fresh tensors. None: what :class:`Limits` says.
     max_receive_bytes: int | None = None
     #: Both ends: how connections of our own are encrypted. None: as the environment says. False: they are not.
@@ -91,6 +93,9 @@ class Options:
             lanes = _arguments.whole("lanes", lanes, "an int, a number of connections, or None")
             if not 1 <= lanes <= MOST_LANES:
                 raise ValueError(f"lanes must be from 1 to {MOST_LANES}, got {lanes}")
+        history = _arguments.whole("history", self.history, "0 or 1, a number of versions")
+        if history not in (0, 1):
+            raise ValueError(f"history must be 0 or 1, got {history}: a source remembers one version at most")
         if self.map_path is not None and not in_place:
             raise ValueError("map_path= translates names into those of a target: it needs state_dict=")
         _rules.check(self.map_path)
@@ -111,6 +116,7 @@ class Options:
             max_bytes_per_second=self._rate(timeout, limits),
             max_receive_bytes=most,
             lanes=lanes,
+            history=history,
         )
         held.apply_to(limits)  # Limits refuses a max_receive_bytes that is not positive.
         return held
@@ -151,6 +157,7 @@ class _BothEnds(TypedDict, total=False):
 
 class _Sources(TypedDict, total=False):
     max_bytes_per_second: float | None
+    history: int
 
 
 class _Receivers(TypedDict, total=False):

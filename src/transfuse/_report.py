@@ -90,6 +90,12 @@ class Report:
     by_source: dict[int, int] = field(default_factory=dict)
     #: Bytes that a receive with ``delta`` or ``resume`` had already.
     kept_bytes: int = 0
+    #: How many of ``bytes`` were patches: positions and values of what has changed since the source last gave it out.
+    patch_bytes: int = 0
+    #: For a receive: bytes of the parcels that such patches have brought up to date.
+    patched_bytes: int = 0
+    #: For a send with ``history``: bytes of the copy of what was given out.
+    history_bytes: int = 0
     parcels: int = 0
     #: How many connections brought parcels. For a send: the most to one receiver.
     connections: int = 1
@@ -151,6 +157,13 @@ class Report:
             self.by_source[source] = self.by_source.get(source, 0) + nbytes
             if self.route != route:
                 self.route = routes_of(self.route, route)
+
+    def patch(self, source: int, nbytes: int, patched_bytes: int, parcels: int) -> None:
+        """Count patches that a source has brought, and the bytes of the parcels that they are for."""
+        with _counting:
+            self.count(source, nbytes, parcels, "group")
+            self.patch_bytes += nbytes
+            self.patched_bytes += patched_bytes
 
     def reuse(self, what: str) -> None:
         """Record that something made for an earlier transfer was used again."""
@@ -234,6 +247,12 @@ class Report:
             ),
             *((("  relayed", human_bytes(self.relayed_bytes)),) if self.relayed_bytes else ()),
             *((("kept", human_bytes(self.kept_bytes)),) if self.kept_bytes else ()),
+            *(
+                (("sparse", f"{human_bytes(self.patched_bytes)} by {human_bytes(self.patch_bytes)} of patches"),)
+                if self.patched_bytes
+                else ()
+            ),
+            *((("history", human_bytes(self.history_bytes)),) if self.history_bytes else ()),
             *((("used again", ", ".join(self.reused)),) if self.reused else ()),
             ("integrity", f"{verified}, {self.repaired} parcels repaired"),
             *((("torn", f"{len(self.torn):,} leaves: {_brief(', '.join(self.torn))}"),) if self.torn else ()),

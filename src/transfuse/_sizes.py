@@ -36,6 +36,8 @@ class Sizes:
     burst of several    state / 16n, staging / n, timeout     the same
     sources             / 4 x slowest link
     parcel of a delta   ``block_bytes`` at most               kept or fetched as one
+    the same, with a    four times ``block_bytes``            of a larger parcel, too, only what has changed travels
+    source's history
     request             one source: everything; several:      the last requests end together
                         ``bursts_ahead`` bursts
     request on streams  what is left / 2 / connections of     few requests at first, small ones at the end, so that all
@@ -52,6 +54,8 @@ class Sizes:
                         4 / connections; timeout / 2 x        together; the same
                         slowest link / connections / ahead
     comparison          256 MiB                               several sources share the work
+    the same, with a    32 MiB                                the answer brings patches, which are in memory together
+    source's history
     read from memory    512 MiB, timeout / 8 x rate           after each the lease is checked, and the bytes count
     read over the       4 MiB, staging / 16, timeout / 8 x    it is staged, and arrives in time over the slowest link;
     network             1 MiB                                 four are under way
@@ -62,6 +66,10 @@ class Sizes:
 
     #: Bytes that one request compares.
     COMPARE_BYTES = 256 * MIB
+    #: Of how many blocks a parcel consists with ``delta``: without patches, and with them.
+    BLOCKS, PATCHED_BLOCKS = 1, 4
+    #: Bytes that one request compares, if the answer may bring patches.
+    PATCHED_BYTES = 32 * MIB
     #: Bytes that are read from a source's memory between two checks of its lease.
     READ_BYTES = 512 * MIB
     #: The same, if the bytes cross the network.
@@ -96,11 +104,14 @@ class Sizes:
         parcel = max(min(parcel, staged) // 16 * 16, limits.min_parcel_bytes)
         return Offered(parcel, burst, staged, limits.bursts_ahead)
 
-    def parcel(self, offered: int, total_bytes: int, *, sources: int, ahead: int, delta: bool = False) -> int:
-        """The size of the parcels that a receiver asks for, at most what its sources ``offered``."""
+    def parcel(self, offered: int, total_bytes: int, *, sources: int, ahead: int, blocks: int = 0) -> int:
+        """The size of the parcels that a receiver asks for, at most what its sources ``offered``.
+
+        ``blocks``: with ``delta``, of how many blocks a parcel consists.
+        """
         limits = self._limits
-        if delta:
-            offered = max(min(offered, limits.block_bytes), limits.min_parcel_bytes)
+        if blocks:
+            offered = max(min(offered, blocks * limits.block_bytes), limits.min_parcel_bytes)
         if sources == 1:
             return offered
         fair = max(total_bytes // (32 * sources), limits.min_chained_bytes)

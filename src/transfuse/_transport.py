@@ -74,7 +74,8 @@ class PGTransport:
         verify: check the bytes that have landed: on the group route by a digest of every parcel, on the memory route by
             reading a second time, on the NIXL route by comparing with the source's digests. None: on the NIXL route,
             and on the group route on the CPU. True: always. False: never.
-        delta: compare 128-bit digests of parcels, keep those that the targets hold already, and fetch the rest.
+        delta: compare 128-bit digests of parcels, keep those that the targets hold already, and fetch the rest; from a
+            source with ``history`` only the items that have changed, where that is less.
         cast: convert floating values for targets of another floating type, at the end where fewer bytes travel.
         map_path: translates the source's key paths into the target's: a mapping, rules (:class:`Rename`,
             :class:`Concat`, :class:`Split`, with :class:`Slice`), or a callable. Needs ``state_dict``.
@@ -91,6 +92,8 @@ class PGTransport:
         lanes: how many connections a source and a receiver use, at most as many as the other end allows. None: several
             if they move much in main memory, by the number of cores and whether they share a host.
         max_bytes_per_second: the most that a source sends, to all its receivers together.
+        history: 1: the source remembers what it last gave out to receivers with ``delta``, in a copy of its shard as it
+            travels. To a receiver that still holds this it sends positions and values of what has changed.
         max_receive_bytes: the most that one receive may allocate for fresh tensors. None: this machine's memory.
         tls: a :class:`TLS`: connections of our own are encrypted, and a conversation that gets none ends. Both ends
             need it. What stays on the backend stays plain: parcels on an accelerator, the first words over the group.
@@ -123,6 +126,7 @@ class PGTransport:
         streams: bool = True,
         lanes: int | None = None,
         max_bytes_per_second: float | None = None,
+        history: int = 0,
         max_receive_bytes: int | None = None,
         tls: Encryption = None,
         progress: bool | Show = False,
@@ -147,6 +151,7 @@ class PGTransport:
             streams=streams,
             lanes=lanes,
             max_bytes_per_second=max_bytes_per_second,
+            history=history,
             max_receive_bytes=max_receive_bytes,
             tls=tls,
             progress=progress,
@@ -562,6 +567,7 @@ class PGTransport:
             connections=options.lanes or messages.MOST_LANES + 1,
             host=this_host(),
             structure=structure,
+            history=bool(options.history),
         )
         # All receivers share one copy. A long offer goes only to receivers that ask for it.
         whole = cache(lambda: self._encode(offer))
@@ -687,6 +693,8 @@ def _sum_up(report: Report, single: list[Report]) -> None:
     for one in single:
         report.bytes += one.bytes
         report.read_bytes += one.read_bytes
+        report.patch_bytes += one.patch_bytes
+        report.history_bytes = max(report.history_bytes, one.history_bytes)
         report.parcels += one.parcels
         report.connections = max(report.connections, one.connections)
         report.repaired += one.repaired

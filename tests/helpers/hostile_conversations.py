@@ -457,8 +457,10 @@ RECEIVER_LIES = {
         f"compares {pairs}": asking("compares parcels that do not exist", Message.COMPARE, [pairs])
         for pairs in ([1, 2], [0, 1 << 63], [-1, 1], [1, 0], [0], [0, 0], [0, 1, 0, 1])
     },
-    "compares digests of its own": asking("malformed more", Message.COMPARE, [[0, 1], bytes(16)]),
-    "compares garbage": asking("malformed more", Message.COMPARE, b"\xc1"),
+    "compares digests of its own": asking(
+        "compares parcels by digests of a wrong length", Message.COMPARE, [[0, 1], bytes(16)]
+    ),
+    "compares garbage": asking("malformed heldparcels", Message.COMPARE, b"\xc1"),
     "a description too late": asking("sent DESCRIBE where MORE or COMPARE or CHECK", Message.DESCRIBE, b""),
 }
 

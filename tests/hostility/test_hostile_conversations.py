@@ -98,7 +98,7 @@ def test_questions_without_end_are_not_answered(kind: Message, large: Member) ->
     body, cut = want(large)
     question = {
         Message.CHECK: b"",
-        Message.COMPARE: messages.encode(messages.More([0, len(cut)])),
+        Message.COMPARE: messages.encode(messages.HeldParcels([0, len(cut)])),
         Message.DESCRIBE: b"",
     }[kind]
     told: collections.Counter[Message] = collections.Counter()

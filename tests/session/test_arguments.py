@@ -344,6 +344,8 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("relay", [], TypeError, r"relay takes True or False, got a list"),
     ("streams", None, TypeError, r"streams takes True or False, got None"),
     ("tls", 5, TypeError, r"tls takes a transfuse.TLS\(certificate, key, ca\), False or None, got 5"),
+    ("history", "1", TypeError, r"history takes 0 or 1, a number of versions, got str '1'"),
+    ("history", 2, ValueError, r"history must be 0 or 1, got 2: a source remembers one version at most"),
     ("lanes", 2.5, TypeError, r"lanes takes an int, a number of connections, or None, got float 2.5"),
     ("lanes", 0, ValueError, r"lanes must be from 1 to 16, got 0"),
     ("mesh", "cpu", TypeError, r"mesh takes a DeviceMesh, a function .*, or None, got str 'cpu'"),

@@ -47,13 +47,14 @@ OTHERS: dict[str, Any] = {
     "streams": False,
     "lanes": 3,
     "max_bytes_per_second": 1e9,
+    "history": 1,
     "max_receive_bytes": 1 << 20,
     "tls": False,  # With certificates: tests/remote/test_encrypted.py.
     "progress": True,
 }
 
 #: Options that ``fetch`` has no use for: a reader has one server or several, no other readers, and no group.
-NOT_OF_FETCH = {"relay", "streams", "max_bytes_per_second"}
+NOT_OF_FETCH = {"relay", "streams", "max_bytes_per_second", "history"}
 #: Options of the commands, under their names there; and those that the commands decide by themselves or leave alone.
 FETCH_COMMAND = {"same_host": "same_host", "verify": "verify", "max_receive_bytes": "max_size"}
 NOT_OF_FETCH_COMMAND = {
@@ -67,7 +68,7 @@ NOT_OF_FETCH_COMMAND = {
 }
 SERVE_COMMAND = {"same_host": "same_host", "max_bytes_per_second": "max_rate"}
 #: The readers decide, or the environment, or there is no memory of a device.
-NOT_OF_SERVE_COMMAND = {"verify", "lanes", "nixl", "device_memory", "tls"}
+NOT_OF_SERVE_COMMAND = {"verify", "lanes", "nixl", "device_memory", "tls", "history"}
 
 
 @pytest.fixture(autouse=True)

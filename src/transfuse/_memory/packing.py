@@ -313,18 +313,28 @@ def _halves(extents: _Extents) -> list[_Extents]:
 
 def digests_of(parcels: Parcels, places: Places, numbers: Sequence[int], seconds: float) -> list[int]:
     """64-bit digests of parcels as they lie in memory. ``seconds``: how long a copy from a device may take."""
-    return _hash(parcels, places, numbers, digest_of, seconds)
+    return visit(parcels, places, numbers, lambda i, data, is_copy: digest_of(data), seconds)
 
 
 def wide_digests_of(parcels: Parcels, places: Places, numbers: Sequence[int], seconds: float) -> list[bytes]:
     """128-bit digests of parcels as they lie in memory."""
-    return _hash(parcels, places, numbers, wide_digest_of, seconds)
+    return visit(parcels, places, numbers, lambda i, data, is_copy: wide_digest_of(data), seconds)
 
 
-def _hash(
-    parcels: Parcels, places: Places, numbers: Sequence[int], digest: Callable[[torch.Tensor], T], seconds: float
+def visit(
+    parcels: Parcels,
+    places: Places,
+    numbers: Sequence[int],
+    look: Callable[[int, torch.Tensor, bool], T],
+    seconds: float,
+    *,
+    writes: bool = False,
 ) -> list[T]:
-    """Hash these parcels in several threads, in batches: a device brings the next one while this one is hashed."""
+    """Look at these parcels in several threads, in batches: a device brings the next one meanwhile.
+
+    ``look(i, data, is_copy)`` gets the place of a number in ``numbers``, the parcel's bytes in main memory, and whether
+    these are a copy, which is its own until it returns. ``writes``: it may queue copies out of that to devices.
+    """
     result: list[T | None] = [None] * len(numbers)
     inherited = streams.inherit()
     batches = _batches(parcels, numbers)
@@ -336,7 +346,12 @@ def _hash(
             for batch, buffer in pieces.ahead(some, partial(_bring, parcels, places)):
                 for i, (number, start) in enumerate(batch.parcels, batch.first):
                     data = as_bytes(places, parcels, number, _CPU)
-                    result[i] = digest(buffer[start : start + parcels.nbytes[number]] if data is None else data)
+                    if data is None:
+                        result[i] = look(i, buffer[start : start + parcels.nbytes[number]], True)
+                    else:
+                        result[i] = look(i, data, False)
+                if writes:
+                    streams.complete(seconds)
 
     vm.share_out(batches, work, min(vm.threads(), len(batches) // 2), "transfuse-hash")
     return cast("list[T]", result)

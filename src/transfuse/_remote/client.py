@@ -95,8 +95,8 @@ def fetch(
         entry: fetch this entry alone of a state that is a mapping, as if the server served ``state[entry]``: nothing
             else is described or sent, and ``state`` is a target for the entry.
         resume: ``error.partial`` of an earlier fetch that failed.
-        **options: the receiver's options of :class:`PGTransport`: all but ``relay``, ``streams`` and
-            ``max_bytes_per_second``.
+        **options: the receiver's options of :class:`PGTransport`: all but ``relay``, ``streams``,
+            ``max_bytes_per_second`` and ``history``.
 
     If some of several servers are absent, the fetch goes on with the others, as long as those hold all that is needed.
     """

@@ -72,8 +72,8 @@ def serve(
         max_readers: how many read at once; others wait for their turn. With a rate limit, one reads at a time.
         on_report: called with the :class:`Report` of every transfer, in the thread that served it.
         **options: the options of :class:`PGTransport` for a server: ``same_host`` (readers on this host may read
-            straight from memory), ``device_memory``, ``nixl``, ``verify``, ``lanes``, ``tls`` and
-            ``max_bytes_per_second`` (the rate limit).
+            straight from memory), ``device_memory``, ``nixl``, ``verify``, ``lanes``, ``tls``, ``max_bytes_per_second``
+            (the rate limit) and ``history`` (1: readers with ``delta`` get only the items that have changed).
     """
     check_names(serve, options, ServeKeywords)
     return Server(ServeSettings(**locals()))

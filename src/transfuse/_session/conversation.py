@@ -85,6 +85,11 @@ class Conversation:
         takers = len(self.roster.ranks) * self.connections
         return Sizes.request(self.ledger.unasked_bytes if left is None else left, self.burst_bytes, takers)
 
+    @property
+    def compared_bytes(self) -> int:
+        """How many bytes to compare at a time."""
+        return Sizes.PATCHED_BYTES if self.offer.history else Sizes.COMPARE_BYTES
+
     def pairs(self, numbers: Sequence[int]) -> list[int]:
         """These parcels as ranges of the source's numbers."""
         return messages.pairs_of(self.share.theirs(numbers))

@@ -91,15 +91,15 @@ class Ledger:
         with self._changed:
             return self._give(rank, self._uncompared & (self._holder == KEPT), nbytes, among)
 
-    def compared(self, rank: int, numbers: Sequence[int], same: Bools) -> None:
-        """Record a comparison: ``same[i]`` says whether our parcel ``numbers[i]`` equals the source's."""
+    def compared(self, rank: int, numbers: Sequence[int], same: Bools, patched: Bools) -> None:
+        """Record a comparison: which of our parcels ``numbers`` equal the source's, and which do since a patch."""
         with self._changed:
             chosen = np.asarray(numbers, dtype=np.int64)
             mine = (self._holder[chosen] == rank) & self._uncompared[chosen]
-            chosen, same = chosen[mine], same[mine]
+            chosen, same, patched = chosen[mine], same[mine], patched[mine]
             self._uncompared[chosen] = False
-            self._landed[chosen] = same
-            self._holder[chosen] = np.where(same, self._brought_by[chosen], NOBODY)
+            self._landed[chosen] = same | patched
+            self._holder[chosen] = np.where(same, self._brought_by[chosen], np.where(patched, rank, NOBODY))
             self._brought_by[chosen] = KEPT
             self._changed.notify_all()
 

@@ -396,12 +396,13 @@ class Negotiator:
 
     def _fine(self, offer: Offer, total: float, parcel_bytes: int) -> int:
         """A parcel size that lets several sources end together and keeps their staging within its limit."""
+        blocks = self._sizes.PATCHED_BLOCKS if offer.history else self._sizes.BLOCKS
         return self._sizes.parcel(
             parcel_bytes,
             int(min(total, 1e15)),
             sources=len(self._roster.ranks),
             ahead=offer.bursts_ahead,
-            delta=self._roster.request.options.delta,
+            blocks=blocks if self._roster.request.options.delta else 0,
         )
 
 

@@ -20,7 +20,6 @@ from transfuse._plan.shares import Share
 from transfuse._session.context import Context, Partial, ReceiveRequest
 from transfuse._session.negotiation import Negotiator
 from transfuse._session.roster import Roster
-from transfuse._sizes import Sizes
 from transfuse._state.tensors import Bools
 from transfuse._timeouts import Patience
 from transfuse._wire.channel import Channel
@@ -123,8 +122,11 @@ class Receive:
             self.roster.readers.discard(rank)
             self.roster.changed.notify_all()
 
-    def next_task(self, channel: Channel, nbytes: float) -> Fetch | Compare | Confirm | None:
-        """Wait for the next task of this source's conversation; None when the receive is over."""
+    def next_task(self, channel: Channel, nbytes: float, compared: int) -> Fetch | Compare | Confirm | None:
+        """Wait for the next task of this source's conversation; None when the receive is over.
+
+        ``nbytes``: how many bytes to fetch at a time, and ``compared``: to compare.
+        """
         rank, roster = channel.peer, self.roster
         while True:
             with roster.changed:
@@ -132,7 +134,7 @@ class Receive:
                 if self.result:
                     return None
                 roster.check_caller()
-                task = self._find_task(rank, nbytes)
+                task = self._find_task(rank, nbytes, compared)
                 if task is not None:
                     return task
                 finishes = self._begin_to_finish()
@@ -165,9 +167,9 @@ class Receive:
             held = held & ~accepted.landing.shares.covered_by(frozenset(readers))
         return held
 
-    def _find_task(self, rank: int, nbytes: float) -> Fetch | Compare | Confirm | None:
+    def _find_task(self, rank: int, nbytes: float, compared: int) -> Fetch | Compare | Confirm | None:
         ledger = self.roster.accepted.ledger
-        numbers = ledger.take_uncompared(rank, Sizes.COMPARE_BYTES, self._shares[rank].held)
+        numbers = ledger.take_uncompared(rank, compared, self._shares[rank].held)
         if len(numbers):
             return Compare(numbers)
         numbers = ledger.take(rank, nbytes, self._to_fetch(rank))
@@ -189,16 +191,18 @@ class Receive:
             roster.count()
             return numbers
 
-    def compared(self, rank: int, numbers: Sequence[int], same: Bools) -> None:
-        """Record a comparison: ``same[i]`` says whether our parcel ``numbers[i]`` equals the source's."""
+    def compared(self, rank: int, numbers: Sequence[int], same: Bools, patched: Bools, patch_bytes: int) -> None:
+        """Record a comparison: which of our parcels ``numbers`` equal the source's, and which do since a patch."""
         roster, ledger = self.roster, self.roster.accepted.ledger
         with roster.changed:
             brought_by = ledger.doubted(numbers)
-            ledger.compared(rank, numbers, same)
-            kept = ledger.bytes_of(np.asarray(numbers, dtype=np.int64)[same & (brought_by < 0)].tolist())
-            roster.progress[rank].kept_bytes += kept
+            ledger.compared(rank, numbers, same, patched)
+            chosen = np.asarray(numbers, dtype=np.int64)
+            roster.progress[rank].kept_bytes += ledger.bytes_of(chosen[same & (brought_by < 0)].tolist())
             roster.report.repaired += int((~same & (brought_by >= 0)).sum())
-            for one in np.unique(brought_by[brought_by >= 0]).tolist():
+            if patched.any():
+                roster.report.patch(rank, patch_bytes, ledger.bytes_of(chosen[patched].tolist()), int(patched.sum()))
+            for one in {rank, *np.unique(brought_by[brought_by >= 0]).tolist()}:
                 roster.progress[one].bytes = ledger.bytes_from(one)
             roster.report.kept_bytes = ledger.kept_bytes
             roster.count()

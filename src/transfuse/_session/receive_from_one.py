@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from transfuse._errors import PeerError, PeerLost, ProtocolError
 from transfuse._memory import packing, streams, vm
 from transfuse._memory.digest import WIDE_BYTES
+from transfuse._memory.patches import apply_all
 from transfuse._phases import RELAYING, Phase
 from transfuse._session.connections import ReceiverLanes, how_many
 from transfuse._session.conversation import Conversation
@@ -20,6 +22,7 @@ from transfuse._session.pulling import Pulling
 from transfuse._session.receive_from_all import Compare, Confirm, Fetch, Receive
 from transfuse._session.relay import Relay, this_host
 from transfuse._session.shape import Shape
+from transfuse._state.tensors import Bools
 from transfuse._timeouts import Patience
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
@@ -130,7 +133,8 @@ class _Tasks:
                 self._pulling.pull()
             while needed:
                 with channel.holding_turn(lambda: self._progress.bytes):
-                    task = receive.next_task(channel, self._conversation.request_bytes())
+                    conversation = self._conversation
+                    task = receive.next_task(channel, conversation.request_bytes(), conversation.compared_bytes)
                 if task is None:
                     break
                 if isinstance(task, Fetch) and self._pulling.can_pull(task.numbers):
@@ -347,16 +351,47 @@ class _Tasks:
         channel = self._channel
         if self._want is None:
             self._ask_source(())
+        conversation, count = self._conversation, len(numbers)
         with self._roster.phase(channel, Phase.COMPARE):
-            channel.send(Message.COMPARE, messages.encode(messages.More(self._conversation.pairs(numbers))))
+            pairs = conversation.pairs(numbers)
+            if not self._offer.history:  # Both ends hash at the same time.
+                channel.send(Message.COMPARE, messages.encode(messages.HeldParcels(pairs)))
             streams.complete(channel.timeout)  # Copies for the hash then have a deadline of their own.
-            # Both ends hash at the same time.
-            mine = packing.wide_digests_of(self._conversation.cut, self._conversation.landing, numbers, channel.timeout)
-            theirs = channel.decode(self._expect_agreed(Message.DIGESTS), messages.Digests).digests
-        if len(theirs) != WIDE_BYTES * len(numbers):
-            raise ProtocolError(channel.peer, f"rank {channel.peer} compared parcels that it was not asked about")
-        ours = np.frombuffer(b"".join(mine), dtype="V16")
-        self._receive.compared(channel.peer, numbers, ours == np.frombuffer(theirs, dtype="V16"))
+            with channel.holding_turn():
+                own = packing.wide_digests_of(conversation.cut, conversation.landing, numbers, channel.timeout)
+            mine = b"".join(own)
+            if self._offer.history:
+                channel.send(Message.COMPARE, messages.encode(messages.HeldParcels(pairs, mine)))
+            answer = channel.decode(self._expect_agreed(Message.DIGESTS), messages.Digests)
+            patches = answer.patches if self._offer.history and answer.patches else [b""] * count
+            if len(answer.digests) != WIDE_BYTES * count or len(patches) != count:
+                raise ProtocolError(channel.peer, f"rank {channel.peer} compared parcels that it was not asked about")
+            theirs = np.frombuffer(answer.digests, dtype="V16")
+            same = np.frombuffer(mine, dtype="V16") == theirs
+            patched = np.array([bool(patch) for patch in patches]) & ~same
+            with channel.holding_turn():
+                brought = self._patch(numbers, np.flatnonzero(patched).tolist(), patches, theirs)
+            patched[patched] = brought
+            self._report.repaired += int((~brought).sum())
+        moved = sum(map(len, patches))
+        self._receive.compared(channel.peer, numbers, same, patched, moved)
+
+    def _patch(self, numbers: Sequence[int], which: Sequence[int], patches: Sequence[bytes], due: Any) -> Bools:
+        """Apply the patches of ``which`` of these parcels. Return which of those then have the digest that is due."""
+        peer, conversation = self._channel.peer, self._conversation
+        if not which:
+            return np.zeros(0, dtype=bool)
+        try:
+            return apply_all(
+                conversation.cut,
+                conversation.landing,
+                [numbers[i] for i in which],
+                [patches[i] for i in which],
+                [due[i].tobytes() for i in which],
+                self._channel.timeout,
+            )
+        except ValueError as error:
+            raise ProtocolError(peer, f"rank {peer} sent {error}") from error
 
     def _confirm(self) -> None:
         """Ask the source whether its tensors are unchanged since it described them."""

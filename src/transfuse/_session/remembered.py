@@ -4,7 +4,7 @@ A structure is a manifest without its values: a step counter does not change it.
 parcels. The receiver remembers the manifest, which then need not be sent again, and its plan. A plan is used again only
 if the target has the same outline: all that a plan depends on is read anew each time, and compared.
 
-Nothing here holds a tensor of the caller's. Any thread may call every method.
+Nothing here holds a tensor of the caller's; a history holds copies. Any thread may call every method.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transfuse._memory.as_is import ReusablePlan
 from transfuse._memory.assembled import Assembly
 from transfuse._plan.outline import Outline
 from transfuse._plan.parcels import Parcels
+from transfuse._session.history import History
 from transfuse._state.leaves.codec import Coordinate
 from transfuse._state.manifest import Described, LastDescription, Manifest, Wire, describe
 
@@ -85,6 +86,8 @@ class Remembered:
         self._sent: _Recent[bytes, bool] = _Recent(MAX_STRUCTURES)
         self._cuts: _Recent[Hashable, tuple[Parcels, int | None]] = _Recent(MAX_CUTS)
         self._structures: _Recent[bytes, Structure] = _Recent(MAX_STRUCTURES)
+        #: What the source last gave out, if it has ``history=1`` and receivers with ``delta``.
+        self.history = History()
         self._plans: _Recent[PlanKey, tuple[Outline, ReusablePlan | Assembly]] = _Recent(MAX_PLANS)
 
     # -- at the source

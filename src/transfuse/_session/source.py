@@ -14,7 +14,7 @@ import torch
 
 from transfuse._errors import PeerError, ProtocolError, SourceMutated
 from transfuse._memory import packing, streams
-from transfuse._memory.digest import Run, digest_of
+from transfuse._memory.digest import WIDE_BYTES, Run, digest_of
 from transfuse._memory.mutation import MutationWatch
 from transfuse._memory.packing import RegionPlace, digests_of, wide_digests_of
 from transfuse._phases import READS, Phase
@@ -26,6 +26,7 @@ from transfuse._plan.wanted_blocks import regions_in
 from transfuse._progress import Progress
 from transfuse._report import Report, routes_of
 from transfuse._session.connections import SourceLanes, check_wanted
+from transfuse._session.history import GivenOut
 from transfuse._session.movers import outgoing_on
 from transfuse._session.outgoing import Outgoing, ParcelSupply
 from transfuse._session.relay import Chains, this_host
@@ -139,6 +140,9 @@ class SourceEnd:
         #: For each parcel, how often the receiver has asked for it, and for its digest.
         self._sent: Ints | None = None
         self._asked: Ints | None = None
+        #: What was given out before by the receiver's plan, if this source remembers that.
+        self._given: GivenOut | None = None
+        self._rate_limit = RateLimit(None)
         #: How many other requests the receiver has sent.
         self._requests = 0
         #: Payload of the parcels that the receiver has asked for, each counted once.
@@ -277,7 +281,7 @@ class SourceEnd:
             self._check_unchanged()
             channel.send(Message.AGREED, messages.encode(messages.Agreed()))
         elif kind is Message.COMPARE:
-            self._compare(channel.decode(body, messages.More))
+            self._compare(channel.decode(body, messages.HeldParcels))
         elif kind is Message.MORE:
             numbers = self._read_again(channel, body)
             self._lend()
@@ -292,6 +296,7 @@ class SourceEnd:
         alone = messages.Agreed(), RateLimit(offered.offer.max_bytes_per_second)
         chained = self._line_up(want)
         agreed, rate_limit = chained or alone
+        self._rate_limit = rate_limit
         if chained is None and want.lanes is not None:
             agreed = self._agree_to_lanes(want.lanes) or agreed
             numbers = numbers if agreed.lanes is None else numbers[: max(want.lanes.first, 1)]
@@ -492,8 +497,8 @@ class SourceEnd:
         channel.refuse(error)
         raise error
 
-    def _compare(self, compare: messages.More) -> None:
-        """Send digests of parcels that the receiver may hold already."""
+    def _compare(self, compare: messages.HeldParcels) -> None:
+        """Send digests of parcels that the receiver may hold already, and patches for those that it holds of before."""
         channel, cut = self._channel, self._cut
         assert cut is not None
         assert self._memory is not None
@@ -511,10 +516,37 @@ class SourceEnd:
                 f"rank {channel.peer} asked to compare no parcels, or the same parcels more than "
                 f"{channel.limits.max_repairs} times",
             )
+        if len(compare.digests) != (WIDE_BYTES * len(numbers) if self._offered.offer.history else 0):
+            raise ProtocolError(channel.peer, f"rank {channel.peer} compares parcels by digests of a wrong length")
         with channel.holding_turn():
             streams.complete(channel.timeout)
-            mine = wide_digests_of(cut, self._memory, numbers, channel.timeout)
-        channel.send(Message.DIGESTS, messages.encode(messages.Digests(b"".join(mine))))
+            if self._given is None:
+                answer = messages.Digests(b"".join(wide_digests_of(cut, self._memory, numbers, channel.timeout)))
+            else:
+                answer = self._give_out(self._given, numbers, compare.digests)
+        channel.send(Message.DIGESTS, messages.encode(answer))
+
+    def _give_out(self, given: GivenOut, numbers: Sequence[int], held: bytes) -> messages.Digests:
+        """Compare parcels with those that the receiver holds, and with what was given out before."""
+        assert self._cut is not None
+        assert self._memory is not None
+
+        def give(i: int, data: torch.Tensor, is_copy: bool) -> tuple[bytes, bytes]:
+            return given.give(numbers[i], data, held[WIDE_BYTES * i : WIDE_BYTES * (i + 1)])
+
+        with given.lock:
+            found = packing.visit(self._cut, self._memory, numbers, give, self._channel.timeout)
+        nbytes = sum(len(patch) for _, patch in found)
+        self._rate_limit.take(nbytes, lambda: self._caller.cause is not None)
+        with self._lock:
+            self._report.bytes += nbytes
+            self._report.patch_bytes += nbytes
+            self._report.parcels += sum(1 for _, patch in found if patch)
+            self._report.history_bytes = self._offered.remembered.history.nbytes
+            self._report.route = routes_of(self._report.route, "group") if nbytes else self._report.route
+            self._asked_bytes += nbytes
+            self._progress.bytes += nbytes
+        return messages.Digests(b"".join(digest for digest, _ in found), [patch for _, patch in found])
 
     def _line_up(self, want: messages.Want) -> tuple[messages.Agreed, RateLimit] | None:
         """Put this receiver into a chain. Return the answer to it, and the chain's rate limit. None: no chain."""
@@ -559,6 +591,8 @@ class SourceEnd:
         cut, picked, known = self._offered.remembered.cut(key, lambda: self._cut_from(want))
         if known:
             self._report.reuse("parcels")
+        if offer.history:
+            self._given = self._offered.remembered.history.of(key, cut, self._offered.total_bytes)
         if parcels.fingerprint(cut, picked) != want.fingerprint:
             raise ProtocolError(
                 peer, f"rank {peer} derived other parcels from the same offer (different transfuse versions?)"

@@ -51,6 +51,7 @@ Body = TypeVar(
     messages.Verdict,
     messages.Agreed,
     messages.More,
+    messages.HeldParcels,
     messages.Digests,
     messages.Meet,
     messages.Met,

@@ -19,7 +19,7 @@ from transfuse._plan.wanted_blocks import WantedBlocks
 from transfuse._state.manifest import Wire
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 #: The most routes that an offer or a verdict may name.
 MOST_ROUTES = 16
 #: The most lanes between two ends.
@@ -141,6 +141,8 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     #: the values and the entries of its routes: a receiver that remembers the structure needs nothing more.
     structure: bytes = b""
     values: list[Any] | None = None
+    #: Whether the source remembers what it has given out: in a comparison it then wants the receiver's digests.
+    history: bool = False
 
     @property
     def described(self) -> Wire:
@@ -245,15 +247,25 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 class More(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Receiver to source: parcels, as in a want. MORE: send them too, or again. COMPARE: send their digests."""
+    """Receiver to source: parcels, as in a want, to be sent too, or again."""
 
     parcels: list[int]
+
+
+class HeldParcels(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Receiver to source: parcels, as in a want, of which the receiver may hold some. Their digests are to be sent."""
+
+    parcels: list[int]
+    #: To a source with a history: digests of the receiver's own parcels, 16 bytes each.
+    digests: bytes = b""
 
 
 class Digests(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Source to receiver: digests of the parcels to compare, 16 bytes each."""
 
     digests: bytes
+    #: From a source with a history: for each parcel, the patch that turns the receiver's into the source's, or nothing.
+    patches: list[bytes] = []
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -274,13 +286,13 @@ class _Preface(msgspec.Struct, array_like=True, frozen=True):
     timeout: float
 
 
-Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed, More, Digests, Meet, Met)
+Body = TypeVar("Body", Offer, Want, Refusal, Verdict, Agreed, More, HeldParcels, Digests, Meet, Met)
 
 # msgspec inspects a type when it is first used, and two threads that do so at the same time end the process. So the
 # decoders are made once, at import, and not when several conversations receive their first message.
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
     cls: msgspec.msgpack.Decoder(cls)
-    for cls in (Offer, Want, Refusal, Verdict, Agreed, More, Digests, Meet, Met, _Preface)
+    for cls in (Offer, Want, Refusal, Verdict, Agreed, More, HeldParcels, Digests, Meet, Met, _Preface)
 }
 
 

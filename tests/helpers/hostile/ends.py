@@ -197,7 +197,7 @@ class Wire(Channel):
             elif kind is Message.MORE:
                 self._due += messages.numbers_in(messages.decode(body, messages.More).parcels, count)
             else:
-                numbers = messages.numbers_in(messages.decode(body, messages.More).parcels, count)
+                numbers = messages.numbers_in(messages.decode(body, messages.HeldParcels).parcels, count)
                 self._true_digests = messages.encode(messages.Digests(b"".join(map(self._true_digest, numbers))))
         if kind in (Message.WANT, Message.MORE, Message.COMPARE, Message.CHECK, Message.VERDICT):
             self._asked = kind
