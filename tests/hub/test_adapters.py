@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
+import re
+import socket
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,37 +18,20 @@ import pytest
 import torch
 
 import transfuse
+from adapters_made import IDS, adapted, base_model, peft
 from commands import Running
-from hub_asking import Reply, ask, connect, step_in
-from test_hub_clients import environment
-from test_hub_page import Page, visit
-from test_hub_servers import sharded_job
+from hub_asking import Page, Reply, ask, environment, sharded_job, step_in, visit, wait_until
 
-peft: Any = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
-transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("peft", reason="peft is not installed: pip install peft")
 huggingface_hub: Any = pytest.importorskip("huggingface_hub")
 client_errors: Any = pytest.importorskip("huggingface_hub.errors")
 safetensors: Any = pytest.importorskip("safetensors.torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-READER = Path(__file__).parents[1] / "helpers" / "adapter_reader.py"
-IDS = torch.arange(20).reshape(2, 10)
+ROOT = Path(__file__).parents[2]
+HELPERS = ROOT / "tests" / "helpers"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-
-
-def base_model() -> Any:
-    """A tiny model, the same in every process."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False)
-    )
-
-
-def adapted(**options: Any) -> Any:
-    given = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | options
-    return peft.get_peft_model(base_model(), peft.LoraConfig(**given))
 
 
 def filled(model: Any) -> Any:
@@ -163,42 +146,16 @@ def test_several_adapters_of_a_model(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ the real clients
 
-#: What an engine does: the adapter's name is all that it has.
-ENGINE = textwrap.dedent(
-    """
-    import json, sys
-    sys.path[:0] = sys.argv[1:3]
-    import huggingface_hub, peft, torch
-    from huggingface_hub.errors import RepositoryNotFoundError
-    from test_adapters import IDS, base_model
-    for line in sys.stdin:
-        name = line.strip()
-        try:
-            model = peft.PeftModel.from_pretrained(base_model(), name)
-            info, refs = huggingface_hub.model_info(name), huggingface_hub.list_repo_refs(name)
-            assert refs.branches[0].target_commit == info.sha
-            assert info.library_name == "peft"
-            file = huggingface_hub.hf_hub_download(name, "adapter_config.json")
-            assert info.sha in file
-            with torch.no_grad():
-                torch.save((peft.get_peft_model_state_dict(model), model(IDS).logits), sys.argv[3])
-            print("loaded", flush=True)
-        except RepositoryNotFoundError as error:
-            print("unknown", " ".join(str(error).split()), flush=True)
-    """
-)
-
 
 def test_peft_loads_each_version_by_its_name(tmp_path: Path) -> None:
     """In a process of its own, whose logits equal those of the trainer at that step; old names, and unknown ones."""
     training = Training(adapted(use_dora=True, modules_to_save=["lm_head"]))
     logits = {}
-    folders = [str(Path(__file__).parent), str(READER.parent)]
     with (
         transfuse.hub(adapter=training.model, step=lambda: training.step, versions=2, hold=0.1) as hub,
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", ENGINE, *folders, str(tmp_path / "got.pt")],
-            env=environment(hub, tmp_path / "home", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path)),
+            [sys.executable, "-W", "ignore", str(HELPERS / "adapter_engine.py"), str(tmp_path / "got.pt")],
+            env=environment(hub, tmp_path / "home", OMP_NUM_THREADS="1"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -232,13 +189,13 @@ def test_peft_loads_each_version_by_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rounds", [pytest.param(12, id="12"), pytest.param(300, id="300", marks=pytest.mark.soak)])
 def test_every_version_that_is_downloaded_is_the_state_of_its_step(rounds: int, tmp_path: Path) -> None:
-    """A process downloads the newest and the oldest version in a loop, while another adapter's step follows the last."""
+    """A process downloads the newest and the oldest version in a loop, while the job trains on."""
     training = Training(adapted(use_dora=True))
     shared = transfuse.State({"model": training.model, "optimizer": training.optimizer})
     with (
         transfuse.hub(adapter=shared, step=lambda: training.step, versions=3) as hub,
         subprocess.Popen(
-            [sys.executable, str(READER), str(rounds)],
+            [sys.executable, str(HELPERS / "adapter_reader.py"), str(rounds)],
             env=environment(hub, tmp_path),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -305,7 +262,7 @@ def test_blocks_within_blocks_and_blocks_that_raise() -> None:
             assert hub.adapters == ["live/policy-v0"]  # Not before the outermost block ends.
             mine.advance(hub)
         assert hub.adapters == ["live/policy-v2", "live/policy-v0"]
-        with pytest.raises(KeyError), hub.mutating():
+        with contextlib.suppress(KeyError), hub.mutating():
             mine.step += 1
             raise KeyError
         assert hub.adapters[0] == "live/policy-v2"
@@ -316,7 +273,7 @@ def test_blocks_within_blocks_and_blocks_that_raise() -> None:
 
 def test_a_name_never_stands_for_other_bytes(caplog: pytest.LogCaptureFixture) -> None:
     mine = Tensors()
-    with mine.open(versions=2, hold=0.01) as hub:
+    with mine.open(versions=2, hold=1e-6) as hub:
         mine.advance(hub)
         before = get(hub, "live/policy-v1", WEIGHTS)
         with hub.mutating():
@@ -344,12 +301,17 @@ def test_a_name_never_stands_for_other_bytes(caplog: pytest.LogCaptureFixture) -
         assert step_in(tensors(hub, "live/policy-v2")) == 2  # Nobody had asked for the first one.
 
 
+def connection(hub: transfuse.Hub) -> socket.socket:
+    host, port = hub.endpoint.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
 def test_steps_that_are_taken_during_a_download() -> None:
     """A version stays for who reads it, and for at most as many readers of old versions as there are new ones."""
     mine = Tensors(size=2_000_000)
     path = "/live/policy-v{}/resolve/main/" + WEIGHTS
-    with mine.open(versions=1, hold=0.01) as hub, contextlib.ExitStack() as stack:
-        first, second = (stack.enter_context(contextlib.closing(connect(hub.endpoint))) for _ in range(2))
+    with mine.open(versions=1, hold=1e-6) as hub, contextlib.ExitStack() as stack:
+        first, second, third = (stack.enter_context(connection(hub)) for _ in range(3))
         request = "GET {} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         first.sendall(request.format(path.format(0)).encode())
         whole = first.recv(100)
@@ -366,7 +328,6 @@ def test_steps_that_are_taken_during_a_download() -> None:
         assert step_in(safetensors.load(body)) == 0
         # Now one version may be read beside the newest, and a second reader takes its place.
         mine.advance(hub)
-        third = stack.enter_context(contextlib.closing(connect(hub.endpoint)))
         third.sendall(request.format(path.format(4)).encode())
         assert third.recv(100)
         mine.advance(hub)
@@ -407,6 +368,18 @@ def test_a_copy_that_fails_is_told_and_training_goes_on(caplog: pytest.LogCaptur
         mine.state["layer.1.weight"] = good
         mine.advance(hub)
         assert hub.adapters == ["live/policy-v2", "live/policy-v0"]
+
+
+def test_the_lines_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
+    """The third program of docs/hub.md; tests/hub/test_hub_clients.py runs the others."""
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "hub.md").read_text(), re.S)[2]
+    model = adapted()
+    optimizer = torch.optim.AdamW(model.parameters())
+    exec(
+        program,
+        {"peft_model": model, "optimizer": optimizer, "step": 6, "batches": [{"input_ids": IDS, "labels": IDS}] * 2},
+    )
+    assert capsys.readouterr().out == "load live/policy-v7\nload live/policy-v8\n"
 
 
 # ------------------------------------------------------------------------------------ with a model, at servers, pages
@@ -500,9 +473,7 @@ def test_servers_that_are_gone() -> None:
         assert torch.equal(tensors(hub, "live/policy-v5")["w"], torch.ones(3))
         server.close()
         assert torch.equal(tensors(hub, "live/policy-v5")["w"], torch.ones(3))
-        with contextlib.closing(connect(hub.endpoint)):
-            while get(hub, "live/policy-v6", WEIGHTS).status != 503:
-                pass  # The servers' step is believed for a moment.
+        wait_until(lambda: get(hub, "live/policy-v6", WEIGHTS).status == 503)  # Their step is believed for a moment.
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -520,24 +491,27 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_what_is_refused() -> None:
-    model, state, config = adapted(), {"w": torch.ones(3)}, {"peft_type": "LORA"}
-    for error, match, options in (
+    model, config = adapted(), {"peft_type": "LORA"}
+    bare = {"adapter": {"w": torch.ones(3)}}
+    mine: dict[str, Any] = bare | {"adapter_config": config}
+    refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "state takes a mapping", {}),
-        (TypeError, "together with adapter_config=", {"adapter": state}),
+        (TypeError, "together with adapter_config=", bare),
         (TypeError, "together with adapter_config=", {"adapter": torch.nn.Linear(2, 2)}),
-        (ValueError, "has a config of its own", {"adapter": model, "adapter_config": config}),
-        (ValueError, "adapter_name= belongs to a PeftModel", {"adapter": state, "adapter_config": config, "adapter_name": "a"}),
+        (TypeError, "adapter_config takes a mapping or a config of peft, got list", bare | {"adapter_config": [1]}),
+        (TypeError, "JSON: it holds a Tensor", bare | {"adapter_config": {"r": torch.ones(1)}}),
+        (TypeError, "takes the name of an adapter, or several, got int", {"adapter": model, "adapter_name": 3}),
+        (ValueError, "adapter_name= belongs to a PeftModel", mine | {"adapter_name": "a"}),
+        (ValueError, "has a config of its own", mine | {"adapter": model}),
         (ValueError, "holds 2 models of peft", {"adapter": {"a": model, "b": adapted()}}),
-        (TypeError, "adapter_config takes a mapping or a config of peft, got list", {"adapter": state, "adapter_config": [1]}),
-        (TypeError, "cannot be written as JSON: it holds a Tensor", {"adapter": state, "adapter_config": {"r": torch.ones(1)}}),
-        (TypeError, "adapter_name takes the name of an adapter, or several, got int", {"adapter": model, "adapter_name": 3}),
         (ValueError, "versions must be at least 1", {"adapter": model, "versions": 0}),
         (ValueError, "no name that clients take", {"adapter": model, "name": "live/a--b"}),
         (ValueError, "no name that clients take", {"adapter": model, "name": "live/" + "a" * 80}),
         (ValueError, "belongs to addresses of servers", {"adapter": model, "server_token": "secret"}),
-        (ValueError, "servers tell their own", {"adapter": "localhost:1", "adapter_config": config, "step": 1}),
-    ):  # fmt: skip
-        with pytest.raises(error, match=match):  # type: ignore[call-overload]
-            transfuse.hub(**options)  # type: ignore[arg-type]
+        (ValueError, "servers tell their own", mine | {"adapter": "localhost:1", "step": 1}),
+    ]
+    for error, match, options in refused:
+        with pytest.raises(error, match=match):
+            transfuse.hub(**options)
     with pytest.raises(transfuse.UnsupportedLeaf, match="complex128"):
         transfuse.hub(adapter={"w": torch.ones(3, dtype=torch.complex128)}, adapter_config=config)

@@ -5,36 +5,16 @@ from __future__ import annotations
 import shutil
 import subprocess
 import zlib
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 
 import transfuse
-from hub_asking import Reply, Steps, ask
+from hub_asking import ACCEPT, Page, Steps, ask, visit
 
-#: What Chromium sends.
-ACCEPT = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
 HOSTILE = "<img src=x onerror=document.title='owned'> & \"\u202etxt.exe"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-class Page(HTMLParser):
-    """What a page says and links to, and the elements it is made of."""
-
-    def __init__(self, html: bytes) -> None:
-        super().__init__()
-        self.text, self.links, self.tags = "", list[str](), set[str]()
-        self.feed(html.decode())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
-        assert not [name for name, _ in attrs if name.startswith("on")]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 @pytest.fixture
@@ -44,10 +24,6 @@ def assets(tmp_path: Path) -> Path:
     for name in ("config.json", "tokenizer.json", HOSTILE):
         (folder / name).write_text("{}")
     return folder
-
-
-def visit(hub: transfuse.Hub, path: str = "/", **headers: str) -> Reply:
-    return ask(hub.endpoint, "GET", path, {"Accept": ACCEPT, **headers})
 
 
 def test_a_browser_sees_the_step_the_files_and_how_to_read_them(assets: Path) -> None:

@@ -66,6 +66,13 @@ class AdapterVersion:
                 )
             return self._commit
 
+    def cut_off(self) -> None:
+        """End the answers that are being sent."""
+        if self._commit is not None:
+            self._commit.revoked = True
+        for visitor in self.readers:
+            visitor.cut()
+
     def sizes(self) -> dict[str, int]:
         return self.taken.layout.sizes() | {CONFIG_NAME: len(self.config)}
 
@@ -272,8 +279,7 @@ class AdapterVersions:
                 continue
             del self._held[one.number]
             one.is_held = False
-            for visitor in one.readers:
-                visitor.cut()
+            one.cut_off()
             if not one.readers:
                 self._spare.append(one.buffer)
 
