@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import certificates
 import transfuse
 from adapters_made import IDS, adapted, base_model, peft
 from commands import Running
@@ -463,6 +465,30 @@ def test_shards_of_an_adapter_are_put_together(tmp_path: Path) -> None:
         assert len(hub.adapters) <= 4
 
 
+@pytest.mark.soak
+def test_an_adapter_that_fsdp2_shards(tmp_path: Path) -> None:
+    """The ranks of a job shard a model of peft, and write down what its adapter was at every step."""
+    with (
+        sharded_job(tmp_path, 2, "sharded_adapter_job.py") as addresses,
+        transfuse.hub(adapter=addresses, adapter_config=adapted().peft_config["default"]) as hub,
+    ):
+        seen: set[str] = set()
+        while len(seen) < 5:
+            name = ask(hub.endpoint, "GET", "/api/models").json[0]["id"]
+            found = tensors(hub, name)
+            assert_equal(found, torch.load(tmp_path / f"step{name.removeprefix('live/policy-v')}.pt"))
+            assert found.keys() == peft.get_peft_model_state_dict(adapted()).keys()
+            seen.add(name)
+
+
+def test_clients_come_by_https() -> None:
+    mine = Tensors()
+    with mine.open(tls=certificates.tls()) as hub:
+        path = f"{hub.endpoint}/live/policy-v0/resolve/main/{CONFIG}"
+        with urllib.request.urlopen(path, timeout=60, context=certificates.tls().client_context()) as answer:
+            assert json.load(answer)["r"] == 8
+
+
 def test_servers_that_are_gone() -> None:
     config = {"peft_type": "LORA"}
     with (
@@ -490,7 +516,7 @@ def test_the_command(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- arguments
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(tmp_path: Path) -> None:
     model, config = adapted(), {"peft_type": "LORA"}
     bare = {"adapter": {"w": torch.ones(3)}}
     mine: dict[str, Any] = bare | {"adapter_config": config}
@@ -507,6 +533,7 @@ def test_what_is_refused() -> None:
         (ValueError, "versions must be at least 1", {"adapter": model, "versions": 0}),
         (ValueError, "no name that clients take", {"adapter": model, "name": "live/a--b"}),
         (ValueError, "no name that clients take", {"adapter": model, "name": "live/" + "a" * 80}),
+        (ValueError, "assets= belongs to a model", {"adapter": model, "assets": tmp_path}),
         (ValueError, "belongs to addresses of servers", {"adapter": model, "server_token": "secret"}),
         (ValueError, "servers tell their own", mine | {"adapter": "localhost:1", "step": 1}),
     ]

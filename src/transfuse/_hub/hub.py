@@ -341,6 +341,10 @@ class Hub:
     @classmethod
     def of(cls, given: HubSettings, reach: Reach | None = None) -> Hub:
         """A Hub of what was given. ``reach``: of what these servers have, which are asked now."""
+        if given.assets.are_given and not given.has_model:
+            raise ValueError(
+                "assets= belongs to a model: a version of an adapter has its two files, which never change"
+            )
         joined: list[_Joined] = []
         model = _model(given, reach, joined) if given.has_model else None
         adapters = [] if given.adapter is None else _adapters(given, reach, joined)
