@@ -1,4 +1,4 @@
-"""A job whose two ranks shard a model of peft by FSDP2, serve its adapter, and train until told to stop. See test_adapters.
+"""A job that shards a model of peft by FSDP2, serves its adapter, and trains until told to stop. See test_adapters.
 
 Rank r writes its address to ``DIR/address<r>``; rank 0 writes the adapter of every step to ``DIR/step<n>.pt``.
 """

@@ -476,7 +476,9 @@ def test_an_adapter_that_fsdp2_shards(tmp_path: Path) -> None:
         while len(seen) < 5:
             name = ask(hub.endpoint, "GET", "/api/models").json[0]["id"]
             found = tensors(hub, name)
-            assert_equal(found, torch.load(tmp_path / f"step{name.removeprefix('live/policy-v')}.pt"))
+            written = tmp_path / f"step{name.removeprefix('live/policy-v')}.pt"
+            wait_until(written.exists)
+            assert_equal(found, torch.load(written))
             assert found.keys() == peft.get_peft_model_state_dict(adapted()).keys()
             seen.add(name)
 
