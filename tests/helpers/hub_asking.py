@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 import transfuse
+from transfuse._hub.commits import Commit
 from transfuse.testing.ranks import run_program
 from transfuse.testing.ranks.programs import Ended
 
@@ -28,6 +29,7 @@ __all__ = [
     "ask",
     "connect",
     "environment",
+    "kept",
     "main_commit",
     "sharded_job",
     "step_in",
@@ -110,6 +112,12 @@ def connect(endpoint: str) -> socket.socket:
     sock = socket.create_connection(_place(endpoint), timeout=60)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     return sock
+
+
+def kept(hub: transfuse.Hub) -> list[Commit]:
+    """The copies of a model that a Hub has."""
+    assert hub._commits is not None
+    return hub._commits._kept
 
 
 def main_commit(endpoint: str | http.client.HTTPConnection) -> str:

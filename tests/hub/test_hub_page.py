@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import transfuse
-from hub_asking import ACCEPT, Page, Steps, ask, visit
+from hub_asking import ACCEPT, Page, Steps, ask, kept, visit
 
 HOSTILE = "<img src=x onerror=document.title='owned'> & \"\u202etxt.exe"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -47,7 +47,7 @@ def test_a_browser_sees_the_step_the_files_and_how_to_read_them(assets: Path) ->
                 "model-00001-of-00003.safetensors",
             ):
                 assert said in page.text, said
-        assert not hub._commits._kept  # Nothing was copied for that.
+        assert not kept(hub)  # Nothing was copied for that.
         listed = {name: ask(hub.endpoint, "GET", name) for name in page.links if name.startswith("/")}
         assert len(listed) == 7
         assert {reply.status for reply in listed.values()} == {200}
@@ -152,7 +152,7 @@ def test_servers_are_asked_for_their_files_and_no_bytes() -> None:
         text = Page(visit(hub).body).text
         assert "Step 7" in text
         assert "model-00002-of-00002.safetensors" in text
-        assert not hub._commits._kept
+        assert not kept(hub)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium here")
