@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import transfuse
-from hub_asking import Steps, main_commit
+from hub_asking import Steps, environment, main_commit
 
 huggingface_hub: Any = pytest.importorskip(
     "huggingface_hub", reason="the Hub's clients are not installed: pip install huggingface_hub transformers"
@@ -46,13 +46,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     # Its connections stay open otherwise, and a warning about them fails a later test.
     huggingface_hub.close_session()
-
-
-def environment(hub: transfuse.Hub, home: Path, **more: str) -> dict[str, str]:
-    """For a process of its own: the variables are read when huggingface_hub is imported."""
-    own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}
-    return ours | own | more
 
 
 @pytest.mark.usefixtures("quiet")
@@ -284,7 +277,7 @@ def test_the_example(plain: bool, tmp_path: Path) -> None:
 def test_the_ten_lines_of_the_guide(tmp_path: Path) -> None:
     """Pasted into two files and run, as docs/hub.md says."""
     transformers: Any = pytest.importorskip("transformers")
-    job, reader = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "hub.md").read_text(), re.S)
+    job, reader, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "hub.md").read_text(), re.S)
     _tiny_model(transformers, tmp_path / "assets")
     (tmp_path / "job.py").write_text(job)
     (tmp_path / "reader.py").write_text(reader + "print(sum(p.numel() for p in model.parameters()), tokenizer('a'))\n")

@@ -5,36 +5,16 @@ from __future__ import annotations
 import shutil
 import subprocess
 import zlib
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 
 import transfuse
-from hub_asking import Reply, Steps, ask
+from hub_asking import ACCEPT, Page, Steps, ask, kept, visit
 
-#: What Chromium sends.
-ACCEPT = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
 HOSTILE = "<img src=x onerror=document.title='owned'> & \"\u202etxt.exe"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-class Page(HTMLParser):
-    """What a page says and links to, and the elements it is made of."""
-
-    def __init__(self, html: bytes) -> None:
-        super().__init__()
-        self.text, self.links, self.tags = "", list[str](), set[str]()
-        self.feed(html.decode())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
-        assert not [name for name, _ in attrs if name.startswith("on")]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 @pytest.fixture
@@ -44,10 +24,6 @@ def assets(tmp_path: Path) -> Path:
     for name in ("config.json", "tokenizer.json", HOSTILE):
         (folder / name).write_text("{}")
     return folder
-
-
-def visit(hub: transfuse.Hub, path: str = "/", **headers: str) -> Reply:
-    return ask(hub.endpoint, "GET", path, {"Accept": ACCEPT, **headers})
 
 
 def test_a_browser_sees_the_step_the_files_and_how_to_read_them(assets: Path) -> None:
@@ -71,7 +47,7 @@ def test_a_browser_sees_the_step_the_files_and_how_to_read_them(assets: Path) ->
                 "model-00001-of-00003.safetensors",
             ):
                 assert said in page.text, said
-        assert not hub._commits._kept  # Nothing was copied for that.
+        assert not kept(hub)  # Nothing was copied for that.
         listed = {name: ask(hub.endpoint, "GET", name) for name in page.links if name.startswith("/")}
         assert len(listed) == 7
         assert {reply.status for reply in listed.values()} == {200}
@@ -176,7 +152,7 @@ def test_servers_are_asked_for_their_files_and_no_bytes() -> None:
         text = Page(visit(hub).body).text
         assert "Step 7" in text
         assert "model-00002-of-00002.safetensors" in text
-        assert not hub._commits._kept
+        assert not kept(hub)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium here")

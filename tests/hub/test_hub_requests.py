@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import transfuse
-from hub_asking import Reply, Steps, ask, connect, main_commit
+from hub_asking import Reply, Steps, ask, connect, kept, main_commit
 from transfuse._hub import assets as assets_module
 from transfuse._hub.repository import range_of
 from transfuse._wire import http_server
@@ -483,7 +483,7 @@ def test_closing_lets_downloads_end_and_cancelling_does_not() -> None:
         assert len(response.read()) == int(response.headers["Content-Length"]) > 8 << 22
         closing.join(60)
         assert not closing.is_alive()
-    assert not hub._commits._kept  # The memory is free, though the Hub is still referred to.
+    assert not kept(hub)  # The memory is free, though the Hub is still referred to.
     hub = steps.open(timeout=600)
     with stall(hub):
         hub.close(cancel=True)
@@ -496,12 +496,12 @@ def test_closing_lets_downloads_end_and_cancelling_does_not() -> None:
 def test_closing_does_not_wait_for_a_stalled_client_for_ever_and_frees_the_copies() -> None:
     hub = Steps(tensors=2, size=8 << 20).open(timeout=600, hold=0.01)
     with stall(hub):
-        assert hub._commits._kept
+        assert kept(hub)
         closing = threading.Thread(target=hub.close, daemon=True)
         closing.start()
         closing.join(60)
         assert not closing.is_alive()
-    assert not hub._commits._kept
+    assert not kept(hub)
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments

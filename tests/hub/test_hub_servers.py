@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,40 +14,12 @@ import torch
 
 import transfuse
 from commands import Running
-from hub_asking import ask, step_in
+from hub_asking import ask, sharded_job, step_in, wait_until
 from keeping import Job, home, threaded  # noqa: F401
 from transfuse._hub import commits as commits_module
-from transfuse.testing.ranks import run_program
-from transfuse.testing.ranks.programs import Ended
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 WEIGHTS = "/live/model/resolve/main/model.safetensors"
-
-
-@contextlib.contextmanager
-def sharded_job(folder: Path, ranks: int, program: str = "sharded_job.py") -> Iterator[list[str]]:
-    """The addresses of a job that trains on."""
-    ended: list[list[Ended]] = []
-    thread = threading.Thread(
-        target=lambda: ended.append(run_program(HELPERS / program, ranks, arguments=[str(folder)], timeout=200))
-    )
-    thread.start()
-    try:
-        files = [folder / f"address{rank}" for rank in range(ranks)]
-        wait_until(lambda: bool(ended) or all(file.exists() for file in files))
-        assert not ended, ended
-        yield [file.read_text() for file in files]
-    finally:
-        (folder / "stop").touch()
-        thread.join(120)
-    assert [one.code for one in ended[0]] == [0] * ranks, list(map(str, ended[0]))
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    until = time.monotonic() + 120
-    while not done():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def weights(endpoint: str) -> dict[str, torch.Tensor]:

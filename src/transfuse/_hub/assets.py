@@ -64,6 +64,10 @@ class Assets:
             if opened[1].st_size > HUB_ASSET_MAX_BYTES:
                 raise ValueError(f"assets={str(directory)!r} holds {name} of {opened[1].st_size} bytes, too large")
 
+    @property
+    def are_given(self) -> bool:
+        return self._root is not None
+
     def sizes(self) -> dict[str, int]:
         """The names and sizes of all files that can be read now."""
         found = {}

@@ -19,7 +19,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -56,7 +56,9 @@ class Commit:
     is_loose: bool
     layout: FileLayout
     buffer: Buffer
-    etags: dict[str, str]
+    #: The files that are no tensors.
+    texts: Mapping[str, bytes]
+    etags: Mapping[str, str]
     made_at: float
     #: When a newer commit was made.
     superseded_at: float = float("inf")
@@ -75,12 +77,28 @@ class Commit:
     def file(self, name: str) -> File | None:
         return next((file for file in self.layout.files if file.name == name), None)
 
+    def sizes(self) -> dict[str, int]:
+        """The names and sizes of all files."""
+        return self.layout.sizes() | {name: len(text) for name, text in self.texts.items()}
+
     def bytes(self, name: str) -> memoryview | None:
         """The bytes of a file. They are valid as long as a visitor reads this commit."""
-        if name == INDEX_NAME and self.layout.index is not None:
-            return memoryview(self.layout.index)
+        if name in self.texts:
+            return memoryview(self.texts[name])
         file = self.file(name)
         return None if file is None else self.buffer.bytes()[file.start : file.start + file.nbytes]
+
+
+def etags_of(layout: FileLayout, buffer: Buffer, texts: Mapping[str, bytes]) -> dict[str, str]:
+    """The digest of each file. This writes the headers in front of the tensors, which are in the buffer."""
+    etags = {}
+    for file in layout.files:
+        places = np.array(file.places, dtype=np.int64)
+        nbytes = np.array([entry.nbytes for entry in file.entries], dtype=np.int64)
+        digests = digests_at(buffer.address + places, nbytes)
+        etags[file.name] = xxhash.xxh3_128_hexdigest(file.header + b"".join(digests))
+        buffer.bytes()[file.start : file.start + len(file.header)] = file.header
+    return etags | {name: xxhash.xxh3_128_hexdigest(text) for name, text in texts.items()}
 
 
 class Visitor:
@@ -208,8 +226,8 @@ class Commits:
                     self._begun = number
                 self._changed.wait(until - time.monotonic())
 
-    def glance(self) -> tuple[FileLayout, int | None]:
-        """The state's files and its step now. Nothing is copied, and no commit is made or held."""
+    def glance(self) -> tuple[dict[str, int], int | None]:
+        """The state's files with their sizes, and its step now. Nothing is copied, and no commit is made or held."""
         until = time.monotonic() + HUB_COMMIT_WAIT_SECONDS
 
         def meanwhile() -> None:
@@ -218,9 +236,10 @@ class Commits:
                 raise TimeoutError(f"the state has been changing for {HUB_COMMIT_WAIT_SECONDS:g} s")
 
         try:
-            return self._source.glance(meanwhile)
+            layout, step = self._source.glance(meanwhile)
         except Exception as error:
             raise Unavailable(f"{type(error).__name__}: {error}") from error
+        return layout.sizes(), step
 
     # ---------------------------------------------------------------------------------------------------- making
 
@@ -286,15 +305,7 @@ class Commits:
 
     def _copy(self, number: int, buffer: Buffer) -> Commit:
         taken = self._source.take(buffer, self._check_open)
-        etags = {}
-        for file in taken.layout.files:
-            places = np.array(file.places, dtype=np.int64)
-            nbytes = np.array([entry.nbytes for entry in file.entries], dtype=np.int64)
-            digests = digests_at(buffer.address + places, nbytes)
-            etags[file.name] = xxhash.xxh3_128_hexdigest(file.header + b"".join(digests))
-            buffer.bytes()[file.start : file.start + len(file.header)] = file.header
-        if taken.layout.index is not None:
-            etags[INDEX_NAME] = xxhash.xxh3_128_hexdigest(taken.layout.index)
+        texts = {} if taken.layout.index is None else {INDEX_NAME: taken.layout.index}
         name = hashlib.sha1(f"{self._run} {number} {taken.step}".encode(), usedforsecurity=False).hexdigest()
         return Commit(
             id=name,
@@ -304,7 +315,8 @@ class Commits:
             is_loose=taken.is_loose,
             layout=taken.layout,
             buffer=buffer,
-            etags=etags,
+            texts=texts,
+            etags=etags_of(taken.layout, buffer, texts),
             made_at=time.time(),
         )
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from urllib.parse import quote
 
+from transfuse._hub.adapters import CONFIG_NAME
 from transfuse._sizes import human_bytes
 
 #: The most files that the page lists.
@@ -78,20 +79,63 @@ def wrong_name() -> bytes:
 
 
 def overview(
-    name: str, step: int | None, sizes: Mapping[str, int], headers: Mapping[str, str], *, needs_token: bool
+    name: str,
+    step: int | None,
+    sizes: Mapping[str, int],
+    headers: Mapping[str, str],
+    *,
+    needs_token: bool,
+    versions: Mapping[str, int] | None = None,
 ) -> bytes:
-    """The page of the repository: the job's step, how to read it, and its files. ``headers`` are the request's."""
+    """The page of a repository: the job's step, how to read it, and its files. ``headers`` are the request's.
+
+    ``versions``: names and sizes of the versions of adapters beside it.
+    """
+    newest = "Readers get the newest step." if CONFIG_NAME not in sizes else "These files never change."
     at = "A running job" if step is None else f"Step {step:,} of a running job"
     return _page(
         f"{name}, step {step}" if step is not None else name,
         [
             f"<h1>{_shown(name)}</h1>",
             f"<p>{at}, served by <code>transfuse.hub</code>.</p>",
-            '<p class="soft">The page shows the job as it was when you loaded it. Readers get the newest step.</p>',
+            f'<p class="soft">The page shows the job as it was when you loaded it. {newest}</p>',
             *_reading(name, sizes, headers, needs_token=needs_token),
             *_files(name, sizes),
+            *(_versions(versions) if versions else []),
         ],
     )
+
+
+def adapters(names: Sequence[str], sizes: Mapping[str, int], headers: Mapping[str, str], *, needs_token: bool) -> bytes:
+    """The page of a Hub that has adapters alone: their versions, by name and size, newest first."""
+    reading = [
+        "<h2>Read one</h2>",
+        "<p>Set these before Python starts:</p>",
+        _settings(headers, needs_token=needs_token),
+        *(_code(*_peft_lines(name)) for name in list(sizes)[:1]),
+    ]
+    title = ", ".join(names)
+    said = "<p>Adapters of a running job, served by <code>transfuse.hub</code>: each step under a name of its own.</p>"
+    return _page(title, [f"<h1>{_shown(title)}</h1>", said, *reading, *_versions(sizes)])
+
+
+def _versions(sizes: Mapping[str, int]) -> list[str]:
+    rows = [
+        f'<tr><td><a href="/{quote(name)}"><bdi>{_shown(name)}</bdi></a></td><td>{human_bytes(size)}</td></tr>'
+        for name, size in sizes.items()
+    ]
+    return [
+        "<h2>Versions of the adapter</h2>",
+        '<p class="soft">A name never stands for other bytes. Older versions make room for newer ones.</p>',
+        "<table><thead><tr><th>name</th><th>size</th></tr></thead><tbody>",
+        *rows,
+        "</tbody></table>",
+    ]
+
+
+def _peft_lines(name: str) -> list[str]:
+    comment = "  # base: the model that the adapter was made for"
+    return ["import peft", "", f"model = peft.PeftModel.from_pretrained(base, {json.dumps(name)}){comment}"]
 
 
 def _reading(name: str, sizes: Mapping[str, int], headers: Mapping[str, str], *, needs_token: bool) -> list[str]:
@@ -107,6 +151,8 @@ def _reading(name: str, sizes: Mapping[str, int], headers: Mapping[str, str], *,
         if any(file.startswith("tokenizer") for file in sizes):
             lines += [f"tokenizer = transformers.AutoTokenizer.from_pretrained({quoted})"]
         parts += ["<p>The model, built and loaded:</p>", _code(*lines)]
+    elif CONFIG_NAME in sizes:
+        parts += ["<p>The adapter, loaded:</p>", _code(*_peft_lines(name))]
     else:
         parts += ["<p>There is no config.json here, so <code>from_pretrained</code> cannot build the model.</p>"]
     lines = ["from huggingface_hub import snapshot_download", "", f"folder = snapshot_download({quoted})"]

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from transfuse._errors import TransfuseError, as_utf8
 from transfuse._hub import page
 from transfuse._hub.assets import Assets
-from transfuse._hub.commits import MAIN, Commit, Commits, Visitor
+from transfuse._hub.commits import MAIN, Commit, Visitor
 from transfuse._wire.http_server import HttpAnswer, Question
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -26,22 +26,38 @@ _RANGE = re.compile(r"bytes=(\d{0,99})-(\d{0,99})")
 NO_REPO, NO_REVISION, NO_ENTRY = "RepoNotFound", "RevisionNotFound", "EntryNotFound"
 
 
+class Readable(Protocol):
+    """What a repository's answers are made from."""
+
+    def reading(
+        self, revision: str, visitor: Visitor, *, lists: bool = False
+    ) -> AbstractContextManager[Commit | None]: ...
+
+    def glance(self) -> tuple[dict[str, int], int | None]: ...
+
+
 class Repository:
     """One repository with one branch, ``main``."""
 
-    def __init__(self, name: str, commits: Commits, assets: Assets, *, needs_token: bool) -> None:
-        self.name, self._needs_token = name, needs_token
+    def __init__(
+        self, name: str, commits: Readable, assets: Assets, *, needs_token: bool, library: str = "transformers"
+    ) -> None:
+        """``library``: what loads it, for clients that want to know."""
+        self.name, self._needs_token, self._library = name, needs_token, library
+        #: The names and sizes of the versions that are beside this repository, for its page.
+        self.versions: Callable[[], Mapping[str, int]] = dict
         self._parts = name.split("/")
         self._commits = commits
         self._assets = assets
 
+    def is_asked_by(self, where: Sequence[str], *, is_shown: bool) -> bool:
+        """Whether a path names this repository, or nothing: then a browser is shown its page."""
+        return list(where[: len(self._parts)]) == self._parts or (is_shown and not any(where))
+
     @contextmanager
     def answer(self, question: Question, visitor: Visitor) -> Iterator[HttpAnswer]:
         """The answer to a request. Its body is valid within this block."""
-        split = urlsplit("//host" + question.target if question.target.startswith("/") else "//host/")
-        # Split first: an encoded slash is no separator.
-        parts = [unquote(part) for part in split.path.split("/")[1:]]
-        query = parse_qs(split.query)
+        parts, query = parts_of(question.target)
         count = len(self._parts)
         if parts[:2] == ["api", "models"] and parts[2 : 2 + count] == self._parts:
             rest, is_file = parts[2 + count :], False
@@ -51,29 +67,29 @@ class Repository:
             yield self._page(parts, question)
             return
         else:
-            yield _refuse(404, NO_REPO, f"this hub has one repository: {self.name}")
+            yield refuse(404, NO_REPO, f"this hub has one repository: {self.name}")
             return
         revision = rest[1] if len(rest) > 1 and rest[0] != "refs" else MAIN
         known = ("resolve",) if is_file else ("revision", "tree", "paths-info", "commits")
         if rest and rest != ["refs"] and (rest[0] not in known or len(rest) < 2):
-            yield _refuse(404, NO_ENTRY, "this hub does not answer that")
+            yield refuse(404, NO_ENTRY, "this hub does not answer that")
             return
         allowed = ("POST",) if rest[:1] == ["paths-info"] else ("GET", "HEAD")
         if question.method not in allowed:
             yield HttpAnswer(405, {"Allow": ", ".join(allowed)})
             return
         if revision != MAIN and not _COMMIT.fullmatch(revision):
-            yield _refuse(404, NO_REVISION, f"there is one branch, {MAIN}, and commits of 40 hex digits")
+            yield refuse(404, NO_REVISION, f"there is one branch, {MAIN}, and commits of 40 hex digits")
             return
         with ExitStack() as stack:
             try:
                 lists = rest[:1] in (["tree"], ["paths-info"])
                 commit = stack.enter_context(self._commits.reading(revision, visitor, lists=lists))
             except TransfuseError as error:
-                answer = _refuse(503, "", str(error), {"Retry-After": "1"})
+                answer = refuse(503, "", str(error), {"Retry-After": "1"})
             else:
                 if commit is None:
-                    answer = _refuse(404, NO_REVISION, f"commit {revision} is not held any more; ask for {MAIN} again")
+                    answer = refuse(404, NO_REVISION, f"commit {revision} is not held any more; ask for {MAIN} again")
                 else:
                     answer = self._of(commit, rest, query, question)
             yield answer
@@ -103,18 +119,19 @@ class Repository:
             there = page.notice("There is no such page", f"This Hub has one repository, {self.name}.")
             return HttpAnswer(404, page.HEADERS, there)
         try:
-            layout, step = self._commits.glance()
+            found, step = self._commits.glance()
+            versions = self.versions()
         except TransfuseError as error:
             body = page.notice(self.name, "The job's state cannot be read now. Load this page again.", str(error))
             return HttpAnswer(503, page.HEADERS | {"Retry-After": "1"}, body)
-        sizes = {**layout.sizes(), **self._assets.sizes()}
-        body = page.overview(self.name, step, sizes, question.headers, needs_token=self._needs_token)
+        sizes, said = {**found, **self._assets.sizes()}, question.headers
+        body = page.overview(self.name, step, sizes, said, needs_token=self._needs_token, versions=versions)
         return HttpAnswer(200, page.HEADERS, body)
 
     # ------------------------------------------------------------------------------------------------ what there is
 
     def _sizes(self, commit: Commit) -> dict[str, int]:
-        return {**self._assets.sizes(), **commit.layout.sizes()}
+        return {**self._assets.sizes(), **commit.sizes()}
 
     def _etag(self, commit: Commit, name: str) -> str | None:
         return commit.etags.get(name) or self._assets.etag(name)
@@ -136,7 +153,7 @@ class Repository:
             "disabled": False,
             "downloads": 0,
             "likes": 0,
-            "library_name": "transformers",
+            "library_name": self._library,
             "tags": ["safetensors"],
             "siblings": siblings,
         }
@@ -172,7 +189,7 @@ class Repository:
                 listed.append(self._entry(commit, name, size))
         listed += [_folder(name) for name in sorted(folders)]
         if start and not listed:
-            return _refuse(404, NO_ENTRY, f"there is no directory {folder}", {"X-Repo-Commit": commit.id})
+            return refuse(404, NO_ENTRY, f"there is no directory {folder}", {"X-Repo-Commit": commit.id})
         return _json(commit, listed)
 
     def _paths(self, commit: Commit, question: Question) -> HttpAnswer:
@@ -183,10 +200,10 @@ class Repository:
             else:
                 wanted = parse_qs(question.body.decode(), max_num_fields=10_000).get("paths", [])
         except (ValueError, AttributeError, RecursionError):
-            return _refuse(400, "", "the body is neither JSON nor a form with paths")
+            return refuse(400, "", "the body is neither JSON nor a form with paths")
         names = [wanted] if isinstance(wanted, str) else wanted
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            return _refuse(400, "", "paths must be a list of names")
+            return refuse(400, "", "paths must be a list of names")
         sizes = self._sizes(commit)
         folders = {name.rsplit("/", i)[0] for name in sizes for i in range(1, name.count("/") + 1)}
         found = [self._entry(commit, name, sizes[name]) for name in dict.fromkeys(names) if name in sizes]
@@ -201,7 +218,7 @@ class Repository:
         if body is None or etag is None:
             asset = self._assets.read(name)
             if asset is None:
-                return _refuse(404, NO_ENTRY, "there is no such file", headers)
+                return refuse(404, NO_ENTRY, "there is no such file", headers)
             body, etag = asset.data, asset.etag
         headers |= {"ETag": f'"{etag}"', "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         headers["Content-Disposition"] = f'inline; filename="{as_name(name)}"'
@@ -216,6 +233,13 @@ class Repository:
             return HttpAnswer(416, headers)
         headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{len(body)}"
         return HttpAnswer(206, headers, memoryview(body)[part.start : part.stop], commit)
+
+
+def parts_of(target: str) -> tuple[list[str], dict[str, list[str]]]:
+    """The parts of a request's path, and its query."""
+    split = urlsplit("//host" + target if target.startswith("/") else "//host/")
+    # Split first: an encoded slash is no separator.
+    return [unquote(part) for part in split.path.split("/")[1:]], parse_qs(split.query)
 
 
 def range_of(text: str, size: int) -> range | None:
@@ -252,7 +276,7 @@ def _json(commit: Commit, said: object) -> HttpAnswer:
     return HttpAnswer(200, headers, json.dumps(said).encode())
 
 
-def _refuse(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> HttpAnswer:
+def refuse(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> HttpAnswer:
     # A header is one line of Latin letters.
     line = re.sub(r"[^\x20-\x7e]+", " ", message)[:1000]
     errors = ({"X-Error-Code": code} if code else {}) | {"X-Error-Message": line}

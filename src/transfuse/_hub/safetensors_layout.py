@@ -144,8 +144,11 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def lay_out(entries: Sequence[Entry], max_shard_bytes: int) -> FileLayout:
-    """Lay out a state in files of at most ``max_shard_bytes`` of tensors. A larger tensor has a file of its own."""
+def lay_out(entries: Sequence[Entry], max_shard_bytes: int, only_name: str = ONLY_NAME) -> FileLayout:
+    """Lay out a state in files of at most ``max_shard_bytes`` of tensors. A larger tensor has a file of its own.
+
+    ``only_name``: what the file is called if there is one.
+    """
     if not entries:
         raise StateError("the state has no tensors: there is nothing that a safetensors file could hold")
     for path, why in misnamed([entry.name for entry in entries], [entry.path for entry in entries]):
@@ -161,7 +164,7 @@ def lay_out(entries: Sequence[Entry], max_shard_bytes: int) -> FileLayout:
         shards[-1].append(entry)
         room -= entry.nbytes
     count = len(shards)
-    names = [ONLY_NAME] if count == 1 else [SHARD_NAME.format(i + 1, count) for i in range(count)]
+    names = [only_name] if count == 1 else [SHARD_NAME.format(i + 1, count) for i in range(count)]
     shard_of = {entry.name: i for i, shard in enumerate(shards) for entry in shard}
     aliases: list[dict[str, str]] = [{} for _ in shards]
     for entry in entries:

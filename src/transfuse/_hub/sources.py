@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from transfuse._errors import NotCovered, SourcesDiffer, StateError, StepMismatch, TransfuseError, UnsupportedLeaf
-from transfuse._hub.safetensors_layout import Entry, FileLayout, lay_out, why_not, why_not_dtype
+from transfuse._hub.safetensors_layout import ONLY_NAME, Entry, FileLayout, lay_out, why_not, why_not_dtype
 from transfuse._limits import Limits
 from transfuse._memory import device_copies, packing, pinning, streams, vm
 from transfuse._memory.mutation import MutationWatch
@@ -106,6 +106,8 @@ class CopiedState(NamedTuple):
     mark: object
     #: Whether the state may have changed meanwhile.
     is_loose: bool
+    #: The tree as it was then, if it is this process's.
+    state: object = None
 
 
 class NotTold(Exception):
@@ -131,16 +133,21 @@ class Source(Protocol):
 class Layouts:
     """Makes layouts, and uses the last one again if the state looks as it did then."""
 
-    def __init__(self, prefix: str, max_shard_bytes: int) -> None:
+    def __init__(
+        self, prefix: str, max_shard_bytes: int, *, only_name: str = ONLY_NAME, with_aliases: bool = True
+    ) -> None:
+        """``with_aliases``: bytes that several tensors share are there once. Otherwise each tensor has its own."""
         self.prefix = prefix
-        self._max_shard_bytes = max_shard_bytes
+        self._max_shard_bytes, self._only_name, self._with_aliases = max_shard_bytes, only_name, with_aliases
         self._last: FileLayout | None = None
 
     def of(self, entries: Sequence[Entry]) -> FileLayout:
+        if not self._with_aliases:
+            entries = [entry._replace(alias_of=None) for entry in entries]
         if self._last is None or self._last.entries != tuple(entries):
             if not entries and self.prefix:
                 raise StateError(f"the state has no tensors whose names begin with {self.prefix!r}")
-            self._last = lay_out(entries, self._max_shard_bytes)
+            self._last = lay_out(entries, self._max_shard_bytes, self._only_name)
         return self._last
 
 
@@ -199,7 +206,7 @@ class LiveSource:
                         seen.watch = _watch(found)
                         self._copy({entry.name: tensor for entry, tensor in found}, layout, buffer)
                         is_loose |= self._was_forgotten(seen)
-                    return CopiedState(layout, seen.step, (seen.changes, False), is_loose)
+                    return CopiedState(layout, seen.step, (seen.changes, False), is_loose, seen.state)
                 buffer.free()
             buffer.grow(layout.nbytes)  # Here, where training goes on: it takes as long as the copy.
 

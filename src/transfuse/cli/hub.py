@@ -14,9 +14,10 @@ from typing import Annotated
 import typer
 
 from transfuse._errors import TransfuseError
+from transfuse._hub.adapters import config_text
 from transfuse._hub.assets import Assets
-from transfuse._hub.hub import DEFAULT_NAME, Hub, HubSettings
-from transfuse._hub.sources import Reached, ServerSource
+from transfuse._hub.hub import DEFAULT_ADAPTER, DEFAULT_NAME, Hub, HubSettings
+from transfuse._hub.sources import Reached
 from transfuse._tuning import HUB_MAX_SHARD_BYTES
 from transfuse._wire.handshake import check_addresses, is_loopback, split_address
 from transfuse.cli import files, keepers, reaching
@@ -55,7 +56,13 @@ def hub(
         Path | None,
         typer.Option(metavar="DIR", help="Holds the other files: config.json, the tokenizer. No weights."),
     ] = None,
-    name: Annotated[str, typer.Option(help="What clients call the repository.")] = DEFAULT_NAME,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help=f"What clients call the repository: {DEFAULT_NAME}, or for an adapter {DEFAULT_ADAPTER}.",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option(help="The address to listen on. Others reach only what is not loopback.")
     ] = "127.0.0.1",
@@ -80,6 +87,15 @@ def hub(
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes of tensors in a file of the repository.")
     ] = f"{HUB_MAX_SHARD_BYTES // 1000**3}GB",
+    adapter_config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The weights are those of an adapter, and this is its adapter_config.json: each step is a repository "
+            "of its own.",
+        ),
+    ] = None,
+    versions: Annotated[int, typer.Option(min=1, help="How many steps of an adapter are held.")] = 4,
     https: Annotated[
         bool, typer.Option(help="With --tls-cert: clients come by https. The servers are asked by TLS in any case.")
     ] = True,
@@ -114,6 +130,9 @@ def hub(
             assets=Assets(assets),
             prefix=prefix,
             max_shard_bytes=bytes_of(max_shard_size),
+            adapter=None if adapter_config is None else sources,
+            adapter_config=None if adapter_config is None else _config_in(adapter_config),
+            versions=versions,
             hold=hold,
             host=host,
             port=port,
@@ -131,11 +150,20 @@ def hub(
                 print(json.dumps({"endpoint": opened.endpoint, "name": opened.name}), flush=True)
             else:
                 print(opened.endpoint, flush=True)
-                told = f"HF_ENDPOINT={opened.endpoint}, and from_pretrained({opened.name!r}); Ctrl-C ends it"
+                called = opened.name if adapter_config is None else f"{opened.name}-vSTEP"
+                told = f"HF_ENDPOINT={opened.endpoint}, and from_pretrained({called!r}); Ctrl-C ends it"
                 print(f"transfuse hub: {told}", file=sys.stderr)
             threading.Event().wait()
         except KeyboardInterrupt:
             print("transfuse hub: ending", file=sys.stderr)
+
+
+def _config_in(path: Path) -> bytes:
+    """An adapter's config as a file says it."""
+    try:
+        return config_text("the config", json.loads(path.read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"{path} is no config of an adapter: {error}", param_hint="--adapter-config") from None
 
 
 def _open(sources: list[str], given: HubSettings, token_file: Path | None) -> Hub:
@@ -143,13 +171,14 @@ def _open(sources: list[str], given: HubSettings, token_file: Path | None) -> Hu
     if only is not None and only.startswith(keepers.PREFIX):
         if given.step is not None:
             raise typer.BadParameter("the keeper tells the step", param_hint="--step")
-        return _of_servers(_keeper(only, given.timeout), given)
+        return Hub.of(given, _keeper(only, given.timeout))
     step = given.step if isinstance(given.step, int) else None
     directory = None if only is None else reaching.directory_of(only, step)
     if directory is not None:
-        return _of_servers(lambda: nullcontext(Reached([directory], None)), given)
+        return Hub.of(given, lambda: nullcontext(Reached([directory], None)))
     if only is not None and (Path(only).suffix in files.SUFFIXES or Path(only).exists()):
-        return Hub.of_state(replace(given, state=files.load(Path(only))))
+        loaded = files.load(Path(only))
+        return Hub.of(replace(given, state=loaded) if given.has_model else replace(given, adapter=loaded))
     if given.step is not None:
         raise typer.BadParameter("the servers tell their step", param_hint="--step")
     for source in sources:
@@ -159,13 +188,7 @@ def _open(sources: list[str], given: HubSettings, token_file: Path | None) -> Hu
             raise typer.BadParameter(f"{error}; and there is no file of this name") from None
     check_addresses(sources)
     token = token_of(token_file)
-    return _of_servers(lambda: nullcontext(Reached(sources, token)), given)
-
-
-def _of_servers(reach: Callable[[], AbstractContextManager[Reached]], given: HubSettings) -> Hub:
-    source = ServerSource(reach, given.files, given.timeout)
-    source.mark(None)  # An address that leads nowhere is told now, not to the first client.
-    return Hub(source, given)
+    return Hub.of(given, lambda: nullcontext(Reached(sources, token)))
 
 
 def _keeper(where: str, timeout: float) -> Callable[[], AbstractContextManager[Reached]]:
