@@ -51,7 +51,7 @@ class Allocator(Protocol):
     def local_tensor(self, leaf: int) -> torch.Tensor: ...
 
 
-class _Origin(NamedTuple):
+class Origin(NamedTuple):
     """A tensor of the sources: the numbers of the cohort, of the leaf in it, and of the tensor in the leaf."""
 
     cohort: int
@@ -67,7 +67,7 @@ class _LayoutHere(NamedTuple):
     local_shape: tuple[int, ...]
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """What a source is asked for. Destinations that need the same share one needed block."""
 
     tensor: Global
@@ -110,7 +110,7 @@ class NeededBlocks:
         self._allocator = allocator
         self._shared = Shared()
         self._local_blocks = LocalBlocks(self._shared)
-        self._known: dict[_Asked, NeededBlock] = {}
+        self._known: dict[Asked, NeededBlock] = {}
         self._matched = 0
 
     # -- which leaf goes where
@@ -124,6 +124,16 @@ class NeededBlocks:
         """Match leaves with targets by their place in the tree. Leaves that only the source has arrive fresh."""
         found = trees.merge(self.manifest.root, self.prepared.root, keep_empty=strict is False)
         self.problems += found.conflicts
+        alone, others, only_there = self._pair_by_path(found)
+        self.result = found
+        self._raise(unpaired(self.manifest, found, self.prepared, strict, others, only_there), strict)
+        blobs = [leaf for leaf in self.partner if leaf in self.fresh]
+        self._make_fresh([*alone, *blobs])
+
+    def _pair_by_path(self, found: trees.Merged) -> tuple[list[int], set[int], list[str]]:
+        """Match leaves with targets. Returns the leaves of the first cohort without a target, the targets that other
+        cohorts fill, and the names of the other cohorts' leaves without a target.
+        """
         alone = []
         for leaf, partner in enumerate(found.partner):
             if partner < 0:
@@ -144,23 +154,12 @@ class NeededBlocks:
                     paired.add(partner)
                     others.add(partner)
                     self._pair(number, leaf, partner)
-        self.result = found
-        self._raise(unpaired(self.manifest, found, self.prepared, strict, others, only_there), strict)
-        blobs = [leaf for leaf in self.partner if leaf in self.fresh]
-        self._make_fresh([*alone, *blobs])
+        return alone, others, only_there
 
     def linked(self, map_path: MapPath | None, strict: bool | None, links: Sequence[BlockPair] | None = None) -> None:
         """Match leaves with targets by rules. The result is the target's tree; unmatched leaves are not received."""
         targets, sources = self.prepared, Catalogue(self.cohorts)
-        if links is not None:
-            linked = Linked(list(links), [], [], [])
-        else:
-            mine = [global_shape(leaf) for leaf in targets.leaves]
-            linked = link(map_path, sources.names, sources.shapes, trees.dotted(targets.root), mine)
-        self.problems += linked.problems
-        if not linked.problems:
-            for one in linked.links:
-                self._pair(*sources.leaves[one.source], one.target, one)
+        linked = self._pair_by_rules(map_path, sources, links)
         lone: list[str] = []
         if strict:
             unused = [source for source in linked.unused if source not in linked.left_out]
@@ -171,6 +170,21 @@ class NeededBlocks:
         self._raise(lone, strict, may_be_none=links is not None)
         self._make_fresh(list(self.fresh))
         self.result = trees.Merged.all_of_target(targets.root, len(targets.leaves))
+
+    def _pair_by_rules(
+        self, map_path: MapPath | None, sources: Catalogue, links: Sequence[BlockPair] | None = None
+    ) -> Linked:
+        """Match leaves with targets by rules, or by ``links`` that were made of them."""
+        if links is not None:
+            linked = Linked(list(links), [], [], [])
+        else:
+            mine = [global_shape(leaf) for leaf in self.prepared.leaves]
+            linked = link(map_path, sources.names, sources.shapes, trees.dotted(self.prepared.root), mine)
+        self.problems += linked.problems
+        if not linked.problems:
+            for one in linked.links:
+                self._pair(*sources.leaves[one.source], one.target, one)
+        return linked
 
     def _raise(self, lone: Sequence[str], strict: bool | None, *, may_be_none: bool = False) -> None:
         """Raise one error with all that does not fit, and with the lines about leaves that only one side has."""
@@ -232,7 +246,7 @@ class NeededBlocks:
             link = BlockPair(leaf, partner, start, start, found.shape)
         theirs = holding.layout if isinstance(holding, Spread) else None
         coordinate = self._partial_coordinate(partner, theirs, found)
-        self._land(_Origin(number, leaf, 0), partner, link, found.tensors, coordinate)
+        self._land(Origin(number, leaf, 0), partner, link, found.tensors, coordinate)
 
     def _partial_coordinate(self, partner: int, theirs: Layout | None, target: LocalTensors) -> Coordinate:
         """For a Partial DTensor, the mesh coordinate of the source that has the right values."""
@@ -274,11 +288,11 @@ class NeededBlocks:
                 continue
             start = (0,) * len(shape)
             one = BlockPair(leaf, partner, start, start, shape)
-            self._land(_Origin(number, leaf, inner), partner, one, [(mine, [(Block(start, shape), start)])], None)
+            self._land(Origin(number, leaf, inner), partner, one, [(mine, [(Block(start, shape), start)])], None)
 
     def _land(
         self,
-        origin: _Origin,
+        origin: Origin,
         partner: int,
         link: BlockPair,
         tensors: Sequence[tuple[torch.Tensor, Sequence[LocalBlock]]],
@@ -304,7 +318,7 @@ class NeededBlocks:
                 local = tuple(a + p - b for a, p, b in zip(at, both.start, block.start, strict=True))
                 source = Block(tuple(map(int.__add__, both.start, shift)), both.sizes)
                 travels = None if wire is None or wire == theirs else wire
-                asked = _Asked(self._global(origin), source, travels, coordinate)
+                asked = Asked(self._global(origin), source, travels, coordinate)
                 self._need(asked, (wire or theirs).itemsize, destination, local)
 
     def _wire(self, theirs: torch.dtype, mine: torch.dtype) -> tuple[torch.dtype | None, str]:
@@ -321,7 +335,7 @@ class NeededBlocks:
         # The smaller of the two travels.
         return (mine if mine.itemsize < theirs.itemsize else theirs), ""
 
-    def _destination(self, mine: torch.Tensor, partner: int, origin: _Origin, wire: torch.dtype | None) -> Destination:
+    def _destination(self, mine: torch.Tensor, partner: int, origin: Origin, wire: torch.dtype | None) -> Destination:
         manifest = self.cohorts[origin.cohort].manifest
         first, end = manifest.first_tensors[origin.leaf : origin.leaf + 2].tolist()
         row = first + origin.tensor
@@ -337,7 +351,7 @@ class NeededBlocks:
         self.destinations.append(destination)
         return destination
 
-    def _global(self, origin: _Origin) -> Global:
+    def _global(self, origin: Origin) -> Global:
         """The tensor, with its leaf in every cohort that has it. A tied weight is the first leaf that it is tied to."""
         cohort, leaf = self.cohorts[origin.cohort], origin.leaf
         if len(self.cohorts) == 1:
@@ -363,7 +377,7 @@ class NeededBlocks:
                 return cohort.names[cohort.aliases.get(leaf, leaf)]
         return name
 
-    def _need(self, asked: _Asked, item: int, destination: Destination, at: tuple[int, ...]) -> None:
+    def _need(self, asked: Asked, item: int, destination: Destination, at: tuple[int, ...]) -> None:
         known = self._known.get(asked)
         if known is None:
             known = self._known[asked] = NeededBlock(*asked, item=item, destinations=[], tied=[])
@@ -406,18 +420,18 @@ class NeededBlocks:
             self.fresh[leaf] = []
             if leaf in local_layouts:
                 # Leaves that are tied at the source are tied here too.
-                _, first = self._global(_Origin(0, leaf, 0)).leaves[0]
+                _, first = self._global(Origin(0, leaf, 0)).leaves[0]
                 local = self._allocator.local_tensor(first if first in local_layouts else leaf)
                 layout, coordinate, _ = local_layouts[leaf]
                 blocks = blocks_at(layout, coordinate)
-                self._fill(_Origin(0, leaf, 0), local, blocks, coordinate if layout.partial else None)
+                self._fill(Origin(0, leaf, 0), local, blocks, coordinate if layout.partial else None)
                 continue
             for inner, row in enumerate(range(*manifest.first_tensors[leaf : leaf + 2].tolist())):
                 # A dimension of stride 0 needs only one element.
                 shape, strides = manifest.tensors.shape(row), manifest.tensors.stride(row)
                 sizes = tuple(min(n, 1) if s == 0 else n for n, s in zip(shape, strides, strict=True))
                 whole = Block((0,) * len(shape), sizes)
-                self._fill(_Origin(0, leaf, inner), self._allocator.tensor(row), [(whole, whole.start)], None)
+                self._fill(Origin(0, leaf, inner), self._allocator.tensor(row), [(whole, whole.start)], None)
 
     def _layout_here(self, leaf: int) -> _LayoutHere:
         try:
@@ -426,13 +440,13 @@ class NeededBlocks:
             raise UnsupportedLeaf(self.manifest.paths[leaf], str(reason)) from reason
         return _LayoutHere(layout, coordinate, (0,) if coordinate is None else layout.local_shape(coordinate))
 
-    def _fill(self, origin: _Origin, fresh: torch.Tensor, blocks: Sequence[LocalBlock], coordinate: Coordinate) -> None:
+    def _fill(self, origin: Origin, fresh: torch.Tensor, blocks: Sequence[LocalBlock], coordinate: Coordinate) -> None:
         destination = Destination(fresh, origin.leaf, fresh=True)
         self.destinations.append(destination)
         self.fresh[origin.leaf].append(destination)
         for block, at in blocks:
             if block.numel:
-                asked = _Asked(self._global(origin), block, None, coordinate)
+                asked = Asked(self._global(origin), block, None, coordinate)
                 self._need(asked, fresh.element_size(), destination, at)
 
     # -- targets that share memory

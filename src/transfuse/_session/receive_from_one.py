@@ -15,7 +15,7 @@ from transfuse._phases import RELAYING, Phase
 from transfuse._session.connections import ReceiverLanes, how_many
 from transfuse._session.conversation import Conversation
 from transfuse._session.incoming import Incoming, nothing_more
-from transfuse._session.offers import read_offer
+from transfuse._session.offers import ask_content, read_offer
 from transfuse._session.pulling import Pulling
 from transfuse._session.receive_from_all import Compare, Confirm, Fetch, Receive
 from transfuse._session.relay import Relay, this_host
@@ -124,6 +124,7 @@ class _Tasks:
         if not needed:
             self._roster.drop(channel.peer)
         try:
+            receive.contents[channel.peer] = self._content()
             with channel.holding_turn():
                 receive.ask_permission(atomic=False)
             if needed:
@@ -341,6 +342,17 @@ class _Tasks:
             relay.finish()
 
     # -- questions
+
+    def _content(self) -> bytes:
+        """The digest of the source's content; nothing if the source does not know it and nobody wants it."""
+        channel = self._channel
+        if self._offer.content or not self._roster.request.version:
+            return self._offer.content
+        with (
+            self._roster.phase(channel, Phase.COMPARE),
+            self._roster.abandonable(channel, channel.abandon),
+        ):
+            return ask_content(channel, self._offer)
 
     def _compare(self, numbers: Sequence[int]) -> None:
         """Find out which of these parcels, which may be here already, equal the source's."""

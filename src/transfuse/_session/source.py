@@ -58,6 +58,8 @@ class OfferedState:
     whole: Callable[[], torch.Tensor]
     chains: Chains | None
     mutation_watch: MutationWatch
+    #: Returns the digest of the state's content, computed at most once.
+    content: Callable[[], bytes]
     #: Whether the transport has sent this structure before, and what it remembers of its earlier transfers.
     sent_before: bool = False
     remembered: Remembered = field(default_factory=Remembered)
@@ -255,7 +257,7 @@ class SourceEnd:
     def _due(self) -> list[Message]:
         """The messages that the receiver may send now. It may ask for more parcels only after its want."""
         asks = [Message.MORE, Message.COMPARE] if self._cut is not None else [Message.WANT, Message.DESCRIBE]
-        return [*asks, Message.CHECK, Message.VERDICT]
+        return [*asks, Message.VERSION, Message.CHECK, Message.VERDICT]
 
     def _answer(self, kind: Message, body: bytearray) -> None:
         """Answer a request. Parcels that it asks for are put into ``_numbers``, to be sent next."""
@@ -276,6 +278,11 @@ class SourceEnd:
         elif kind is Message.CHECK:
             self._check_unchanged()
             channel.send(Message.AGREED, messages.encode(messages.Agreed()))
+        elif kind is Message.VERSION:
+            with channel.holding_turn():
+                streams.complete(channel.timeout)
+                digest = self._offered.content()
+            channel.send(Message.DIGESTS, messages.encode(messages.Digests(digest)))
         elif kind is Message.COMPARE:
             self._compare(channel.decode(body, messages.More))
         elif kind is Message.MORE:

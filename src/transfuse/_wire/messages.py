@@ -19,7 +19,7 @@ from transfuse._plan.wanted_blocks import WantedBlocks
 from transfuse._state.manifest import Wire
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 #: The most routes that an offer or a verdict may name.
 MOST_ROUTES = 16
 #: The most lanes between two ends.
@@ -71,6 +71,7 @@ class Message(enum.IntEnum):
     MEET = 16
     MET = 17
     WORD = 18
+    VERSION = 19
 
 
 _KINDS = {message.value: message for message in Message}
@@ -141,6 +142,8 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     #: the values and the entries of its routes: a receiver that remembers the structure needs nothing more.
     structure: bytes = b""
     values: list[Any] | None = None
+    #: The digest of the state's content, if the source knows it already. A receiver may ask for it (version).
+    content: bytes = b""
 
     @property
     def described(self) -> Wire:
@@ -251,7 +254,7 @@ class More(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class Digests(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Source to receiver: digests of the parcels to compare, 16 bytes each."""
+    """Source to receiver: digests of the parcels to compare, 16 bytes each; or of the content (version)."""
 
     digests: bytes
 
