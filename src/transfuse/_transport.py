@@ -550,8 +550,14 @@ class PGTransport:
             weakref.finalize(self, self._lanes.close)
 
     def _load(
-        self, state_dict: object, step: int | None, ranks: Sequence[int], leases: Leases, content: KnownContent
+        self,
+        state_dict: object,
+        step: int | None,
+        ranks: Sequence[int],
+        leases: Leases,
+        content: KnownContent | None = None,
     ) -> source.OfferedState:
+        content = content or KnownContent()
         if self._torn:
             raise TornState(self._torn)
         _arguments.check_no_module(state_dict, "pass model.state_dict()")

@@ -110,6 +110,11 @@ def test_one_bit_of_one_leaf_is_found_and_named(served: transfuse.Server, data: 
     assert verify(served.address, mine)
 
 
+def double(bits: str) -> float:
+    found: float = struct.unpack("<d", bytes.fromhex(bits))[0]
+    return found
+
+
 @pytest.mark.parametrize(
     ("there", "here"),
     [
@@ -119,7 +124,7 @@ def test_one_bit_of_one_leaf_is_found_and_named(served: transfuse.Server, data: 
             torch.tensor([0x7FC00001, 1], dtype=torch.int32).view(torch.float32),
         ),
         (0.0, -0.0),
-        (struct.unpack("<d", bytes.fromhex("000000000000f87f"))[0], struct.unpack("<d", bytes.fromhex("010000000000f87f"))[0]),
+        (double("000000000000f87f"), double("010000000000f87f")),
         (1, True),
         (1, 1.0),
         ("7", 7),
@@ -284,7 +289,7 @@ def test_equal_states_with_other_shardings_verify(there: str) -> None:
             assert {server.version for server in some} == versions
 
 
-# --------------------------------------------------------------------------------------------------------------- versions
+# ----------------------------------------------------------------------------------------------------------- versions
 
 
 def test_who_has_step_7_while_the_server_is_at_8_is_told_both() -> None:
@@ -317,7 +322,7 @@ def test_what_is_expected_is_checked(wrong: object) -> None:
         verify("127.0.0.1:1", {"w": torch.ones(1)}, expected=wrong)  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------------------------------- what goes wrong meanwhile
+# ------------------------------------------------------------------------------------------ what goes wrong meanwhile
 
 
 def test_a_state_that_changes_meanwhile_is_told(executor: ThreadPoolExecutor) -> None:

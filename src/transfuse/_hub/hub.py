@@ -25,6 +25,7 @@ from transfuse._job.face import one_manner
 from transfuse._job.state import State
 from transfuse._remote.client import check_places
 from transfuse._remote.live_state import LiveState
+from transfuse._report import Version
 from transfuse._tls import Encryption, check_tls
 from transfuse._tuning import HTTP_END_SECONDS, HUB_MAX_SHARD_BYTES
 from transfuse._wire.handshake import check_token, join_address
@@ -217,6 +218,11 @@ class Hub:
     def name(self) -> str:
         """The repository, for ``from_pretrained``."""
         return self._name
+
+    @property
+    def version(self) -> Version | None:
+        """The newest commit that clients have got: its step, and in place of a digest its hash. None: there is none."""
+        return self._commits.newest
 
     @contextmanager
     def mutating(self) -> Iterator[None]:

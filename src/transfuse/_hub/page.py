@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from urllib.parse import quote
 
+from transfuse._report import Version
 from transfuse._sizes import human_bytes
 
 #: The most files that the page lists.
@@ -78,16 +79,28 @@ def wrong_name() -> bytes:
 
 
 def overview(
-    name: str, step: int | None, sizes: Mapping[str, int], headers: Mapping[str, str], *, needs_token: bool
+    name: str,
+    step: int | None,
+    newest: Version | None,
+    sizes: Mapping[str, int],
+    headers: Mapping[str, str],
+    *,
+    needs_token: bool,
 ) -> bytes:
-    """The page of the repository: the job's step, how to read it, and its files. ``headers`` are the request's."""
+    """The page of the repository: the job's step, how to read it, and its files. ``headers`` are the request's.
+
+    ``newest``: the newest commit that a reader has got.
+    """
     at = "A running job" if step is None else f"Step {step:,} of a running job"
+    of = "" if newest is None or newest.step is None else f", of step {newest.step:,}"
+    got = [] if newest is None else [f'<p class="soft">Newest commit: <code>{newest.digest}</code>{of}.</p>']
     return _page(
         f"{name}, step {step}" if step is not None else name,
         [
             f"<h1>{_shown(name)}</h1>",
             f"<p>{at}, served by <code>transfuse.hub</code>.</p>",
             '<p class="soft">The page shows the job as it was when you loaded it. Readers get the newest step.</p>',
+            *got,
             *_reading(name, sizes, headers, needs_token=needs_token),
             *_files(name, sizes),
         ],

@@ -108,7 +108,8 @@ class Repository:
             body = page.notice(self.name, "The job's state cannot be read now. Load this page again.", str(error))
             return HttpAnswer(503, page.HEADERS | {"Retry-After": "1"}, body)
         sizes = {**layout.sizes(), **self._assets.sizes()}
-        body = page.overview(self.name, step, sizes, question.headers, needs_token=self._needs_token)
+        newest = self._commits.newest
+        body = page.overview(self.name, step, newest, sizes, question.headers, needs_token=self._needs_token)
         return HttpAnswer(200, page.HEADERS, body)
 
     # ------------------------------------------------------------------------------------------------ what there is
@@ -138,6 +139,7 @@ class Repository:
             "likes": 0,
             "library_name": "transformers",
             "tags": ["safetensors"],
+            "transfuse": {"step": commit.step, "version": commit.id},
             "siblings": siblings,
         }
         return _json(commit, about)
