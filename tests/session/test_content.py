@@ -138,7 +138,7 @@ def test_whoever_asks_once_lets_all_readers_know() -> None:
             state["model"]["w"] += 1  # type: ignore[index]
         assert peek(server.address).version == Version(5)
         assert peek(server.address, version=True).version == server.version != known
-        # What was received is the same version at whoever has it.
+        # What was received is the same version there.
         received = {"step": 0, "model": {"w": torch.zeros(1000)}}
         fetch(server.address, received)
         with serve(received, step=5) as next_one:

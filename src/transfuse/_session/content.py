@@ -1,4 +1,4 @@
-"""The digest of a state's content: the same wherever the state lies, and whoever computes it.
+"""The digest of a state's content: the same at the source, at a receiver and on storage.
 
 It covers each leaf's name, and its value, or its dtype, shape, the blocks of it that this rank holds, and their bytes
 in row-major order. It does not cover strides, offsets, ``requires_grad``, devices, meshes, kinds of containers, or the

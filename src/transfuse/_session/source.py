@@ -266,7 +266,7 @@ class SourceEnd:
             raise self._caller.cause
         # Requests for parcels are limited per parcel. An honest receiver needs few other requests.
         self._requests += kind not in (Message.MORE, Message.COMPARE)
-        if kind not in (Message.WANT, Message.DESCRIBE) and self._offered.chains is not None:
+        if kind not in (Message.WANT, Message.DESCRIBE, Message.VERSION) and self._offered.chains is not None:
             self._offered.chains.leave(channel.peer)
         if self._requests > channel.limits.max_working_records:
             raise ProtocolError(channel.peer, f"rank {channel.peer} sent {self._requests} requests without a verdict")
