@@ -205,11 +205,11 @@ def test_objects_are_asked_and_given_nothing() -> None:
         with server.mutating(), torch.no_grad():
             model.bias[0] += 1
             optimizer.param_groups[0]["lr"] = 0.5
-        other = {"model": torch.nn.Linear(4, 4), "optimizer": optimizer}
-        other["model"].load_state_dict(model.state_dict())
+        other = torch.nn.Linear(4, 4)
+        other.load_state_dict(model.state_dict())
         with torch.no_grad():
-            other["model"].bias[0] -= 1
-        found = verify(server.address, other)
+            other.bias[0] -= 1
+        found = verify(server.address, {"model": other, "optimizer": optimizer})
         assert list(found.differing) == ["['model']['bias']"]
 
 

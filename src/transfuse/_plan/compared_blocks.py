@@ -6,6 +6,7 @@ here, since the sources' descriptions have them.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,13 +15,12 @@ import torch
 
 from transfuse._errors import TargetMismatch, UnsupportedLeaf
 from transfuse._plan.catalogue import Catalogue
-from transfuse._plan.destinations import Destination, NeededBlock
-from transfuse._plan.needed_blocks import Asked, NeededBlocks, Origin
+from transfuse._plan.destinations import Destination
+from transfuse._plan.needed_blocks import NeededBlocks
 from transfuse._rules import MapPath
 from transfuse._state import live_tensors, trees
 from transfuse._state.leaves import values
 from transfuse._state.leaves.codec import CannotCarry
-from transfuse._state.leaves.layout import Block
 from transfuse._state.memory_maps import Mappings
 
 #: The most letters of a value in what is said of it.
@@ -48,7 +48,6 @@ class ComparedBlocks(NeededBlocks):
         """Pair leaves with targets. ``strict`` says which leaves that only one side has are reported."""
         self.differing: dict[str, str] = {}
         self.not_compared: dict[str, str] = {}
-        targets = trees.paths(self.prepared.root)
         if map_path is None:
             found = trees.merge(self.manifest.root, self.prepared.root)
             for conflict in found.conflicts:
@@ -70,16 +69,14 @@ class ComparedBlocks(NeededBlocks):
             self.leaves = len({one.target for one in linked.links})
         if strict is False:
             here, there = [], []
-        self.only_here = tuple(targets[leaf] for leaf in here if leaf not in others)
+        self.only_here = tuple(self._paths[leaf] for leaf in here if leaf not in others)
         self.only_there = tuple(dict.fromkeys(there))
         self._check_readable()
 
     def _check_readable(self) -> None:
         tensors = live_tensors.read_any([destination.tensor for destination in self.destinations])
-        paths = trees.paths(self.prepared.root)
         for number, why in tensors.faults(np.arange(len(tensors)), Mappings(), write=False).items():
-            leaf = self.destinations[number].leaf
-            raise UnsupportedLeaf(paths[leaf], f"its memory cannot be read: {why}")
+            raise UnsupportedLeaf(self._paths[self.destinations[number].leaf], f"its memory cannot be read: {why}")
 
     def _pair(self, number: int, leaf: int, partner: int, link: Any = None) -> None:
         cohort, target = self.cohorts[number], self.prepared.leaves[partner]
@@ -87,7 +84,7 @@ class ComparedBlocks(NeededBlocks):
         if cohort.is_value(leaf) and not isinstance(target, torch.Tensor):
             self._compare_values(partner, detail, target)
         elif cohort.is_blob(leaf) and not isinstance(target, torch.Tensor):
-            self._compare_blobs(Origin(number, leaf, 0), partner, detail, target)
+            self._compare_blobs(number, leaf, partner, target)
         else:
             super()._pair(number, leaf, partner, link)
 
@@ -100,9 +97,9 @@ class ComparedBlocks(NeededBlocks):
         if msgspec.msgpack.encode(mine) != msgspec.msgpack.encode(theirs):
             self._problem(partner, f"value: source {_shown(values.decode(theirs))}, here {_shown(target)}")
 
-    def _compare_blobs(self, origin: Origin, partner: int, theirs: Any, target: Any) -> None:
+    def _compare_blobs(self, number: int, leaf: int, partner: int, target: Any) -> None:
         """Numpy arrays, long texts and objects: the target is opened as a source's leaf is."""
-        tensors: list[torch.Tensor] = []
+        theirs, tensors = self.cohorts[number].manifest.detail(leaf), list[torch.Tensor]()
         try:
             mine = self.registry.open(target, tensors, self._shared)
         except CannotCarry as reason:
@@ -111,24 +108,23 @@ class ComparedBlocks(NeededBlocks):
         if msgspec.msgpack.encode(mine) != msgspec.msgpack.encode(theirs):
             self._problem(partner, f"value: source {_shown(theirs)}, here {_shown(mine)}")
             return
-        whole = self.cohorts[origin.cohort].holdings.of(origin.leaf, 0).shape
-        if tuple(tensors[0].shape) != whole:
-            self._problem(partner, f"value: source has {whole[0]} bytes, here are {len(tensors[0])}")
-            return
-        block = Block((0,), whole)
-        if block.numel:
-            destination = self._destination(tensors[0], partner, origin, None)
-            self._need(Asked(self._global(origin), block, None, None), 1, destination, (0,))
+        self._land_whole((number, leaf, 0), partner, tensors[0])
 
-    def _need(self, asked: Asked, item: int, destination: Destination, at: tuple[int, ...]) -> None:
+    def _need(self, asked: Any, item: int, destination: Destination, at: tuple[int, ...]) -> None:
         if destination.wire is not None:
-            path = trees.paths(self.prepared.root)[destination.leaf]
-            self.not_compared[path] = f"it arrives as {destination.wire}, and is converted here"
+            self.not_compared[self._paths[destination.leaf]] = (
+                f"it arrives as {destination.wire}, and is converted here"
+            )
             return
-        self.blocks.append(NeededBlock(*asked, item=item, destinations=[(destination, at)], tied=[]))
+        self._known.clear()  # No two leaves share a block.
+        super()._need(asked, item, destination, at)
 
     def _problem(self, partner: int, text: str) -> None:
-        self.differing.setdefault(trees.paths(self.prepared.root)[partner], text)
+        self.differing.setdefault(self._paths[partner], text)
+
+    @cached_property
+    def _paths(self) -> list[str]:
+        return list(trees.paths(self.prepared.root))
 
 
 def _shown(value: object) -> str:

@@ -51,7 +51,7 @@ class Allocator(Protocol):
     def local_tensor(self, leaf: int) -> torch.Tensor: ...
 
 
-class Origin(NamedTuple):
+class _Origin(NamedTuple):
     """A tensor of the sources: the numbers of the cohort, of the leaf in it, and of the tensor in the leaf."""
 
     cohort: int
@@ -67,7 +67,7 @@ class _LayoutHere(NamedTuple):
     local_shape: tuple[int, ...]
 
 
-class Asked(NamedTuple):
+class _Asked(NamedTuple):
     """What a source is asked for. Destinations that need the same share one needed block."""
 
     tensor: Global
@@ -110,7 +110,7 @@ class NeededBlocks:
         self._allocator = allocator
         self._shared = Shared()
         self._local_blocks = LocalBlocks(self._shared)
-        self._known: dict[Asked, NeededBlock] = {}
+        self._known: dict[_Asked, NeededBlock] = {}
         self._matched = 0
 
     # -- which leaf goes where
@@ -246,7 +246,7 @@ class NeededBlocks:
             link = BlockPair(leaf, partner, start, start, found.shape)
         theirs = holding.layout if isinstance(holding, Spread) else None
         coordinate = self._partial_coordinate(partner, theirs, found)
-        self._land(Origin(number, leaf, 0), partner, link, found.tensors, coordinate)
+        self._land(_Origin(number, leaf, 0), partner, link, found.tensors, coordinate)
 
     def _partial_coordinate(self, partner: int, theirs: Layout | None, target: LocalTensors) -> Coordinate:
         """For a Partial DTensor, the mesh coordinate of the source that has the right values."""
@@ -280,19 +280,23 @@ class NeededBlocks:
         for line in why:
             self._problem(partner, line)
         for inner, mine in enumerate(found):
-            if mine is None:
-                continue
-            shape = cohort.holdings.of(leaf, inner).shape
-            if shape != tuple(mine.shape):
-                self._problem(partner, f"shape: source {shape}, target {tuple(mine.shape)}")
-                continue
-            start = (0,) * len(shape)
-            one = BlockPair(leaf, partner, start, start, shape)
-            self._land(Origin(number, leaf, inner), partner, one, [(mine, [(Block(start, shape), start)])], None)
+            if mine is not None:
+                self._land_whole((number, leaf, inner), partner, mine)
+
+    def _land_whole(self, which: tuple[int, int, int], partner: int, mine: torch.Tensor) -> None:
+        """Add what a target's tensor needs that has no shards. ``which``: cohort, leaf and tensor of the sources."""
+        origin = _Origin(*which)
+        shape = self.cohorts[origin.cohort].holdings.of(origin.leaf, origin.tensor).shape
+        if shape != tuple(mine.shape):
+            self._problem(partner, f"shape: source {shape}, target {tuple(mine.shape)}")
+            return
+        start = (0,) * len(shape)
+        one = BlockPair(origin.leaf, partner, start, start, shape)
+        self._land(origin, partner, one, [(mine, [(Block(start, shape), start)])], None)
 
     def _land(
         self,
-        origin: Origin,
+        origin: _Origin,
         partner: int,
         link: BlockPair,
         tensors: Sequence[tuple[torch.Tensor, Sequence[LocalBlock]]],
@@ -318,7 +322,7 @@ class NeededBlocks:
                 local = tuple(a + p - b for a, p, b in zip(at, both.start, block.start, strict=True))
                 source = Block(tuple(map(int.__add__, both.start, shift)), both.sizes)
                 travels = None if wire is None or wire == theirs else wire
-                asked = Asked(self._global(origin), source, travels, coordinate)
+                asked = _Asked(self._global(origin), source, travels, coordinate)
                 self._need(asked, (wire or theirs).itemsize, destination, local)
 
     def _wire(self, theirs: torch.dtype, mine: torch.dtype) -> tuple[torch.dtype | None, str]:
@@ -335,7 +339,7 @@ class NeededBlocks:
         # The smaller of the two travels.
         return (mine if mine.itemsize < theirs.itemsize else theirs), ""
 
-    def _destination(self, mine: torch.Tensor, partner: int, origin: Origin, wire: torch.dtype | None) -> Destination:
+    def _destination(self, mine: torch.Tensor, partner: int, origin: _Origin, wire: torch.dtype | None) -> Destination:
         manifest = self.cohorts[origin.cohort].manifest
         first, end = manifest.first_tensors[origin.leaf : origin.leaf + 2].tolist()
         row = first + origin.tensor
@@ -351,7 +355,7 @@ class NeededBlocks:
         self.destinations.append(destination)
         return destination
 
-    def _global(self, origin: Origin) -> Global:
+    def _global(self, origin: _Origin) -> Global:
         """The tensor, with its leaf in every cohort that has it. A tied weight is the first leaf that it is tied to."""
         cohort, leaf = self.cohorts[origin.cohort], origin.leaf
         if len(self.cohorts) == 1:
@@ -377,7 +381,7 @@ class NeededBlocks:
                 return cohort.names[cohort.aliases.get(leaf, leaf)]
         return name
 
-    def _need(self, asked: Asked, item: int, destination: Destination, at: tuple[int, ...]) -> None:
+    def _need(self, asked: _Asked, item: int, destination: Destination, at: tuple[int, ...]) -> None:
         known = self._known.get(asked)
         if known is None:
             known = self._known[asked] = NeededBlock(*asked, item=item, destinations=[], tied=[])
@@ -420,18 +424,18 @@ class NeededBlocks:
             self.fresh[leaf] = []
             if leaf in local_layouts:
                 # Leaves that are tied at the source are tied here too.
-                _, first = self._global(Origin(0, leaf, 0)).leaves[0]
+                _, first = self._global(_Origin(0, leaf, 0)).leaves[0]
                 local = self._allocator.local_tensor(first if first in local_layouts else leaf)
                 layout, coordinate, _ = local_layouts[leaf]
                 blocks = blocks_at(layout, coordinate)
-                self._fill(Origin(0, leaf, 0), local, blocks, coordinate if layout.partial else None)
+                self._fill(_Origin(0, leaf, 0), local, blocks, coordinate if layout.partial else None)
                 continue
             for inner, row in enumerate(range(*manifest.first_tensors[leaf : leaf + 2].tolist())):
                 # A dimension of stride 0 needs only one element.
                 shape, strides = manifest.tensors.shape(row), manifest.tensors.stride(row)
                 sizes = tuple(min(n, 1) if s == 0 else n for n, s in zip(shape, strides, strict=True))
                 whole = Block((0,) * len(shape), sizes)
-                self._fill(Origin(0, leaf, inner), self._allocator.tensor(row), [(whole, whole.start)], None)
+                self._fill(_Origin(0, leaf, inner), self._allocator.tensor(row), [(whole, whole.start)], None)
 
     def _layout_here(self, leaf: int) -> _LayoutHere:
         try:
@@ -440,13 +444,13 @@ class NeededBlocks:
             raise UnsupportedLeaf(self.manifest.paths[leaf], str(reason)) from reason
         return _LayoutHere(layout, coordinate, (0,) if coordinate is None else layout.local_shape(coordinate))
 
-    def _fill(self, origin: Origin, fresh: torch.Tensor, blocks: Sequence[LocalBlock], coordinate: Coordinate) -> None:
+    def _fill(self, origin: _Origin, fresh: torch.Tensor, blocks: Sequence[LocalBlock], coordinate: Coordinate) -> None:
         destination = Destination(fresh, origin.leaf, fresh=True)
         self.destinations.append(destination)
         self.fresh[origin.leaf].append(destination)
         for block, at in blocks:
             if block.numel:
-                asked = Asked(self._global(origin), block, None, coordinate)
+                asked = _Asked(self._global(origin), block, None, coordinate)
                 self._need(asked, fresh.element_size(), destination, at)
 
     # -- targets that share memory
