@@ -321,6 +321,7 @@ class Receive:
             accepted = self.roster.accepted
             if isinstance(accepted.landing, ComparedLanding):
                 assert isinstance(accepted.ledger, ComparingLedger)
+                self.roster.report.verified = True
                 return accepted.landing.outcome(accepted.ledger.differing)
             return accepted.landing.finish(accepted.build_context, accepted.registry, self.roster.context.timeout)
         except TransfuseError:
