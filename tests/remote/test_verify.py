@@ -82,7 +82,7 @@ def test_equal_states_verify_and_nothing_moves(served: transfuse.Server) -> None
         assert found, found
         assert (found.leaves, found.step, found.version) == (21, 7, served.version)
         assert (found.report.bytes, found.report.route) == (0, "")
-        assert not found.report.read_bytes
+        assert found.report.verified
         assert "step 7 (" in str(found)
         assert "21 of 21 leaves" in str(found)
 
