@@ -121,7 +121,14 @@ def test_several_sources_have_one_version_in_any_order() -> None:
     )
 
 
-def test_whoever_asks_once_lets_all_readers_know() -> None:
+def test_a_step_that_was_brought_says_its_version() -> None:
+    report = transfuse.Report("receive", (0,), 3, Version(3, "3f2a" * 8))
+    assert transfuse.Step(3, report).version == Version(3, "3f2a" * 8)
+    assert transfuse.Step(3).version == transfuse.Step(3, transfuse.Report("receive", (0,))).version == Version(3)
+    assert transfuse.Fetched({}, 3, transfuse.Report("receive", (0,))).version == Version(3)
+
+
+def test_who_asks_once_lets_all_readers_know() -> None:
     state = {"model": {"w": torch.arange(1000.0)}, "step": 5}
     with serve(state, step=5) as server:
         assert fetch(server.address).version == peek(server.address).version == Version(5)
