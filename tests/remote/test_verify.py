@@ -226,12 +226,37 @@ def test_a_cast_at_the_source_is_compared_as_it_arrives() -> None:
         assert list(verify(server.address, mine, cast=True).differing) == ["['b']"]
 
 
-def test_what_would_be_converted_here_is_not_compared() -> None:
+def test_what_is_widened_here_is_narrowed_to_be_compared() -> None:
+    there = {"w": torch.randn(50, 40).bfloat16(), "h": torch.randn(7).half(), "b": torch.ones(3)}
+    with serve(there) as server:
+        mine = {"w": torch.zeros(40, 50).t(), "h": torch.zeros(7, dtype=torch.float64), "b": torch.zeros(3)}
+        transfuse.fetch(server.address, mine, cast=True)
+        assert verify(server.address, mine, cast=True)
+        mine["w"].view(torch.int32)[3, 4] ^= 1 << 20
+        assert verify(server.address, mine, cast=True).differing == {"['w']": "its bytes differ"}
+        mine["w"].view(torch.int32)[3, 4] ^= 1 << 20 | 1
+        why = "it holds values that torch.bfloat16 does not have"
+        assert verify(server.address, mine, cast=True).differing == {"['w']": why}
+
+
+@pytest.mark.parametrize("bits", [0x7FC0, 0x7FC1, 0xFF85, 0x7F80])
+def test_nans_that_are_widened_here_are_equal_or_not_compared(bits: int) -> None:
+    w = torch.tensor([bits, 1], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    with serve({"w": w}) as server:
+        mine = {"w": torch.zeros(2)}
+        transfuse.fetch(server.address, mine, cast=True)
+        found = verify(server.address, mine, cast=True)
+        assert not found.differing
+        assert bool(found) is not bool(found.not_compared)
+        assert found or torch.isnan(w[0])
+
+
+def test_what_would_be_rounded_here_is_not_compared() -> None:
     with serve({"w": torch.ones(3).bfloat16(), "b": torch.ones(3)}) as server:
-        found = verify(server.address, {"w": torch.ones(3), "b": torch.ones(3)}, cast=True)
+        found = verify(server.address, {"w": torch.ones(3).half(), "b": torch.ones(3)}, cast=True)
     assert not found
     assert not found.differing
-    assert found.not_compared == {"['w']": "it arrives as torch.bfloat16, and is converted here"}
+    assert found.not_compared == {"['w']": "it arrives as torch.bfloat16, and is rounded here"}
 
 
 def test_rules() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from transfuse._memory.assembled import Assembly
 from transfuse._memory.building import Builder
@@ -17,9 +18,11 @@ from transfuse._plan.compared_blocks import BYTES_DIFFER, ComparedBlocks, Compar
 from transfuse._plan.match import Prepared
 from transfuse._plan.parcels import Parcels
 from transfuse._plan.shares import Pieces, split
+from transfuse._state.leaves import dense
 from transfuse._state.leaves.codec import BuildContext
 from transfuse._state.leaves.registry import Registry
 from transfuse._state.tensors import Bools
+from transfuse._tuning import WIDENED_ITEMS
 
 
 class ComparedLanding(Assembly):
@@ -39,7 +42,31 @@ class ComparedLanding(Assembly):
         compared, found = self._compared, dict(self._compared.differing)
         for path in self.paths_of(self.cut.first[differing].tolist()):
             found.setdefault(path, BYTES_DIFFER)
-        return ComparedLeaves(compared.leaves, found, compared.not_compared, compared.only_here, compared.only_there)
+        not_compared = dict(compared.not_compared)
+        for destination in compared.widened.values():
+            path, wire = compared.path_of(destination), destination.wire
+            assert wire is not None
+            match _was_widened(destination.tensor.detach(), wire):
+                case False:
+                    found.setdefault(path, f"it holds values that {wire} does not have")
+                case None:
+                    found.pop(path, None)
+                    not_compared[path] = f"it arrives as {wire}, and holds NaNs that may have been other ones there"
+        return ComparedLeaves(compared.leaves, found, not_compared, compared.only_here, compared.only_there)
+
+
+@torch.no_grad()
+def _was_widened(tensor: torch.Tensor, wire: torch.dtype) -> bool | None:
+    """Whether each item of a tensor may have been widened from ``wire``; None if only for NaNs nobody can tell."""
+    result: bool | None = True
+    rows = tensor.view(-1) if tensor.is_contiguous() else tensor
+    for part in rows.split(max(WIDENED_ITEMS * len(rows) // max(rows.numel(), 1), 1)) if rows.ndim else [rows]:
+        other = dense.raw(part) != dense.raw(part.to(wire).to(part.dtype))
+        if other.any():
+            if not part[other].isnan().all():
+                return False
+            result = None
+    return result
 
 
 def compared_landing(

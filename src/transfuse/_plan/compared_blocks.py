@@ -48,6 +48,8 @@ class ComparedBlocks(NeededBlocks):
         """Pair leaves with targets. ``strict`` says which leaves that only one side has are reported."""
         self.differing: dict[str, str] = {}
         self.not_compared: dict[str, str] = {}
+        #: Destinations in which a receive would widen what arrives. They are narrowed to be compared.
+        self.widened: dict[int, Destination] = {}
         if map_path is None:
             found = trees.merge(self.manifest.root, self.prepared.root)
             for conflict in found.conflicts:
@@ -76,7 +78,7 @@ class ComparedBlocks(NeededBlocks):
     def _check_readable(self) -> None:
         tensors = live_tensors.read_any([destination.tensor for destination in self.destinations])
         for number, why in tensors.faults(np.arange(len(tensors)), Mappings(), write=False).items():
-            raise UnsupportedLeaf(self._paths[self.destinations[number].leaf], f"its memory cannot be read: {why}")
+            raise UnsupportedLeaf(self.path_of(self.destinations[number]), f"its memory cannot be read: {why}")
 
     def _pair(self, number: int, leaf: int, partner: int, link: Any = None) -> None:
         cohort, target = self.cohorts[number], self.prepared.leaves[partner]
@@ -111,16 +113,22 @@ class ComparedBlocks(NeededBlocks):
         self._land_whole((number, leaf, 0), partner, tensors[0])
 
     def _need(self, asked: Any, item: int, destination: Destination, at: tuple[int, ...]) -> None:
-        if destination.wire is not None:
-            self.not_compared[self._paths[destination.leaf]] = (
-                f"it arrives as {destination.wire}, and is converted here"
-            )
+        wire = destination.wire
+        if wire is not None and wire.itemsize < destination.item and wire is not torch.float8_e8m0fnu:
+            self.widened[id(destination)] = destination
+        elif wire is not None:
+            # Several items become the same one, so what lies here does not say what there was.
+            self.not_compared[self.path_of(destination)] = f"it arrives as {wire}, and is rounded here"
             return
         self._known.clear()  # No two leaves share a block.
         super()._need(asked, item, destination, at)
 
     def _problem(self, partner: int, text: str) -> None:
         self.differing.setdefault(self._paths[partner], text)
+
+    def path_of(self, destination: Destination) -> str:
+        """The path of the target's leaf that a destination belongs to."""
+        return self._paths[destination.leaf]
 
     @cached_property
     def _paths(self) -> list[str]:

@@ -35,7 +35,7 @@ class Verified:
     leaves: int
     #: The leaves that both sides have and that are not the same: a map from path to what differs.
     differing: Mapping[str, str]
-    #: The leaves that could not be compared, since a fetch would convert them here: a map from path to why.
+    #: The leaves that could not be compared, since a fetch would round them here: a map from path to why.
     not_compared: Mapping[str, str]
     #: The leaves that only this process has, and those that only the servers have.
     only_here: tuple[str, ...]
@@ -111,7 +111,7 @@ def verify(
             do not. True: both count. False: neither does); and ``tls`` and ``progress``.
 
     Tensors are compared by digests of 128 bits of their bytes: a NaN with another payload and a zero with another sign
-    are different. Where a fetch would convert here (``cast=True`` into a wider type) nothing is compared.
+    are different. Leaves that a fetch would round here (``cast=True`` into another type of the same size) are not compared.
     """
     check_names(verify, options, VerifyKeywords)
     wanted = _version_in(expected)
