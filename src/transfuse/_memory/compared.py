@@ -59,8 +59,10 @@ class ComparedLanding(Assembly):
 def _was_widened(tensor: torch.Tensor, wire: torch.dtype) -> bool | None:
     """Whether each item of a tensor may have been widened from ``wire``; None if only for NaNs nobody can tell."""
     result: bool | None = True
-    rows = tensor.view(-1) if tensor.is_contiguous() else tensor
-    for part in rows.split(max(WIDENED_ITEMS * len(rows) // max(rows.numel(), 1), 1)) if rows.ndim else [rows]:
+    rows = tensor.reshape(1) if not tensor.ndim else tensor.view(-1) if tensor.is_contiguous() else tensor
+    step = max(WIDENED_ITEMS * len(rows) // max(rows.numel(), 1), 1)
+    for low in range(0, len(rows), step):
+        part = rows[low : low + step]
         other = dense.raw(part) != dense.raw(part.to(wire).to(part.dtype))
         if other.any():
             if not part[other].isnan().all():

@@ -111,7 +111,7 @@ def verify(
             do not. True: both count. False: neither does); and ``tls`` and ``progress``.
 
     Tensors are compared by digests of 128 bits of their bytes: a NaN with another payload and a zero with another sign
-    are different. Leaves that a fetch would round here (``cast=True`` into another type of the same size) are not compared.
+    are different. Leaves that a fetch would round here (``cast=True``, another type of the same size) are not compared.
     """
     check_names(verify, options, VerifyKeywords)
     wanted = _version_in(expected)
