@@ -137,6 +137,11 @@ def infer(store: Store, rank: int) -> None:
             addresses, model, entry="model", step=step, token=TOKEN, cast=True, map_path=RULES, delta=True
         )
         check(model, store, step)
+        verified = transfuse.verify(
+            addresses, model, entry="model", expected=step, token=TOKEN, cast=True, map_path=RULES
+        )
+        if not verified:
+            raise SystemExit(f"the engine's weights are not the trainers':\n{verified}")
         tell(rank, fetched)
         store.set(f"engine {rank} has step {step}", "")
 

@@ -56,6 +56,9 @@ class Trainer:
         assert fetched.step is not None
         self.step = fetched.step
 
+    def check(self, address: str | list[str]) -> transfuse.Verified:
+        return transfuse.verify(address, self.state, token=os.environ["TRANSFUSE_TOKEN"], timeout=TIMEOUT)
+
 
 def train(parent: "Connection[str, str]") -> None:
     trainer = Trainer()
@@ -99,6 +102,8 @@ def main() -> None:
     assert parents[1].recv() == "done"
     reader = Trainer()
     reader.join(addresses)  # From both at once: they are at the same step now.
+    verified = reader.check(addresses)
+    assert verified, verified
     alone = Trainer()
     with alone.serve() as server:
         alone.train(server, reader.step)

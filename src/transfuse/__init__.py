@@ -70,7 +70,8 @@ if typing.TYPE_CHECKING:
     from transfuse._progress import Progress
     from transfuse._remote.client import Fetched, Peeked, fetch, peek
     from transfuse._remote.server import Server, serve
-    from transfuse._report import Report, Step
+    from transfuse._remote.verifying import Verified, verify
+    from transfuse._report import Report, Step, Version
     from transfuse._rules import Concat, MapPath, Rename, Slice, Split
     from transfuse._session.context import Partial
     from transfuse._state.leaves.codec import MeshDescription
@@ -121,6 +122,8 @@ __all__ = [
     "TornState",
     "TransfuseError",
     "UnsupportedLeaf",
+    "Verified",
+    "Version",
     "__version__",
     "fetch",
     "heal",
@@ -131,6 +134,7 @@ __all__ = [
     "rendezvous_by_default",
     "serve",
     "supervise",
+    "verify",
 ]
 
 #: The modules of the names that need torch, as above.
@@ -148,7 +152,8 @@ _HOMES = {
     "_progress": ("Progress",),
     "_remote.client": ("Fetched", "Peeked", "fetch", "peek"),
     "_remote.server": ("Server", "serve"),
-    "_report": ("Report", "Step"),
+    "_remote.verifying": ("Verified", "verify"),
+    "_report": ("Report", "Step", "Version"),
     "_rules": ("Concat", "MapPath", "Rename", "Slice", "Split"),
     "_session.context": ("Partial",),
     "_state.leaves.codec": ("MeshDescription",),

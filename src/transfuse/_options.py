@@ -180,6 +180,16 @@ class FetchKeywords(_BothEnds, _Receivers, total=False):
     """The options of ``fetch``."""
 
 
+class VerifyKeywords(TypedDict, total=False):
+    """The options of ``verify``: those of ``fetch`` that say what is compared with what, and how it is reached."""
+
+    cast: bool
+    map_path: MapPath | None
+    strict: bool | None
+    tls: Encryption
+    progress: bool | Show
+
+
 class OptionKeywords(_BothEnds, _Sources, _Receivers, total=False):
     """All options, as keywords."""
 

@@ -70,6 +70,23 @@ def trace_range(name: str) -> AbstractContextManager[object]:
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
+@dataclass(frozen=True)
+class Version:
+    """Which state that is: its step, and the digest of its content. ``str()`` is short: ``step 7 (3f2a91c0…)``.
+
+    Equal content has the same digest at the source, at every receiver and after a restart. The digest is XXH3-128 of
+    names, shapes, dtypes, shards, values and bytes: it finds mistakes and damage, not forgery.
+    """
+
+    step: int | None
+    #: 32 hexadecimal digits; None if nobody has asked for it since the state was changed.
+    digest: str | None = None
+
+    def __str__(self) -> str:
+        step = "no step" if self.step is None else f"step {self.step}"
+        return step if self.digest is None else f"{step} ({self.digest[:8]}…)"
+
+
 @dataclass
 class Report:
     """Numbers of one ``send_checkpoint`` or ``recv_checkpoint``. ``print(report)`` shows a small table."""
@@ -77,6 +94,8 @@ class Report:
     direction: Direction
     peers: tuple[int, ...]
     step: int | None = None
+    #: What the sources said of their state: its step and, if it was known or asked for, the digest of its content.
+    version: Version | None = None
     #: "group", or the name of a route such as "memory", or several joined by a plus; empty if nothing moved.
     route: str = ""
     leaves: int = 0
@@ -237,6 +256,7 @@ class Report:
             *((("failed", _brief(self.error)),) if self.error is not None else ()),
             *((f"  without {rank}", _brief(cause)) for rank, cause in self.failed.items() if len(self.peers) > 1),
             ("step", "any" if self.step is None else str(self.step)),
+            *((("content", self.version.digest),) if self.version is not None and self.version.digest else ()),
             ("route", self.route or "nothing moved"),
             ("leaves", f"{self.leaves:,}"),
             ("payload", f"{human_bytes(self.bytes)} in {self.parcels:,} parcels"),
@@ -279,6 +299,12 @@ class Step(int):
         made = super().__new__(cls, step)
         made.report = report
         return made
+
+    @property
+    def version(self) -> Version:
+        """Which state that is. The digest is None if nothing had to move, or if the sources did not know it."""
+        known = None if self.report is None else self.report.version
+        return Version(int(self), None if known is None else known.digest)
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)

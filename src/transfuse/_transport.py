@@ -31,6 +31,7 @@ from transfuse._progress import Progress, Show, showing
 from transfuse._report import Report, failed_with, routes_of, said, trace_range
 from transfuse._rules import MapPath
 from transfuse._session import receive_from_one, source, threads
+from transfuse._session.content import KnownContent, version_of
 from transfuse._session.context import Context, Partial, Permit, ReceiveRequest
 from transfuse._session.receive_from_all import Receive
 from transfuse._session.relay import Chains, this_host
@@ -233,10 +234,12 @@ class PGTransport:
         *,
         step: SupportsIndex | None = None,
         watch: Callable[[], object] = lambda: None,
+        content: KnownContent | None = None,
     ) -> None:
         """As :meth:`send_checkpoint`, but with a function that returns the state. If it raises, receivers are told.
 
-        ``watch`` is called now and then, and may raise to end the transfer.
+        ``watch`` is called now and then, and may raise to end the transfer. ``content``: what is known of the content
+        of this state, if it was sent before.
         """
         caller, began = None, False
         try:
@@ -249,7 +252,7 @@ class PGTransport:
                 return
             self._check_rate(len(ranks))
             began = True
-            self._send(state_dict, report, caller, watch)
+            self._send(state_dict, report, caller, watch, content or KnownContent())
         except BaseException as error:
             if _is_untold(error, caller, began):
                 self._tell(error, caller, "dst_ranks", dst_ranks, is_source=True)
@@ -268,21 +271,31 @@ class PGTransport:
             )
 
     def _send(
-        self, state_dict: Callable[[], object], report: Report, caller: threads.Caller, watch: Callable[[], object]
+        self,
+        state_dict: Callable[[], object],
+        report: Report,
+        caller: threads.Caller,
+        watch: Callable[[], object],
+        content: KnownContent,
     ) -> None:
         patience = Patience(self._seconds).queued_work
         with self._call(report, caller) as context, Leases(self._options, patience) as leases:
-            self._send_to_all(state_dict, context, leases, watch)
+            self._send_to_all(state_dict, context, leases, watch, content)
 
     def _send_to_all(
-        self, state_dict: Callable[[], object], context: Context, leases: Leases, watch: Callable[[], object]
+        self,
+        state_dict: Callable[[], object],
+        context: Context,
+        leases: Leases,
+        watch: Callable[[], object],
+        content: KnownContent,
     ) -> None:
         ranks, report, progress, caller = context.ranks, context.report, context.progress, context.caller
         offered, failure = None, None
         with _calling(context, Phase.DESCRIBE):
             try:
                 context.show()
-                offered = self._load(state_dict(), report.step, ranks, leases)
+                offered = self._load(state_dict(), report.step, ranks, leases, content)
                 if offered.sent_before:
                     report.reuse("description")
                 report.leaves = len(offered.described.manifest)
@@ -312,6 +325,8 @@ class PGTransport:
             for one in progress.values():
                 one.phase = FAILED
         report.failed = failed_with(failed)
+        if offered is not None:
+            report.version = version_of(report.step, [content.known(offered.offer.digest)])
         context.show()
         if failure is not None:
             raise failure
@@ -369,13 +384,16 @@ class PGTransport:
         absent: Mapping[str, BaseException] | None = None,
         permit: Permit | None = None,
         watch: Callable[[], object] = lambda: None,
+        version: bool = False,
+        only_compares: bool = False,
     ) -> Any:
-        """As :meth:`recv_checkpoint`, with four more arguments.
+        """As :meth:`recv_checkpoint`, with more arguments.
 
         ``late`` chooses the targets once the sources have offered: it is called with the catalogue of their leaves.
         ``absent`` names sources that cannot be reached, and why. If only they may hold a leaf, the receive fails
         instead of leaving that leaf as it was. ``permit`` is asked before a target is written, and may raise.
-        ``watch`` is called now and then, and may raise to end the transfer.
+        ``watch`` is called now and then, and may raise to end the transfer. ``version``: ask each source for the digest
+        of its content. ``only_compares``: fetch and write nothing, and return how the targets differ.
         """
         caller, began = None, False
         try:
@@ -397,6 +415,8 @@ class PGTransport:
                 resume=resume,
                 absent=absent or {},
                 permit=permit,
+                version=version,
+                only_compares=only_compares,
                 options=replace(self._options, atomic=self._options.atomic and in_place),
             )
             began = True
@@ -469,6 +489,7 @@ class PGTransport:
         finally:
             receive.close()
         self._torn = ()
+        report.version = version_of(report.step, receive.contents.values())
         if not failed:
             receive.roster.accepted.remember()
         return receive.result[0]
@@ -533,7 +554,15 @@ class PGTransport:
             self._group, self._lanes = group, self._lanes.in_configuration(group)
             weakref.finalize(self, self._lanes.close)
 
-    def _load(self, state_dict: object, step: int | None, ranks: Sequence[int], leases: Leases) -> source.OfferedState:
+    def _load(
+        self,
+        state_dict: object,
+        step: int | None,
+        ranks: Sequence[int],
+        leases: Leases,
+        content: KnownContent | None = None,
+    ) -> source.OfferedState:
+        content = content or KnownContent()
         if self._torn:
             raise TornState(self._torn)
         _arguments.check_no_module(state_dict, "pass model.state_dict()")
@@ -550,6 +579,7 @@ class PGTransport:
         manifest = described.manifest.encode()
         structure = described.manifest.structure
         known = self._remembered.sent(structure)
+        digest = manifest.digest()
         offer = messages.Offer(
             step=step,
             parcel_bytes=sizes.parcel_bytes,
@@ -561,13 +591,14 @@ class PGTransport:
             routes=leases.export(described),
             max_bytes_per_second=None if rate is None else rate / len(ranks),
             manifest=manifest,
-            digest=manifest.digest(),
+            digest=digest,
             likeness=described.manifest.likeness(manifest),
             coordinates=list(described.manifest.coordinates),
             connections=options.lanes or messages.MOST_LANES + 1,
             host=this_host(),
             structure=structure,
             history=bool(options.history),
+            content=content.known(digest),
         )
         # All receivers share one copy. A long offer goes only to receivers that ask for it.
         whole = cache(lambda: self._encode(offer))
@@ -583,6 +614,7 @@ class PGTransport:
             whole,
             chains,
             MutationWatch(described),
+            partial(content.of, described, self._seconds),
             sent_before=known,
             remembered=self._remembered,
             lanes=self._lanes,

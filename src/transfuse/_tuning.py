@@ -206,6 +206,10 @@ DEVICE_HANDLE_BYTES = 4096
 #: How long a device may take to bring samples of its tensors, where no transfer says it.
 DEVICE_SAMPLE_SECONDS = 60.0
 
+# _memory/compared
+#: How many items at a time are looked at to see whether they have been widened.
+WIDENED_ITEMS = 1 << 20
+
 # _memory/packing
 #: How many bytes of parcels a thread takes at a time to hash. From a device, two such batches are in main memory.
 HASHED_BYTES = 4 << 20

@@ -49,6 +49,11 @@ class Engine:
             pipe.close()
 
 
+def kill_all(engines: list[Engine]) -> None:
+    for one in engines:
+        one.kill()
+
+
 def rounds(folder: pathlib.Path, count: int, seed: int, kills: float) -> dict[str, int]:
     """``count`` steps of the trainers, and after each of them engines that fetch, or do not. Counts what happens."""
     chosen = random.Random(seed)
@@ -56,7 +61,7 @@ def rounds(folder: pathlib.Path, count: int, seed: int, kills: float) -> dict[st
     with Fleet(2, timeout=60.0) as fleet, ExitStack() as stack:
         fleet.start(weight_sync.train, folder, seed)
         engines = [Engine(folder) for _ in range(2)]
-        stack.callback(lambda: [one.kill() for one in engines])
+        stack.callback(kill_all, engines)
         for step in range(1, count + 1):
             (folder / f"go {step}").write_text("go")
             due = []

@@ -34,8 +34,7 @@ RATES = (0.0, 1e-7, 1e-6, 1e-5, 1e-3)
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        for name in "qkv":
-            setattr(self, name, torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.02))
+        self.q, self.k, self.v = (torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.02) for _ in range(3))
         self.norm = torch.nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,9 +89,9 @@ def train(rank: int, folder: pathlib.Path, seed: int) -> None:
                 step += 1
             optimizer.zero_grad()
             whole = {}
-            for name, parameter in model.named_parameters():
+            for name, parameter in model.state_dict().items():
                 assert isinstance(parameter, DTensor)
-                whole[name] = parameter.detach().full_tensor()
+                whole[name] = parameter.full_tensor()
             if rank == 0:
                 torch.save(fused(whole), folder / "part")
                 (folder / "part").rename(folder / f"due {step}")

@@ -26,6 +26,7 @@ from hostile_conversations import (
     WIRES,
     Liar,
     Lie,
+    altered,
     converse,
     damaged,
     instead,
@@ -93,13 +94,14 @@ def test_a_comparison_is_believed(digest: bytes | None) -> None:
     assert report.bytes == (4 << 16) - report.kept_bytes
 
 
-@pytest.mark.parametrize("kind", [Message.CHECK, Message.COMPARE, Message.DESCRIBE])
+@pytest.mark.parametrize("kind", [Message.CHECK, Message.COMPARE, Message.DESCRIBE, Message.VERSION])
 def test_questions_without_end_are_not_answered(kind: Message, large: Member) -> None:
     body, cut = want(large)
     question = {
         Message.CHECK: b"",
         Message.COMPARE: messages.encode(messages.HeldParcels([0, len(cut)])),
         Message.DESCRIBE: b"",
+        Message.VERSION: b"",
     }[kind]
     told: collections.Counter[Message] = collections.Counter()
 
@@ -232,3 +234,63 @@ def test_disagreement_over_parcels_ends_in_words() -> None:
     assert "rank 1 derived other parcels" in str(sent.error.causes[1])
     assert isinstance(received.error, PeerRefused), received
     assert "derived other parcels" in str(received.error)
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (instead(Message.DIGESTS, [bytes(15)]), "a digest of its content of 15 bytes"),
+        (instead(Message.DIGESTS, [b""]), "a digest of its content of 0 bytes"),
+        (instead(Message.DIGESTS, [bytes(1 << 16)]), "a digest of its content of 65536 bytes"),
+        (instead(Message.DIGESTS, b"\xc1"), "malformed digests"),
+        (instead(Message.DIGESTS, [[]], Message.AGREED), "sent AGREED where DIGESTS was due"),
+        (altered(Message.OFFER, messages.Offer, content=b"x"), "a digest of its content of an impossible length"),
+    ],
+)
+@pytest.mark.parametrize("compares", [False, True])
+def test_hostile_versions(message: Any, why: str, compares: bool) -> None:
+    w = torch.zeros(1000)
+
+    def lie(pg: Any, ended: threading.Event) -> None:
+        with (liar := Liar(pg, 1, ended=ended, message=message)):
+            serve_by(liar, new_transport(pg), STATE)
+
+    def ask(pg: Any) -> None:
+        new_transport(pg, {"w": w, "step": 0}).receive(0, version=True, only_compares=compares)
+
+    error = converse(ask, lie, 1)
+    assert isinstance(error, ProtocolError), repr(error)
+    assert why in str(error)
+    assert not w.any()
+    assert not error.torn
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ([bytes(16)], "compared parcels that it was not asked about"),
+        ([bytes(48)], "compared parcels that it was not asked about"),
+        ([b""], "compared parcels that it was not asked about"),
+        (b"\xc1", "malformed digests"),
+        ([bytes(32)], None),
+    ],
+)
+def test_hostile_digests_change_nothing_here(body: Any, why: str | None) -> None:
+    """What a source claims is believed for what it is: its word on its own state."""
+    w, b, found = torch.ones(1000), torch.ones(3), []
+
+    def lie(pg: Any, ended: threading.Event) -> None:
+        with (liar := Liar(pg, 1, ended=ended, message=instead(Message.DIGESTS, body))):
+            serve_by(liar, new_transport(pg), {"w": w.clone(), "b": b.clone()})
+
+    def compare_with(pg: Any) -> None:
+        found.append(new_transport(pg, {"w": w, "b": b}).receive(0, only_compares=True))
+
+    error = converse(compare_with, lie, 1)
+    if why is None:
+        assert error is None
+        assert found[0].differing.keys() == {"['w']", "['b']"}
+    else:
+        assert isinstance(error, ProtocolError), repr(error)
+        assert why in str(error)
+    assert w.eq(1).all()

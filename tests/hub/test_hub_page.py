@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import zlib
@@ -48,11 +49,16 @@ def test_a_browser_sees_the_step_the_files_and_how_to_read_them(assets: Path) ->
             ):
                 assert said in page.text, said
         assert not kept(hub)  # Nothing was copied for that.
+        assert hub.version is None
         listed = {name: ask(hub.endpoint, "GET", name) for name in page.links if name.startswith("/")}
         assert len(listed) == 7
         assert {reply.status for reply in listed.values()} == {200}
         steps.advance()
         assert "Step 4 of a running job" in Page(visit(hub).body).text
+        about = json.loads(ask(hub.endpoint, "GET", "/api/models/live/model").body)
+        assert about["transfuse"] == {"step": 4, "version": about["sha"]}
+        assert hub.version == transfuse.Version(4, about["sha"])
+        assert f"Newest commit: {about['sha']}, of step 4." in Page(visit(hub).body).text
 
 
 def test_the_page_gives_the_address_by_which_the_browser_came() -> None:

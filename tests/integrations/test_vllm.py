@@ -151,6 +151,8 @@ def test_float32_masters_arrive_as_bfloat16(install: str) -> None:
         set_round(model, 1)
         trainer.send_weights()
     assert rounds_of(weights_of(client), model) == {1}
+    assert client.engine.version is not None
+    assert client.engine.version.step == client.engine.reports[-1].step
     # They are converted before they travel: half of the bytes.
     moved = sum(report.bytes for report in client.engine.reports)
     assert moved == 2 * sum(one.numel() for one in model.parameters())

@@ -30,6 +30,7 @@ from transfuse._errors import TransfuseError
 from transfuse._hub.safetensors_layout import INDEX_NAME, File, FileLayout
 from transfuse._hub.sources import Buffer, NotTold, Source
 from transfuse._memory.blocks import digests_at
+from transfuse._report import Version
 from transfuse._tuning import HUB_COMMIT_FREE_SECONDS, HUB_COMMIT_SHORT_SECONDS, HUB_COMMIT_WAIT_SECONDS
 
 logger = logging.getLogger("transfuse")
@@ -225,6 +226,12 @@ class Commits:
                     self._start(number)
                     self._begun = number
                 self._changed.wait(until - time.monotonic())
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest commit that is held: its step, and its hash. None: there is none."""
+        with self._changed:
+            return Version(self._kept[-1].step, self._kept[-1].id) if self._kept else None
 
     def glance(self) -> tuple[dict[str, int], int | None]:
         """The state's files with their sizes, and its step now. Nothing is copied, and no commit is made or held."""

@@ -29,6 +29,7 @@ from transfuse._job.face import one_manner
 from transfuse._job.state import Changing, State
 from transfuse._remote.client import check_places
 from transfuse._remote.live_state import LiveState
+from transfuse._report import Version
 from transfuse._tls import Encryption, check_tls
 from transfuse._tuning import HTTP_END_SECONDS, HUB_MAX_SHARD_BYTES
 from transfuse._wire.handshake import check_token, join_address
@@ -364,6 +365,11 @@ class Hub:
     def adapters(self) -> list[str]:
         """The versions of adapters that are held now, by the names for ``from_pretrained``, newest first."""
         return [name for versions in self._adapters for name in versions.names()]
+
+    @property
+    def version(self) -> Version | None:
+        """The newest commit that clients have got: its step, and in place of a digest its hash. None: there is none."""
+        return None if self._commits is None else self._commits.newest
 
     @contextmanager
     def mutating(self) -> Iterator[None]:

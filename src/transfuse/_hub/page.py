@@ -14,6 +14,7 @@ from html import escape
 from urllib.parse import quote
 
 from transfuse._hub.adapters import CONFIG_NAME
+from transfuse._report import Version
 from transfuse._sizes import human_bytes
 
 #: The most files that the page lists.
@@ -81,6 +82,7 @@ def wrong_name() -> bytes:
 def overview(
     name: str,
     step: int | None,
+    newest: Version | None,
     sizes: Mapping[str, int],
     headers: Mapping[str, str],
     *,
@@ -89,16 +91,20 @@ def overview(
 ) -> bytes:
     """The page of a repository: the job's step, how to read it, and its files. ``headers`` are the request's.
 
-    ``versions``: names and sizes of the versions of adapters beside it.
+    ``newest``: the newest commit that a reader has got. ``versions``: names and sizes of the versions of adapters
+    beside it.
     """
-    newest = "Readers get the newest step." if CONFIG_NAME not in sizes else "These files never change."
+    promise = "Readers get the newest step." if CONFIG_NAME not in sizes else "These files never change."
     at = "A running job" if step is None else f"Step {step:,} of a running job"
+    of = "" if newest is None or newest.step is None else f", of step {newest.step:,}"
+    got = [] if newest is None else [f'<p class="soft">Newest commit: <code>{newest.digest}</code>{of}.</p>']
     return _page(
         f"{name}, step {step}" if step is not None else name,
         [
             f"<h1>{_shown(name)}</h1>",
             f"<p>{at}, served by <code>transfuse.hub</code>.</p>",
-            f'<p class="soft">The page shows the job as it was when you loaded it. {newest}</p>',
+            f'<p class="soft">The page shows the job as it was when you loaded it. {promise}</p>',
+            *got,
             *_reading(name, sizes, headers, needs_token=needs_token),
             *_files(name, sizes),
             *(_versions(versions) if versions else []),

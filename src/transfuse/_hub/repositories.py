@@ -15,7 +15,9 @@ from transfuse._wire.http_server import HttpAnswer, Question
 
 
 class _OneVersion:
-    """A version as the commits of a repository."""
+    """A version as the commits of a repository. Its name says which one it is."""
+
+    newest = None
 
     def __init__(self, versions: AdapterVersions, number: int) -> None:
         self._versions, self._number = versions, number

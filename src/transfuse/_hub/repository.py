@@ -17,6 +17,7 @@ from transfuse._errors import TransfuseError, as_utf8
 from transfuse._hub import page
 from transfuse._hub.assets import Assets
 from transfuse._hub.commits import MAIN, Commit, Visitor
+from transfuse._report import Version
 from transfuse._wire.http_server import HttpAnswer, Question
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -34,6 +35,9 @@ class Readable(Protocol):
     ) -> AbstractContextManager[Commit | None]: ...
 
     def glance(self) -> tuple[dict[str, int], int | None]: ...
+
+    @property
+    def newest(self) -> Version | None: ...
 
 
 class Repository:
@@ -124,8 +128,9 @@ class Repository:
         except TransfuseError as error:
             body = page.notice(self.name, "The job's state cannot be read now. Load this page again.", str(error))
             return HttpAnswer(503, page.HEADERS | {"Retry-After": "1"}, body)
-        sizes, said = {**found, **self._assets.sizes()}, question.headers
-        body = page.overview(self.name, step, sizes, said, needs_token=self._needs_token, versions=versions)
+        sizes, newest = {**found, **self._assets.sizes()}, self._commits.newest
+        headers, tokens = question.headers, self._needs_token
+        body = page.overview(self.name, step, newest, sizes, headers, needs_token=tokens, versions=versions)
         return HttpAnswer(200, page.HEADERS, body)
 
     # ------------------------------------------------------------------------------------------------ what there is
@@ -155,6 +160,7 @@ class Repository:
             "likes": 0,
             "library_name": self._library,
             "tags": ["safetensors"],
+            "transfuse": {"step": commit.step, "version": commit.id},
             "siblings": siblings,
         }
         return _json(commit, about)

@@ -270,19 +270,18 @@ def _move_by_device(
         _move_here(places, moved, packed, out=False)
 
 
-class _TensorPlaces:
-    """The places of a single region: one tensor, row by row."""
+class TensorPlaces:
+    """The places of regions of which each is one tensor, row by row."""
 
-    addresses: Ints = np.zeros(1, dtype=np.int64)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._place = RegionPlace(dense.raw(tensor))
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._places = [RegionPlace(dense.raw(tensor)) for tensor in tensors]
+        self.addresses: Ints = np.zeros(len(tensors), dtype=np.int64)
 
     def run(self, region: int, low: int, high: int) -> None:
         return None
 
     def places(self, region: int) -> Sequence[RegionPlace]:
-        return [self._place]
+        return [self._places[region]]
 
     def paths_of(self, regions: Sequence[int]) -> list[str]:
         return []
@@ -294,7 +293,7 @@ def bring(tensor: torch.Tensor, low: int, high: int, buffer: torch.Tensor) -> No
     They are made one run on the device first; if it is full, in smaller pieces.
     """
     extent = Extent(0, low, high, 0)
-    _move_by_device(_TensorPlaces(tensor), [(extent, None)], buffer, tensor.device, out=True, queued=True)
+    _move_by_device(TensorPlaces([tensor]), [(extent, None)], buffer, tensor.device, out=True, queued=True)
 
 
 def _halves(extents: _Extents) -> list[_Extents]:

@@ -124,6 +124,16 @@ class NeededBlocks:
         """Match leaves with targets by their place in the tree. Leaves that only the source has arrive fresh."""
         found = trees.merge(self.manifest.root, self.prepared.root, keep_empty=strict is False)
         self.problems += found.conflicts
+        alone, others, only_there = self._pair_by_path(found)
+        self.result = found
+        self._raise(unpaired(self.manifest, found, self.prepared, strict, others, only_there), strict)
+        blobs = [leaf for leaf in self.partner if leaf in self.fresh]
+        self._make_fresh([*alone, *blobs])
+
+    def _pair_by_path(self, found: trees.Merged) -> tuple[list[int], set[int], list[str]]:
+        """Match leaves with targets. Returns the leaves of the first cohort without a target, the targets that other
+        cohorts fill, and the names of the other cohorts' leaves without a target.
+        """
         alone = []
         for leaf, partner in enumerate(found.partner):
             if partner < 0:
@@ -144,23 +154,12 @@ class NeededBlocks:
                     paired.add(partner)
                     others.add(partner)
                     self._pair(number, leaf, partner)
-        self.result = found
-        self._raise(unpaired(self.manifest, found, self.prepared, strict, others, only_there), strict)
-        blobs = [leaf for leaf in self.partner if leaf in self.fresh]
-        self._make_fresh([*alone, *blobs])
+        return alone, others, only_there
 
     def linked(self, map_path: MapPath | None, strict: bool | None, links: Sequence[BlockPair] | None = None) -> None:
         """Match leaves with targets by rules. The result is the target's tree; unmatched leaves are not received."""
         targets, sources = self.prepared, Catalogue(self.cohorts)
-        if links is not None:
-            linked = Linked(list(links), [], [], [])
-        else:
-            mine = [global_shape(leaf) for leaf in targets.leaves]
-            linked = link(map_path, sources.names, sources.shapes, trees.dotted(targets.root), mine)
-        self.problems += linked.problems
-        if not linked.problems:
-            for one in linked.links:
-                self._pair(*sources.leaves[one.source], one.target, one)
+        linked = self._pair_by_rules(map_path, sources, links)
         lone: list[str] = []
         if strict:
             unused = [source for source in linked.unused if source not in linked.left_out]
@@ -171,6 +170,21 @@ class NeededBlocks:
         self._raise(lone, strict, may_be_none=links is not None)
         self._make_fresh(list(self.fresh))
         self.result = trees.Merged.all_of_target(targets.root, len(targets.leaves))
+
+    def _pair_by_rules(
+        self, map_path: MapPath | None, sources: Catalogue, links: Sequence[BlockPair] | None = None
+    ) -> Linked:
+        """Match leaves with targets by rules, or by ``links`` that were made of them."""
+        if links is not None:
+            linked = Linked(list(links), [], [], [])
+        else:
+            mine = [global_shape(leaf) for leaf in self.prepared.leaves]
+            linked = link(map_path, sources.names, sources.shapes, trees.dotted(self.prepared.root), mine)
+        self.problems += linked.problems
+        if not linked.problems:
+            for one in linked.links:
+                self._pair(*sources.leaves[one.source], one.target, one)
+        return linked
 
     def _raise(self, lone: Sequence[str], strict: bool | None, *, may_be_none: bool = False) -> None:
         """Raise one error with all that does not fit, and with the lines about leaves that only one side has."""
@@ -266,15 +280,19 @@ class NeededBlocks:
         for line in why:
             self._problem(partner, line)
         for inner, mine in enumerate(found):
-            if mine is None:
-                continue
-            shape = cohort.holdings.of(leaf, inner).shape
-            if shape != tuple(mine.shape):
-                self._problem(partner, f"shape: source {shape}, target {tuple(mine.shape)}")
-                continue
-            start = (0,) * len(shape)
-            one = BlockPair(leaf, partner, start, start, shape)
-            self._land(_Origin(number, leaf, inner), partner, one, [(mine, [(Block(start, shape), start)])], None)
+            if mine is not None:
+                self._land_whole((number, leaf, inner), partner, mine)
+
+    def _land_whole(self, which: tuple[int, int, int], partner: int, mine: torch.Tensor) -> None:
+        """Add what a target's tensor needs that has no shards. ``which``: cohort, leaf and tensor of the sources."""
+        origin = _Origin(*which)
+        shape = self.cohorts[origin.cohort].holdings.of(origin.leaf, origin.tensor).shape
+        if shape != tuple(mine.shape):
+            self._problem(partner, f"shape: source {shape}, target {tuple(mine.shape)}")
+            return
+        start = (0,) * len(shape)
+        one = BlockPair(origin.leaf, partner, start, start, shape)
+        self._land(origin, partner, one, [(mine, [(Block(start, shape), start)])], None)
 
     def _land(
         self,

@@ -142,6 +142,8 @@ class Pieces:
     #: The number of the set of holders. Pieces with the fewest holders come first, because few sources can send them.
     group: Ints
     groups: list[SourceRanks]
+    #: Whether each piece is packed alone, so that parcels can be told apart by piece.
+    alone: bool = False
 
     def __len__(self) -> int:
         return len(self.need)
@@ -150,9 +152,8 @@ class Pieces:
         """The pieces as regions of which only the sizes are known: each end knows only its own memory."""
         nowhere = np.zeros(len(self), dtype=np.int64)
         item = item[self.need]
-        return Regions(
-            nowhere, self.group, nowhere, self.sizes.prod(axis=1) * item, item, nowhere - 1, strided={}, also={}
-        )
+        space = np.arange(len(self)) if self.alone else self.group
+        return Regions(nowhere, space, nowhere, self.sizes.prod(axis=1) * item, item, nowhere - 1, strided={}, also={})
 
 
 class _Pattern(NamedTuple):
@@ -371,7 +372,7 @@ class SharesOfPieces:
             sizes=pieces.sizes[regions][used],
             wires=names.wires,
             wire=names.wire[need],
-            begins=np.concatenate([[1], np.diff(group) != 0])[: len(regions)],
+            begins=np.concatenate([[1], (np.diff(group) != 0) | pieces.alone])[: len(regions)],
         )
         return _ShareOfPieces(
             held, order, wanted_blocks, regions, self._fingerprint(wanted_blocks, regions, order), cut

@@ -26,10 +26,11 @@ from transfuse._options import FetchKeywords, check_names
 from transfuse._plan.catalogue import Late
 from transfuse._remote.ends import ReaderEnd, ServedStream, Servers, ToServer
 from transfuse._remote.in_process import InProcess
-from transfuse._report import Report
+from transfuse._report import Report, Version
 from transfuse._session import threads
+from transfuse._session.content import version_of
 from transfuse._session.context import Partial, Permit
-from transfuse._session.offers import describe, read_offer
+from transfuse._session.offers import ask_content, describe, read_offer
 from transfuse._session.remembered import Remembered
 from transfuse._state.manifest import Manifest
 from transfuse._timeouts import Patience
@@ -61,6 +62,11 @@ class Fetched:
     step: int | None
     report: Report
 
+    @property
+    def version(self) -> Version:
+        """Which state that is. Its digest is None unless the servers knew it, or ``version=True`` asked for it."""
+        return self.report.version or Version(self.step)
+
     def __getitem__(self, key: object) -> NoReturn:
         raise TypeError(f"fetch() returns a Fetched: the entry is .state[{key!r}]")
 
@@ -74,6 +80,7 @@ def fetch(
     load: Callable[[Any], object] | None = None,
     entry: str | None = None,
     resume: Partial | None = None,
+    version: bool = False,
     token: str | bytes | None = None,
     timeout: timedelta | float = 60,
     **options: Unpack[FetchKeywords],
@@ -95,6 +102,7 @@ def fetch(
         entry: fetch this entry alone of a state that is a mapping, as if the server served ``state[entry]``: nothing
             else is described or sent, and ``state`` is a target for the entry.
         resume: ``error.partial`` of an earlier fetch that failed.
+        version: have each server compute the digest of its content, unless it knows it: :attr:`Fetched.version` has it.
         **options: the receiver's options of :class:`PGTransport`: all but ``relay``, ``streams``,
             ``max_bytes_per_second`` and ``history``.
 
@@ -114,6 +122,7 @@ class FetchSettings(Given):
     load: Callable[[Any], object] | None = None
     entry: Annotated[str | None, alone(_check_entry)] = None
     resume: Annotated[Partial | None, alone(check_resume)] = None
+    version: Annotated[bool, alone(_check_version)] = False
     token: str | bytes | None = field(default=None, repr=False)
     timeout: Annotated[float, _arguments.seconds_of] = 60
     options: FetchKeywords = field(default_factory=FetchKeywords)
@@ -125,21 +134,25 @@ class FetchSettings(Given):
         return first if isinstance(first, str) and is_directory(first) else None
 
 
-def fetch_if(permit: Permit | None, request: FetchSettings, late: Late | None = None) -> Fetched:
+def fetch_if(
+    permit: Permit | None, request: FetchSettings, late: Late | None = None, *, only_compares: bool = False
+) -> Fetched:
     """As :func:`fetch`, but ``permit`` is asked before a target is written, and may raise.
 
-    ``late`` chooses the target in place of ``state``, when the servers have said what they have.
+    ``late`` chooses the target in place of ``state``, when the servers have said what they have. ``only_compares``:
+    nothing is fetched or written, and the result's ``state`` says how the target compares.
     """
     directory = request.directory
     if directory is None:
-        return _fetch(permit, request, late)
+        return _fetch(permit, request, late, only_compares=only_compares)
     from transfuse._keeper import saved  # Which stands on this module.
 
     with saved.served(directory, step=request.step, entry=request.entry, seconds=request.timeout) as servers:
-        return _fetch(permit, replace(request, address=servers, step=None, entry=None), late)
+        request = replace(request, address=servers, step=None, entry=None)
+        return _fetch(permit, request, late, only_compares=only_compares)
 
 
-def _fetch(permit: Permit | None, request: FetchSettings, late: Late | None) -> Fetched:
+def _fetch(permit: Permit | None, request: FetchSettings, late: Late | None, *, only_compares: bool) -> Fetched:
     given = None if request.state is None else State.of(request.state, request.load)
     tls = tls_of(request.options.get("tls"))
     with _ServerVisit(request.address, key_of(request.token), request.timeout, tls, request.entry) as visit:
@@ -147,7 +160,7 @@ def _fetch(permit: Permit | None, request: FetchSettings, late: Late | None) -> 
         transport = PGTransport(group, timeout, CPU, None if given is None else lambda: target, **request.options)
         transport.remembered = _remembered
         # Ask before any server holds its state still for this reader, and after all other arguments were checked.
-        receipt = None if given is None or given.is_made else Receipt(given)
+        receipt = None if given is None or given.is_made or only_compares else Receipt(given)
         target = None if given is None else given.tree() if receipt is None else receipt.target
         if permit is None and given is not None and given.places():
             permit = None if receipt is None else partial(receipt.find_takers, options=request.options)
@@ -155,14 +168,21 @@ def _fetch(permit: Permit | None, request: FetchSettings, late: Late | None) -> 
         try:
             with transport:
                 found = transport.receive(
-                    ranks, step=request.step, resume=request.resume, late=late, absent=visit.absent, permit=permit
+                    ranks,
+                    step=request.step,
+                    resume=request.resume,
+                    late=late,
+                    absent=visit.absent,
+                    permit=permit,
+                    version=request.version,
+                    only_compares=only_compares,
                 )
         except TransfuseError as error:
             visit.explain(error)
             raise
         if receipt is not None:
             receipt.load(found)
-        elif given is not None and given.loads is not None:
+        elif given is not None and given.loads is not None and not only_compares:
             given.loads(found)
         assert transport.report is not None
         return Fetched(found, transport.report.step, transport.report)
@@ -174,22 +194,29 @@ class Peeked:
 
     step: int | None
     manifest: Manifest
+    #: Which state that is. Its digest is None unless the server knew it, or ``version=True`` asked for it.
+    version: Version
 
 
 def peek(
     address: str,
     *,
+    version: bool = False,
     token: str | bytes | None = None,
     timeout: timedelta | float = 60,
     tls: Encryption = None,
 ) -> Peeked:
-    """Ask a server for the description of its state. No tensor moves. ``tls``: as for :func:`fetch`."""
+    """Ask a server for the description of its state. No tensor moves. ``version``, ``tls``: as for :func:`fetch`."""
+    _check_version(version)
     seconds, limits = _arguments.duration(timeout).total_seconds(), Limits.from_environment()
-    found: list[messages.Offer] = []
+    found: list[tuple[messages.Offer, bytes]] = []
     if isinstance(address, str) and is_directory(address):
         from transfuse._keeper import saved  # Which stands on this module.
 
-        return Peeked(*saved.look(address))
+        if version:
+            raise ValueError(f"nobody knows the digest of a step in {address}: fetch(..., version=True) computes it")
+        step, manifest = saved.look(address)
+        return Peeked(step, manifest, Version(step))
     with _ServerVisit(_check([address]), key_of(token), seconds, tls_of(tls)) as visit:
         visit.begin()
         group = Group(Servers(visit.groups, 1), CPU)
@@ -198,16 +225,18 @@ def peek(
             with Channel(group, 0, seconds, limits) as channel:
                 channel.phase = "waiting for the offer"
                 _, body = channel.expect(Message.OFFER, tag=OFFER_TAG)
-                found.append(describe(channel, read_offer(body, limits, 0)))
+                offer = describe(channel, read_offer(body, limits, 0))
+                found.append((offer, ask_content(channel, offer) if version else offer.content))
                 # This reader wants no parcels, so everything it wants is here.
                 channel.ask_last(Message.VERDICT, messages.encode(messages.Verdict()), Message.AGREED)
 
         failed = threads.run({0: talk}, threads.Caller(watching=False), lambda: None)
         if failed:
             raise failed[0]
-        (offer,) = found
+        ((offer, content),) = found
         try:
-            return Peeked(offer.step, Manifest.decode(offer.described, limits, offer.coordinates))
+            manifest = Manifest.decode(offer.described, limits, offer.coordinates)
+            return Peeked(offer.step, manifest, version_of(offer.step, [content]))
         except ValueError as error:
             raise ProtocolError(0, f"{address} sent an invalid description of its state: {error}") from error
 
@@ -242,6 +271,11 @@ def _check(address: str | Sequence[str | InProcess]) -> tuple[str | InProcess, .
             _arguments.check_text("address", one, takes)
     check_places(addresses)
     return addresses
+
+
+def _check_version(version: bool) -> bool:
+    _arguments.check_flags(version=version)
+    return version
 
 
 def _check_entry(entry: str | None) -> str | None:

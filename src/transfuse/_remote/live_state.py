@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import SupportsIndex
 
 import torch
@@ -19,6 +19,7 @@ from transfuse._errors import TransfuseError, as_utf8
 from transfuse._memory import streams
 from transfuse._memory.mutation import MutationWatch
 from transfuse._remote.rwlock import RWLock
+from transfuse._session.content import KnownContent
 
 logger = logging.getLogger("transfuse")
 
@@ -33,6 +34,11 @@ class StateView:
     changes: int
     #: A reader's own watch over the state since it looked: a job may forget to change it within a block.
     watch: MutationWatch | None = None
+    #: What is known of the content of the whole state (None) and of its entries.
+    contents: dict[str | None, KnownContent] = field(default_factory=dict)
+
+    def content_of(self, entry: str | None) -> KnownContent:
+        return self.contents.setdefault(entry, KnownContent())
 
 
 class LiveState:

@@ -62,6 +62,8 @@ class RWLock:
         me = threading.get_ident()
         try:
             with self._lock:
+                if self._owner == me:
+                    raise RuntimeError("the state is being changed by this thread: it cannot be read here")
                 self._queue(_LockTicket(changing=False), meanwhile)
                 self._readers.add(me)
                 self._changed.notify_all()

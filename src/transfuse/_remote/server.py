@@ -24,12 +24,14 @@ from transfuse._arguments import Given
 from transfuse._errors import PeerLost, PeerTimeout, SendFailed, StateError, TransfuseError, as_utf8
 from transfuse._job.face import one_manner
 from transfuse._job.state import State
+from transfuse._limits import Limits
 from transfuse._options import ServeKeywords, check_names
 from transfuse._progress import Progress
 from transfuse._remote.ends import AtServer, ServedStream, Servers, server_end
 from transfuse._remote.live_state import LiveState
 from transfuse._remote.rwlock import RWLock
-from transfuse._report import Report
+from transfuse._report import Report, Version
+from transfuse._session.content import KnownContent, version_of
 from transfuse._session.remembered import Remembered
 from transfuse._timeouts import Patience
 from transfuse._tls import tls_of
@@ -147,6 +149,19 @@ class Server:
         """``host:port``, for :func:`fetch`."""
         return self._address
 
+    @property
+    def version(self) -> Version:
+        """Which state is served now: its step, and the digest of this server's part of it.
+
+        The digest is computed when this is asked for the first time after a change, and takes as long as to read the
+        state from memory. From then on readers are told it with the state. Not within :meth:`mutating`.
+        """
+        if self._closing is not None:
+            raise TransfuseError(self._closing)
+        with self._live.reading(lambda: None) as seen:
+            described = self._remembered.describe(seen.state, Limits.from_environment())
+            return version_of(seen.step, [seen.content_of(None).of(described, self._seconds)])
+
     @contextmanager
     def mutating(self) -> Iterator[None]:
         """Change the state within this block. It waits until no reader is active, and readers wait until it ends.
@@ -253,7 +268,7 @@ class Server:
                 control.send(Ready(), self._seconds)
                 with closing(server_end(control, self._seconds, self._meeting)) as stream:
                     self._streams.add(stream)
-                    self._send(stream, state, seen.step)
+                    self._send(stream, state, seen.step, seen.content_of(entry))
 
     @contextmanager
     def _place(self, meanwhile: _Meanwhile) -> Iterator[None]:
@@ -264,13 +279,13 @@ class Server:
         finally:
             self._places.release()
 
-    def _send(self, stream: ServedStream, state: object, step: int | None) -> None:
+    def _send(self, stream: ServedStream, state: object, step: int | None, content: KnownContent) -> None:
         guard = _Guard(self._live.rwlock, self._seconds, lambda: self._cut)
         transport = self._transport(stream, progress=guard)
         transport.remembered = self._remembered
         try:
             with transport:
-                transport.send_checkpoint([READER], state, step=step)
+                transport.send([READER], lambda: state, step=step, content=content)
         finally:
             if self._on_report is not None and transport.report is not None:
                 self._on_report(transport.report)

@@ -98,4 +98,8 @@ class ReceiveRequest:
     absent: Mapping[str, BaseException] = field(default_factory=dict)
     #: Asked before the first byte lands in a target; with ``atomic`` after the last one has arrived.
     permit: Permit | None = None
+    #: Whether each source is asked for the digest of its content.
+    version: bool = False
+    #: Whether the target is only compared: nothing is fetched, and nothing is written.
+    only_compares: bool = False
     options: Options = field(default_factory=Options)

@@ -36,6 +36,8 @@ def read_offer(body: bytes | bytearray, limits: Limits, peer: int) -> Offer:
             raise ValueError("impossible sizes of bursts")
         if (len(offer.digest), len(offer.likeness), len(offer.structure)) != (WIDE_BYTES, WIDE_BYTES, 32):
             raise ValueError("digests of an impossible length")
+        if len(offer.content) not in (0, WIDE_BYTES):
+            raise ValueError("a digest of its content of an impossible length")
         if max(offer.burst_bytes, offer.parcel_bytes) * offer.bursts_ahead > limits.staging_bytes:
             raise ValueError(
                 f"{offer.bursts_ahead} bursts of {offer.burst_bytes} bytes do not fit into "
@@ -133,3 +135,15 @@ def describe(channel: Channel, offer: Offer) -> Offer:
     if described.manifest is None or not same:
         raise ProtocolError(channel.peer, f"rank {channel.peer} describes another state than it has offered")
     return described
+
+
+def ask_content(channel: Channel, offer: Offer) -> bytes:
+    """The digest of the source's content. If the offer came without, the source computes it now."""
+    if offer.content:
+        return offer.content
+    channel.send(Message.VERSION)
+    _, body = channel.expect(Message.DIGESTS)
+    digest = channel.decode(body, messages.Digests).digests
+    if len(digest) != WIDE_BYTES:
+        raise ProtocolError(channel.peer, f"rank {channel.peer} sent a digest of its content of {len(digest)} bytes")
+    return digest

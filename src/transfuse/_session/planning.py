@@ -18,12 +18,14 @@ from transfuse._errors import ProtocolError, TransfuseError
 from transfuse._memory import streams
 from transfuse._memory.as_is import AsIs, ReusablePlan
 from transfuse._memory.assembled import Assembly, assemble
+from transfuse._memory.compared import compared_landing
 from transfuse._memory.fresh import MemorySupply
 from transfuse._memory.landing import Landing
 from transfuse._options import Options
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.match import Match, Prepared, compare, prepare, promise_fresh
 from transfuse._plan.outline import Outline, outline
+from transfuse._session.comparing import ComparingLedger
 from transfuse._session.context import Context, ReceiveRequest
 from transfuse._session.ledger import Ledger
 from transfuse._session.remembered import PlanKey, Remembered
@@ -86,6 +88,25 @@ def accept(
     supply = MemorySupply(context.device, limits, None if request.resume is None else request.resume.memory)
     try:
         target = request.target if isinstance(request.target, Prepared) else prepare(request.target, limits)
+        if request.only_compares:
+            with streams.for_the_caller():
+                compared = compared_landing(
+                    cohorts, target, build_context, registry, options, supply, parcel_bytes=parcel_bytes
+                )
+            streams.catch_up()
+            every = ComparingLedger.of_all(compared.cut.payload, changed)
+            return Accepted(
+                described,
+                parcel_bytes,
+                build_context,
+                registry,
+                compared,
+                every,
+                False,
+                cohorts,
+                target,
+                lambda: None,
+            )
         as_is = _all_have_the_same(cohorts, offers, request)
         assembles = _may_be_assembled(manifest, target, options)
         key = _key(cohorts, request, parcel_bytes, as_is=as_is, anybody=as_is and not assembles)

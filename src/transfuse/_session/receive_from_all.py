@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transfuse._errors import PeerError, PeerTimeout, ProtocolError, SourceMutated, TransfuseError
+from transfuse._memory.compared import ComparedLanding
 from transfuse._phases import WAITING, Phase
 from transfuse._plan.shares import Share
+from transfuse._session.comparing import ComparingLedger
 from transfuse._session.context import Context, Partial, ReceiveRequest
 from transfuse._session.negotiation import Negotiator
 from transfuse._session.roster import Roster
@@ -70,6 +72,8 @@ class Receive:
         self._shares: dict[int, Share] = {}
         #: Sources that have confirmed that their tensors are unchanged.
         self._confirmed: set[int] = set()
+        #: The digest of each source's content; empty if the source does not know it and was not asked.
+        self.contents: dict[int, bytes] = {}
         #: Whether a thread has begun to build the state.
         self._finishing = False
         #: A list that holds the state once it is built, and is empty before.
@@ -319,6 +323,10 @@ class Receive:
         try:
             self.ask_permission(atomic=True)
             accepted = self.roster.accepted
+            if isinstance(accepted.landing, ComparedLanding):
+                assert isinstance(accepted.ledger, ComparingLedger)
+                self.roster.report.verified = True
+                return accepted.landing.outcome(accepted.ledger.differing)
             return accepted.landing.finish(accepted.build_context, accepted.registry, self.roster.context.timeout)
         except TransfuseError:
             raise
@@ -341,6 +349,8 @@ class Receive:
     def account_for(self, error: BaseException) -> None:
         """Fill in the error's ``received``, ``missing``, ``torn`` and ``partial``."""
         accepted, report = self.roster.plan, self.roster.report
+        if self.roster.request.only_compares:
+            return
         if accepted is None:
             resume = self.roster.request.resume
             if resume is not None and isinstance(error, TransfuseError):

@@ -17,7 +17,7 @@ from transfuse._phases import RELAYING, Phase
 from transfuse._session.connections import ReceiverLanes, how_many
 from transfuse._session.conversation import Conversation
 from transfuse._session.incoming import Incoming, nothing_more
-from transfuse._session.offers import read_offer
+from transfuse._session.offers import ask_content, read_offer
 from transfuse._session.pulling import Pulling
 from transfuse._session.receive_from_all import Compare, Confirm, Fetch, Receive
 from transfuse._session.relay import Relay, this_host
@@ -127,6 +127,7 @@ class _Tasks:
         if not needed:
             self._roster.drop(channel.peer)
         try:
+            receive.contents[channel.peer] = self._content()
             with channel.holding_turn():
                 receive.ask_permission(atomic=False)
             if needed:
@@ -346,6 +347,17 @@ class _Tasks:
 
     # -- questions
 
+    def _content(self) -> bytes:
+        """The digest of the source's content; nothing if the source does not know it and nobody wants it."""
+        channel = self._channel
+        if self._offer.content or not self._roster.request.version:
+            return self._offer.content
+        with (
+            self._roster.phase(channel, Phase.COMPARE),
+            self._roster.abandonable(channel, channel.abandon),
+        ):
+            return ask_content(channel, self._offer)
+
     def _compare(self, numbers: Sequence[int]) -> None:
         """Find out which of these parcels, which may be here already, equal the source's."""
         channel = self._channel
@@ -354,16 +366,17 @@ class _Tasks:
         conversation, count = self._conversation, len(numbers)
         with self._roster.phase(channel, Phase.COMPARE):
             pairs = conversation.pairs(numbers)
-            if not self._offer.history:  # Both ends hash at the same time.
+            may_patch = self._offer.history and not self._roster.request.only_compares
+            if not may_patch:  # Both ends hash at the same time.
                 channel.send(Message.COMPARE, messages.encode(messages.HeldParcels(pairs)))
             streams.complete(channel.timeout)  # Copies for the hash then have a deadline of their own.
             with channel.holding_turn():
                 own = packing.wide_digests_of(conversation.cut, conversation.landing, numbers, channel.timeout)
             mine = b"".join(own)
-            if self._offer.history:
+            if may_patch:
                 channel.send(Message.COMPARE, messages.encode(messages.HeldParcels(pairs, mine)))
             answer = channel.decode(self._expect_agreed(Message.DIGESTS), messages.Digests)
-            patches = answer.patches if self._offer.history and answer.patches else [b""] * count
+            patches = answer.patches if may_patch and answer.patches else [b""] * count
             if len(answer.digests) != WIDE_BYTES * count or len(patches) != count:
                 raise ProtocolError(channel.peer, f"rank {channel.peer} compared parcels that it was not asked about")
             theirs = np.frombuffer(answer.digests, dtype="V16")

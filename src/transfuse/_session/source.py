@@ -59,6 +59,8 @@ class OfferedState:
     whole: Callable[[], torch.Tensor]
     chains: Chains | None
     mutation_watch: MutationWatch
+    #: Returns the digest of the state's content, computed at most once.
+    content: Callable[[], bytes]
     #: Whether the transport has sent this structure before, and what it remembers of its earlier transfers.
     sent_before: bool = False
     remembered: Remembered = field(default_factory=Remembered)
@@ -259,7 +261,7 @@ class SourceEnd:
     def _due(self) -> list[Message]:
         """The messages that the receiver may send now. It may ask for more parcels only after its want."""
         asks = [Message.MORE, Message.COMPARE] if self._cut is not None else [Message.WANT, Message.DESCRIBE]
-        return [*asks, Message.CHECK, Message.VERDICT]
+        return [*asks, Message.VERSION, Message.CHECK, Message.VERDICT]
 
     def _answer(self, kind: Message, body: bytearray) -> None:
         """Answer a request. Parcels that it asks for are put into ``_numbers``, to be sent next."""
@@ -268,7 +270,7 @@ class SourceEnd:
             raise self._caller.cause
         # Requests for parcels are limited per parcel. An honest receiver needs few other requests.
         self._requests += kind not in (Message.MORE, Message.COMPARE)
-        if kind not in (Message.WANT, Message.DESCRIBE) and self._offered.chains is not None:
+        if kind not in (Message.WANT, Message.DESCRIBE, Message.VERSION) and self._offered.chains is not None:
             self._offered.chains.leave(channel.peer)
         if self._requests > channel.limits.max_working_records:
             raise ProtocolError(channel.peer, f"rank {channel.peer} sent {self._requests} requests without a verdict")
@@ -280,6 +282,11 @@ class SourceEnd:
         elif kind is Message.CHECK:
             self._check_unchanged()
             channel.send(Message.AGREED, messages.encode(messages.Agreed()))
+        elif kind is Message.VERSION:
+            with channel.holding_turn():
+                streams.complete(channel.timeout)
+                digest = self._offered.content()
+            channel.send(Message.DIGESTS, messages.encode(messages.Digests(digest)))
         elif kind is Message.COMPARE:
             self._compare(channel.decode(body, messages.HeldParcels))
         elif kind is Message.MORE:
@@ -516,11 +523,12 @@ class SourceEnd:
                 f"rank {channel.peer} asked to compare no parcels, or the same parcels more than "
                 f"{channel.limits.max_repairs} times",
             )
-        if len(compare.digests) != (WIDE_BYTES * len(numbers) if self._offered.offer.history else 0):
+        told = bool(compare.digests)
+        if told and (self._given is None or len(compare.digests) != WIDE_BYTES * len(numbers)):
             raise ProtocolError(channel.peer, f"rank {channel.peer} compares parcels by digests of a wrong length")
         with channel.holding_turn():
             streams.complete(channel.timeout)
-            if self._given is None:
+            if self._given is None or not told:
                 answer = messages.Digests(b"".join(wide_digests_of(cut, self._memory, numbers, channel.timeout)))
             else:
                 answer = self._give_out(self._given, numbers, compare.digests)

@@ -71,6 +71,7 @@ class Message(enum.IntEnum):
     MEET = 16
     MET = 17
     WORD = 18
+    VERSION = 19
 
 
 _KINDS = {message.value: message for message in Message}
@@ -143,6 +144,8 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     values: list[Any] | None = None
     #: Whether the source remembers what it has given out: in a comparison it then wants the receiver's digests.
     history: bool = False
+    #: The digest of the state's content, if the source knows it already. A receiver may ask for it (version).
+    content: bytes = b""
 
     @property
     def described(self) -> Wire:
@@ -261,7 +264,7 @@ class HeldParcels(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class Digests(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Source to receiver: digests of the parcels to compare, 16 bytes each."""
+    """Source to receiver: digests of the parcels to compare, 16 bytes each; or of the content (version)."""
 
     digests: bytes
     #: From a source with a history: for each parcel, the patch that turns the receiver's into the source's, or nothing.

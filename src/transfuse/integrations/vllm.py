@@ -261,6 +261,9 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
         self._reloading: tuple[torch.nn.Module, Any] | None = None
         #: The reports of the fetches of the last update, one for each group.
         self.reports: list[transfuse.Report] = []
+        #: Which weights this worker has: of which round, and their digest, if the trainer knew it. None: of no update
+        #: that has succeeded.
+        self.version: transfuse.Version | None = None
 
     def init_transfer_engine(self, init_info: TransfuseInitInfo) -> None:
         """Check that every trainer rank can be reached, and that the token is theirs. Nothing stays open."""
@@ -302,7 +305,7 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
     def receive_weights(self, update_info: TransfuseUpdateInfo) -> None:
         """Fetch all weights of a round, and install them. All of them are of this round, or an error is raised."""
         init, weights = self._initialized(), update_info.weights()
-        self.reports = []
+        self.reports, self.version = [], None
         since = time.monotonic()
         try:
             if init.install == IN_PLACE:
@@ -314,6 +317,7 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
             # layers of which it has a part would be completed from the next update.
             self._finalize()
             raise
+        self.version = self.reports[-1].version if self.reports else None
         logger.info(
             "round %d: %d weights, %d bytes in %d groups, %.2f s",
             update_info.round,
