@@ -25,7 +25,7 @@ from transfuse._plan.holdings import Holdings
 from transfuse._plan.regions import lay_out
 from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse._state import manifest
-from transfuse._state.leaves.layout import Block, blocks_of
+from transfuse._state.leaves.layout import Box, blocks_of
 from transfuse._wire import messages
 from transfuse._wire.device_route import DeviceEntry
 from transfuse._wire.memory_route import MemoryLease
@@ -148,15 +148,15 @@ def wanted_blocks_of(described: manifest.Described) -> WantedBlocks:
     return WantedBlocks.of(leaves, tensors, ndim, starts, sizes, [None], np.zeros_like(leaves), begins)
 
 
-def _halves(block: Block) -> list[Block]:
+def _halves(block: Box) -> list[Box]:
     if not block.numel:
         return []
     if not block.sizes or block.sizes[0] < 2:
         return [block]
     (start, *rest), (size, *sizes) = block.start, block.sizes
     return [
-        Block((start, *rest), (size // 2, *sizes)),
-        Block((start + size // 2, *rest), (size - size // 2, *sizes)),
+        Box((start, *rest), (size // 2, *sizes)),
+        Box((start + size // 2, *rest), (size - size // 2, *sizes)),
     ]
 
 

@@ -73,6 +73,7 @@ if typing.TYPE_CHECKING:
     from transfuse._report import Report, Step
     from transfuse._rules import Concat, MapPath, Rename, Slice, Split
     from transfuse._session.context import Partial
+    from transfuse._state.leaves.block import Block
     from transfuse._state.leaves.codec import MeshDescription
     from transfuse._tls import TLS
     from transfuse._transport import PGTransport
@@ -82,6 +83,7 @@ __version__ = "0.15.0"
 __all__ = [
     "RNG",
     "TLS",
+    "Block",
     "CommitReport",
     "Concat",
     "CorruptData",
@@ -151,6 +153,7 @@ _HOMES = {
     "_report": ("Report", "Step"),
     "_rules": ("Concat", "MapPath", "Rename", "Slice", "Split"),
     "_session.context": ("Partial",),
+    "_state.leaves.block": ("Block",),
     "_state.leaves.codec": ("MeshDescription",),
     "_tls": ("TLS",),
     "_transport": ("PGTransport",),

@@ -42,7 +42,7 @@ from transfuse._plan.holdings import Holdings, Whole
 from transfuse._remote.client import FetchSettings, fetch_if
 from transfuse._remote.in_process import InProcess
 from transfuse._report import Report
-from transfuse._state.leaves.layout import Block
+from transfuse._state.leaves.layout import Box
 from transfuse._state.manifest import Described
 from transfuse._tls import TLS
 from transfuse._wire.roll_call import Agreement, Failure
@@ -607,9 +607,9 @@ class Attempt:
         rows = self._agree_to(
             "looking for lost shards", None, msgspec.msgpack.encode([_shards(one) for one in restored.values()])
         )
-        held: dict[str, tuple[int, set[Block]]] = {}
+        held: dict[str, tuple[int, set[Box]]] = {}
         for row in rows:
-            for shards in msgspec.msgpack.decode(row, type=list[dict[str, tuple[int, list[Block]]]]):
+            for shards in msgspec.msgpack.decode(row, type=list[dict[str, tuple[int, list[Box]]]]):
                 for path, (numel, blocks) in shards.items():
                     held.setdefault(path, (numel, set()))[1].update(blocks)
         # Ranks hold the same shard or shards that have nothing in common.
@@ -723,7 +723,7 @@ class Attempt:
             ) from all_of_them
 
 
-def _shards(restored: RestoredState) -> dict[str, tuple[int, list[Block]]]:
+def _shards(restored: RestoredState) -> dict[str, tuple[int, list[Box]]]:
     """For each sharded leaf: how many elements it has in all, and the blocks of it that this state holds."""
     manifest, found = restored.state.manifest, {}
     holdings = Holdings(manifest)
@@ -733,7 +733,7 @@ def _shards(restored: RestoredState) -> dict[str, tuple[int, list[Block]]]:
             if isinstance(holding, Whole):
                 continue
             blocks = [
-                Block(tuple(low for low, _ in runs), tuple(length for _, length in runs))
+                Box(tuple(low for low, _ in runs), tuple(length for _, length in runs))
                 for _, dims in holding.shards
                 for runs in product(*dims)
             ]

@@ -10,14 +10,15 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from transfuse._state.leaves import dense
+from transfuse._state.leaves.block import Block, BlockCodec, box_of
 from transfuse._state.leaves.codec import CannotCarry, Coordinate, Shared, tensor_type
 from transfuse._state.leaves.distributed import DTensorCodec, layout_in
 from transfuse._state.leaves.dtensors import is_dtensor
-from transfuse._state.leaves.layout import Block, Layout, blocks_of
+from transfuse._state.leaves.layout import Box, Layout, blocks_of
 from transfuse._state.leaves.spec import Spec, is_sharded, of_plain_tensors
 
 #: A block of a global tensor, and where in a local tensor it begins.
-LocalBlock = tuple[Block, tuple[int, ...]]
+LocalBlock = tuple[Box, tuple[int, ...]]
 
 
 class LocalTensors(NamedTuple):
@@ -52,7 +53,7 @@ class LocalBlocks:
                 return None
             shape = tuple(target.shape)
             start = (0,) * len(shape)
-            return LocalTensors(shape, [(target, [(Block(start, shape), start)])])
+            return LocalTensors(shape, [(target, [(Box(start, shape), start)])])
         if is_dtensor(target):
             if not plain and not sharded:
                 return None
@@ -74,9 +75,13 @@ class LocalBlocks:
                 return None
             shards = []
             for shard in target.local_shards():
-                block = Block(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+                block = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
                 shards.append((shard.tensor, [(block, (0,) * shard.tensor.ndim)]))
             return LocalTensors(tuple(target.metadata().size), shards)
+        if isinstance(target, Block):
+            dense.check(target.tensor)
+            BlockCodec().open(target, self._shared)  # Raises if its tensor has another shape than it had.
+            return LocalTensors(target.shape, [(target.tensor, [(box_of(target), (0,) * target.tensor.ndim)])])
         if plain or sharded:
             kind = tensor_type(target) if isinstance(target, torch.Tensor) else f"value of type {type(target).__name__}"
             raise CannotCarry(f"it is a {kind}, and the source's a tensor; put a tensor in its place")
@@ -92,4 +97,4 @@ def global_shape(leaf: Any) -> tuple[int, ...] | None:
     """The global shape of a target that is one tensor, plain or sharded; None for every other target."""
     if isinstance(leaf, ShardedTensor):
         return tuple(leaf.metadata().size)
-    return tuple(leaf.shape) if is_dtensor(leaf) or dense.is_plain(leaf) else None
+    return tuple(leaf.shape) if isinstance(leaf, Block) or is_dtensor(leaf) or dense.is_plain(leaf) else None

@@ -23,7 +23,7 @@ from transfuse._state.leaves.blobs import ArrayMeta
 from transfuse._state.leaves.codec import Coordinate, MeshDescription
 from transfuse._state.leaves.dense import Flags
 from transfuse._state.leaves.distributed import DTensorMeta, ShardedTensorCodec, layout_of
-from transfuse._state.leaves.layout import Block, blocks_of
+from transfuse._state.leaves.layout import Box, blocks_of
 from transfuse._state.leaves.sparse import CompressedMeta, CooMeta
 from transfuse._state.leaves.spec import Spec
 from transfuse._state.leaves.subclass import WrapperMeta
@@ -265,7 +265,7 @@ def _look(manifest: Manifest, spec: Any, rows: Iterator[int]) -> _Seen:
             return _Seen(_of("DTensor", local), local.dtype, *_dtensor(manifest, meta))
         case specs.SHARDED_TENSOR, _:
             sharded = ShardedTensorCodec.read(meta)
-            held = _some(Block(*sharded.shards[i][:2]) for i in sharded.local)
+            held = _some(Box(*sharded.shards[i][:2]) for i in sharded.local)
             kind = _of("ShardedTensor", *inner[:1])
             return _Seen(kind, sharded.dtype, sharded.sizes, Sharding(None, (), None, len(sharded.shards), held))
         case "coo", [_, items]:
@@ -312,6 +312,6 @@ def _placement(code: tuple[str | int, ...]) -> str:
     return f"Partial({code[1]})"
 
 
-def _some(blocks: Iterable[Block]) -> tuple[str, ...]:
+def _some(blocks: Iterable[Box]) -> tuple[str, ...]:
     first = [str(block) for block in itertools.islice(blocks, MAX_BLOCKS + 1)]
     return tuple(first) if len(first) <= MAX_BLOCKS else (*first[:MAX_BLOCKS], "…")

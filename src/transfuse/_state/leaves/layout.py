@@ -32,7 +32,7 @@ class ShardingStep(NamedTuple):
     split_factor: int = 1
 
 
-class Block(NamedTuple):
+class Box(NamedTuple):
     """A box of a global tensor: where it starts and how large it is along each dimension."""
 
     start: tuple[int, ...]
@@ -49,12 +49,12 @@ class Block(NamedTuple):
         return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.start, self.sizes, strict=True)) + "]"
 
 
-def intersect(one: Block, other: Block) -> Block | None:
+def intersect(one: Box, other: Box) -> Box | None:
     """The block that two blocks have in common; None if they have no element in common."""
     start = tuple(map(max, one.start, other.start))
     ends = (min(a + n, b + m) for a, n, b, m in zip(one.start, one.sizes, other.start, other.sizes, strict=True))
     sizes = tuple(end - low for end, low in zip(ends, start, strict=True))
-    return Block(start, sizes) if all(size > 0 for size in sizes) else None
+    return Box(start, sizes) if all(size > 0 for size in sizes) else None
 
 
 @lru_cache(maxsize=1 << 10)
@@ -200,7 +200,7 @@ class Layout:
         starts = _segments(self.shape[dim], self.steps[dim]).starts
         return starts[bisect_right(starts, low) : bisect_left(starts, high)]
 
-    def holders(self, block: Block) -> tuple[int, ...] | None:
+    def holders(self, block: Box) -> tuple[int, ...] | None:
         """The coordinate of the ranks that hold a block that no cut divides; None if no rank does.
 
         It is -1 along mesh dimensions where every rank holds the block.
@@ -218,7 +218,7 @@ class Layout:
         return tuple(fixed)
 
 
-def blocks_of(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Block, tuple[int, ...]]]:
+def blocks_of(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """The blocks that are the product of ``runs``, and where each block starts in the local tensor."""
     dims: list[list[tuple[int, int, int]]] = []
     for some in runs:
@@ -228,5 +228,5 @@ def blocks_of(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Block, tuple[int,
             at += length
         dims.append(rows)
     for chosen in product(*dims):
-        block = Block(tuple(s for s, _, _ in chosen), tuple(n for _, n, _ in chosen))
+        block = Box(tuple(s for s, _, _ in chosen), tuple(n for _, n, _ in chosen))
         yield block, tuple(at for _, _, at in chosen)
