@@ -37,8 +37,6 @@ class Block:
         shape: the shape of the global tensor.
     """
 
-    __slots__ = ("__weakref__", "shape", "start", "tensor")
-
     def __init__(self, tensor: torch.Tensor, *, start: Sequence[int], shape: Sequence[int]) -> None:
         if not dense.is_plain(tensor):
             kind = tensor_type(tensor) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -199,7 +197,9 @@ class BlockCodec:
         checked(Box(m.start, tuple(tensor.shape)), m.shape)
         return Block(tensor, start=m.start, shape=m.shape)
 
-    def differences(self, source: Any, target: BlockMeta, build_context: BuildContext, target_shared: Shared) -> list[str]:
+    def differences(
+        self, source: Any, target: BlockMeta, build_context: BuildContext, target_shared: Shared
+    ) -> list[str]:
         m = self.read(source)
         if m.shape != target.shape:
             return [f"global shape: source {m.shape}, target {target.shape}"]
