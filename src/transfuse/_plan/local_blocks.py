@@ -79,6 +79,8 @@ class LocalBlocks:
                 shards.append((shard.tensor, [(block, (0,) * shard.tensor.ndim)]))
             return LocalTensors(tuple(target.metadata().size), shards)
         if isinstance(target, Block):
+            if not plain and not sharded:
+                return None
             dense.check(target.tensor)
             BlockCodec().open(target, self._shared)  # Raises if its tensor has another shape than it had.
             return LocalTensors(target.shape, [(target.tensor, [(box_of(target), (0,) * target.tensor.ndim)])])

@@ -270,7 +270,7 @@ class Failing(Passing):
     """A source that fails when its first bytes should leave."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        if sum(one.numel() * one.element_size() for one in tensors) > 1 << 16:
+        if sum(one.numel() * one.element_size() for one in tensors) > 1 << 13:
             raise RuntimeError("this source fails now")
         return super().send(tensors, rank, tag)
 
@@ -291,6 +291,7 @@ def test_replicas_of_a_box_replace_a_source_that_fails(atomic: bool) -> None:
         atomic=atomic,
     )[4].get()
     assert torch.equal(mine.tensor, whole[100:-100])
+    assert set(moved.report.failed) == {0}
     assert not moved.report.by_source.get(0)
 
 
