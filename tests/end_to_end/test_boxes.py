@@ -52,7 +52,8 @@ MEMORY = ["contiguous", "transposed", "gaps"]
 def lay(values: torch.Tensor, memory: str) -> torch.Tensor:
     """The same values in memory of another kind."""
     if memory == "transposed":
-        return values.permute(*reversed(range(values.ndim))).contiguous().permute(*reversed(range(values.ndim)))
+        dims = list(reversed(range(values.ndim)))
+        return values.permute(dims).contiguous().permute(dims)
     if memory == "gaps":
         return torch.stack([values, torch.zeros_like(values)], -1)[..., 0]
     return values.clone()
@@ -81,7 +82,6 @@ def tiles(draw: random.Random, shape: tuple[int, ...], count: int) -> list[tuple
 @given(seed=st.integers(0, 1 << 32))
 def test_random_boxes_arrive_as_numpy_slices_them(seed: int) -> None:
     draw = random.Random(seed)
-    leaves = {}
     count, receivers = draw.randint(1, 3), draw.randint(1, 2)
     ranks = list(range(count, count + receivers))
     sources: dict[int, Any] = {rank: {} for rank in range(count)}
@@ -90,7 +90,7 @@ def test_random_boxes_arrive_as_numpy_slices_them(seed: int) -> None:
     for name in ("a", "b", "c"):
         shape = tuple(draw.randint(0 if draw.random() < 0.1 else 1, 7) for _ in range(draw.randint(0, 3)))
         dtype = draw.choice([torch.float32, torch.int64, torch.bool])
-        whole = leaves[name] = torch.from_numpy(np.random.default_rng(seed).integers(0, 50, shape)).to(dtype)
+        whole = torch.from_numpy(np.random.default_rng(seed).integers(0, 50, shape)).to(dtype)
         as_numpy = whole.numpy()
         for rank, (start, sizes) in enumerate(tiles(draw, shape, count)):
             sources[rank][name] = Block(lay(cut(whole, start, sizes), draw.choice(MEMORY)), start=start, shape=shape)

@@ -51,11 +51,14 @@ class Block:
         return f"Block({box_of(self)} of {self.shape}, {self.tensor.dtype})"
 
     @classmethod
-    def of(cls, leaf: torch.Tensor) -> list[Block]:
+    def of(cls, leaf: torch.Tensor | Block) -> list[Block]:
         """What this rank holds of a DTensor or ShardedTensor, as Blocks over the same memory.
 
         There are several if its elements are not one box, and none if it holds nothing. A plain tensor is one Block.
         """
+        if isinstance(leaf, Block):
+            # Made anew: its tensor may have another shape now.
+            return [cls(leaf.tensor, start=leaf.start, shape=leaf.shape)]
         if isinstance(leaf, ShardedTensor):
             shape = tuple(leaf.metadata().size)
             return [cls(one.tensor, start=one.metadata.shard_offsets, shape=shape) for one in leaf.local_shards()]
