@@ -119,7 +119,7 @@ def test_save_writes_a_running_jobs_step(tmp_path: pathlib.Path, kind: str) -> N
     whole = torch.arange(48.0).reshape(8, 6)
     (directory := tmp_path / "steps").mkdir()
     shards = [shard(whole, range(2), rank, Shard(0)) for rank in range(2)]
-    leaves = {"whole": [whole], "DTensor": shards, "Block": [Block.of(one)[0] for one in shards]}
+    leaves: dict[str, list[Any]] = {"whole": [whole], "DTensor": shards, "Block": [Block.of(one)[0] for one in shards]}
     states = [{"w": leaf} for leaf in leaves[kind]]
     servers = [transfuse.serve(one, step=12) for one in states]
     addresses = [server.address for server in servers]

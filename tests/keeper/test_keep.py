@@ -761,11 +761,12 @@ def _start_with_boxes(rank: int, number: int, edges: list[int], group: Any, save
     parts = [flat[: 2 * (high - low)], flat[2 * (high - low) :].view(high - low, 2)]
     local = torch.zeros(high - low, 2)
     shards = [LocalShard.from_tensor_and_offsets(local, [low, 0], rank)] if high > low else []
+    plain = torch.zeros(5)
     state = {
         "flat": transfuse.Block(parts[0], start=(2 * low,), shape=(24,)),
         "rows": transfuse.Block(parts[1], start=(low, 0), shape=(12, 2)),
         "sharded": init_from_local_shards(shards, 12, 2, process_group=group),
-        "plain": torch.zeros(5),
+        "plain": plain,
     }
     options: dict[str, Any] = {"directory": saved, "save_every": 1} if number == 3 else {}
     with transfuse.keep(lambda: state, run="boxes", group=group, timeout=SECONDS, **options) as keep:
@@ -774,13 +775,13 @@ def _start_with_boxes(rank: int, number: int, edges: list[int], group: Any, save
             torch.equal(parts[0], whole.flatten()[2 * low : 2 * high] + step)
             and torch.equal(parts[1], whole[low:high] + step)
             and torch.equal(local, whole[low:high] - step)
-            and bool(state["plain"].eq(step).all())
+            and bool(plain.eq(step).all())
         )
         for new in range(10 * number + 1, 10 * number + 3):
             parts[0].copy_(whole.flatten()[2 * low : 2 * high] + new)
             parts[1].copy_(whole[low:high] + new)
             local.copy_(whole[low:high] - new)
-            state["plain"].fill_(new)
+            plain.fill_(new)
             report = keep.commit(new)
             assert report is not None
             assert report.outcome == "committed"
@@ -808,15 +809,18 @@ def test_blocks_and_sharded_tensors_are_divided_anew(
     assert fetched.step == 32
     assert torch.equal(rows.tensor, whole[4:9] + 32)
     assert torch.equal(sharded, whole - 32)
-    assert fetched.report.bytes == rows.tensor.nbytes + sharded.nbytes
+    assert torch.equal(fetched.state["flat"].tensor, whole.flatten() + 32)  # It has no target, and comes whole.
+    assert fetched.report.bytes == rows.tensor.nbytes + sharded.nbytes + whole.nbytes + 5 * 4
 
 
 def test_two_ranks_that_held_other_values_of_one_box_are_named(keeper: Keeper) -> None:
     """The same ranks get theirs back. For others nobody can say whose are meant."""
 
     def make(rank: int, step: int) -> dict[str, Any]:
-        values = torch.full((4,), float(step + 100 * rank))
+        values, buffer = torch.full((4,), float(step + 100 * rank)), torch.full((9,), float(rank))
+        buffer[2:6:2] = step
         return {
+            "equal": transfuse.Block(buffer[2:6:2], start=(0,), shape=(2,)),
             "drifted": transfuse.Block(values, start=(2,), shape=(6,)),
             "rest": transfuse.Block(torch.full((1 + rank,), float(step)), start=(rank,), shape=(3,)),
         }

@@ -33,7 +33,7 @@ from transfuse._keeper import frames
 from transfuse._keeper.bundle_table import PLAIN
 from transfuse._keeper.frames import Held, KeeperLink
 from transfuse._keeper.restored import (
-    ComparedDigests,
+    Compared,
     RestoredState,
     damage,
     describe_slots,
@@ -571,9 +571,9 @@ class Attempt:
         if self._candidate.missing:
             self._check_coverage(mine)
         rows = self._agree_to(
-            "comparing the kept states", None, msgspec.msgpack.encode([one.compared_digests() for one in mine.values()])
+            "comparing the kept states", None, msgspec.msgpack.encode([one.compared() for one in mine.values()])
         )
-        states = [state for row in rows for state in msgspec.msgpack.decode(row, type=list[ComparedDigests])]
+        states = [state for row in rows for state in msgspec.msgpack.decode(row, type=list[Compared])]
         doubtful = suspects(states)
         if not doubtful:
             return
