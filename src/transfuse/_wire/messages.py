@@ -19,7 +19,7 @@ from transfuse._plan.wanted_blocks import WantedBlocks
 from transfuse._state.manifest import Wire
 
 MAGIC = b"TFUS"
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 #: The most routes that an offer or a verdict may name.
 MOST_ROUTES = 16
 #: The most lanes between two ends.
