@@ -19,13 +19,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from transfuse import Block
 from transfuse._limits import Limits
 from transfuse._plan import parcels
 from transfuse._plan.holdings import Holdings
 from transfuse._plan.regions import lay_out
 from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
 from transfuse._state import manifest
-from transfuse._state.leaves.layout import Block, blocks_of
+from transfuse._state.leaves.layout import Box, blocks_of
 from transfuse._wire import messages
 from transfuse._wire.device_route import DeviceEntry
 from transfuse._wire.memory_route import MemoryLease
@@ -91,6 +92,8 @@ def _sharded() -> dict[str, Any]:
         "rows": DTensor.from_local(torch.randn(2, 6), line, [Shard(0)], run_check=False),
         "cells": DTensor.from_local(torch.randn(3, 2), plane, [Shard(0), Shard(1)], run_check=False),
         "copy": DTensor.from_local(torch.randn(5), line, [Replicate()], run_check=False),
+        "box": Block(torch.randn(2, 3), start=(2, 0), shape=(5, 4)),
+        "dot": Block(torch.tensor(1.5), start=(), shape=()),
         "plain": torch.randn(3),
     }
 
@@ -148,15 +151,15 @@ def wanted_blocks_of(described: manifest.Described) -> WantedBlocks:
     return WantedBlocks.of(leaves, tensors, ndim, starts, sizes, [None], np.zeros_like(leaves), begins)
 
 
-def _halves(block: Block) -> list[Block]:
+def _halves(block: Box) -> list[Box]:
     if not block.numel:
         return []
     if not block.sizes or block.sizes[0] < 2:
         return [block]
     (start, *rest), (size, *sizes) = block.start, block.sizes
     return [
-        Block((start, *rest), (size // 2, *sizes)),
-        Block((start + size // 2, *rest), (size - size // 2, *sizes)),
+        Box((start, *rest), (size // 2, *sizes)),
+        Box((start + size // 2, *rest), (size - size // 2, *sizes)),
     ]
 
 

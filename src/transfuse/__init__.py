@@ -74,6 +74,7 @@ if typing.TYPE_CHECKING:
     from transfuse._report import Report, Step, Version
     from transfuse._rules import Concat, MapPath, Rename, Slice, Split
     from transfuse._session.context import Partial
+    from transfuse._state.leaves.block import Block
     from transfuse._state.leaves.codec import MeshDescription
     from transfuse._tls import TLS
     from transfuse._transport import PGTransport
@@ -83,6 +84,7 @@ __version__ = "0.15.0"
 __all__ = [
     "RNG",
     "TLS",
+    "Block",
     "CommitReport",
     "Concat",
     "CorruptData",
@@ -156,6 +158,7 @@ _HOMES = {
     "_report": ("Report", "Step", "Version"),
     "_rules": ("Concat", "MapPath", "Rename", "Slice", "Split"),
     "_session.context": ("Partial",),
+    "_state.leaves.block": ("Block",),
     "_state.leaves.codec": ("MeshDescription",),
     "_tls": ("TLS",),
     "_transport": ("PGTransport",),

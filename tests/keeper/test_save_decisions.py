@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from transfuse._keeper.bundle_table import DIGEST_BYTES, KEY_BYTES, PLACED, PLAIN, PRIVATE, Bundles
+from transfuse._keeper.bundle_table import BOXED, DIGEST_BYTES, KEY_BYTES, PLACED, PLAIN, PRIVATE, Bundles
 from transfuse._keeper.frames import Held
 from transfuse._keeper.questions import SaveState
 from transfuse._keeper.restoring import HostHolding, Members, candidates_in
@@ -136,7 +136,7 @@ def test_each_bundle_is_written_once_by_a_rank_that_has_it_and_the_load_is_even(
         rows = [
             (
                 name,
-                PLACED if n % 2 else PLAIN,
+                (PLAIN, PLACED, BOXED)[n % 3],
                 sizes[name],
                 here[n % each],
                 "other" if n % 7 == 6 and host == 0 else "x",

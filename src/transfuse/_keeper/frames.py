@@ -21,7 +21,7 @@ from transfuse._keeper.bundle_table import Bundles
 from transfuse._wire.framed import Closed, Framed, Malformed, Vocabulary
 
 #: The version of what they say.
-VERSION = 5
+VERSION = 6
 
 
 class KeeperLost(TransfuseError):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
+import xxhash
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper.bundle_table import NO_DIGEST, PLAIN, Bundles, StoragePlaces
@@ -16,7 +19,11 @@ from transfuse._keeper.slot_file import SlotView, decode
 from transfuse._keeper.storage import file_name
 from transfuse._limits import Limits
 from transfuse._memory.blocks import digests_at
-from transfuse._state.manifest import Described, Manifest, Wire
+from transfuse._memory.building import tensor_over
+from transfuse._plan.holdings import Holdings, Listed
+from transfuse._state.leaves import dense
+from transfuse._state.leaves.spec import is_sharded, of_plain_tensors
+from transfuse._state.manifest import Described, Leaf, Manifest, Wire
 from transfuse._state.region import Ints
 
 
@@ -27,6 +34,13 @@ class Text(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     coordinates: list[Any]
     own: Wire | None
     storages: StoragePlaces
+
+
+class Compared(msgspec.Struct, array_like=True, frozen=True):
+    """Of a rank: by key, the digests of the bundles that are PLAIN; and the keys of all boxes that it has."""
+
+    plain: dict[bytes, bytes]
+    boxes: list[bytes]
 
 
 #: The address and the length of bytes in this process.
@@ -96,34 +110,60 @@ class RestoredState:
         )
         return replace(self, state=chosen, own=None, of_storage=self.of_storage[used])
 
-    def plain_digests(self) -> dict[bytes, bytes]:
-        """By key, the digests of the bundles of which every rank may have values of its own."""
+    def compared(self) -> Compared:
+        """What has to be known of this rank to find out in what ranks may differ."""
         bundles = self.bundles
-        return {bundles.keys[n]: bundles.digests[n] for n in np.flatnonzero(bundles.modes == PLAIN).tolist()}
+        plain = {bundles.keys[n]: bundles.digests[n] for n in np.flatnonzero(bundles.modes == PLAIN).tolist()}
+        return Compared(plain, list(self._boxes))
 
     def leaf_digests(self, keys: Collection[bytes]) -> dict[str, bytes]:
-        """The digests of single leaves in these bundles."""
+        """The digests of single leaves in these bundles, and of these boxes."""
         state, manifest = self.state, self.state.manifest
         chosen = [number for number, key in enumerate(self.bundles.keys) if key in keys]
         storages = np.flatnonzero(np.isin(self.of_storage[: len(manifest.storages)], np.array(chosen, dtype=np.int64)))
         digests = digests_at(state.addresses[storages], manifest.storages.nbytes[storages], state.files)
         of = dict(zip(storages.tolist(), digests, strict=True))
         leaves = manifest.leaves_of(np.arange(len(manifest.tensors))).tolist()
-        return {
+        boxed = {row for _, row in self._boxes.values()}
+        found = {
             manifest.paths[leaf]: of[storage]
-            for leaf, storage in zip(leaves, manifest.tensors.storage.tolist(), strict=True)
-            if storage in of
+            for row, (leaf, storage) in enumerate(zip(leaves, manifest.tensors.storage.tolist(), strict=True))
+            if storage in of and row not in boxed
         }
+        for key in self._boxes.keys() & set(keys):
+            name, row = self._boxes[key]
+            # Not those of its storage, which may hold other boxes, too.
+            values = dense.raw(tensor_over(manifest, row, state.tensors[row].untyped_storage()))
+            run, files = values.contiguous(), state.files if values.is_contiguous() else ()
+            (found[name],) = digests_at(np.array([run.data_ptr()]), np.array([run.nbytes]), files)
+        return found
+
+    @cached_property
+    def _boxes(self) -> dict[bytes, tuple[str, int]]:
+        """By a digest of path and box: the name and the tensor of each box that a Block or ShardedTensor has here."""
+        manifest, found = self.state.manifest, {}
+        holdings = Holdings(manifest)
+        for leaf in np.flatnonzero(manifest.codes == Leaf.COMPOSITE).tolist():
+            detail = manifest.detail(leaf)
+            held = holdings.of(leaf, 0) if is_sharded(detail) and of_plain_tensors(detail) else None
+            if isinstance(held, Listed):
+                for (row, _), box in zip(held.shards, held.blocks, strict=True):
+                    name = f"{manifest.paths[leaf]} {box}"
+                    if box.numel:
+                        found[xxhash.xxh3_128_digest(name.encode(errors="surrogatepass"))] = name, row
+        return found
 
 
-def suspects(ranks: Sequence[Mapping[bytes, bytes]]) -> set[bytes]:
-    """The keys of bundles in which ranks may differ, from what :meth:`RestoredState.plain_digests` says of each."""
+def suspects(ranks: Sequence[Compared]) -> set[bytes]:
+    """The keys of bundles and boxes in which ranks may differ, from what :meth:`RestoredState.compared` says."""
     seen: dict[bytes, set[bytes]] = {}
     for rank in ranks:
-        for key, digest in rank.items():
+        for key, digest in rank.plain.items():
             seen.setdefault(key, set()).add(digest)
     # A bundle that only some ranks have may hold leaves that others have in other bundles.
-    return {key for key, digests in seen.items() if len(digests) > 1 or any(key not in one for one in ranks)}
+    plain = {key for key, digests in seen.items() if len(digests) > 1 or any(key not in one.plain for one in ranks)}
+    boxes = Counter(key for rank in ranks for key in rank.boxes)
+    return plain | {key for key, count in boxes.items() if count > 1}
 
 
 def differing_leaves(ranks: Iterable[Mapping[str, bytes]]) -> list[str]:

@@ -32,7 +32,14 @@ from transfuse._job.state import State
 from transfuse._keeper import frames
 from transfuse._keeper.bundle_table import PLAIN
 from transfuse._keeper.frames import Held, KeeperLink
-from transfuse._keeper.restored import RestoredState, damage, describe_slots, differing_leaves, suspects
+from transfuse._keeper.restored import (
+    Compared,
+    RestoredState,
+    damage,
+    describe_slots,
+    differing_leaves,
+    suspects,
+)
 from transfuse._keeper.saved_steps import silent
 from transfuse._keeper.slot_file import Label, SlotView
 from transfuse._keeper.storage import file_name, folder_of
@@ -42,7 +49,7 @@ from transfuse._plan.holdings import Holdings, Whole
 from transfuse._remote.client import FetchSettings, fetch_if
 from transfuse._remote.in_process import InProcess
 from transfuse._report import Report
-from transfuse._state.leaves.layout import Block
+from transfuse._state.leaves.layout import Box, numel_of_all
 from transfuse._state.manifest import Described
 from transfuse._tls import TLS
 from transfuse._wire.roll_call import Agreement, Failure
@@ -564,9 +571,9 @@ class Attempt:
         if self._candidate.missing:
             self._check_coverage(mine)
         rows = self._agree_to(
-            "comparing the kept states", None, msgspec.msgpack.encode([one.plain_digests() for one in mine.values()])
+            "comparing the kept states", None, msgspec.msgpack.encode([one.compared() for one in mine.values()])
         )
-        states = [state for row in rows for state in msgspec.msgpack.decode(row, type=list[dict[bytes, bytes]])]
+        states = [state for row in rows for state in msgspec.msgpack.decode(row, type=list[Compared])]
         doubtful = suspects(states)
         if not doubtful:
             return
@@ -607,13 +614,12 @@ class Attempt:
         rows = self._agree_to(
             "looking for lost shards", None, msgspec.msgpack.encode([_shards(one) for one in restored.values()])
         )
-        held: dict[str, tuple[int, set[Block]]] = {}
+        held: dict[str, tuple[int, set[Box]]] = {}
         for row in rows:
-            for shards in msgspec.msgpack.decode(row, type=list[dict[str, tuple[int, list[Block]]]]):
+            for shards in msgspec.msgpack.decode(row, type=list[dict[str, tuple[int, list[Box]]]]):
                 for path, (numel, blocks) in shards.items():
                     held.setdefault(path, (numel, set()))[1].update(blocks)
-        # Ranks hold the same shard or shards that have nothing in common.
-        lost = [path for path, (numel, blocks) in held.items() if sum(block.numel for block in blocks) < numel]
+        lost = [path for path, (numel, blocks) in held.items() if numel_of_all(blocks) < numel]
         if lost:
             raise Forbidden(
                 f"only ranks {self._candidate.missing}, whose state is not here, had shards of {len(lost)} leaves: "
@@ -723,7 +729,7 @@ class Attempt:
             ) from all_of_them
 
 
-def _shards(restored: RestoredState) -> dict[str, tuple[int, list[Block]]]:
+def _shards(restored: RestoredState) -> dict[str, tuple[int, list[Box]]]:
     """For each sharded leaf: how many elements it has in all, and the blocks of it that this state holds."""
     manifest, found = restored.state.manifest, {}
     holdings = Holdings(manifest)
@@ -733,7 +739,7 @@ def _shards(restored: RestoredState) -> dict[str, tuple[int, list[Block]]]:
             if isinstance(holding, Whole):
                 continue
             blocks = [
-                Block(tuple(low for low, _ in runs), tuple(length for _, length in runs))
+                Box(tuple(low for low, _ in runs), tuple(length for _, length in runs))
                 for _, dims in holding.shards
                 for runs in product(*dims)
             ]

@@ -15,6 +15,7 @@ import torch
 
 from transfuse._limits import Limits
 from transfuse._state import trees
+from transfuse._state.leaves.block import tensor_in
 from transfuse._state.leaves.dtensors import is_dtensor
 
 
@@ -74,7 +75,7 @@ def look(state: object) -> Truth:
 def _storages(state: object) -> Iterator[tuple[str, torch.UntypedStorage, int]]:
     root, leaves = trees.flatten(state, max_depth=Limits.from_environment().max_depth)
     for path, leaf in zip(trees.paths(root), leaves, strict=True):
-        tensor: Any = leaf._local_tensor if is_dtensor(leaf) else leaf
+        tensor: Any = leaf._local_tensor if is_dtensor(leaf) else tensor_in(leaf)
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
             try:
                 yield path, tensor.untyped_storage(), tensor._version

@@ -24,6 +24,7 @@ from transfuse._memory.packing import RegionPlace
 from transfuse._plan.parcels import Parcels
 from transfuse._plan.shares import Shares
 from transfuse._state.leaves import dense
+from transfuse._state.leaves.block import tensor_in
 from transfuse._state.leaves.codec import BuildContext
 from transfuse._state.leaves.registry import Registry
 from transfuse._state.manifest import Manifest
@@ -172,7 +173,8 @@ class Landing(ABC):
         if not len(written):
             return
         targets, leaves = self.targets(written)
-        torch.autograd.graph.increment_version(targets + list(compress(leaves, map(is_not, leaves, targets))))
+        outer = list(map(tensor_in, leaves))
+        torch.autograd.graph.increment_version(targets + list(compress(outer, map(is_not, outer, targets))))
 
     def _written(self) -> Bools:
         """For each tensor, whether it is a target's and has been written to."""

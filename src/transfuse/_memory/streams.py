@@ -21,6 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from transfuse._errors import TransfuseError
+from transfuse._state.leaves.block import tensor_in
 
 #: While something is awaited: the first pause between two questions, and the longest one.
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
@@ -321,5 +322,6 @@ def devices_of(tree: object) -> set[torch.device]:
     """The accelerators on which tensors of a tree lie."""
     if not is_initialized():
         return set()
-    found = {leaf.device for leaf in pytree.tree_iter(tree) if isinstance(leaf, torch.Tensor)}
+    tensors = map(tensor_in, pytree.tree_iter(tree))
+    found = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
     return {device for device in found if device.type not in ("cpu", "meta")}

@@ -20,7 +20,7 @@ from transfuse._plan.holdings import Holding, Holdings, Listed, Spread
 from transfuse._state.leaves import dense, values
 from transfuse._state.leaves.codec import Coordinate
 from transfuse._state.leaves.distributed import ShardedTensorCodec
-from transfuse._state.leaves.layout import Block
+from transfuse._state.leaves.layout import Box
 from transfuse._state.leaves.registry import Registry
 from transfuse._state.leaves.spec import Spec, is_sharded
 from transfuse._state.manifest import Leaf, Manifest
@@ -41,7 +41,7 @@ class Cohort:
         #: For a mesh and some of its dimensions: the sources at each coordinate along these dimensions.
         self._by_coordinate: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], SourceRanks]] = {}
 
-    def who(self, holding: Holding, block: Block, coordinate: Coordinate = None) -> SourceRanks:
+    def who(self, holding: Holding, block: Box, coordinate: Coordinate = None) -> SourceRanks:
         """The sources that hold a block that no cut divides; with ``coordinate``, only those at it in the mesh."""
         key = holding.who(block)
         if key is None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from transfuse._state.leaves import dense
-from transfuse._state.leaves.layout import Block, intersect
+from transfuse._state.leaves.layout import Box, intersect
 from transfuse._state.region import Region, canonical, crowds, runs
 
 #: Targets that interleave in memory are compared run by run, up to this many runs. Beyond that they are refused.
@@ -25,7 +25,7 @@ class Written(NamedTuple):
     """A block of a target tensor, and the source of what will be written into it."""
 
     tensor: torch.Tensor
-    block: Block
+    block: Box
     #: The number by which the caller knows the target.
     owner: int
     #: Identifies the source elements: blocks of the same memory with equal sources get the same bytes.
@@ -115,7 +115,7 @@ def clash(crowd: Sequence[Written]) -> Collision | None:
     return None if both is None else Collision(rows[both[0]], rows[both[1]])
 
 
-def _overlap(blocks: Sequence[Block]) -> tuple[int, int] | None:
+def _overlap(blocks: Sequence[Box]) -> tuple[int, int] | None:
     """Two blocks of one tensor that have an element in common."""
     numbers = range(len(blocks))
     for d in range(len(blocks[0].start)):
@@ -130,7 +130,7 @@ def _overlap(blocks: Sequence[Block]) -> tuple[int, int] | None:
     return next(both, None)
 
 
-def _in_one_frame(rows: Sequence[Written]) -> list[Block] | None:
+def _in_one_frame(rows: Sequence[Written]) -> list[Box] | None:
     """If all rows are views of one tensor (columns of a fused weight): their blocks as blocks of that tensor."""
     strides = rows[0].tensor.stride()
     if len({(row.tensor.untyped_storage().data_ptr(), row.tensor.stride(), row.tensor.dtype) for row in rows}) > 1:
@@ -151,7 +151,7 @@ def _in_one_frame(rows: Sequence[Written]) -> list[Block] | None:
             room = strides[d]
         if rest:
             return None
-        result.append(Block(tuple(start), row.block.sizes))
+        result.append(Box(tuple(start), row.block.sizes))
     return result
 
 

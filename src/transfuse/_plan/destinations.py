@@ -11,7 +11,7 @@ import torch
 from transfuse._state.leaves import dense
 from transfuse._state.leaves.codec import Coordinate
 from transfuse._state.leaves.dense import Signs
-from transfuse._state.leaves.layout import Block
+from transfuse._state.leaves.layout import Box
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class NeededBlock(NamedTuple):
     """A needed block of a global tensor, the dtype in which it travels, and its destinations."""
 
     tensor: Global
-    block: Block
+    block: Box
     #: The dtype on the wire; None for the source's dtype.
     wire: torch.dtype | None
     #: Of a Partial DTensor: only sources at this coordinate of the mesh have the right values. Otherwise None.

@@ -1,7 +1,7 @@
 """Holdings: which blocks of a leaf's tensors each rank holds, derived from the manifest of one rank.
 
-Most leaves are one tensor, and every rank that has the leaf holds the whole tensor. Of a DTensor or ShardedTensor a
-rank holds blocks. Ranks with manifests of one likeness differ only in their coordinates in the meshes.
+Most leaves are one tensor, and every rank that has the leaf holds the whole tensor. Of a DTensor, ShardedTensor or
+Block a rank holds blocks. Ranks with manifests of one likeness differ only in their coordinates in the meshes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
+from transfuse._state.leaves.block import BlockCodec, checked
 from transfuse._state.leaves.codec import Coordinate
 from transfuse._state.leaves.distributed import DTensorMeta, ShardedTensorCodec, checked_coordinate, layout_of
-from transfuse._state.leaves.layout import Block, Layout, Run, intersect
-from transfuse._state.leaves.spec import DTENSOR, Spec, is_sharded
+from transfuse._state.leaves.layout import Box, Layout, Run, intersect
+from transfuse._state.leaves.spec import BLOCK, DTENSOR, Spec, is_sharded
 from transfuse._state.manifest import Leaf, Manifest
 
 #: The number of a tensor in the manifest, and for each dimension the runs of the global tensor that it consists of.
@@ -31,7 +32,7 @@ class Holding:
     #: The shards that the described rank holds.
     shards: Sequence[Shard]
 
-    def find(self, block: Block) -> tuple[int, tuple[int, ...]]:
+    def find(self, block: Box) -> tuple[int, tuple[int, ...]]:
         """The number of the described rank's tensor that holds a block, and where in that tensor the block begins.
 
         ``ValueError`` if this rank does not hold the block.
@@ -46,7 +47,7 @@ class Holding:
         """The indices between ``low`` and ``high`` along a dimension at which another rank's elements begin."""
         return ()
 
-    def who(self, block: Block) -> tuple[int, tuple[int, ...]] | None:
+    def who(self, block: Box) -> tuple[int, tuple[int, ...]] | None:
         """The holders of a block that no cut divides: a mesh and a coordinate in it, with -1 where any rank will do.
 
         Mesh -1 means that every rank holds the block; None means that no rank does.
@@ -70,22 +71,22 @@ class Spread(Holding):
     def cuts(self, dim: int, low: int, high: int) -> Sequence[int]:
         return self.layout.cuts(dim, low, high)
 
-    def who(self, block: Block) -> tuple[int, tuple[int, ...]] | None:
+    def who(self, block: Box) -> tuple[int, tuple[int, ...]] | None:
         holders = self.layout.holders(block)
         return None if holders is None else (self.mesh, holders)
 
 
 @dataclass(frozen=True, eq=False)
 class Listed(Holding):
-    """A ShardedTensor: the manifest lists its shards, and ranks with the same manifest hold the same shards."""
+    """A ShardedTensor or Block: the manifest lists its boxes, and ranks with the same manifest hold the same boxes."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[Box]
 
     def cuts(self, dim: int, low: int, high: int) -> Sequence[int]:
         edges = {edge for b in self.blocks for edge in (b.start[dim], b.start[dim] + b.sizes[dim])}
         return sorted(edge for edge in edges if low < edge < high)
 
-    def who(self, block: Block) -> tuple[int, tuple[int, ...]] | None:
+    def who(self, block: Box) -> tuple[int, tuple[int, ...]] | None:
         return (-1, ()) if any(intersect(b, block) == block for b in self.blocks) else None
 
 
@@ -140,10 +141,16 @@ class Holdings:
             raise ValueError(f"leaf {leaf} is a {spec.codec} of tensors that are not plain, which has no blocks")
         if spec.codec == DTENSOR:
             return self._spread(first, spec.meta)
-        meta = ShardedTensorCodec.read(spec.meta)
-        blocks = [Block(*meta.shards[number][:2]) for number in meta.local]
-        shards = [(first + i, [[run] for run in zip(*block, strict=True)]) for i, block in enumerate(blocks)]
-        return Listed(meta.sizes, shards, blocks)
+        if spec.codec == BLOCK:
+            block = BlockCodec.read(spec.meta)
+            shape = block.shape
+            rows = [(first, checked(Box(block.start, manifest.tensors.shape(first)), shape))]
+        else:
+            meta = ShardedTensorCodec.read(spec.meta)
+            shape = meta.sizes
+            rows = [(first + i, Box(*meta.shards[number][:2])) for i, number in enumerate(meta.local)]
+        shards = [(row, [[run] for run in zip(*box, strict=True)]) for row, box in rows]
+        return Listed(shape, shards, [box for _, box in rows])
 
     def _spread(self, row: int, meta: Any) -> Spread:
         manifest, m = self.manifest, msgspec.convert(meta, DTensorMeta)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-import torch
 
 from transfuse._errors import TargetMismatch
 from transfuse._options import FetchKeywords, OptionKeywords
@@ -18,6 +17,7 @@ from transfuse._plan.cohorts import Cohort
 from transfuse._plan.match import Prepared
 from transfuse._state import trees
 from transfuse._state.leaves import values
+from transfuse._state.leaves.block import is_tensor
 
 #: How an error about removed leaves begins.
 LOST = "the target lacks tensors that the source has beside others that fit"
@@ -85,7 +85,7 @@ def unplaced(cohorts: Sequence[Cohort], target: Prepared) -> list[Unplaced]:
                 left[path] = cohort.is_value(leaf) or cohort.is_blob(leaf)
     paths = trees.paths(target.root)
     beyond = {
-        paths[leaf]: not isinstance(target.leaves[leaf], torch.Tensor)
+        paths[leaf]: not is_tensor(target.leaves[leaf])
         for leaf in trees.merge(cohorts[0].manifest.root, target.root).beyond
     }
     return [

@@ -10,14 +10,15 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from transfuse._state.leaves import dense
+from transfuse._state.leaves.block import Block, box_of
 from transfuse._state.leaves.codec import CannotCarry, Coordinate, Shared, tensor_type
 from transfuse._state.leaves.distributed import DTensorCodec, layout_in
 from transfuse._state.leaves.dtensors import is_dtensor
-from transfuse._state.leaves.layout import Block, Layout, blocks_of
+from transfuse._state.leaves.layout import Box, Layout, blocks_of
 from transfuse._state.leaves.spec import Spec, is_sharded, of_plain_tensors
 
 #: A block of a global tensor, and where in a local tensor it begins.
-LocalBlock = tuple[Block, tuple[int, ...]]
+LocalBlock = tuple[Box, tuple[int, ...]]
 
 
 class LocalTensors(NamedTuple):
@@ -52,7 +53,7 @@ class LocalBlocks:
                 return None
             shape = tuple(target.shape)
             start = (0,) * len(shape)
-            return LocalTensors(shape, [(target, [(Block(start, shape), start)])])
+            return LocalTensors(shape, [(target, [(Box(start, shape), start)])])
         if is_dtensor(target):
             if not plain and not sharded:
                 return None
@@ -69,18 +70,26 @@ class LocalBlocks:
             if blocks is None:
                 blocks = self._known[id(layout)] = blocks_at(layout, coordinate)
             return LocalTensors(tuple(target.shape), [(local, blocks)], layout, coordinate)
-        if isinstance(target, ShardedTensor):
+        if isinstance(target, (Block, ShardedTensor)):
             if not plain and not sharded:
                 return None
-            shards = []
-            for shard in target.local_shards():
-                block = Block(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
-                shards.append((shard.tensor, [(block, (0,) * shard.tensor.ndim)]))
-            return LocalTensors(tuple(target.metadata().size), shards)
+            return _of_boxes(target)
         if plain or sharded:
             kind = tensor_type(target) if isinstance(target, torch.Tensor) else f"value of type {type(target).__name__}"
             raise CannotCarry(f"it is a {kind}, and the source's a tensor; put a tensor in its place")
         return None
+
+
+def _of_boxes(target: Block | ShardedTensor) -> LocalTensors:
+    """A target that says itself which boxes it has."""
+    try:
+        held = Block.of(target)
+    except (TypeError, ValueError) as reason:
+        raise CannotCarry(str(reason)) from reason
+    for one in held:
+        dense.check(one.tensor)
+    shape = target.shape if isinstance(target, Block) else tuple(target.metadata().size)
+    return LocalTensors(shape, [(one.tensor, [(box_of(one), (0,) * one.tensor.ndim)]) for one in held])
 
 
 def blocks_at(layout: Layout, coordinate: Coordinate) -> list[LocalBlock]:
@@ -92,4 +101,4 @@ def global_shape(leaf: Any) -> tuple[int, ...] | None:
     """The global shape of a target that is one tensor, plain or sharded; None for every other target."""
     if isinstance(leaf, ShardedTensor):
         return tuple(leaf.metadata().size)
-    return tuple(leaf.shape) if is_dtensor(leaf) or dense.is_plain(leaf) else None
+    return tuple(leaf.shape) if isinstance(leaf, Block) or is_dtensor(leaf) or dense.is_plain(leaf) else None

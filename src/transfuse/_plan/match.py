@@ -19,8 +19,9 @@ from transfuse._limits import Limits
 from transfuse._plan.collisions import Collision, Written, clash, folds
 from transfuse._state import live_tensors, trees
 from transfuse._state.leaves import dense, values
+from transfuse._state.leaves.block import is_tensor
 from transfuse._state.leaves.codec import BuildContext, CannotCarry, Shared
-from transfuse._state.leaves.layout import Block
+from transfuse._state.leaves.layout import Box
 from transfuse._state.leaves.registry import Registry
 from transfuse._state.live_tensors import PLAIN
 from transfuse._state.manifest import Leaf, Manifest
@@ -228,7 +229,7 @@ def _fit_leaf(
 ) -> list[str]:
     """Record the targets of one leaf's tensors, and return what does not fit."""
     if manifest.kinds[leaf] == Leaf.VALUE:
-        if not isinstance(target, torch.Tensor):
+        if not is_tensor(target):
             return []
         return [
             f"kind: source is a value of type {type(values.decode(manifest.detail(leaf))).__name__}, target is a tensor"
@@ -300,7 +301,7 @@ class _Targets:
 
 def nothing_matches(manifest: Manifest, prepared: Prepared, registry: Registry) -> TargetMismatch | None:
     """An error with the likely reason why no tensor matches; None if neither side has a tensor."""
-    if not _has_tensors(manifest, registry) and not any(isinstance(leaf, torch.Tensor) for leaf in prepared.leaves):
+    if not _has_tensors(manifest, registry) and not any(map(is_tensor, prepared.leaves)):
         return None
     return TargetMismatch(
         _likely_prefix(manifest.paths[:1000], list(trees.paths(prepared.root)), prepared.leaves),
@@ -332,7 +333,7 @@ def unpaired(
         if len(missing) > 100:
             problems.append(f"{len(missing) - 100} more missing in the target")
     alone = list(merged.only_in_target) if len(merged.origin) > len(merged.partner) else []
-    alone += [leaf for leaf in merged.beyond if strict or isinstance(prepared.leaves[leaf], torch.Tensor)]
+    alone += [leaf for leaf in merged.beyond if strict or is_tensor(prepared.leaves[leaf])]
     target_paths = trees.paths(prepared.root)
     return problems + [f"{target_paths[leaf]}: only in the target" for leaf in alone if leaf not in others]
 
@@ -349,7 +350,7 @@ def _has_tensors(manifest: Manifest, registry: Registry) -> bool:
 
 def _likely_prefix(source: list[str], target: list[str], target_leaves: list[Any]) -> list[str]:
     """Lines that say why no tensor matched. A prefix on one side's names is the most likely reason."""
-    tensors = [path for path, leaf in zip(target, target_leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    tensors = [path for path, leaf in zip(target, target_leaves, strict=True) if is_tensor(leaf)]
     if not tensors:
         return ["the state_dict callback returned no tensors (was it called before the model was built?)"]
     if not source:
@@ -506,5 +507,5 @@ def _written(manifest: Manifest, found: Match, row: int) -> Written:
         int(tensors.flags[row]),
         dense.flags_of(target),
     )
-    whole = Block((0,) * target.ndim, tuple(target.shape))
+    whole = Box((0,) * target.ndim, tuple(target.shape))
     return Written(target, whole, row, source, _shift(manifest, row, target), form.repeated)

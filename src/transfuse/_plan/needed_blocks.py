@@ -20,17 +20,18 @@ from transfuse._plan.catalogue import Catalogue
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.collisions import Written, find_collision
 from transfuse._plan.destinations import Destination, Global, NeededBlock
-from transfuse._plan.holdings import Spread
+from transfuse._plan.holdings import Listed, Spread
 from transfuse._plan.local_blocks import LocalBlock, LocalBlocks, LocalTensors, blocks_at, global_shape
 from transfuse._plan.match import FREED, UNWRITABLE, Prepared, advice, nothing_matches, unpaired
 from transfuse._rules import MapPath
 from transfuse._state import live_tensors, trees
 from transfuse._state.leaves import dense, values
+from transfuse._state.leaves.block import is_tensor
 from transfuse._state.leaves.codec import BuildContext, CannotCarry, Coordinate, Shared
 from transfuse._state.leaves.distributed import DTensorCodec, partial_remedy
-from transfuse._state.leaves.layout import Block, Layout, intersect
+from transfuse._state.leaves.layout import Box, Layout, intersect
 from transfuse._state.leaves.registry import Registry
-from transfuse._state.leaves.spec import Spec, is_dtensor, is_sharded_tensor, of_plain_tensors
+from transfuse._state.leaves.spec import BLOCK, Spec, is_block, is_dtensor, is_sharded_tensor, of_plain_tensors
 from transfuse._state.manifest import Leaf
 from transfuse._state.memory_maps import Mappings
 from transfuse._state.tensors import Bools
@@ -59,19 +60,20 @@ class _Origin(NamedTuple):
     tensor: int
 
 
-class _LayoutHere(NamedTuple):
-    """How a fresh DTensor is spread over this receiver's mesh, this rank's coordinate there, and its local shape."""
+class _LocalPart(NamedTuple):
+    """The part of a global tensor that arrives fresh: the shape of the local tensor, and the blocks that it holds."""
 
-    layout: Layout
-    coordinate: Coordinate
     local_shape: tuple[int, ...]
+    blocks: Sequence[LocalBlock]
+    #: Of a Partial DTensor: this rank's coordinate in the mesh.
+    coordinate: Coordinate = None
 
 
 class _Asked(NamedTuple):
     """What a source is asked for. Destinations that need the same share one needed block."""
 
     tensor: Global
-    block: Block
+    block: Box
     #: The dtype on the wire; None for the source's dtype.
     wire: torch.dtype | None
     #: Of a Partial DTensor: the mesh coordinate of the sources that have the right values.
@@ -213,14 +215,14 @@ class NeededBlocks:
         if isinstance(target, AsyncCollectiveTensor):
             target = target.wait()
         if cohort.is_value(leaf):
-            if isinstance(target, torch.Tensor):
+            if is_tensor(target):
                 kind = type(values.decode(cohort.manifest.detail(leaf))).__name__
                 self._problem(partner, f"kind: source is a value of type {kind}, target is a tensor")
             self.replaced[partner] = number, leaf
             return
         detail = cohort.manifest.detail(leaf)
         if cohort.manifest.kinds[leaf] == Leaf.COMPOSITE and self.registry.is_blob(detail):
-            if isinstance(target, torch.Tensor):
+            if is_tensor(target):
                 self._problem(partner, f"kind: source is a {detail[0]}, target is a tensor")
             elif number:
                 self._problem(partner, f"kind: a {detail[0]} comes only from the sources that describe the state")
@@ -292,7 +294,7 @@ class NeededBlocks:
             return
         start = (0,) * len(shape)
         one = BlockPair(origin.leaf, partner, start, start, shape)
-        self._land(origin, partner, one, [(mine, [(Block(start, shape), start)])], None)
+        self._land(origin, partner, one, [(mine, [(Box(start, shape), start)])], None)
 
     def _land(
         self,
@@ -304,7 +306,7 @@ class NeededBlocks:
     ) -> None:
         """Add the blocks that the tensors of one target need."""
         theirs = self.cohorts[origin.cohort].dtype(origin.leaf, origin.tensor)
-        window = Block(link.target_start, link.sizes)
+        window = Box(link.target_start, link.sizes)
         shift = tuple(map(int.__sub__, link.source_start, link.target_start))
         for mine, blocks in tensors:
             wire, why = self._wire(theirs, mine.dtype)
@@ -320,7 +322,7 @@ class NeededBlocks:
                 if both is None:
                     continue
                 local = tuple(a + p - b for a, p, b in zip(at, both.start, block.start, strict=True))
-                source = Block(tuple(map(int.__add__, both.start, shift)), both.sizes)
+                source = Box(tuple(map(int.__add__, both.start, shift)), both.sizes)
                 travels = None if wire is None or wire == theirs else wire
                 asked = _Asked(self._global(origin), source, travels, coordinate)
                 self._need(asked, (wire or theirs).itemsize, destination, local)
@@ -400,7 +402,7 @@ class NeededBlocks:
     def _make_fresh(self, leaves: Sequence[int]) -> None:
         manifest = self.manifest
         wanted = np.zeros(len(manifest.tensors), dtype=bool)
-        spread = []
+        sharded = []
         for leaf in leaves:
             if manifest.kinds[leaf] == Leaf.VALUE:
                 values.decode(manifest.detail(leaf))
@@ -408,41 +410,53 @@ class NeededBlocks:
             spec = manifest.detail(leaf)
             if is_sharded_tensor(spec):
                 raise UnsupportedLeaf(manifest.paths[leaf], "a ShardedTensor is put together only in place")
-            if is_dtensor(spec) and of_plain_tensors(spec):
-                spread.append(leaf)
+            if (is_dtensor(spec) or is_block(spec)) and of_plain_tensors(spec):
+                sharded.append(leaf)
                 continue
             try:
                 self.registry.promise(spec, self.build_context)
             except CannotCarry as reason:
                 raise UnsupportedLeaf(manifest.paths[leaf], str(reason)) from reason
             wanted[manifest.first_tensors[leaf] : manifest.first_tensors[leaf + 1]] = True
-        local_layouts = {leaf: self._layout_here(leaf) for leaf in spread}
-        self._allocator.allocate(wanted, {leaf: here.local_shape for leaf, here in local_layouts.items()})
+        parts = {leaf: self._part_here(leaf) for leaf in sharded}
+        self._allocator.allocate(wanted, {leaf: part.local_shape for leaf, part in parts.items()})
         for leaf in leaves:
             if manifest.kinds[leaf] == Leaf.VALUE:
                 continue
             self.fresh[leaf] = []
-            if leaf in local_layouts:
+            if leaf in parts:
                 # Leaves that are tied at the source are tied here too.
                 _, first = self._global(_Origin(0, leaf, 0)).leaves[0]
-                local = self._allocator.local_tensor(first if first in local_layouts else leaf)
-                layout, coordinate, _ = local_layouts[leaf]
-                blocks = blocks_at(layout, coordinate)
-                self._fill(_Origin(0, leaf, 0), local, blocks, coordinate if layout.partial else None)
+                local = self._allocator.local_tensor(first if parts.get(first) == parts[leaf] else leaf)
+                self._fill(_Origin(0, leaf, 0), local, parts[leaf].blocks, parts[leaf].coordinate)
                 continue
             for inner, row in enumerate(range(*manifest.first_tensors[leaf : leaf + 2].tolist())):
                 # A dimension of stride 0 needs only one element.
                 shape, strides = manifest.tensors.shape(row), manifest.tensors.stride(row)
                 sizes = tuple(min(n, 1) if s == 0 else n for n, s in zip(shape, strides, strict=True))
-                whole = Block((0,) * len(shape), sizes)
+                whole = Box((0,) * len(shape), sizes)
                 self._fill(_Origin(0, leaf, inner), self._allocator.tensor(row), [(whole, whole.start)], None)
 
-    def _layout_here(self, leaf: int) -> _LayoutHere:
+    def _part_here(self, leaf: int) -> _LocalPart:
+        """The part of a DTensor or Block that arrives here, if it has no target."""
+        spec = Spec(*self.manifest.detail(leaf))
+        if spec.codec == BLOCK:
+            box = self._fresh_box(leaf)
+            return _LocalPart(box.sizes, [(box, (0,) * len(box.sizes))])
         try:
-            layout, coordinate = DTensorCodec().layout_here(Spec(*self.manifest.detail(leaf)).meta, self.build_context)
+            layout, coordinate = DTensorCodec().layout_here(spec.meta, self.build_context)
         except CannotCarry as reason:
             raise UnsupportedLeaf(self.manifest.paths[leaf], str(reason)) from reason
-        return _LayoutHere(layout, coordinate, (0,) if coordinate is None else layout.local_shape(coordinate))
+        local_shape = (0,) if coordinate is None else layout.local_shape(coordinate)
+        return _LocalPart(local_shape, blocks_at(layout, coordinate), coordinate if layout.partial else None)
+
+    def _fresh_box(self, leaf: int) -> Box:
+        """The box of a Block without a target: the one that all sources hold, or everything if they hold several."""
+        shape = self.cohorts[0].holdings.of(leaf, 0).shape
+        there = (self.cohorts[number].holdings.of(own, 0) for number, own in self._global(_Origin(0, leaf, 0)).leaves)
+        found = {tuple(one.blocks) if isinstance(one, Listed) else () for one in there}
+        boxes = found.pop() if len(found) == 1 else ()
+        return boxes[0] if boxes else Box((0,) * len(shape), shape)
 
     def _fill(self, origin: _Origin, fresh: torch.Tensor, blocks: Sequence[LocalBlock], coordinate: Coordinate) -> None:
         destination = Destination(fresh, origin.leaf, fresh=True)
@@ -472,7 +486,7 @@ class NeededBlocks:
         return [
             Written(
                 destination.own,
-                Block(at, need.block.sizes),
+                Box(at, need.block.sizes),
                 destination.leaf,
                 (number, destination.signs, destination.wire),
             )

@@ -19,6 +19,7 @@ from transfuse._errors import UnsupportedLeaf
 from transfuse._limits import Limits
 from transfuse._plan.match import Prepared
 from transfuse._state import live_tensors, trees
+from transfuse._state.leaves.block import is_tensor
 from transfuse._state.leaves.codec import CannotCarry, Shared
 from transfuse._state.leaves.registry import Registry
 from transfuse._state.live_tensors import LiveTensors
@@ -81,7 +82,7 @@ def outline(prepared: Prepared, limits: Limits) -> Outline | None:
     specs: list[Any] = []
     odd = np.flatnonzero(prepared.row < 0).tolist()
     for leaf in map(prepared.leaves.__getitem__, odd):
-        if not isinstance(leaf, torch.Tensor):
+        if not is_tensor(leaf):
             classes.append(type(leaf))
             continue
         try:

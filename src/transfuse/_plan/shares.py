@@ -25,7 +25,7 @@ from transfuse._plan.holdings import Holding, Holdings, Spread, Whole
 from transfuse._plan.parcels import Parcels
 from transfuse._plan.regions import Regions
 from transfuse._plan.wanted_blocks import WantedBlocks, regions_in
-from transfuse._state.leaves.layout import Block
+from transfuse._state.leaves.layout import Box
 from transfuse._state.manifest import Manifest
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
@@ -211,7 +211,7 @@ def _cut(
     ]
     rows, numbers = [], []
     for chosen in product(*map(pairwise, edges)):
-        piece = Block(tuple(a for a, _ in chosen), tuple(b - a for a, b in chosen))
+        piece = Box(tuple(a for a, _ in chosen), tuple(b - a for a, b in chosen))
         who: SourceRanks = frozenset()
         for cohort, holding in holdings:
             some = cohort.who(holding, piece, need.coordinate)
@@ -254,7 +254,7 @@ def _name_missing(
         for row in np.flatnonzero(pattern.group == nobody).tolist():
             if len(lines) < MAX_NAMED:
                 number, leaf = need.tensor.leaves[0]
-                block = Block(tuple(pattern.start[row, :dims].tolist()), tuple(pattern.sizes[row, :dims].tolist()))
+                block = Box(tuple(pattern.start[row, :dims].tolist()), tuple(pattern.sizes[row, :dims].tolist()))
                 where = "" if need.coordinate is None else f" at coordinate {need.coordinate} of the mesh"
                 lines.append(f"{cohorts[number].names[leaf]}: nobody holds {block}{where}")
     return lines

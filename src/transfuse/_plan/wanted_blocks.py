@@ -17,7 +17,7 @@ import xxhash
 from transfuse._plan.holdings import Holdings
 from transfuse._plan.regions import Cast, Regions
 from transfuse._state.leaves import dense, values
-from transfuse._state.leaves.layout import Block
+from transfuse._state.leaves.layout import Box
 from transfuse._state.manifest import Manifest
 from transfuse._state.region import Ints, Region
 
@@ -118,7 +118,7 @@ def regions_in(holdings: Holdings, wanted_blocks: WantedBlocks) -> Regions:
     most = MOST_TIMES * float((tensors.numel * tensors.item).sum())
     columns = (leaf, tensor, first, first + ndim, dtype)
     for number, which, low, high, code in zip(*(column.tolist() for column in columns), strict=True):
-        block = Block(tuple(starts[low:high].tolist()), tuple(sizes[low:high].tolist()))
+        block = Box(tuple(starts[low:high].tolist()), tuple(sizes[low:high].tolist()))
         holding = holdings.of(number, which)
         if len(block.start) != len(holding.shape):
             raise ValueError(f"a block of {len(block.start)} dimensions of a tensor of {len(holding.shape)}")

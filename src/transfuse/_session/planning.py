@@ -29,6 +29,7 @@ from transfuse._session.comparing import ComparingLedger
 from transfuse._session.context import Context, ReceiveRequest
 from transfuse._session.ledger import Ledger
 from transfuse._session.remembered import PlanKey, Remembered
+from transfuse._state.leaves.block import Block
 from transfuse._state.leaves.codec import BuildContext, Coordinate
 from transfuse._state.leaves.dtensors import is_dtensor_class
 from transfuse._state.leaves.registry import Registry
@@ -244,4 +245,6 @@ def _may_be_assembled(manifest: Manifest, target: Prepared, options: Options) ->
     """Whether a state that cannot land as it is may be assembled instead: converted, or sharded differently."""
     if options.cast or manifest.is_sharded:
         return True
-    return any(is_dtensor_class(cls) or issubclass(cls, ShardedTensor) for cls in set(map(type, target.leaves)))
+    return any(
+        is_dtensor_class(cls) or issubclass(cls, (ShardedTensor, Block)) for cls in set(map(type, target.leaves))
+    )

@@ -17,6 +17,7 @@ from transfuse._errors import StateError
 from transfuse._limits import Limits
 from transfuse._state import trees
 from transfuse._state.leaves import dense
+from transfuse._state.leaves.block import is_tensor
 from transfuse._state.leaves.codec import CannotCarry, Shared
 from transfuse._state.leaves.registry import Registry
 
@@ -37,7 +38,7 @@ class ReturnedCopies:
         others = _by_path(again)
         for key, leaf in _by_path(target).items():
             other = others.get(key)
-            if isinstance(leaf, torch.Tensor) and not _is_quickly_seen_to_be_same(leaf, other):
+            if is_tensor(leaf) and not _is_quickly_seen_to_be_same(leaf, other):
                 tensors = _open(leaf)
                 if _places(tensors) != _places(_open(other)):
                     self._copies[key] = tensors
@@ -82,7 +83,7 @@ def _by_path(tree: object) -> dict[_Key, Any]:
     return found
 
 
-def _is_quickly_seen_to_be_same(leaf: torch.Tensor, other: object) -> bool:
+def _is_quickly_seen_to_be_same(leaf: object, other: object) -> bool:
     if leaf is other:
         return True
     return dense.is_plain(leaf) and dense.is_plain(other) and leaf.data_ptr() == other.data_ptr()  # type: ignore[attr-defined]
@@ -91,7 +92,7 @@ def _is_quickly_seen_to_be_same(leaf: torch.Tensor, other: object) -> bool:
 def _open(leaf: object) -> list[torch.Tensor]:
     """The plain tensors of a leaf. There are none if it is no tensor, or one that does not travel: others name it."""
     tensors: list[torch.Tensor] = []
-    if isinstance(leaf, torch.Tensor):
+    if is_tensor(leaf):
         with suppress(CannotCarry):
             Registry(Limits.from_environment()).open(leaf, tensors, Shared())
     return tensors

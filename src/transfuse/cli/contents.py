@@ -20,10 +20,11 @@ from transfuse._state import trees
 from transfuse._state.leaves import spec as specs
 from transfuse._state.leaves import values
 from transfuse._state.leaves.blobs import ArrayMeta
+from transfuse._state.leaves.block import BlockCodec, checked
 from transfuse._state.leaves.codec import Coordinate, MeshDescription
 from transfuse._state.leaves.dense import Flags
 from transfuse._state.leaves.distributed import DTensorMeta, ShardedTensorCodec, layout_of
-from transfuse._state.leaves.layout import Block, blocks_of
+from transfuse._state.leaves.layout import Box, blocks_of
 from transfuse._state.leaves.sparse import CompressedMeta, CooMeta
 from transfuse._state.leaves.spec import Spec
 from transfuse._state.leaves.subclass import WrapperMeta
@@ -48,7 +49,7 @@ class Sharding:
     mesh: MeshDescription | None
     placements: tuple[str, ...]
     place: Coordinate
-    #: For a ShardedTensor: how many shards it has.
+    #: For a ShardedTensor: how many shards it has. None for a Block.
     shards: int | None
     #: The rank's blocks of the global tensor; "…" at the end if there are more.
     blocks: tuple[str, ...]
@@ -56,7 +57,7 @@ class Sharding:
     def __str__(self) -> str:
         held = " ".join(self.blocks) or "nothing"
         if self.mesh is None:
-            return f"{self.shards} shards: {held}"
+            return held if self.shards is None else f"{self.shards} shards: {held}"
         names = self.mesh.dim_names or [""] * len(self.mesh.shape)
         sizes = "×".join(f"{name}={n}" if name else str(n) for name, n in zip(names, self.mesh.shape, strict=True))
         held = held if self.place is not None else "nothing (outside the mesh)"
@@ -70,7 +71,7 @@ class Row:
     #: The path as in error messages, and the name: the keys joined by dots.
     path: str
     name: str
-    #: tensor, DTensor, ShardedTensor, sparse_coo, …, jagged, a wrapper's class, array, object, or value.
+    #: tensor, DTensor, ShardedTensor, Block, sparse_coo, …, jagged, a wrapper's class, array, object, or value.
     kind: str
     #: The dtype of its items; for a value, its type.
     dtype: str
@@ -265,9 +266,13 @@ def _look(manifest: Manifest, spec: Any, rows: Iterator[int]) -> _Seen:
             return _Seen(_of("DTensor", local), local.dtype, *_dtensor(manifest, meta))
         case specs.SHARDED_TENSOR, _:
             sharded = ShardedTensorCodec.read(meta)
-            held = _some(Block(*sharded.shards[i][:2]) for i in sharded.local)
+            held = _some(Box(*sharded.shards[i][:2]) for i in sharded.local)
             kind = _of("ShardedTensor", *inner[:1])
             return _Seen(kind, sharded.dtype, sharded.sizes, Sharding(None, (), None, len(sharded.shards), held))
+        case specs.BLOCK, [local]:
+            block = BlockCodec.read(meta)
+            held = (str(checked(Box(block.start, local.shape or ()), block.shape)),)
+            return _Seen(_of("Block", local), local.dtype, block.shape, Sharding(None, (), None, None, held))
         case "coo", [_, items]:
             return _Seen(_of("sparse_coo", items), items.dtype, msgspec.convert(meta, CooMeta).sizes)
         case "compressed", [_, _, items]:
@@ -312,6 +317,6 @@ def _placement(code: tuple[str | int, ...]) -> str:
     return f"Partial({code[1]})"
 
 
-def _some(blocks: Iterable[Block]) -> tuple[str, ...]:
+def _some(blocks: Iterable[Box]) -> tuple[str, ...]:
     first = [str(block) for block in itertools.islice(blocks, MAX_BLOCKS + 1)]
     return tuple(first) if len(first) <= MAX_BLOCKS else (*first[:MAX_BLOCKS], "…")

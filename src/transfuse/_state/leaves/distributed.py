@@ -19,7 +19,7 @@ from torch.distributed.remote_device import _remote_device
 from transfuse._state.leaves import values
 from transfuse._state.leaves.codec import BuildContext, CannotCarry, Coordinate, MeshDescription, Opened, Shared
 from transfuse._state.leaves.dtensors import is_dtensor
-from transfuse._state.leaves.layout import Block, Layout, Run, blocks_of
+from transfuse._state.leaves.layout import Box, Layout, Run, blocks_of
 from transfuse._state.leaves.spec import DTENSOR, SHARDED_TENSOR
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ShardedMeta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 # ---------------------------------------------------------------------------------------------------------- DTensor
 
 
-def _encode_placement(placement: Placement) -> tuple[str | int, ...]:
+def encode_placement(placement: Placement) -> tuple[str | int, ...]:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -72,7 +72,7 @@ def _encode_placement(placement: Placement) -> tuple[str | int, ...]:
     raise CannotCarry(f"a DTensor with placement {placement!r}; redistribute() it to Replicate or Shard first")
 
 
-def _check_placement(code: tuple[str | int, ...], dims: int) -> None:
+def check_placement(code: tuple[str | int, ...], dims: int) -> None:
     match code:
         case ("R",):
             return
@@ -125,7 +125,7 @@ def layout_of(meta: Any, shared: Sequence[MeshDescription]) -> Layout:
     if any(n < 0 for n in (*m.shape, *m.strides)) or math.prod(m.shape) > HUGE:
         raise ValueError("a DTensor has a negative size or stride, or too many elements")
     for code in m.placements:
-        _check_placement(code, len(m.shape))
+        check_placement(code, len(m.shape))
     return Layout(m.shape, mesh, m.placements)
 
 
@@ -135,7 +135,7 @@ def layout_in(leaf: DTensor, shared: Shared) -> tuple[Layout, int]:
     key = (number, leaf.shape, leaf.placements)
     known = shared.known.get(key)
     if known is None:
-        codes = tuple(map(_encode_placement, leaf.placements))
+        codes = tuple(map(encode_placement, leaf.placements))
         known = shared.known[key] = Layout(tuple(leaf.shape), shared.items[number], codes)
     return known, number
 
@@ -366,8 +366,8 @@ class ShardedTensorCodec:
         if not claimed <= set(m.local):
             first = m.shards[min(claimed - set(m.local))]
             raise CannotCarry(
-                f"a ShardedTensor whose metadata gives this rank ({rank}) the shard {Block(*first[:2])}, while the "
-                f"source sent {[str(Block(*m.shards[i][:2])) for i in m.local]}; receive in place, or from the rank "
+                f"a ShardedTensor whose metadata gives this rank ({rank}) the shard {Box(*first[:2])}, while the "
+                f"source sent {[str(Box(*m.shards[i][:2])) for i in m.local]}; receive in place, or from the rank "
                 "that holds the same shard"
             )
 
@@ -401,8 +401,8 @@ class ShardedTensorCodec:
         theirs = [m.shards[i][:2] for i in m.local]
         if mine != theirs:
             return [
-                f"sharding: source holds {[str(Block(*b)) for b in theirs]} of {m.sizes}, target "
-                f"{[str(Block(*b)) for b in mine]}; receive from the rank that holds the same shards"
+                f"sharding: source holds {[str(Box(*b)) for b in theirs]} of {m.sizes}, target "
+                f"{[str(Box(*b)) for b in mine]}; receive from the rank that holds the same shards"
             ]
         return []
 

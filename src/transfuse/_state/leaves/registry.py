@@ -15,6 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from transfuse._limits import Limits
 from transfuse._state.leaves import dense
 from transfuse._state.leaves.blobs import ArrayCodec, ObjectCodec, TextCodec
+from transfuse._state.leaves.block import BlockCodec, is_tensor
 from transfuse._state.leaves.codec import BuildContext, CannotCarry, Codec, Shared, tensor_type
 from transfuse._state.leaves.distributed import DTensorCodec, ShardedTensorCodec
 from transfuse._state.leaves.sparse import CompressedCodec, CooCodec, JaggedCodec
@@ -41,6 +42,7 @@ class Registry:
         self._codecs: list[Codec] = [
             DTensorCodec(),
             ShardedTensorCodec(),
+            BlockCodec(),
             CooCodec(),
             CompressedCodec(),
             JaggedCodec(),
@@ -53,7 +55,7 @@ class Registry:
 
     def is_value(self, leaf: object) -> bool:
         """Whether a leaf goes into the manifest as a value, provided that it can be encoded."""
-        return not isinstance(leaf, torch.Tensor) and not self._by_name["text"].takes(leaf)
+        return not is_tensor(leaf) and not self._by_name["text"].takes(leaf)
 
     def open(self, leaf: Any, tensors: list[torch.Tensor], shared: Shared) -> Any:
         """The spec of a leaf that is not a value. Its tensors are appended to ``tensors``."""
@@ -136,7 +138,7 @@ class Registry:
             return [target], []
         codec, _, meta, children = self._read(spec)
         if self.is_blob(spec):
-            if isinstance(target, torch.Tensor):
+            if is_tensor(target):
                 return [], [f"kind: source is a {codec.name}, target is {_name(target)}"]
             return [None] * self.count(spec), []
         owner = None if dense.is_plain(target) else next((c for c in self._codecs if c.takes(target)), None)
@@ -182,4 +184,4 @@ class Registry:
 def _name(leaf: object) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"a {leaf.layout} {tensor_type(leaf)}" if leaf.layout is not torch.strided else f"a {tensor_type(leaf)}"
-    return f"a value of type {type(leaf).__name__}"
+    return f"a {type(leaf).__name__}" if is_tensor(leaf) else f"a value of type {type(leaf).__name__}"

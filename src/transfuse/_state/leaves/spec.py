@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 #: The names of the codecs whose leaves are shards of a global tensor.
-DTENSOR, SHARDED_TENSOR = "dtensor", "sharded"
+DTENSOR, SHARDED_TENSOR, BLOCK = "dtensor", "sharded", "block"
 
 
 class Spec(NamedTuple):
@@ -31,9 +31,14 @@ def is_sharded_tensor(detail: Any) -> bool:
     return type(detail) is list and detail[:1] == [SHARDED_TENSOR]
 
 
+def is_block(detail: Any) -> bool:
+    """Whether the leaf with this spec (or value) is a Block."""
+    return type(detail) is list and detail[:1] == [BLOCK]
+
+
 def is_sharded(detail: Any) -> bool:
     """Whether the leaf with this spec (or value) is a shard of a global tensor."""
-    return type(detail) is list and detail[:1] in ([DTENSOR], [SHARDED_TENSOR])
+    return type(detail) is list and detail[:1] in ([DTENSOR], [SHARDED_TENSOR], [BLOCK])
 
 
 def of_plain_tensors(detail: Any) -> bool:
