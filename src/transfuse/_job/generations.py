@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from transfuse import _arguments
 from transfuse._errors import PeerLost, TransfuseError
-from transfuse._tuning import REGROUP_LOOK_SECONDS
+from transfuse._tuning import REGROUP_LOOK_SECONDS, SUPERVISE_LOOK_SECONDS
 
 logger = logging.getLogger("transfuse")
 
@@ -209,7 +209,9 @@ def supervise(
     running = {rank: start(rank) for rank in range(size)}
     try:
         while running:
-            multiprocessing.connection.wait([process.sentinel for process in running.values()], timeout=1)
+            multiprocessing.connection.wait(
+                [process.sentinel for process in running.values()], timeout=SUPERVISE_LOOK_SECONDS
+            )
             for rank in _stuck(store, size, time.time() - seconds):
                 if rank in running and since[rank] < time.time() - seconds:
                     logger.warning("rank %d is stuck in the old group, and is ended", rank)

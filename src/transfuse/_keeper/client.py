@@ -54,7 +54,7 @@ from transfuse._report import Step
 from transfuse._session.remembered import Remembered
 from transfuse._state.region import Ints
 from transfuse._tls import tls_of
-from transfuse._tuning import COMMIT_ANSWER_SECONDS, COMMIT_PARTNER_SECONDS, KEEP_REVIVE_SECONDS
+from transfuse._tuning import COMMIT_ANSWER_SECONDS, COMMIT_PARTNER_SECONDS, KEEP_REVIVE_SECONDS, KEEPER_AGAIN_SECONDS
 from transfuse._wire.roll_call import Agreement
 
 logger = logging.getLogger("transfuse")
@@ -314,7 +314,7 @@ class Keep:
                 link.close()
                 if not isinstance(error, KeeperLost) or time.monotonic() > until:
                     raise
-            time.sleep(0.05)
+            time.sleep(KEEPER_AGAIN_SECONDS)
 
     def _greet(self, link: KeeperLink) -> frames.Welcome:
         settings, here = self._settings, runs.Process.of(os.getpid())
@@ -842,7 +842,7 @@ class Keep:
             except (TransfuseError, OSError) as error:
                 logger.debug("looking for the keeper: %s", error)
                 if self._closed:
-                    time.sleep(0.1)
+                    time.sleep(KEEPER_AGAIN_SECONDS)
                 self._hurry.wait(KEEP_REVIVE_SECONDS)
 
     # -------------------------------------------------------------------------------------------------- the end

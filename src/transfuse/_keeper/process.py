@@ -53,6 +53,7 @@ from transfuse._tuning import (
     KEEPER_LOOK_SECONDS,
     KEEPER_METRICS_SECONDS,
     KEEPER_NOTE_SECONDS,
+    KEEPER_PEER_SECONDS,
     KEEPER_SERVE_SECONDS,
     RING_CLOSE_SECONDS,
 )
@@ -518,7 +519,7 @@ class Keeper:
                 and other is not worker
                 and time.monotonic() < until
             ):
-                self._changed.wait(0.1)
+                self._changed.wait(KEEPER_PEER_SECONDS)
             if other is not None and other is not worker:
                 same = self._processes.get(hello.rank) == process
                 by = "this process: keep it once" if same else "another process"
@@ -534,7 +535,7 @@ class Keeper:
     def _end_for(self, worker: ConnectedWorker) -> None:
         """A process that has closed begins another training: this keeper ends, once all ranks have closed."""
         while not self._has_ended() and not worker.link.gone():
-            self._changed.wait(0.1)
+            self._changed.wait(KEEPER_PEER_SECONDS)
         if self._has_ended():
             self._over.set()
         raise KeeperLost("the keeper ends just now")
@@ -576,7 +577,7 @@ class Keeper:
                 return
             if time.monotonic() > until:
                 raise TransfuseError(f"rank {others[0]} of this run is attached already, by another process")
-            self._changed.wait(0.1)
+            self._changed.wait(KEEPER_PEER_SECONDS)
 
     def _take_over(self, worker: ConnectedWorker) -> None:
         """A new generation begins. Note it if another agent has started it."""

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from transfuse._tuning import INTERFACE_PROBE_SECONDS
+
 _LENGTH, _FAMILY = struct.Struct("<Q"), struct.Struct("<H")
 #: By family: where in a network address the host begins, and how many bytes it has.
 _HOSTS = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
@@ -58,7 +60,7 @@ def _host_of_device(device: Any) -> str | None:
     store = _AddressStore()
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices, options._timeout = [device], timedelta(seconds=1)
+    options._devices, options._timeout = [device], timedelta(seconds=INTERFACE_PROBE_SECONDS)
     with suppress(RuntimeError):
         gloo(store, 0, 2, options)
     # The address consists of a name (length first), a network address (length first), and numbers.
