@@ -165,6 +165,43 @@ def test_rooms_import_only_from_below() -> None:
                 assert floor[other] < floor[room] or floor[other] == floor[room] == 0, f"{path} imports {name}"
 
 
+#: Names of torch's and Python's own objects that are also private names of ours.
+NOT_OURS = {"_C", "_devices", "_fields", "_make", "_timeout", "_values", "_version", "_work"}
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """The private names that a class or a module defines."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            found.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_what_is_private_is_used_where_it_is_defined() -> None:
+    """In its class, in functions of the same module, and among the classes of a module that are private themselves."""
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    ours = set().union(*map(private_names, trees.values())) - NOT_OURS
+    reaches = []
+    for path, tree in trees.items():
+        private = [top for top in tree.body if isinstance(top, ast.ClassDef) and top.name.startswith("_")]
+        for top in tree.body:
+            homes = [top, *private] if isinstance(top, ast.ClassDef) else [tree]
+            away = ours - set().union(*map(private_names, homes))
+            for node in ast.walk(top):
+                if isinstance(node, ast.Attribute) and node.attr in away:
+                    whose = ast.unparse(node.value)
+                    if whose not in ("self", "cls", "super()"):
+                        reaches.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {whose}.{node.attr}")
+    assert reaches == []
+
+
 def test_the_listing_is_short() -> None:
     files = [path.name for path in PACKAGE.glob("*.py")]
     rooms = [path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]

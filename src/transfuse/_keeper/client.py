@@ -363,9 +363,9 @@ class Keep:
         """
 
         def look() -> restoring.KeptStep | None:
-            return restoring.look(self.members, self._link, self._asking, self._seconds, self._settings.options)
+            return self._agreement.together("looking at what is kept", lambda: restoring.look(access_of(self)))
 
-        return self._call.run("look", lambda: self._agreement.together("looking at what is kept", look))
+        return self._call.run("look", look)
 
     def restore(self, *, missing_ok: bool = False) -> Step | None:
         """Restore the newest step that the keepers hold whole, in place, on all ranks. Every rank calls this.
@@ -406,15 +406,11 @@ class Keep:
         self._agreement.gather(b"", "ending the commits that go on")
         self._last = None
         restored = restoring.restore(
-            self.members,
-            self._link,
-            self._asking,
+            access_of(self),
             restoring.RestoreRequest(
                 state=self._settings.state,
                 load_rank_state=self._settings.rank_state.load,
-                seconds=self._seconds,
                 missing_ok=missing_ok,
-                options=self._settings.options,
                 again=runs.how_to_come_again(self._settings.run, self._settings.linger),
             ),
         )
@@ -901,3 +897,8 @@ class Keep:
             self.close()
         else:
             self.detach()
+
+
+def access_of(keep: Keep) -> restoring.Access:
+    """How other modules of this room reach the keeper and the ranks of a ``Keep``, without a public name on it."""
+    return restoring.Access(keep.members, keep._link, keep._asking, keep._settings)

@@ -52,7 +52,7 @@ class Ring:
         self._keeper = keeper
         #: How it talks to the keepers of other hosts.
         self.tls = keeper.tls
-        self.store = ReplicaStore(keeper._changed, keeper.books, keeper.freeing, keeper.room, keeper.counted)
+        self.store = ReplicaStore(keeper.changed, keeper.books, keeper.freeing, keeper.room, keeper.counted)
         #: Guards the fields below. The keeper's lock may be held when this one is taken, never the other way round.
         self._lock = threading.Lock()
         self._door: Door | None = None
