@@ -38,7 +38,6 @@ from transfuse._keeper.commits import (
 from transfuse._keeper.device_commit import captures, check_no_capture, guess
 from transfuse._keeper.frames import KeeperEnds, KeeperLink, KeeperLost
 from transfuse._keeper.one_call import OneCall
-from transfuse._keeper.own_address import own_address
 from transfuse._keeper.settings import KeepSettings
 from transfuse._keeper.slot_file import Label, SlotView
 from transfuse._keeper.slot_policy import ranks_and_have
@@ -55,6 +54,7 @@ from transfuse._session.remembered import Remembered
 from transfuse._state.region import Ints
 from transfuse._tls import tls_of
 from transfuse._tuning import COMMIT_ANSWER_SECONDS, COMMIT_PARTNER_SECONDS, KEEP_REVIVE_SECONDS, KEEPER_AGAIN_SECONDS
+from transfuse._wire.interface import own_address
 from transfuse._wire.roll_call import Agreement
 
 logger = logging.getLogger("transfuse")
