@@ -180,8 +180,8 @@ def peek(
     address: str,
     *,
     token: str | bytes | None = None,
-    timeout: timedelta | float = 60,
     tls: Encryption = None,
+    timeout: timedelta | float = 60,
 ) -> Peeked:
     """Ask a server for the description of its state. No tensor moves. ``tls``: as for :func:`fetch`."""
     seconds, limits = _arguments.duration(timeout).total_seconds(), Limits.from_environment()
