@@ -99,7 +99,7 @@ class Measured:
     def look_at_steps(self) -> None:
         """Note when the confirmed step changes, and what was replicated."""
         puller = self._keeper.ring.puller
-        if puller is not None and puller.replicated is not None and not puller.bare:
+        if puller is not None and puller.replicated is not None and not puller.without_room:
             self._replicated = puller.replicated
         label = self._keeper.books.confirmed
         if label is not None and (self._confirmed is None or self._confirmed[0] != label):
@@ -142,7 +142,7 @@ class Measured:
             (names.NEIGHBOURS, others),
             (names.NEIGHBOURS_UP, up),
             (names.REPLICATED_HOSTS, keeper.ring.replicas),
-            (names.WITHOUT_ROOM, puller is not None and puller.bare),
+            (names.WITHOUT_ROOM, puller is not None and puller.without_room),
         ):
             samples.set(family, float(value))
         samples.set(names.INFO, 1, run=keeper.run_name, **self._find_versions())

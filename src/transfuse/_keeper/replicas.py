@@ -260,9 +260,9 @@ class ReplicaPuller:
         self._news = threading.Event()
         self._delta_choices: dict[int, _DeltaChoice] = {}
         self._refill: tuple[Label | None, list[Refill]] = None, []
-        #: The step whose replicas are here, or could not be for want of memory (``bare``).
+        #: The step whose replicas are here, or could not be for want of memory (``without_room``).
         self.replicated: Label | None = None
-        self.bare, self.why_bare = False, ""
+        self.without_room, self.why_without_room = False, ""
         self.last_pull: dict[str, Any] = {}
 
     def wake(self) -> None:
@@ -285,14 +285,15 @@ class ReplicaPuller:
             try:
                 for source in self._sources:
                     self._pull(source, label, self._peers.ranks[source])
-                self.bare = False
+                self.without_room = False
             except _PullAbandoned:
                 continue
             except _Busy:
                 self._stopped.wait(FIRST_PAUSE)
                 continue
             except _NoRoomForReplica as error:
-                self.bare, self.why_bare = True, self.why_bare if self.bare else str(error)
+                if not self.without_room:
+                    self.without_room, self.why_without_room = True, str(error)
                 self._store.complain_of_room(error)
             except Exception as error:
                 if self._stopped.is_set() or self.wanted() != label:
