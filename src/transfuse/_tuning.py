@@ -83,6 +83,8 @@ KEEP_REVIVE_SECONDS = 5.0
 KEEPER_AWAIT_SECONDS = 0.1
 #: How often it looks for one that it has started itself.
 KEEPER_START_SECONDS = 0.02
+#: A keeper that is there has at least this long for its answer, if nearly all the time is gone.
+KEEPER_LEAST_SECONDS = 1.0
 
 # _keeper/commits
 #: How long a commit waits for the keeper's answer, before training goes on without it.
@@ -110,6 +112,9 @@ DOOR_ASK_SECONDS = 5.0
 DOOR_PROVE_SECONDS = 10.0
 #: How often a connection looks whether it is still needed.
 DOOR_LISTEN_SECONDS = 0.5
+#: A keeper that cannot be reached is asked again after the first, then twice as much, at most the second.
+DOOR_FIRST_PAUSE_SECONDS = 0.2
+DOOR_LONGEST_PAUSE_SECONDS = 5.0
 
 # _keeper/overview
 #: How long the keeper of another host may take to say how it is.
@@ -247,6 +252,11 @@ DEVICE_SAMPLE_SECONDS = 60.0
 #: How many bytes of parcels a thread takes at a time to hash. From a device, two such batches are in main memory.
 HASHED_BYTES = 4 << 20
 
+# _memory/streams
+#: While something is awaited on a device: the first pause between two questions, and the longest one.
+DEVICE_FIRST_PAUSE_SECONDS = 20e-6
+DEVICE_LONGEST_PAUSE_SECONDS = 1e-3
+
 # _memory/vm
 VM_CALL_BYTES = 8 << 20
 #: Ranges of about this size are long: the call for each of them does not count.
@@ -271,6 +281,8 @@ METRICS_BUCKET_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30
 # integrations/debug_server
 #: How long a keeper may take to say how it is, for a page of torch's debug server.
 METRICS_KEEPER_SECONDS = 2.0
+#: How long torch's debug server waits for such a page.
+METRICS_PAGE_SECONDS = 60.0
 
 # _metrics/shared_file
 #: How long a process that has written the file of a host's metrics waits until it writes again.

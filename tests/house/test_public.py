@@ -259,7 +259,10 @@ def chosen_in(path: Path) -> Iterator[str]:
             if isinstance(node.value, ast.Constant | ast.BinOp | ast.Tuple):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+                numbers = [each for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
                 yield from (name for name in names if re.search(r"_(SECONDS|BYTES)$", name))
+                if any(type(number.value) in (int, float) for number in numbers):
+                    yield from (name for name in names if re.search("TIMEOUT|PAUSE|PROBE", name))
         elif isinstance(node, ast.Call):
             waits = (node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")) in WAITS
             times = [word.value for word in node.keywords if waits or word.arg in ("timeout", "seconds")]
@@ -296,9 +299,9 @@ def test_every_second_and_every_byte_that_somebody_chose_is_in_one_table() -> No
 
 def test_a_second_that_somebody_chose_is_found(tmp_path: Path) -> None:
     (tmp_path / "room.py").write_text(
-        "WAIT_SECONDS = 3\nsleep(0.1)\ndone.wait(min(2, left))\nask(timeout=5)\n"
+        "WAIT_SECONDS = 3\nFIRST_PAUSE, AGAIN = 1, 2\nsleep(0.1)\ndone.wait(min(2, left))\nask(timeout=5)\n"
         "sleep(PAUSE)\ndone.wait(2 * PAUSE)\nlock.acquire(timeout=0)\nask(number=5)\nsleep(60 * 60)\n"
     )
     assert [found.partition(":")[0] for found in chosen_in(tmp_path / "room.py")] == [
-        "WAIT_SECONDS", "line 2", "line 3", "line 4", "line 9",
+        "WAIT_SECONDS", "FIRST_PAUSE", "line 3", "line 4", "line 5", "line 10",
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.runs import Run
 from transfuse._limits import TLS_VARIABLES, may_start_keeper
 from transfuse._tls import TLS
-from transfuse._tuning import KEEPER_AWAIT_SECONDS, KEEPER_START_SECONDS
+from transfuse._tuning import KEEPER_AWAIT_SECONDS, KEEPER_LEAST_SECONDS, KEEPER_START_SECONDS
 
 SOCKET_NAME, LOG_NAME, LOCK_NAME = "socket", "log", "lock"
 #: Variables of launchers that are meant for workers, not for the keeper.
@@ -109,7 +109,7 @@ def _await(process: subprocess.Popen[bytes], directory: pathlib.Path, seconds: f
 
 
 def _left(until: float) -> float:
-    return max(until - time.monotonic(), 1.0)
+    return max(until - time.monotonic(), KEEPER_LEAST_SECONDS)
 
 
 def _start(lock: Lock, tls: TLS | None = None) -> subprocess.Popen[bytes]:

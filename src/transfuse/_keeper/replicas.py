@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper import frames
-from transfuse._keeper.door import FIRST_PAUSE, LONGEST_PAUSE, ask, connect
+from transfuse._keeper.door import ask, connect
 from transfuse._keeper.freeing import Freeing
 from transfuse._keeper.questions import Lend, Lent, LentSlot, Refill
 from transfuse._keeper.slot_file import Brief, Label, SlotView, make_slots
@@ -42,7 +42,12 @@ from transfuse._metrics.samples import Samples
 from transfuse._progress import Progress
 from transfuse._sizes import human_bytes
 from transfuse._tls import TLS
-from transfuse._tuning import DOOR_ASK_SECONDS, REPLICA_LOOK_SECONDS
+from transfuse._tuning import (
+    DOOR_ASK_SECONDS,
+    DOOR_FIRST_PAUSE_SECONDS,
+    DOOR_LONGEST_PAUSE_SECONDS,
+    REPLICA_LOOK_SECONDS,
+)
 from transfuse._wire.handshake import ControlConnection, key_of
 
 if TYPE_CHECKING:
@@ -272,7 +277,7 @@ class ReplicaPuller:
         """Pull, until ``stopped``."""
         if self._sources:
             from transfuse._keeper import transfers  # noqa: F401 - now: it takes a while, and the lender needs it, too
-        pause, has_complained = FIRST_PAUSE, False
+        pause, has_complained = DOOR_FIRST_PAUSE_SECONDS, False
         while not self._stopped.is_set():
             label = self.wanted()
             if label is None or label == self.replicated:
@@ -289,7 +294,7 @@ class ReplicaPuller:
             except _PullAbandoned:
                 continue
             except _Busy:
-                self._stopped.wait(FIRST_PAUSE)
+                self._stopped.wait(DOOR_FIRST_PAUSE_SECONDS)
                 continue
             except _NoRoomForReplica as error:
                 if not self.without_room:
@@ -303,9 +308,9 @@ class ReplicaPuller:
                     logger.warning("replicas of step %d could not be pulled; trying again: %s", label.step, str(error))
                 has_complained = True
                 self._stopped.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, DOOR_LONGEST_PAUSE_SECONDS)
                 continue
-            self.replicated, pause, has_complained = label, FIRST_PAUSE, False
+            self.replicated, pause, has_complained = label, DOOR_FIRST_PAUSE_SECONDS, False
             self._on_replicated()
 
     def wanted(self) -> Label | None:

@@ -18,7 +18,7 @@ from transfuse._keeper.attach import SOCKET_NAME, Lock
 from transfuse._keeper.files import HELD_NAME, TOKEN_NAME, remove_files
 from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.runs import Run
-from transfuse._tuning import DRAIN_LOOK_SECONDS, OVERVIEW_ASK_SECONDS
+from transfuse._tuning import DRAIN_LOOK_SECONDS, KEEPER_LEAST_SECONDS, OVERVIEW_ASK_SECONDS
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import token_of
 
@@ -155,7 +155,7 @@ def _remove(found: FoundRun) -> None:
         raise Failed(f"a worker is starting a keeper in {found.directory} at this moment")
     with lock:
         with suppress(KeeperLost):
-            KeeperLink.to(str(found.directory / SOCKET_NAME), 1.0).close()
+            KeeperLink.to(str(found.directory / SOCKET_NAME), KEEPER_LEAST_SECONDS).close()
             raise Failed(f"a worker has started a keeper in {found.directory} at this moment")
         remove_files(found.directory)
 
