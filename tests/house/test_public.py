@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -169,6 +170,7 @@ def test_rooms_import_only_from_below() -> None:
 NOT_OURS = {"_C", "_devices", "_fields", "_make", "_timeout", "_values", "_version", "_work"}
 
 
+@functools.cache
 def private_names(tree: ast.AST) -> set[str]:
     """The private names that a class or a module defines."""
     found = set()
