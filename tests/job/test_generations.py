@@ -101,6 +101,16 @@ def test_a_supervisor_gives_up_and_ends_all() -> None:
         transfuse.supervise(die, 2, restarts=1, method="forkserver")
 
 
+def load_data(store: Any, rank: int, size: int, results: pathlib.Path) -> None:
+    loader = torch.utils.data.DataLoader(list(range(4)), num_workers=1)  # type: ignore[arg-type]
+    (results / str(rank)).write_text(str(sum(batch.item() for batch in loader)))
+
+
+def test_a_rank_may_have_processes_of_its_own(tmp_path: pathlib.Path) -> None:
+    transfuse.supervise(load_data, 1, tmp_path, restarts=0, method="forkserver")
+    assert (tmp_path / "0").read_text() == "6"
+
+
 def get_stuck(store: Any, rank: int, size: int, results: pathlib.Path) -> None:
     if rank == 1 and store.add("starts of 1", 1) == 1:
         time.sleep(600)  # In the old group, as it were.

@@ -202,12 +202,15 @@ def supervise(
 
     def start(rank: int) -> Any:
         since[rank] = time.time()
-        process = context.Process(target=_work, args=(work, store.port, rank, size, args), daemon=True)
+        # No daemon: a rank may have processes of its own, as data loaders do.
+        process = context.Process(target=_work, args=(work, store.port, rank, size, args))
         process.start()
         return process
 
-    running = {rank: start(rank) for rank in range(size)}
+    running: dict[int, Any] = {}
     try:
+        for rank in range(size):
+            running[rank] = start(rank)
         while running:
             multiprocessing.connection.wait(
                 [process.sentinel for process in running.values()], timeout=SUPERVISE_LOOK_SECONDS
