@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader
 
 import transfuse
 from transfuse import PeerLost, TransfuseError
@@ -102,7 +103,7 @@ def test_a_supervisor_gives_up_and_ends_all() -> None:
 
 
 def load_data(store: Any, rank: int, size: int, results: pathlib.Path) -> None:
-    loader = torch.utils.data.DataLoader(list(range(4)), num_workers=1)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(list(range(4)), num_workers=1)  # type: ignore[arg-type]
     (results / str(rank)).write_text(str(sum(batch.item() for batch in loader)))
 
 
