@@ -697,5 +697,5 @@ def _sum_up(report: Report, single: list[Report]) -> None:
 
 
 def settings_of(transport: PGTransport) -> tuple[Options, float]:
-    """A transport's options, and its timeout in seconds, for those who receive with it."""
+    """A transport's options, and its timeout in seconds, for readers that receive with it."""
     return transport._options, transport._seconds
