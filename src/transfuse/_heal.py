@@ -10,6 +10,7 @@ every rank          how it went                                  an agreement: a
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -202,6 +203,11 @@ class _Healing:
             if not self._behind:
                 return self._newest
             if not steps and not torn:
+                if calls.rank == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+                    logger.warning(
+                        "torchrun has started all ranks again, and none has a state that could heal the others: the "
+                        "job begins anew. transfuse.keep() holds its state over such restarts"
+                    )
                 return None
             if not steps:
                 # Nobody has anything to send, and some ranks that had something are half-written.

@@ -734,3 +734,8 @@ def _sum_up(report: Report, single: list[Report]) -> None:
         report.route = routes_of(report.route, one.route)
         for what in one.reused:
             report.reuse(what)
+
+
+def settings_of(transport: PGTransport) -> tuple[Options, float]:
+    """A transport's options, and its timeout in seconds, for readers that receive with it."""
+    return transport._options, transport._seconds

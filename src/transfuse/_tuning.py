@@ -19,8 +19,12 @@ DOCTOR_LOOKUP_SECONDS = 3.0
 #: How long two agents of NIXL may take to meet, and one read of 512 KiB.
 DOCTOR_NIXL_SECONDS = 20.0
 DOCTOR_NIXL_READ_SECONDS = 5.0
-#: What a trial of the routes moves, the longest time in which it measures one, and after which it is given up.
+#: How often it is asked whether the read is done.
+DOCTOR_NIXL_LOOK_SECONDS = 0.001
+#: What a trial of the routes moves, the timeout of its transfers, the longest time in which it measures one route, and
+#: the time after which it is given up.
 DOCTOR_STATE_BYTES = 32 << 20
+DOCTOR_TRANSFER_SECONDS = 5.0
 DOCTOR_MEASURED_SECONDS = 0.7
 DOCTOR_TRIAL_SECONDS = 12.0
 
@@ -39,6 +43,9 @@ HUB_COMMIT_SHORT_SECONDS = 1.0
 #: Memory is freed when nobody has asked for anything for this long.
 HUB_COMMIT_FREE_SECONDS = 600.0
 
+#: A wait for a moment ends this long after it, so that the moment has passed.
+HUB_COMMIT_PAST_SECONDS = 0.001
+
 # _hub/hub
 #: What ``save_pretrained`` takes for a file. Clients download several files at once.
 HUB_MAX_SHARD_BYTES = 5_000_000_000
@@ -55,6 +62,8 @@ HUB_SOURCE_BELIEVED_SECONDS = 0.25
 # _job/generations
 #: How often a rank looks for the others.
 REGROUP_LOOK_SECONDS = 0.02
+#: How often a supervisor looks for workers that are stuck, if none ends.
+SUPERVISE_LOOK_SECONDS = 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------- The keeper
@@ -64,18 +73,29 @@ REGROUP_LOOK_SECONDS = 0.02
 BUNDLE_BYTES = 1 << 20
 
 # _keeper/client
+#: How long a worker waits until it tries again to attach to a keeper, if that one ends just now.
+KEEPER_AGAIN_SECONDS = 0.05
 #: How often a lost keeper is started anew, or looked for, when that has failed.
 KEEP_REVIVE_SECONDS = 5.0
 
 # _keeper/attach
 #: How often a worker looks for a keeper that somebody else starts.
 KEEPER_AWAIT_SECONDS = 0.1
+#: How often it looks for one that it has started itself.
+KEEPER_START_SECONDS = 0.02
+#: A keeper that is there has at least this long for its answer, if nearly all the time is gone.
+KEEPER_LEAST_SECONDS = 1.0
 
 # _keeper/commits
 #: How long a commit waits for the keeper's answer, before training goes on without it.
 COMMIT_ANSWER_SECONDS = 5.0
 #: How long a rank that asks for a layout waits for the other ranks of its host, which may share it.
 COMMIT_PARTNER_SECONDS = 5.0
+
+# _keeper/copying
+#: This much of what the host copies from devices is in main memory at once, in two buffers. A small bundle lies in a
+#: buffer whole.
+COMMIT_PIECE_BYTES = 32 << 20
 
 # _keeper/draining
 #: How long a keeper that was told to end waits for what is under way. Kubernetes kills after 30 s.
@@ -92,6 +112,9 @@ DOOR_ASK_SECONDS = 5.0
 DOOR_PROVE_SECONDS = 10.0
 #: How often a connection looks whether it is still needed.
 DOOR_LISTEN_SECONDS = 0.5
+#: A keeper that cannot be reached is asked again after the first, then twice as much, at most the second.
+DOOR_FIRST_PAUSE_SECONDS = 0.2
+DOOR_LONGEST_PAUSE_SECONDS = 5.0
 
 # _keeper/overview
 #: How long the keeper of another host may take to say how it is.
@@ -109,6 +132,8 @@ KEEPER_NOTE_SECONDS = 5.0
 #: How long a worker that takes an ended worker's place waits until its connection is closed.
 KEEPER_CHANGE_SECONDS = 10.0
 KEEPER_ANSWER_SECONDS = 30.0
+#: How often a worker's thread that waits for another worker looks again, if nothing wakes it.
+KEEPER_PEER_SECONDS = 0.1
 #: How long a reader on another host may go without progress.
 KEEPER_SERVE_SECONDS = 60.0
 
@@ -173,13 +198,30 @@ UNKEPT_AGAIN_SECONDS = 30.0
 UNKEPT_WHILE_SECONDS = 10.0
 
 
+# -------------------------------------------------------------------------------------------------------- Integrations
+
+# integrations/rank_state
+#: The tensor's size is the smallest power of two of this that holds twice what is written when it is made.
+RANK_STATE_LEAST_BYTES = 1 << 14
+
+# integrations/vllm
+#: The size of a group, unless ``max_bytes`` says otherwise or one weight is larger.
+VLLM_GROUP_BYTES = 1 << 30
+
+
 # -------------------------------------------------------------------------------------------------------------- Memory
 
 # _memory/arena
 #: A storage of this size or more gets its own allocation.
 ARENA_LARGE_BYTES = 1 << 20
+#: Runs of this size or more are worth the kernel's huge pages.
+ARENA_HUGE_BYTES = 2 << 20
 #: The largest mapping. One small tensor that outlives all others keeps at most this much memory from being released.
 ARENA_MAPPING_BYTES = 16 << 20
+
+# _memory/blocks
+#: The bytes of a storage or a file that have a digest of their own: hosts that compare them must have the same size.
+HASHED_BLOCK_BYTES = 1 << 20
 
 # _keeper/device_commit
 #: Of at most this number of storages on each device, the first bytes are compared with what has landed in a slot.
@@ -214,6 +256,11 @@ WIDENED_ITEMS = 1 << 20
 #: How many bytes of parcels a thread takes at a time to hash. From a device, two such batches are in main memory.
 HASHED_BYTES = 4 << 20
 
+# _memory/streams
+#: While something is awaited on a device: the first pause between two questions, and the longest one.
+DEVICE_FIRST_PAUSE_SECONDS = 20e-6
+DEVICE_LONGEST_PAUSE_SECONDS = 1e-3
+
 # _memory/vm
 VM_CALL_BYTES = 8 << 20
 #: Ranges of about this size are long: the call for each of them does not count.
@@ -238,16 +285,34 @@ METRICS_BUCKET_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30
 # integrations/debug_server
 #: How long a keeper may take to say how it is, for a page of torch's debug server.
 METRICS_KEEPER_SECONDS = 2.0
+#: How long torch's debug server waits for such a page.
+METRICS_PAGE_SECONDS = 60.0
 
 # _metrics/shared_file
 #: How long a process that has written the file of a host's metrics waits until it writes again.
 METRICS_WRITE_SECONDS = 1.0
 #: How long the end of a process waits for its turn to write there.
 METRICS_EXIT_SECONDS = 2.0
+#: How often it tries to get the turn.
+METRICS_LOCK_SECONDS = 0.01
 
 # _keeper/process
 #: How often a keeper tries again to listen for metrics, if its port is taken.
 KEEPER_METRICS_SECONDS = 5.0
+
+
+# -------------------------------------------------------------------------------------------------- PyTorch's own wire
+
+# dropin/torch
+#: This many bytes of temporary copies may be under way. Beyond that, a sender waits for the oldest copy.
+DROPIN_WINDOW_BYTES = 256 << 20
+#: A longer pickle means a garbled length. Metadata takes some hundred bytes per leaf.
+DROPIN_MAX_META_BYTES = 1 << 32
+#: Backends count whole milliseconds, and 0 means the group's own timeout.
+DROPIN_LEAST_SECONDS = 0.001
+#: How long a thread waits for what another thread ends, and how long a call that has failed waits for that thread.
+DROPIN_PATIENCE_SECONDS = 86_400.0
+DROPIN_END_SECONDS = 1.0
 
 
 # ------------------------------------------------------------------------------------------------------------ Progress
@@ -269,6 +334,10 @@ SERVER_END_SECONDS = 3.0
 
 
 # ------------------------------------------------------------------------------------------------------------ The wire
+
+# _wire/accepting
+#: How long a listener that could not take a connection waits: perhaps the process is out of descriptors, and gets some.
+ACCEPT_AGAIN_SECONDS = 0.1
 
 # _wire/device_route
 #: How many bytes are copied on a device between two looks whether the caller stops.
@@ -303,6 +372,13 @@ HTTP_ROOM_SECONDS = 1.0
 #: How long closing waits for threads that have been cut off.
 HTTP_END_SECONDS = 5.0
 
+#: How long a client that is turned away may take for the answer.
+HTTP_REFUSE_SECONDS = 1.0
+
+# _wire/interface
+#: How long gloo may take to say on which address a device listens.
+INTERFACE_PROBE_SECONDS = 1.0
+
 # _wire/listener
 #: The listener logs at most one warning about strangers in this time.
 LISTENER_COMPLAINT_SECONDS = 1.0
@@ -322,6 +398,8 @@ NIXL_PROGRESS_MICROSECONDS = 10_000
 NIXL_LINGER_SECONDS = 60.0
 #: How long the end of the process waits for calls that other threads make.
 NIXL_EXIT_SECONDS = 1.0
+#: How often it looks whether they have ended.
+NIXL_LOOK_SECONDS = 0.01
 #: How long the agent's destructor may take at exit. A process hung at its end once; the cause was not found.
 NIXL_DESTROY_SECONDS = 30.0
 
@@ -332,6 +410,8 @@ NIXL_AGENT_SECONDS = 1.0
 NIXL_MAX_METADATA_BYTES = 32 << 20
 NIXL_CHUNK_BYTES = 4 << 20
 NIXL_LEAST_CHUNK_BYTES = 64 << 10
+#: The slowest link that is not taken for a dead one, in bytes per second.
+NIXL_SLOWEST_BYTES = 1 << 20
 #: Seconds between two questions whether a read is done: the first, and the longest. And how often it is asked whether
 #: the caller stops.
 NIXL_LEAST_POLL_SECONDS = 20e-6
@@ -339,6 +419,14 @@ NIXL_POLL_SECONDS = 1e-3
 NIXL_STOP_SECONDS = 0.02
 #: How long a read that is no longer needed may take to end, so that its staging need not be given up.
 NIXL_GOODBYE_SECONDS = 0.5
+
+# _wire/operations
+#: The longest wait, 20 days. Some groups take milliseconds as an int32, and more would not fit.
+GROUP_LONGEST_SECONDS = 1_728_000
+#: The shortest wait. For less than 1 ms gloo uses its own default.
+GROUP_LEAST_SECONDS = 0.002
+#: When a receiver that waits for parcels on an accelerator first asks whether its peer is still there.
+PROBE_FIRST_SECONDS = 0.05
 
 # _wire/pool
 #: Seconds until a connection with a peer is tried again after none could be made.
@@ -374,8 +462,15 @@ STREAM_SLICE_SECONDS = 0.1
 STREAM_MOST_SECONDS = 32767
 
 # _wire/switchboard
-#: The longest pause of a watch, and how long it stays after the last conversation, in seconds.
+#: The longest pause of a watch, and how long it stays after the last conversation.
+WATCH_PAUSE_SECONDS = 0.1
 WATCH_LINGER_SECONDS = 1.0
+#: How often a thread that waits for a header looks whether another one has taken over.
+WATCH_OWNER_SECONDS = 0.1
+
+# _wire/turns
+#: How long the lower rank waits until it asks again.
+TURN_AGAIN_SECONDS = 0.01
 
 
 # ----------------------------------------------------------------------------------------- Threads that are used again

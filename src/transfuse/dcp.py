@@ -51,7 +51,7 @@ from transfuse._state.leaves import values
 from transfuse._state.leaves.registry import Registry
 from transfuse._state.leaves.spec import Spec, is_sharded, of_plain_tensors
 from transfuse._state.manifest import Leaf
-from transfuse._transport import PGTransport
+from transfuse._transport import PGTransport, settings_of
 
 __all__ = ["DirectoryReader", "KeeperReader", "KeeperWriter", "PeerReader"]
 
@@ -194,14 +194,15 @@ class PeerReader(_LateReader):
         super().__init__()
         if not isinstance(transport, PGTransport):
             raise TypeError(f"transport takes a transfuse.PGTransport, got a {type(transport).__name__}")
-        if transport._options.map_path is not None:
+        options, seconds = settings_of(transport)
+        if options.map_path is not None:
             raise ValueError("PeerReader takes a transport without map_path: the planner chooses the names to load")
         self._transport = transport
         self._src_ranks = ranks_of("src_ranks", src_ranks)
         if not self._src_ranks:
             raise ValueError("src_ranks is empty: a load needs a source")
         self._step = check_step(step)
-        seconds, chosen = transport._seconds, (self._src_ranks, self._step)
+        chosen = self._src_ranks, self._step
 
         def receive(late: Late) -> None:
             transport.receive(chosen[0], step=chosen[1], late=late)

@@ -211,7 +211,7 @@ def test_a_probe_by_exit_code(home: Home) -> None:  # noqa: F811
     with Job(1) as job:
         job.start([lambda: {"w": torch.ones(2)}])
         job.commit(1)
-        with keeper._changed:
+        with keeper.changed:
             keeper.books.slot(0, 0).pins += 1  # Somebody reads.
         keeper.drain()
         until(lambda: keeper.is_draining)
@@ -221,7 +221,7 @@ def test_a_probe_by_exit_code(home: Home) -> None:  # noqa: F811
             "transfuse keep: the keeper of run job was told to end, and takes no new commits\n",
         )
         assert "drains" in run("--status").output
-        with keeper._changed:
+        with keeper.changed:
             keeper.books.slot(0, 0).pins -= 1
         assert home.ended(keeper)
 

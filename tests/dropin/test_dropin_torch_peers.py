@@ -210,7 +210,7 @@ def test_a_group_that_refuses_to_send_counts_as_lost() -> None:
 
 def test_copies_on_the_way_out_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most three of 40 bytes are under way, counting the one that is too much."""
-    monkeypatch.setattr(ours, "_WINDOW", 100)
+    monkeypatch.setattr(ours, "DROPIN_WINDOW_BYTES", 100)
     sent = expected = 0
     under_way: list[int] = []
 
@@ -245,7 +245,7 @@ def test_copies_on_the_way_out_are_limited(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_copies_on_the_way_in_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "_WINDOW", 100)
+    monkeypatch.setattr(ours, "DROPIN_WINDOW_BYTES", 100)
     source = {f"t{i}": torch.randn(10) for i in range(8)}
     target = {f"t{i}": torch.zeros(20)[::2] for i in range(8)}
     transfer(source, target)

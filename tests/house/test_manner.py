@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import transfuse
-from transfuse import dcp
+from transfuse import dcp, integrations
 from transfuse._hub.hub import HubSettings
 from transfuse._job.face import BEFORE, RENAMED
 from transfuse._keeper.settings import KeepSettings
@@ -22,8 +24,8 @@ from transfuse.integrations import check_options, ray
 AS_TORCH = {"PGTransport"}
 #: In this order, where there are several of them.
 ORDER = (
-    "address", "state", "rank_state", "step", "load", "load_rank_state", "group", "host", "port", "token", "timeout",
-    "device", "on_report", "options",
+    "address", "state", "rank_state", "step", "load", "load_rank_state", "group", "host", "port", "token", "tls",
+    "timeout", "device", "on_report", "options",
 )  # fmt: skip
 #: The default of each name, wherever it has one.
 DEFAULTS = {
@@ -35,6 +37,7 @@ DEFAULTS = {
     "timeout": 60,
     "device": None,
     "token": None,
+    "tls": None,
     "port": 0,
     "on_report": None,
     "same_host": True,
@@ -44,6 +47,8 @@ DEFAULTS = {
 }
 #: What may be given without a name.
 BY_PLACE = {"address", "state", "store", "rank", "size", "work", "args", "dataset", "batch_size"}
+#: Classes of the public rooms that users construct.
+MADE = (dcp.KeeperReader, dcp.KeeperWriter, dcp.PeerReader, dcp.DirectoryReader)
 
 
 def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -54,7 +59,8 @@ def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
         if callable(found) and not is_error and not inspect.isclass(found):
             yield name, found
     yield from (("State", transfuse.State), ("RNG", transfuse.RNG), ("Loader", transfuse.Loader))
-    yield from (("KeeperWriter", dcp.KeeperWriter), ("KeeperReader", dcp.KeeperReader), ("ray.register", ray.register))
+    yield from ((made.__name__, made) for made in MADE)
+    yield "ray.register", ray.register
 
 
 CALLS = dict(calls())
@@ -75,6 +81,25 @@ def test_one_manner(name: str) -> None:
             assert parameter.default == DEFAULTS[each], each
         if each in ORDER and each not in BY_PLACE:
             assert parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD), each
+
+
+def test_all_that_users_construct_is_among_them() -> None:
+    made = {name for name in dcp.__all__ if inspect.isclass(getattr(dcp, name))}
+    assert made == {each.__name__ for each in MADE}
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_a_callback_takes_what_keep_takes(framework: str) -> None:
+    """It has no signature of its own that could differ. The file is read, because importing a framework takes long."""
+    path = Path(integrations.__file__).with_name(f"{framework}.py")
+    (callback,) = (
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "KeepCallback"
+    )
+    (init,) = (node for node in callback.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    assert ast.unparse(init.args) == "self, *given: object, **options: Any"
+    assert ast.unparse(init.body[0]) == "check_options(given, options)"
 
 
 #: The class that holds the arguments of a call, checked.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -164,6 +166,44 @@ def test_rooms_import_only_from_below() -> None:
                 assert floor[other] < floor[room] or floor[other] == floor[room] == 0, f"{path} imports {name}"
 
 
+#: Names of torch's and Python's own objects that are also private names of ours.
+NOT_OURS = {"_C", "_devices", "_fields", "_make", "_timeout", "_values", "_version", "_work"}
+
+
+@functools.cache
+def private_names(tree: ast.AST) -> set[str]:
+    """The private names that a class or a module defines."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            found.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_what_is_private_is_used_where_it_is_defined() -> None:
+    """In its class, in functions of the same module, and among the classes of a module that are private themselves."""
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    ours = set().union(*map(private_names, trees.values())) - NOT_OURS
+    reaches = []
+    for path, tree in trees.items():
+        private = [top for top in tree.body if isinstance(top, ast.ClassDef) and top.name.startswith("_")]
+        for top in tree.body:
+            homes = [top, *private] if isinstance(top, ast.ClassDef) else [tree]
+            away = ours - set().union(*map(private_names, homes))
+            for node in ast.walk(top):
+                if isinstance(node, ast.Attribute) and node.attr in away:
+                    whose = ast.unparse(node.value)
+                    if whose not in ("self", "cls", "super()"):
+                        reaches.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {whose}.{node.attr}")
+    assert reaches == []
+
+
 def test_the_listing_is_short() -> None:
     files = [path.name for path in PACKAGE.glob("*.py")]
     rooms = [path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
@@ -202,29 +242,68 @@ def test_the_package_is_typed() -> None:
 
 #: Lengths that a format fixes, and sums of others: they are with the format.
 FIXED = {
-    "DIGEST_BYTES", "HEADER_BYTES", "HEAD_BYTES", "HELLO_BYTES", "KEY_BYTES", "MARK_BYTES", "MAX_HEADER_BYTES",
-    "MAX_SOCKET_NAME_BYTES", "MAX_SOCKET_PATH_BYTES", "MAX_BASE_BYTES", "NONCE_BYTES", "PIECE_BYTES", "PROOF_BYTES",
-    "ROW_BYTES", "TOKEN_BYTES", "WIDE_BYTES", "BLOCK_BYTES",
+    "BLOCK_BYTES", "DIGEST_BYTES", "HEADER_BYTES", "HEAD_BYTES", "HELLO_BYTES", "KEY_BYTES", "MARK_BYTES",
+    "MAX_BASE_BYTES", "MAX_HEADER_BYTES", "MAX_SOCKET_NAME_BYTES", "MAX_SOCKET_PATH_BYTES", "NONCE_BYTES",
+    "PROOF_BYTES", "ROW_BYTES", "TOKEN_BYTES", "WIDE_BYTES",
 }  # fmt: skip
 
 
-#: Two rules are tables of their own; the launcher of ranks, and what stands on the public face alone, import no room.
-OTHER_TABLES = ("_tuning.py", "_sizes.py", "_timeouts.py", "integrations", "testing")
+#: Two rules are tables of their own, and the launcher of ranks imports no room.
+OTHER_TABLES = ("_tuning.py", "_sizes.py", "_timeouts.py", "testing")
+#: What a call of these waits, or is willing to wait, is a time.
+WAITS = {"acquire", "join", "settimeout", "sleep", "timedelta", "wait"}
+
+
+def chosen_in(path: Path) -> Iterator[str]:
+    """Each second and each byte that somebody chose here: constants by their names, and times that a call is given."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            if isinstance(node.value, ast.Constant | ast.BinOp | ast.Tuple):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+                numbers = [each for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+                yield from (name for name in names if re.search(r"_(SECONDS|BYTES)$", name))
+                if any(type(number.value) in (int, float) for number in numbers):
+                    yield from (name for name in names if re.search("TIMEOUT|PAUSE|PROBE", name))
+        elif isinstance(node, ast.Call):
+            waits = (node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")) in WAITS
+            times = [word.value for word in node.keywords if waits or word.arg in ("timeout", "seconds")]
+            for time in [*node.args, *times] if waits else times:
+                if any(is_chosen(part) for part in summands(time)):
+                    yield f"line {node.lineno}: {ast.unparse(time)}"
+
+
+def summands(time: ast.expr) -> Iterator[ast.expr]:
+    """A time, and what it is the sum, the least or the largest of. A multiple of another time is that one's share."""
+    yield time
+    parts: list[ast.expr] = []
+    if isinstance(time, ast.BinOp) and isinstance(time.op, ast.Add | ast.Sub):
+        parts = [time.left, time.right]
+    elif isinstance(time, ast.Call) and isinstance(time.func, ast.Name) and time.func.id in ("max", "min"):
+        parts = time.args
+    for part in parts:
+        yield from summands(part)
+
+
+def is_chosen(time: ast.expr) -> bool:
+    parts = list(ast.walk(time))
+    numbers = [part for part in parts if isinstance(part, ast.Constant) and type(part.value) in (int, float)]
+    return any(number.value for number in numbers) and not any(isinstance(part, ast.Name) for part in parts)
 
 
 def test_every_second_and_every_byte_that_somebody_chose_is_in_one_table() -> None:
     found = []
     for path in PACKAGE.rglob("*.py"):
-        if path.relative_to(PACKAGE).parts[0] in OTHER_TABLES:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.BinOp | ast.Tuple):
-                targets: list[ast.expr] = node.targets
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Constant | ast.BinOp | ast.Tuple):
-                targets = [node.target]
-            else:
-                continue
-            names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
-            chosen = [name for name in names if re.search(r"_(SECONDS|BYTES)$", name)]
-            found += [f"{path.name}: {name}" for name in chosen if name.lstrip("_") not in FIXED]
+        if path.relative_to(PACKAGE).parts[0] not in OTHER_TABLES:
+            found += [f"{path.name}: {name}" for name in chosen_in(path) if name.lstrip("_") not in FIXED]
     assert found == []
+
+
+def test_a_second_that_somebody_chose_is_found(tmp_path: Path) -> None:
+    (tmp_path / "room.py").write_text(
+        "WAIT_SECONDS = 3\nFIRST_PAUSE, AGAIN = 1, 2\nsleep(0.1)\ndone.wait(min(2, left))\nask(timeout=5)\n"
+        "sleep(PAUSE)\ndone.wait(2 * PAUSE)\nlock.acquire(timeout=0)\nask(number=5)\nsleep(60 * 60)\n"
+    )
+    assert [found.partition(":")[0] for found in chosen_in(tmp_path / "room.py")] == [
+        "WAIT_SECONDS", "FIRST_PAUSE", "line 3", "line 4", "line 5", "line 10",
+    ]  # fmt: skip

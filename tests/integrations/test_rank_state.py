@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from transfuse import RNG, StateError
-from transfuse.integrations.rank_state import LEAST_BYTES, Packer, unpack
+from transfuse._tuning import RANK_STATE_LEAST_BYTES
+from transfuse.integrations.rank_state import Packer, unpack
 
 
 def draws() -> list[float]:
@@ -43,7 +44,7 @@ def test_a_history_grows_and_the_tensor_seldom_does() -> None:
         sizes.append(len(packed))
     assert unpack(packed)["history"] == history
     assert len(set(sizes)) <= 5
-    assert sizes[0] == LEAST_BYTES
+    assert sizes[0] == RANK_STATE_LEAST_BYTES
 
 
 class Unreadable:

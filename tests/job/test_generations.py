@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader
 
 import transfuse
 from transfuse import PeerLost, TransfuseError
@@ -99,6 +100,16 @@ def die(store: Any, rank: int, size: int) -> None:
 def test_a_supervisor_gives_up_and_ends_all() -> None:
     with pytest.raises(TransfuseError, match="rank 1 ended with 3, and all 1 restarts are used up"):
         transfuse.supervise(die, 2, restarts=1, method="forkserver")
+
+
+def load_data(store: Any, rank: int, size: int, results: pathlib.Path) -> None:
+    loader: DataLoader[Any] = DataLoader(list(range(4)), num_workers=1)  # type: ignore[arg-type]
+    (results / str(rank)).write_text(str(sum(batch.item() for batch in loader)))
+
+
+def test_a_rank_may_have_processes_of_its_own(tmp_path: pathlib.Path) -> None:
+    transfuse.supervise(load_data, 1, tmp_path, restarts=0, method="forkserver")
+    assert (tmp_path / "0").read_text() == "6"
 
 
 def get_stuck(store: Any, rank: int, size: int, results: pathlib.Path) -> None:

@@ -30,7 +30,7 @@ def by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "KEEP_REVIVE_SECONDS", 0.05)
-    monkeypatch.setattr(door, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(door, "DOOR_LONGEST_PAUSE_SECONDS", 0.2)
 
 
 def commit_until_confirmed(home: Home, job: Job, states: list[Any], *hosts: str) -> int:  # noqa: F811

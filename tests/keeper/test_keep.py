@@ -416,7 +416,7 @@ def test_a_keeper_that_is_lost_before_the_restore_is_no_reason_to_begin_anew(kee
     with Job(2, timeout=4.0 if is_frozen else SECONDS) as job, ExitStack() as stack:
         job.start(same(*targets))
         if is_frozen:
-            stack.enter_context(keeper._changed)  # It does not answer.
+            stack.enter_context(keeper.changed)  # It does not answer.
         else:
             link = job.keeps[0]._link
             assert link is not None
@@ -514,7 +514,7 @@ def test_ranks_that_find_their_keeper_again_one_after_the_other_still_share(home
         assert job.commit(1) == ["committed"] * 2
         keeper.stop()
         assert home.ended(keeper)
-        for worker in list(keeper._workers.values()):
+        for worker in list(keeper.workers.values()):
             worker.link.close()  # As the end of its process does.
         home.start()
         first, second = job.keeps
@@ -552,7 +552,7 @@ def test_a_keeper_that_comes_back_and_finds_no_room_costs_a_warning_and_no_train
             assert job.commit(1) == ["committed"] * 2
         keeper.stop()
         assert home.ended(keeper)
-        for worker in list(keeper._workers.values()):
+        for worker in list(keeper.workers.values()):
             worker.link.close()  # As the end of its process does.
         monkeypatch.setattr(allotment, "free_memory", lambda: 0)
         home.start()

@@ -127,7 +127,7 @@ def test_a_keeper_that_cannot_be_reached_costs_a_warning(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(door, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(door, "DOOR_LONGEST_PAUSE_SECONDS", 0.2)
     keepers = [home.start(host) for host in ("a", "b")]
     states = [{"w": torch.zeros(5000)} for _ in range(2)]
     with Job(2) as job:

@@ -196,7 +196,7 @@ def test_a_keeper_that_is_killed_while_it_allocates(
     states: list[dict[str, Any]] = [{"w": torch.zeros(4)} for _ in range(2)]
 
     def is_killed(sizes: list[int]) -> list[Any]:
-        for worker in list(keeper._workers.values()):
+        for worker in list(keeper.workers.values()):
             worker.link.close()  # As the end of its process does.
         raise KeeperLost("the kernel ends it")
 

@@ -201,7 +201,7 @@ def test_a_keeper_that_ends_says_so_and_one_that_is_stuck_too(
     holding, held = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with keeper._changed:
+        with keeper.changed:
             held.set()
             holding.wait(SECONDS)
 
@@ -212,7 +212,7 @@ def test_a_keeper_that_ends_says_so_and_one_that_is_stuck_too(
     holding.set()
     thread.join()
     assert get(address, "/healthz") == (200, "ok\n")
-    with keeper._changed:  # It looks for the end now and then, under the lock.
+    with keeper.changed:  # It looks for the end now and then, under the lock.
         keeper.stop()
         assert get(address, "/healthz") == (503, "draining: the keeper ends\n")
         assert keeper.measured.text().count("transfuse_keeper_draining 1\n") == 1

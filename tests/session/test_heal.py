@@ -149,6 +149,18 @@ def test_if_nobody_is_behind_each_rank_says_one_word_to_each_other_and_nothing_i
         assert all(word.startswith(messages.MAGIC) for word in group.sent), "plain bytes, no pickle"
 
 
+@pytest.mark.parametrize(("restarts", "warnings"), [("0", 0), ("2", 1)])
+def test_ranks_that_torchrun_has_all_started_again_are_told_what_would_hold_their_state(
+    restarts: str, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    assert [outcome.get() for outcome in healed([Worker(None), Worker(None)])] == [None, None]
+    assert len([text for text in caplog.messages if "transfuse.keep() holds its state" in text]) == warnings
+    caplog.clear()
+    assert [outcome.get() for outcome in healed([Worker(3), Worker(None)])] == [3, 3]
+    assert not [text for text in caplog.messages if "torchrun" in text]
+
+
 def test_a_rank_that_has_nothing_is_behind_one_at_step_zero() -> None:
     workers = [Worker(0), Worker(None)]
     workers[0].weight.fill_(3)

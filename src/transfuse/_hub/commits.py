@@ -31,7 +31,12 @@ from transfuse._hub.safetensors_layout import INDEX_NAME, File, FileLayout
 from transfuse._hub.sources import Buffer, NotTold, Source
 from transfuse._memory.blocks import digests_at
 from transfuse._report import Version
-from transfuse._tuning import HUB_COMMIT_FREE_SECONDS, HUB_COMMIT_SHORT_SECONDS, HUB_COMMIT_WAIT_SECONDS
+from transfuse._tuning import (
+    HUB_COMMIT_FREE_SECONDS,
+    HUB_COMMIT_PAST_SECONDS,
+    HUB_COMMIT_SHORT_SECONDS,
+    HUB_COMMIT_WAIT_SECONDS,
+)
 
 logger = logging.getLogger("transfuse")
 
@@ -307,7 +312,7 @@ class Commits:
                     return None
                 if now > until:
                     return None
-                self._changed.wait(min(soonest, until) - now + 0.001)
+                self._changed.wait(min(soonest, until) - now + HUB_COMMIT_PAST_SECONDS)
             raise Unavailable("the hub was closed")
 
     def _copy(self, number: int, buffer: Buffer) -> Commit:

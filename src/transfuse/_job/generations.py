@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from transfuse import _arguments
 from transfuse._errors import PeerLost, TransfuseError
-from transfuse._tuning import REGROUP_LOOK_SECONDS
+from transfuse._tuning import REGROUP_LOOK_SECONDS, SUPERVISE_LOOK_SECONDS
 
 logger = logging.getLogger("transfuse")
 
@@ -202,14 +202,19 @@ def supervise(
 
     def start(rank: int) -> Any:
         since[rank] = time.time()
-        process = context.Process(target=_work, args=(work, store.port, rank, size, args), daemon=True)
+        # No daemon: a rank may have processes of its own, as data loaders do.
+        process = context.Process(target=_work, args=(work, store.port, rank, size, args))
         process.start()
         return process
 
-    running = {rank: start(rank) for rank in range(size)}
+    running: dict[int, Any] = {}
     try:
+        for rank in range(size):
+            running[rank] = start(rank)
         while running:
-            multiprocessing.connection.wait([process.sentinel for process in running.values()], timeout=1)
+            multiprocessing.connection.wait(
+                [process.sentinel for process in running.values()], timeout=SUPERVISE_LOOK_SECONDS
+            )
             for rank in _stuck(store, size, time.time() - seconds):
                 if rank in running and since[rank] < time.time() - seconds:
                     logger.warning("rank %d is stuck in the old group, and is ended", rank)

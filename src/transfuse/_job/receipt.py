@@ -12,14 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from transfuse._errors import StateError, TargetMismatch
 from transfuse._job.state import State, StatePart, belongs_to_rank
+from transfuse._limits import Limits
 from transfuse._options import FetchKeywords, OptionKeywords
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.left_over import Unplaced, check_nothing_was_removed, unplaced
 from transfuse._plan.match import Prepared
 from transfuse._state import trees
-from transfuse._state.leaves.own_mesh import own_mesh
+from transfuse._state.leaves.codec import MeshDescription
+from transfuse._state.leaves.dtensors import is_dtensor
 from transfuse._state.returned_copies import ReturnedCopies
 
 
@@ -33,9 +37,12 @@ class Receipt:
         #: Objects and plain values that take what could not land in place.
         self._takers: list[StatePart] = []
 
-    def mesh(self) -> Any:
-        """The mesh for DTensors that arrive fresh: the target's own."""
-        return own_mesh(self.target)
+    def mesh(self) -> Callable[[MeshDescription], DeviceMesh] | None:
+        """For the option ``mesh``: DTensors that arrive fresh, as new moments, get one of the target's own."""
+        _, leaves = trees.flatten(self.target, max_depth=Limits.from_environment().max_depth)
+        found = (leaf.device_mesh for leaf in leaves if is_dtensor(leaf))
+        meshes = list({id(mesh): mesh for mesh in found}.values())
+        return (lambda described: _most_like(described, meshes)) if meshes else None
 
     def permit(
         self,
@@ -120,3 +127,13 @@ class Receipt:
                 call = f"{place.path}: {type(place.value).__name__}.load_state_dict()"
                 raise StateError(f"{call} has raised {type(error).__name__}: {error}") from error
         self._copies.check_taken(self._state.tree)
+
+
+def _most_like(described: MeshDescription, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The mesh for a DTensor that was on another one: of the same names and shape, or of as many dimensions."""
+
+    def likeness(mesh: DeviceMesh) -> tuple[bool, bool, bool]:
+        names, shape = mesh.mesh_dim_names, tuple(mesh.shape)
+        return mesh.ndim == len(described.shape), names == described.dim_names, shape == described.shape
+
+    return max(meshes, key=likeness)

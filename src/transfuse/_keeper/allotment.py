@@ -16,6 +16,7 @@ from transfuse._keeper.slot_file import Label, SlotFile, make_slots, round_up
 from transfuse._keeper.slot_policy import Books, slot_bytes
 from transfuse._memory.available import free_memory
 from transfuse._sizes import human_bytes
+from transfuse._tuning import KEEPER_PEER_SECONDS
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Allotment:
                     self._books.leave_out(rank, label)
                     self._changed.notify_all()
                     return frames.Slot(None, why=f"ranks {absent} of this host do not commit this step"), []
-                self._changed.wait(0.1)
+                self._changed.wait(KEEPER_PEER_SECONDS)
             if rank not in self._laid:
                 # This rank is the last to come, or has waited long enough: it decides for all that are here.
                 here = {rank: lay}

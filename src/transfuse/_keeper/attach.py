@@ -18,7 +18,7 @@ from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.runs import Run
 from transfuse._limits import TLS_VARIABLES, may_start_keeper
 from transfuse._tls import TLS
-from transfuse._tuning import KEEPER_AWAIT_SECONDS
+from transfuse._tuning import KEEPER_AWAIT_SECONDS, KEEPER_LEAST_SECONDS, KEEPER_START_SECONDS
 
 SOCKET_NAME, LOG_NAME, LOCK_NAME = "socket", "log", "lock"
 #: Variables of launchers that are meant for workers, not for the keeper.
@@ -65,7 +65,7 @@ def find(run: Run, until: float, is_wanted: Callable[[], bool] = lambda: True) -
             return lock
         if time.monotonic() > until:
             raise TransfuseError(_in_vain(run.directory))
-        time.sleep(0.02)
+        time.sleep(KEEPER_START_SECONDS)
 
 
 def _await_service(run: Run, seconds: float, until: float, is_wanted: Callable[[], bool]) -> KeeperLink:
@@ -102,14 +102,14 @@ def _await(process: subprocess.Popen[bytes], directory: pathlib.Path, seconds: f
             raise TransfuseError(cannot_write(directory, _try_to_write(directory) or _last_words(directory)))
         if code is not None:
             raise TransfuseError(f"the keeper ended with code {code}:\n{_last_words(directory)}")
-        time.sleep(0.02)
+        time.sleep(KEEPER_START_SECONDS)
     process.kill()
     process.wait()
     raise TransfuseError(f"the keeper did not start within {seconds:g} s:\n{_last_words(directory)}")
 
 
 def _left(until: float) -> float:
-    return max(until - time.monotonic(), 1.0)
+    return max(until - time.monotonic(), KEEPER_LEAST_SECONDS)
 
 
 def _start(lock: Lock, tls: TLS | None = None) -> subprocess.Popen[bytes]:

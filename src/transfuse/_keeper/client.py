@@ -38,7 +38,6 @@ from transfuse._keeper.commits import (
 from transfuse._keeper.device_commit import captures, check_no_capture, guess
 from transfuse._keeper.frames import KeeperEnds, KeeperLink, KeeperLost
 from transfuse._keeper.one_call import OneCall
-from transfuse._keeper.own_address import own_address
 from transfuse._keeper.settings import KeepSettings
 from transfuse._keeper.slot_file import Label, SlotView
 from transfuse._keeper.slot_policy import ranks_and_have
@@ -54,7 +53,8 @@ from transfuse._report import Step
 from transfuse._session.remembered import Remembered
 from transfuse._state.region import Ints
 from transfuse._tls import tls_of
-from transfuse._tuning import COMMIT_ANSWER_SECONDS, COMMIT_PARTNER_SECONDS, KEEP_REVIVE_SECONDS
+from transfuse._tuning import COMMIT_ANSWER_SECONDS, COMMIT_PARTNER_SECONDS, KEEP_REVIVE_SECONDS, KEEPER_AGAIN_SECONDS
+from transfuse._wire.interface import own_address
 from transfuse._wire.roll_call import Agreement
 
 logger = logging.getLogger("transfuse")
@@ -314,7 +314,7 @@ class Keep:
                 link.close()
                 if not isinstance(error, KeeperLost) or time.monotonic() > until:
                     raise
-            time.sleep(0.05)
+            time.sleep(KEEPER_AGAIN_SECONDS)
 
     def _greet(self, link: KeeperLink) -> frames.Welcome:
         settings, here = self._settings, runs.Process.of(os.getpid())
@@ -363,9 +363,9 @@ class Keep:
         """
 
         def look() -> restoring.KeptStep | None:
-            return restoring.look(self.members, self._link, self._asking, self._seconds, self._settings.options)
+            return self._agreement.together("looking at what is kept", lambda: restoring.look(access_of(self)))
 
-        return self._call.run("look", lambda: self._agreement.together("looking at what is kept", look))
+        return self._call.run("look", look)
 
     def restore(self, *, missing_ok: bool = False) -> Step | None:
         """Restore the newest step that the keepers hold whole, in place, on all ranks. Every rank calls this.
@@ -406,15 +406,11 @@ class Keep:
         self._agreement.gather(b"", "ending the commits that go on")
         self._last = None
         restored = restoring.restore(
-            self.members,
-            self._link,
-            self._asking,
+            access_of(self),
             restoring.RestoreRequest(
                 state=self._settings.state,
                 load_rank_state=self._settings.rank_state.load,
-                seconds=self._seconds,
                 missing_ok=missing_ok,
-                options=self._settings.options,
                 again=runs.how_to_come_again(self._settings.run, self._settings.linger),
             ),
         )
@@ -842,7 +838,7 @@ class Keep:
             except (TransfuseError, OSError) as error:
                 logger.debug("looking for the keeper: %s", error)
                 if self._closed:
-                    time.sleep(0.1)
+                    time.sleep(KEEPER_AGAIN_SECONDS)
                 self._hurry.wait(KEEP_REVIVE_SECONDS)
 
     # -------------------------------------------------------------------------------------------------- the end
@@ -901,3 +897,8 @@ class Keep:
             self.close()
         else:
             self.detach()
+
+
+def access_of(keep: Keep) -> restoring.Access:
+    """How other modules of this room reach the keeper and the ranks of a ``Keep``, without a public name on it."""
+    return restoring.Access(keep.members, keep._link, keep._asking, keep._settings)

@@ -19,16 +19,12 @@ import torch
 from transfuse._keeper.bundle_table import COMPARED, NO_DIGEST, PRIVATE, Bundles, StoragePlaces
 from transfuse._keeper.slot_file import SlotView
 from transfuse._memory import blocks, device_copies, vm
-from transfuse._memory.blocks import BLOCK_BYTES, Task
+from transfuse._memory.blocks import Task
 from transfuse._state.leaves import dense
 from transfuse._state.manifest import Described
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
-from transfuse._tuning import BUNDLE_BYTES
-
-#: Of what comes from devices by the host's hands, this much is in main memory at once, in two buffers. A small bundle
-#: lies in a buffer whole.
-PIECE_BYTES = 32 * BLOCK_BYTES
+from transfuse._tuning import BUNDLE_BYTES, COMMIT_PIECE_BYTES, HASHED_BLOCK_BYTES
 
 
 @dataclass(eq=False)
@@ -165,7 +161,7 @@ class _Work:
         if not wanted:
             return
         most = sum(int(self._bundles.nbytes[number]) for number in wanted)
-        nbytes = min(most, max(PIECE_BYTES // 2, BUNDLE_BYTES))
+        nbytes = min(most, max(COMMIT_PIECE_BYTES // 2, BUNDLE_BYTES))
 
         def bring(parts: Sequence[_PiecePart], buffer: torch.Tensor) -> None:
             runs = [
@@ -189,7 +185,7 @@ class _Work:
                 self._blocks[number] = blocks.places_for(sizes[0]) if self._hashes[number] else []
                 low = 0
                 while low < sizes[0]:
-                    size = min(sizes[0] - low, (most - used) // BLOCK_BYTES * BLOCK_BYTES)
+                    size = min(sizes[0] - low, (most - used) // HASHED_BLOCK_BYTES * HASHED_BLOCK_BYTES)
                     if sizes[0] - low <= most - used:
                         size = sizes[0] - low
                     if size:
@@ -215,7 +211,9 @@ class _Work:
                 place = int(self._places[part.number])
                 target = self._slot.address + place + part.low if self._slot is not None and place >= 0 else 0
                 digests = self._blocks[part.number] if self._hashes[part.number] else None
-                yield from blocks.copied(address + part.at, target, part.nbytes, digests, part.low // BLOCK_BYTES)
+                yield from blocks.copied(
+                    address + part.at, target, part.nbytes, digests, part.low // HASHED_BLOCK_BYTES
+                )
             else:
                 self._copies[part.storage] = address + part.at
                 small.append(part.number)
@@ -225,7 +223,7 @@ class _Work:
     def _is_large(self, number: int) -> bool:
         # By the size of the storage: a bundle may be a little larger, and its padding is hashed, too.
         storages = self._storages[number]
-        return len(storages) == 1 and bool(self._memory.nbytes[storages[0]] >= BLOCK_BYTES)
+        return len(storages) == 1 and bool(self._memory.nbytes[storages[0]] >= HASHED_BLOCK_BYTES)
 
     def tasks(self, chosen: Sequence[int]) -> Iterator[Task]:
         """What is to be done, large blocks first: so the threads end at about the same time."""
@@ -272,7 +270,7 @@ class _Work:
         """Zeroed memory of this thread's own."""
         buffer = getattr(self._scratch, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
-            buffer = self._scratch.buffer = np.zeros(max(nbytes, BLOCK_BYTES), dtype=np.uint8)
+            buffer = self._scratch.buffer = np.zeros(max(nbytes, HASHED_BLOCK_BYTES), dtype=np.uint8)
         buffer[:nbytes] = 0
         return int(buffer.ctypes.data)
 

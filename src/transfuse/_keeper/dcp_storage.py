@@ -55,7 +55,7 @@ from transfuse._errors import StateError, TransfuseError, UnsupportedLeaf
 from transfuse._job.face import one_manner
 from transfuse._job.state import State
 from transfuse._keeper import restoring
-from transfuse._keeper.client import Keep
+from transfuse._keeper.client import Keep, access_of
 from transfuse._keeper.restored import RestoredState
 from transfuse._keeper.unrestorable import objects_in
 from transfuse._limits import Limits
@@ -113,8 +113,8 @@ class KeeperWriter(StorageWriter):
         super().__init__()
         if not isinstance(keep, Keep):
             raise TypeError(f"KeeperWriter takes what transfuse.keep() returns, got a {type(keep).__name__}")
-        if keep._settings.every != 1:
-            raise ValueError(f"keep(every={keep._settings.every}) would leave out saves: use every=1")
+        if (every := access_of(keep).settings.every) != 1:
+            raise ValueError(f"keep(every={every}) would leave out saves: use every=1")
         self._keep, self._strict = keep, strict
         self._step = step_of(checkpoint_id)
 
@@ -361,7 +361,7 @@ class KeeperReader(StorageReader):
         if found.has_held:
             raise StateError(f"this run has saved steps, and none of them can be loaded now{found.why()}")
         if found.silent:
-            raise StateError(restoring.not_known(found.silent, self._keep._seconds))
+            raise StateError(restoring.not_known(found.silent, access_of(self._keep).seconds))
         return None
 
     def close(self) -> None:
@@ -436,9 +436,7 @@ class _CommonSteps:
     """The steps that all keepers hold together, newest first. Every rank makes one at the same time."""
 
     def __init__(self, keep: Keep) -> None:
-        mine = restoring.tell(keep.members, keep._link, keep._asking, keep._seconds)
-        told = keep.members.agreement.gather(mine, "gathering what the keepers hold")
-        rows = [msgspec.msgpack.decode(row, type=restoring.HostHolding) for row in told]
+        rows = restoring.gather_holdings(access_of(keep))
         self.has_held = any(one.has_held for one in rows)
         candidates = restoring.candidates_in(keep.members, rows)
         #: Only steps of which no rank's part is missing: each rank holds what no other has.
@@ -564,18 +562,12 @@ class _Checkpoint:
     """A step that is open on all ranks."""
 
     def __init__(self, keep: Keep, candidate: restoring.Candidate, stack: ExitStack) -> None:
-        self._keep, self._stack = keep, stack
+        access, self._stack = access_of(keep), stack
         self.step = candidate.label.step
-        members = keep.members
+        members, self._seconds = access.members, access.seconds
         self._members = members
-        request = restoring.RestoreRequest(
-            state=State({}),
-            load_rank_state=None,
-            seconds=keep._seconds,
-            missing_ok=False,
-            options=keep._settings.options,
-        )
-        attempt = restoring.Attempt(members, keep._link, keep._asking, request, candidate, stack)
+        request = restoring.RestoreRequest(state=State({}), load_rank_state=None, missing_ok=False)
+        attempt = restoring.Attempt(access, request, candidate, stack)
         # Whatever their number, each rank may need what others have written.
         attempt.same = False
         local = [rank for rank, hosts in candidate.holders.items() if members.host in hosts]
@@ -584,15 +576,15 @@ class _Checkpoint:
         #: The parts that this host's keeper holds, over its memory.
         self._here: dict[int, Any] = {}
         try:
-            self._here = {rank: _state_of(one) for rank, one in attempt._open(sorted(local)).items()}
+            self._here = {rank: _state_of(one) for rank, one in attempt.open(sorted(local)).items()}
             parts = {rank: _summary(state) for rank, state in self._here.items()}
         except TransfuseError as error:
             failure = Failure.of(error, str(error))
-        self._addresses = attempt._serve(failure)
+        self._addresses = attempt.serve(failure)
         if len(members.ranks) > 1:
             mine = {rank: one for rank, one in parts.items() if members.host == candidate.holders[rank][0]}
             mine = mine if members.speaks else {}
-            for row in attempt._agree_to("telling what the ranks have written", None, msgspec.msgpack.encode(mine)):
+            for row in attempt.agree_to("telling what the ranks have written", None, msgspec.msgpack.encode(mine)):
                 parts |= msgspec.msgpack.decode(row, type=dict[int, _Part])
         self.contents = WrittenParts(parts, self._here, self._fetch)
 
@@ -609,7 +601,7 @@ class _Checkpoint:
             served.address,
             target,
             token=self._members.token,
-            timeout=self._keep._seconds,
+            timeout=self._seconds,
             step=self.step,
             tls=self._members.tls or False,
             map_path=lambda path: path if path in wanted else None,

@@ -28,7 +28,7 @@ from transfuse._memory import device_copies, streams
 from transfuse._memory.streams import OwnStreams
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
-from transfuse._tuning import DEVICE_PIECE_BYTES, NET_SAMPLE_BYTES, NET_SAMPLES
+from transfuse._tuning import DEVICE_LONGEST_PAUSE_SECONDS, DEVICE_PIECE_BYTES, NET_SAMPLE_BYTES, NET_SAMPLES
 
 
 class DeviceStillCopies(TransfuseError):
@@ -82,7 +82,7 @@ class Quiet:
             began = time.monotonic()
             if began > until:
                 return False
-            time.sleep(streams.LONGEST_PAUSE)
+            time.sleep(DEVICE_LONGEST_PAUSE_SECONDS)
             if is_quiet:
                 until += time.monotonic() - began
 

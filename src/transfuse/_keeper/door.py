@@ -14,15 +14,18 @@ from typing import Protocol, get_args
 from transfuse._errors import PeerTimeout, ProtocolError, TransfuseError, as_utf8
 from transfuse._keeper.questions import VOCABULARY, Answer, HostState, No, Question, Round
 from transfuse._tls import TLS
-from transfuse._tuning import DOOR_ASK_SECONDS, DOOR_LISTEN_SECONDS, DOOR_PROVE_SECONDS
+from transfuse._tuning import (
+    DOOR_ASK_SECONDS,
+    DOOR_FIRST_PAUSE_SECONDS,
+    DOOR_LISTEN_SECONDS,
+    DOOR_LONGEST_PAUSE_SECONDS,
+    DOOR_PROVE_SECONDS,
+)
 from transfuse._wire import handshake
 from transfuse._wire.handshake import ControlConnection, key_of
 from transfuse._wire.listener import Listener
 
 logger = logging.getLogger("transfuse.keeper")
-
-#: A keeper that cannot be reached is asked again after the first, then twice as much, at most the second.
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 
 
 # ------------------------------------------------------------------------------------------------------------ asking
@@ -48,7 +51,7 @@ class Peer:
         self.index, self.address = index, address
         self._key, self._tls = key, tls
         self._control: ControlConnection | None = None
-        self._pause, self._again = FIRST_PAUSE, 0.0
+        self._pause, self._again = DOOR_FIRST_PAUSE_SECONDS, 0.0
         self.is_lost = False
 
     def ask(self, question: Round) -> HostState | None:
@@ -72,7 +75,7 @@ class Peer:
                 continue
             if self.is_lost:
                 logger.info("the keeper of host %d is back", self.index)
-            self.is_lost, self._pause = False, FIRST_PAUSE
+            self.is_lost, self._pause = False, DOOR_FIRST_PAUSE_SECONDS
             return state
         return None
 
@@ -86,7 +89,7 @@ class Peer:
             )
         self.is_lost = True
         self._again = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = min(2 * self._pause, DOOR_LONGEST_PAUSE_SECONDS)
 
     def close(self) -> None:
         control, self._control = self._control, None

@@ -99,7 +99,7 @@ class Measured:
     def look_at_steps(self) -> None:
         """Note when the confirmed step changes, and what was replicated."""
         puller = self._keeper.ring.puller
-        if puller is not None and puller.replicated is not None and not puller.bare:
+        if puller is not None and puller.replicated is not None and not puller.without_room:
             self._replicated = puller.replicated
         label = self._keeper.books.confirmed
         if label is not None and (self._confirmed is None or self._confirmed[0] != label):
@@ -112,9 +112,9 @@ class Measured:
         keeper = self._keeper
         if keeper.is_draining:
             return False, "draining: the keeper ends"
-        if not keeper._changed.acquire(timeout=METRICS_HEALTH_SECONDS):
+        if not keeper.changed.acquire(timeout=METRICS_HEALTH_SECONDS):
             return False, f"stuck: the keeper's lock was not free for {METRICS_HEALTH_SECONDS:g} s"
-        keeper._changed.release()
+        keeper.changed.release()
         return True, "ok"
 
     def text(self) -> str:
@@ -122,7 +122,7 @@ class Measured:
         samples = Samples(names.KEEPER)
         samples.take(self._keeper.counted)
         free = free_memory()
-        with self._keeper._changed:
+        with self._keeper.changed:
             self._set_steps(samples)
             self._set_memory(samples, free)
         self._set_job(samples)
@@ -137,12 +137,12 @@ class Measured:
             (names.UPTIME, time.monotonic() - self._began),
             (names.DRAINING, keeper.is_draining),
             (names.GENERATION, keeper.books.generation),
-            (names.WORKERS, len(keeper._workers)),
+            (names.WORKERS, len(keeper.workers)),
             (names.WORKERS_EXPECTED, 0 if generation is None else len(generation.ranks)),
             (names.NEIGHBOURS, others),
             (names.NEIGHBOURS_UP, up),
             (names.REPLICATED_HOSTS, keeper.ring.replicas),
-            (names.WITHOUT_ROOM, puller is not None and puller.bare),
+            (names.WITHOUT_ROOM, puller is not None and puller.without_room),
         ):
             samples.set(family, float(value))
         samples.set(names.INFO, 1, run=keeper.run_name, **self._find_versions())
@@ -174,7 +174,7 @@ class Measured:
 
     def _set_memory(self, samples: Samples, free: int) -> None:
         keeper = self._keeper
-        held, most = keeper._allotment.nbytes, keeper.max_bytes
+        held, most = keeper.allotment.nbytes, keeper.max_bytes
         samples.set(names.HELD, held)
         samples.set(names.LIMIT, held + free if most is None else min(held + free, most))
         counts: dict[tuple[int, str], int] = {}

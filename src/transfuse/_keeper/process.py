@@ -53,6 +53,7 @@ from transfuse._tuning import (
     KEEPER_LOOK_SECONDS,
     KEEPER_METRICS_SECONDS,
     KEEPER_NOTE_SECONDS,
+    KEEPER_PEER_SECONDS,
     KEEPER_SERVE_SECONDS,
     RING_CLOSE_SECONDS,
 )
@@ -99,10 +100,10 @@ class Keeper:
         self.token = secrets.token_hex(32)
         self.books = Books()
         self.freeing = Freeing()
-        self._changed = threading.Condition()
-        self._readers = Readers(self._changed, self.books)
-        self._workers: dict[int, ConnectedWorker] = {}
-        self._allotment = Allotment(self._changed, self.books, self.freeing, attached=self._workers)
+        self.changed = threading.Condition()
+        self._readers = Readers(self.changed, self.books)
+        self.workers: dict[int, ConnectedWorker] = {}
+        self.allotment = Allotment(self.changed, self.books, self.freeing, attached=self.workers)
         #: By rank: the agent that started its worker, and the worker itself.
         self._agents: dict[int, Process] = {}
         self._processes: dict[int, Process] = {}
@@ -135,7 +136,7 @@ class Keeper:
         #: How many ranks are being given slots.
         self._laying = 0
         self.ring = Ring(self)
-        self.saver = Saver(self._changed, self.books, self.tls)
+        self.saver = Saver(self.changed, self.books, self.tls)
         #: What the directory says about the run, in case that the directory is deleted.
         self._note = b""
         with suppress(FileNotFoundError):
@@ -193,7 +194,7 @@ class Keeper:
                 break
             self._mend_files()
             self._try_to_be_measured()
-            with self._changed:
+            with self.changed:
                 self.measured.look_at_steps()
                 self._bury()
                 self._note_held()
@@ -210,7 +211,7 @@ class Keeper:
 
     def _drain(self) -> None:
         """Take no new commits, wait for what is under way, and end."""
-        with self._changed:
+        with self.changed:
             draining = self._draining = Draining(self.books, self._drain_seconds)
             draining.job_runs = self._job_runs()
         logger.info("the keeper %s: no new commit is taken", TOLD_TO_END)
@@ -232,12 +233,12 @@ class Keeper:
         ring_works = self.ring.works()
         if self.saver.is_busy():
             return "a step that is being saved"
-        with self._changed:
+        with self.changed:
             assert self._draining is not None
             self._bury()
             if self._laying:
                 return "a rank that asks for slots"
-            return self._draining.waits_for(self._workers, ring_works=ring_works)
+            return self._draining.waits_for(self.workers, ring_works=ring_works)
 
     @property
     def is_draining(self) -> bool:
@@ -318,7 +319,7 @@ class Keeper:
 
     def _bury(self) -> None:
         """Close the connections of workers that are dead: children that they have forked may hold them open."""
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             if worker.is_visible and worker.process is not None and not worker.process.alive():
                 worker.link.close()
 
@@ -373,7 +374,7 @@ class Keeper:
         with self._lock as lock:
             if not lock.counts():
                 return
-            with self._changed:
+            with self.changed:
                 draining = self._draining
                 self._note_held(self._is_forsaken or (f"it {TOLD_TO_END}" if draining is not None else ""))
                 job_runs = self._job_runs() or (draining is not None and draining.job_runs)
@@ -382,12 +383,12 @@ class Keeper:
 
     def _job_runs(self) -> bool:
         """Whether somebody is there who has not closed: workers, or an agent that may start some."""
-        is_there = bool(self._workers) or any(agent.alive() for agent in self._agents.values())
+        is_there = bool(self.workers) or any(agent.alive() for agent in self._agents.values())
         return is_there and not self._has_ended() and self._why_end() is None
 
     def _has_ended(self) -> bool:
         """Whether all ranks of all hosts have closed. A worker that has not belongs to the next job."""
-        return all(worker.has_closed for worker in self._workers.values()) and (
+        return all(worker.has_closed for worker in self.workers.values()) and (
             self.ring.is_over() or (self._all_closed() and self.books.is_alone() and not self.saver.is_busy())
         )
 
@@ -400,11 +401,11 @@ class Keeper:
 
     def _why_end(self) -> str | None:
         """Why the keeper is no longer needed; None: it is."""
-        with self._changed:
+        with self.changed:
             hello, now = self._hello, time.monotonic()
             if self._has_ended():
                 return None if self._may_be_restarted() else "all ranks have closed"
-            if self._workers:
+            if self.workers:
                 self._alone_since = None
                 return None
             if hello is None:
@@ -431,7 +432,7 @@ class Keeper:
     @property
     def all_closed(self) -> bool:
         """Whether all ranks of this host have closed, and nothing of the job is being saved."""
-        with self._changed:
+        with self.changed:
             return self._all_closed() and not self.saver.is_busy()
 
     # -------------------------------------------------------------------------------------------------- workers
@@ -473,13 +474,13 @@ class Keeper:
 
     def _detach(self, worker: ConnectedWorker) -> None:
         self._release(worker)
-        with self._changed:
-            if worker.hello is not None and self._workers.get(worker.hello.rank) is worker:
+        with self.changed:
+            if worker.hello is not None and self.workers.get(worker.hello.rank) is worker:
                 rank = worker.hello.rank
-                del self._workers[rank]
-                self._allotment.forget(rank)
+                del self.workers[rank]
+                self.allotment.forget(rank)
                 self.books.detach(rank)
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def _release(self, worker: ConnectedWorker) -> None:
         for server in worker.servers:
@@ -504,7 +505,7 @@ class Keeper:
         assert worker.process is not None
         assert worker.agent is not None
         process, agent = worker.process, worker.agent
-        with self._changed:
+        with self.changed:
             if self.is_draining:
                 raise KeeperLost("the keeper ends just now")
             if not hello.generation and self._closed.get(hello.rank) == process:
@@ -514,45 +515,43 @@ class Keeper:
                 raise _belongs(hello.rank, self.directory.name, before)
             until = time.monotonic() + KEEPER_CHANGE_SECONDS
             while (
-                (other := self._workers.get(hello.rank)) is not None
-                and other is not worker
-                and time.monotonic() < until
+                (other := self.workers.get(hello.rank)) is not None and other is not worker and time.monotonic() < until
             ):
-                self._changed.wait(0.1)
+                self.changed.wait(KEEPER_PEER_SECONDS)
             if other is not None and other is not worker:
                 same = self._processes.get(hello.rank) == process
                 by = "this process: keep it once" if same else "another process"
                 raise TransfuseError(f"rank {hello.rank} of this run is attached already, by {by}")
             writer = self._processes.get(hello.rank)
             worker.is_only_writer = writer is None or writer == process or not writer.alive()
-            self._workers[hello.rank] = worker
+            self.workers[hello.rank] = worker
             self._processes[hello.rank] = process
             worker.hello = self._hello = hello
-            self._changed.notify_all()
+            self.changed.notify_all()
             return frames.Welcome(self.token, self.books.generation, self.address, os.getpid(), self.tls is not None)
 
     def _end_for(self, worker: ConnectedWorker) -> None:
         """A process that has closed begins another training: this keeper ends, once all ranks have closed."""
         while not self._has_ended() and not worker.link.gone():
-            self._changed.wait(0.1)
+            self.changed.wait(KEEPER_PEER_SECONDS)
         if self._has_ended():
             self._over.set()
         raise KeeperLost("the keeper ends just now")
 
     def _meet_peers(self, worker: ConnectedWorker, peers: frames.Peers) -> Frame:
         rank, ranks = self._rank_of(worker), tuple(peers.ranks[peers.index])
-        with self._changed:
+        with self.changed:
             self._wait_for_others(worker, lambda: peers.generation > self.books.generation)
             if peers.generation > self.books.generation:
                 self._check_open()
                 self._take_over(worker)
-                self._allotment.begin_generation(ranks)
+                self.allotment.begin_generation(ranks)
                 self._closed = dict.fromkeys(files.closed_before(self.directory, peers.generation))
                 self._ended_since = None
             self.books.begin_generation(Generation(peers.generation, peers.world_size, ranks, len(peers.keepers)))
             assert worker.agent is not None
             self._agents[rank], worker.has_joined = worker.agent, True
-            self._changed.notify_all()
+            self.changed.notify_all()
         self.ring.join(peers)
         self.saver.join(peers)
         return frames.Ack()
@@ -567,16 +566,16 @@ class Keeper:
         """
         until = time.monotonic() + KEEPER_CHANGE_SECONDS
         while not worker.has_joined and begins_anew():
-            newcomers = {one.agent for one in self._workers.values() if not one.has_joined}
+            newcomers = {one.agent for one in self.workers.values() if not one.has_joined}
             for rank, agent in self._agents.items():
                 if agent not in newcomers and agent.alive():
                     raise _belongs(rank, self.directory.name, agent)
-            others = [rank for rank, one in self._workers.items() if one.has_joined]
+            others = [rank for rank, one in self.workers.items() if one.has_joined]
             if not others:
                 return
             if time.monotonic() > until:
                 raise TransfuseError(f"rank {others[0]} of this run is attached already, by another process")
-            self._changed.wait(0.1)
+            self.changed.wait(KEEPER_PEER_SECONDS)
 
     def _take_over(self, worker: ConnectedWorker) -> None:
         """A new generation begins. Note it if another agent has started it."""
@@ -587,25 +586,25 @@ class Keeper:
         self._agents.clear()
 
     def _expose(self, worker: ConnectedWorker, question: frames.Expose) -> Frame:
-        with self._changed:
+        with self.changed:
             self._wait_for_others(worker, lambda: not self.ring.listens(question.host, question.token))
         return frames.Exposed(self.ring.listen(question.host, question.token))
 
     # -- layouts
 
     def _lay(self, worker: ConnectedWorker, lay: frames.Lay) -> tuple[Frame, list[int]]:
-        with self._changed:
+        with self.changed:
             draining = self._draining
             self._check_open(takes=draining is not None and draining.takes(Label(lay.generation, lay.step)))
             self._laying += 1
         try:
-            return self._allotment.lay(self._tenant(worker), lay)
+            return self.allotment.lay(self._tenant(worker), lay)
         finally:
-            with self._changed:
+            with self.changed:
                 self._laying -= 1
 
     def _reserve(self, worker: ConnectedWorker, reserve: frames.Reserve) -> Frame:
-        self._allotment.reserve(self._tenant(worker), reserve.nbytes)
+        self.allotment.reserve(self._tenant(worker), reserve.nbytes)
         return frames.Ack()
 
     def _tenant(self, worker: ConnectedWorker) -> Tenant:
@@ -618,13 +617,13 @@ class Keeper:
 
     def room(self) -> int:
         """How many bytes more the keeper may take. Called under the lock."""
-        return self._allotment.room(self.max_bytes)
+        return self.allotment.room(self.max_bytes)
 
     # -- commits
 
     def _begin(self, worker: ConnectedWorker, begin: frames.Begin) -> Frame:
         rank = self._rank_of(worker)
-        with self._changed:
+        with self.changed:
             if begin.generation != self.books.generation:
                 raise TransfuseError(
                     f"rank {rank} commits for generation {begin.generation}, but the job is at "
@@ -634,7 +633,7 @@ class Keeper:
             self._check_open(takes=draining is not None and draining.takes(label))
             number, renew = self.books.begin(rank, label)
             why, complete = self._why_incomplete(rank), self.books.newest_everywhere()
-            absent, unsaved = self._allotment.absent, self.saver.trouble()
+            absent, unsaved = self.allotment.absent, self.saver.trouble()
             return frames.Slot(number, renew, why, self.ring.notes(), complete, absent, unsaved)
 
     def _why_incomplete(self, rank: int) -> str:
@@ -651,7 +650,7 @@ class Keeper:
 
     def _committed(self, worker: ConnectedWorker, committed: frames.Committed) -> Frame:
         rank, label = self._rank_of(worker), Label(committed.generation, committed.step)
-        with self._changed:
+        with self.changed:
             kept = self.books.slot(rank, committed.number)
             contents = kept.file.contents()
             if contents is None or contents.label != label:
@@ -662,20 +661,20 @@ class Keeper:
             self._commit, self._ended_at = (self._processes[rank], time.time(), label.generation), None
             self._note_held()
             self.freeing.add(self.books.free_ranks())
-            self._changed.notify_all()
+            self.changed.notify_all()
         self.ring.wake()
         self.saver.wake()
         return frames.Ack()
 
     def _drop(self, worker: ConnectedWorker, drop: frames.Drop) -> Frame:
-        with self._changed:
+        with self.changed:
             self.books.drop(self._rank_of(worker), drop.number)
         return frames.Ack()
 
     def _leave_out(self, worker: ConnectedWorker, left: frames.LeaveOut) -> Frame:
-        with self._changed:
+        with self.changed:
             self.books.leave_out(self._rank_of(worker), Label(left.generation, left.step))
-            self._changed.notify_all()
+            self.changed.notify_all()
         return frames.Ack()
 
     # -- restoring
@@ -683,7 +682,7 @@ class Keeper:
     def _inventory(self, worker: ConnectedWorker, _: frames.Inventory) -> Frame:
         steps = self.saver.steps
         found = FoundSteps() if steps is None else steps.look()  # It may take a while: no lock is held.
-        with self._changed:
+        with self.changed:
             states = self.books.holdings()
             past = "" if self._past is None or states else self._past.tell(self._run())
             newest = -1 if self._past is None or self._past.step is None else self._past.step
@@ -725,7 +724,7 @@ class Keeper:
 
     def _open(self, worker: ConnectedWorker, question: frames.Open) -> tuple[Frame, list[int]]:
         label, steps = Label(question.generation, question.step), self.saver.steps
-        with self._changed:
+        with self.changed:
             needed = {rank: self.books.needed_for(rank, label) for rank in question.ranks}
         elsewhere = [rank for rank, some in needed.items() if some is None]
         files: Mapping[int, int] = {}
@@ -736,7 +735,7 @@ class Keeper:
             if opened is None:
                 return frames.Opening(steps.opened), []
             files = opened
-        with self._changed:
+        with self.changed:
             ranks: set[int] = set()
             for rank in question.ranks:
                 if rank in elsewhere:
@@ -755,7 +754,7 @@ class Keeper:
         return mapped, [*(kept.file.fd for _, kept in found if kept is not None), *files.values()]
 
     def _restored(self, worker: ConnectedWorker, restored: frames.Restored) -> Frame:
-        with self._changed:
+        with self.changed:
             self.books.restored = Label(restored.generation, restored.step)
         self.saver.note_restored(Label(restored.generation, restored.step))
         self.ring.wake()
@@ -826,12 +825,12 @@ class Keeper:
         return frames.Ack()
 
     def _close(self, worker: ConnectedWorker, _: frames.Close) -> Frame:
-        with self._changed:
+        with self.changed:
             worker.has_closed = True
             rank = self._rank_of(worker)
             self._closed[rank] = self._processes[rank]
             files.note_closed(self.directory, self.books.generation, self._closed)
-            self._changed.notify_all()
+            self.changed.notify_all()
         self.ring.wake()
         self.saver.wake()
         return frames.Ack()
@@ -853,18 +852,18 @@ class Keeper:
         """What somebody should know who looks at this keeper. Called under the lock."""
         generation, found = self.books.current(), [self.ring.notes()]
         ranks = () if generation is None else generation.ranks
-        gone = [rank for rank in ranks if rank not in self._workers and rank not in self._closed]
-        if gone and self._workers:
+        gone = [rank for rank in ranks if rank not in self.workers and rank not in self._closed]
+        if gone and self.workers:
             found.append(f"{ranks_and_have(gone)} no worker here now")
-        if self._allotment.absent:
-            found.append(f"{ranks_and_have(self._allotment.absent)} not called commit() yet")
+        if self.allotment.absent:
+            found.append(f"{ranks_and_have(self.allotment.absent)} not called commit() yet")
         if self.books.is_starved():
             why = next((why for why in map(self._why_incomplete, ranks) if why), "its steps are not complete")
             found.append(f"the last commit was left out for want of a free slot: {why}")
         return [one for one in found if one]
 
     def status(self) -> dict[str, Any]:
-        with self._changed:
+        with self.changed:
             books = self.books
             newest = books.newest_complete()
             return {
@@ -873,14 +872,14 @@ class Keeper:
                 "encrypts": self.tls is not None,
                 "directory": str(self.directory),
                 "generation": books.generation,
-                "attached": sorted(self._workers),
+                "attached": sorted(self.workers),
                 "closed": sorted(self._closed),
                 "ended_step": self._ended_at,
                 "agents": sorted({agent.pid for agent in self._agents.values() if agent.alive()}),
                 "confirmed_step": None if books.confirmed is None else books.confirmed.step,
                 "complete": None if newest is None else {"generation": newest.generation, "step": newest.step},
                 "commit": self._pace.status(),
-                "bytes": self._allotment.nbytes,
+                "bytes": self.allotment.nbytes,
                 "max_bytes": self.max_bytes,
                 "draining": None if self._draining is None else round(self._draining.seconds, 1),
                 "trouble": self._trouble(),

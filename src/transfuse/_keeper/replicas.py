@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper import frames
-from transfuse._keeper.door import FIRST_PAUSE, LONGEST_PAUSE, ask, connect
+from transfuse._keeper.door import ask, connect
 from transfuse._keeper.freeing import Freeing
 from transfuse._keeper.questions import Lend, Lent, LentSlot, Refill
 from transfuse._keeper.slot_file import Brief, Label, SlotView, make_slots
@@ -42,7 +42,12 @@ from transfuse._metrics.samples import Samples
 from transfuse._progress import Progress
 from transfuse._sizes import human_bytes
 from transfuse._tls import TLS
-from transfuse._tuning import DOOR_ASK_SECONDS, REPLICA_LOOK_SECONDS
+from transfuse._tuning import (
+    DOOR_ASK_SECONDS,
+    DOOR_FIRST_PAUSE_SECONDS,
+    DOOR_LONGEST_PAUSE_SECONDS,
+    REPLICA_LOOK_SECONDS,
+)
 from transfuse._wire.handshake import ControlConnection, key_of
 
 if TYPE_CHECKING:
@@ -260,9 +265,9 @@ class ReplicaPuller:
         self._news = threading.Event()
         self._delta_choices: dict[int, _DeltaChoice] = {}
         self._refill: tuple[Label | None, list[Refill]] = None, []
-        #: The step whose replicas are here, or could not be for want of memory (``bare``).
+        #: The step whose replicas are here, or could not be for want of memory (``without_room``).
         self.replicated: Label | None = None
-        self.bare, self.why_bare = False, ""
+        self.without_room, self.why_without_room = False, ""
         self.last_pull: dict[str, Any] = {}
 
     def wake(self) -> None:
@@ -272,7 +277,7 @@ class ReplicaPuller:
         """Pull, until ``stopped``."""
         if self._sources:
             from transfuse._keeper import transfers  # noqa: F401 - now: it takes a while, and the lender needs it, too
-        pause, has_complained = FIRST_PAUSE, False
+        pause, has_complained = DOOR_FIRST_PAUSE_SECONDS, False
         while not self._stopped.is_set():
             label = self.wanted()
             if label is None or label == self.replicated:
@@ -285,14 +290,15 @@ class ReplicaPuller:
             try:
                 for source in self._sources:
                     self._pull(source, label, self._peers.ranks[source])
-                self.bare = False
+                self.without_room = False
             except _PullAbandoned:
                 continue
             except _Busy:
-                self._stopped.wait(FIRST_PAUSE)
+                self._stopped.wait(DOOR_FIRST_PAUSE_SECONDS)
                 continue
             except _NoRoomForReplica as error:
-                self.bare, self.why_bare = True, self.why_bare if self.bare else str(error)
+                if not self.without_room:
+                    self.without_room, self.why_without_room = True, str(error)
                 self._store.complain_of_room(error)
             except Exception as error:
                 if self._stopped.is_set() or self.wanted() != label:
@@ -302,9 +308,9 @@ class ReplicaPuller:
                     logger.warning("replicas of step %d could not be pulled; trying again: %s", label.step, str(error))
                 has_complained = True
                 self._stopped.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, DOOR_LONGEST_PAUSE_SECONDS)
                 continue
-            self.replicated, pause, has_complained = label, FIRST_PAUSE, False
+            self.replicated, pause, has_complained = label, DOOR_FIRST_PAUSE_SECONDS, False
             self._on_replicated()
 
     def wanted(self) -> Label | None:

@@ -41,10 +41,10 @@ from transfuse._keeper.restored import (
     suspects,
 )
 from transfuse._keeper.saved_steps import silent
+from transfuse._keeper.settings import KeepSettings
 from transfuse._keeper.slot_file import Label, SlotView
 from transfuse._keeper.storage import file_name, folder_of
 from transfuse._metrics import names
-from transfuse._options import FetchKeywords
 from transfuse._plan.holdings import Holdings, Whole
 from transfuse._remote.client import FetchSettings, fetch_if
 from transfuse._remote.in_process import InProcess
@@ -83,16 +83,34 @@ class Members(NamedTuple):
         return self.agreement.rank == self.ranks[self.host][0]
 
 
+class Access(NamedTuple):
+    """How a rank reaches the keeper of its host, and the other ranks."""
+
+    members: Members
+    #: None: the keeper is lost.
+    link: KeeperLink | None
+    asking: threading.RLock
+    settings: KeepSettings
+
+    @property
+    def seconds(self) -> float:
+        return self.settings.timeout
+
+    def ask(self, question: Any, expected: Any, seconds: float | None = None) -> tuple[Any, list[int]]:
+        if self.link is None:
+            raise TransfuseError("the keeper of this host is lost")
+        with self.asking:
+            return self.link.ask_for_files(question, expected, self.seconds if seconds is None else seconds)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RestoreRequest:
-    """What the caller wants restored, and how."""
+    """What the caller wants restored."""
 
     state: State
     #: Takes what belonged to this rank alone.
     load_rank_state: Callable[[Any], object] | None
-    seconds: float
     missing_ok: bool
-    options: FetchKeywords
     #: How a corrected program comes to the same keepers.
     again: str = ""
 
@@ -179,13 +197,9 @@ class Unfit(Forbidden):
     """The step is whole, and does not fit this job: what a rank's ``state_dict`` returns, or the number of ranks."""
 
 
-def restore(
-    members: Members, link: KeeperLink | None, asking: threading.RLock, request: RestoreRequest
-) -> KeptStep | None:
+def restore(access: Access, request: RestoreRequest) -> KeptStep | None:
     """Restore the newest step that can be restored on all ranks; None if there never was one."""
-    agreement = members.agreement
-    told = agreement.gather(tell(members, link, asking, request.seconds), "gathering what the keepers hold")
-    holdings = [msgspec.msgpack.decode(row, type=HostHolding) for row in told]
+    members, agreement, holdings = access.members, access.members.agreement, gather_holdings(access)
     candidates = candidates_in(members, holdings)
     # A step that some ranks have never committed is no loss: nobody was told that it is kept.
     has_held = any(one.has_held for one in holdings) or any(not candidate.missing for candidate in candidates)
@@ -193,7 +207,7 @@ def restore(
     reasons += [f"host {members.host_of(rank)}: {one.trouble}" for rank, one in enumerate(holdings) if one.trouble]
     if reasons and not has_held and not request.missing_ok:
         raise StateError(
-            f"{not_known(reasons, request.seconds)}\nStart the job again, load a checkpoint, or begin anew with "
+            f"{not_known(reasons, access.seconds)}\nStart the job again, load a checkpoint, or begin anew with "
             "restore(missing_ok=True). Nothing was touched"
         )
     if not has_held:
@@ -203,7 +217,7 @@ def restore(
     is_unfit, is_mismatch = False, not reasons
     for candidate in candidates:
         try:
-            restored = _attempt(members, link, asking, request, candidate)
+            restored = _attempt(access, request, candidate)
             mine = holdings[agreement.rank]
             if mine.notes:
                 logger.warning("rank %d has restored step %d: %s", agreement.rank, restored.step, mine.notes)
@@ -239,7 +253,7 @@ def restore(
         cure = f"{hosts}correct the program as said above, and start it again: the kept steps are whole{request.again}"
     raise StateError(
         f"this run has kept steps, and none of them can be restored now ({answered} of {len(members.ranks)} hosts "
-        f"answered, within {request.seconds:g} s):{lines}\nNothing was touched. What you can do: {cure}"
+        f"answered, within {access.seconds:g} s):{lines}\nNothing was touched. What you can do: {cure}"
     )
 
 
@@ -275,18 +289,14 @@ def _lost_since(candidate: Candidate, holdings: Sequence[HostHolding]) -> int:
     return max(0, max([one.newest for one in holdings] + steps) - label.step)
 
 
-def look(
-    members: Members, link: KeeperLink | None, asking: threading.RLock, seconds: float, options: FetchKeywords
-) -> KeptStep | None:
+def look(access: Access) -> KeptStep | None:
     """The newest step that is whole, and what belonged to the ranks. No state is touched."""
-    told = members.agreement.gather(tell(members, link, asking, seconds), "gathering what the keepers hold")
-    candidates = candidates_in(members, [msgspec.msgpack.decode(row, type=HostHolding) for row in told])
-    request = RestoreRequest(state=State({}), load_rank_state=None, seconds=seconds, missing_ok=True, options=options)
-    for candidate in candidates:
+    request = RestoreRequest(state=State({}), load_rank_state=None, missing_ok=True)
+    for candidate in candidates_in(access.members, gather_holdings(access)):
         if candidate.missing:
             continue
         with ExitStack() as stack, suppress(Forbidden):
-            return Attempt(members, link, asking, request, candidate, stack).look()
+            return Attempt(access, request, candidate, stack).look()
     return None
 
 
@@ -316,11 +326,9 @@ def _of_ranks(failures: Mapping[int, Failure]) -> str:
     return "; ".join(f"{_numbered('rank', some)}: {why}" for why, some in ranks.items())
 
 
-def _attempt(
-    members: Members, link: KeeperLink | None, asking: threading.RLock, request: RestoreRequest, candidate: Candidate
-) -> KeptStep:
+def _attempt(access: Access, request: RestoreRequest, candidate: Candidate) -> KeptStep:
     with ExitStack() as stack:
-        attempt = Attempt(members, link, asking, request, candidate, stack)
+        attempt = Attempt(access, request, candidate, stack)
         try:
             return attempt.run()
         except Forbidden as error:
@@ -329,7 +337,7 @@ def _attempt(
                 raise
             alone = error
     with ExitStack() as stack:
-        attempt = Attempt(members, link, asking, request, candidate, stack)
+        attempt = Attempt(access, request, candidate, stack)
         attempt.same = False
         try:
             return attempt.run()
@@ -341,20 +349,19 @@ def _attempt(
             raise kind(why, alone.kinds | error.kinds) from error
 
 
-def tell(members: Members, link: KeeperLink | None, asking: threading.RLock, seconds: float) -> bytes:
-    holding = HostHolding([], False, "")
+def gather_holdings(access: Access) -> list[HostHolding]:
+    """By rank: what the keeper of its host holds. Every rank calls this."""
+    members, holding = access.members, HostHolding([], False, "")
     if members.speaks:
         try:
-            if link is None:
-                raise TransfuseError("the keeper of this host is lost")
-            with asking:
-                # The other ranks wait for this one as long as the timeout: it has to know before.
-                answer = link.ask(frames.Inventory(), frames.HeldStates, seconds / 2)
+            # The other ranks wait for this one as long as the timeout: it has to know before.
+            answer, _ = access.ask(frames.Inventory(), frames.HeldStates, access.seconds / 2)
             more = answer.past, answer.notes, answer.storage, answer.trouble, answer.newest
             holding = HostHolding(answer.states, answer.has_held, "", *more)
         except TransfuseError as error:
             holding.failure = f"host {members.host}: {as_utf8(str(error))}"
-    return msgspec.msgpack.encode(holding)
+    rows = members.agreement.gather(msgspec.msgpack.encode(holding), "gathering what the keepers hold")
+    return [msgspec.msgpack.decode(row, type=HostHolding) for row in rows]
 
 
 def candidates_in(members: Members, holdings: Sequence[HostHolding]) -> list[Candidate]:
@@ -393,18 +400,10 @@ def candidates_in(members: Members, holdings: Sequence[HostHolding]) -> list[Can
 class Attempt:
     """Restore one step, or raise :class:`Forbidden` on all ranks."""
 
-    def __init__(
-        self,
-        members: Members,
-        link: KeeperLink | None,
-        asking: threading.RLock,
-        request: RestoreRequest,
-        candidate: Candidate,
-        stack: ExitStack,
-    ) -> None:
-        self._members, self._link, self._asking, self._request = members, link, asking, request
-        self._candidate, self._stack = candidate, stack
-        self._agreement = members.agreement
+    def __init__(self, access: Access, request: RestoreRequest, candidate: Candidate, stack: ExitStack) -> None:
+        self._access, self._members, self._agreement = access, access.members, access.members.agreement
+        self._request, self._candidate, self._stack = request, candidate, stack
+        self._options = access.settings.options
         #: Whether every rank gets the state of the rank of the same number.
         self.same = candidate.world_size == self._agreement.size and not candidate.missing
         self._voted = False
@@ -424,12 +423,12 @@ class Attempt:
         restored: dict[int, RestoredState] = {}
         own: dict[int, Any] = {}
         try:
-            restored = self._open(local)
+            restored = self.open(local)
             own = self._own(restored)
         except Exception as reason:
             # Whatever it is, descriptors or memory perhaps: the other ranks wait for a word.
             failure = Failure.of(reason, str(reason) if isinstance(reason, TransfuseError) else None)
-        elsewhere = self._serve(failure)
+        elsewhere = self.serve(failure)
         self._own_elsewhere(own, [elsewhere[rank] for rank in sources if rank not in local and rank in elsewhere])
         return sources, restored, own, elsewhere
 
@@ -449,19 +448,13 @@ class Attempt:
         if self._members.speaks:
             # Hosts that were replaced get replicas of it at once.
             with suppress(TransfuseError):
-                self._ask(frames.Restored(*self._candidate.label), frames.Ack)
+                self._access.ask(frames.Restored(*self._candidate.label), frames.Ack)
         source = names.MIXED if here and remote else names.LOCAL if here else names.REMOTE
         if self._candidate.saved:
             source = names.STORAGE if self._candidate.is_all_saved else names.MEMORY_AND_STORAGE
         return KeptStep(self._candidate.label.step, own, self._candidate.world_size, self._report, source)
 
-    def _ask(self, question: Any, expected: Any) -> tuple[Any, list[int]]:
-        if self._link is None:
-            raise TransfuseError("the keeper of this host is lost")
-        with self._asking:
-            return self._link.ask_for_files(question, expected, self._request.seconds)
-
-    def _open(self, ranks: Sequence[int]) -> dict[int, RestoredState]:
+    def open(self, ranks: Sequence[int]) -> dict[int, RestoredState]:
         """Map the states of these ranks, which this host's keeper holds."""
         if not ranks:
             return {}
@@ -481,7 +474,7 @@ class Attempt:
         wrong = damage([restored[rank] for rank in mapped.from_files], mapped.folder, part)
         if wrong:
             raise TransfuseError(wrong)
-        if self._request.options.get("verify"):
+        if self._options.get("verify"):
             for rank, one in restored.items():
                 damaged = one.damaged()
                 if damaged:
@@ -495,23 +488,23 @@ class Attempt:
         """Ask until the files on storage are open."""
         question, done, heard_at = frames.Open(*self._candidate.label, list(ranks)), -1, time.monotonic()
         while True:
-            mapped, descriptors = self._ask(question, frames.Mapped | frames.Opening)
+            mapped, descriptors = self._access.ask(question, frames.Mapped | frames.Opening)
             if isinstance(mapped, frames.Mapped):
                 return mapped, descriptors
             if mapped.done != done:
                 done, heard_at = mapped.done, time.monotonic()
-            if time.monotonic() - heard_at > self._request.seconds:
-                raise silent(self._candidate.storage, self._request.seconds)
+            if time.monotonic() - heard_at > self._access.seconds:
+                raise silent(self._candidate.storage, self._access.seconds)
 
     def _release(self) -> None:
         with suppress(TransfuseError):
-            self._ask(frames.Ack(), frames.Ack)
+            self._access.ask(frames.Ack(), frames.Ack)
 
-    def _serve(self, failure: Failure | None) -> dict[int, frames.Address]:
+    def serve(self, failure: Failure | None) -> dict[int, frames.Address]:
         """Have what other hosts need served by this host's keeper. Returns the addresses of all, by rank."""
         members, candidate = self._members, self._candidate
         if len(members.ranks) == 1 or self._all_local():
-            self._agree_to("opening the kept states", failure)
+            self.agree_to("opening the kept states", failure)
             return {}
         addresses: list[frames.Address] = []
         if members.speaks and not failure:
@@ -524,10 +517,10 @@ class Attempt:
                 ]
                 question = frames.Serve(*candidate.label, members.address, members.token, saved)
                 self._stack.callback(self._release)
-                addresses = self._ask(question, frames.Serving)[0].addresses
+                addresses = self._access.ask(question, frames.Serving)[0].addresses
             except TransfuseError as error:
                 failure = Failure.of(error, str(error))
-        rows = self._agree_to("opening the kept states", failure, msgspec.msgpack.encode(addresses))
+        rows = self.agree_to("opening the kept states", failure, msgspec.msgpack.encode(addresses))
         found: dict[int, frames.Address] = {}
         for row in rows:
             for one in msgspec.msgpack.decode(row, type=list[frames.Address]):
@@ -554,7 +547,7 @@ class Attempt:
             host in self._candidate.holders[rank] for host, ranks in enumerate(self._members.ranks) for rank in ranks
         )
 
-    def _agree_to(self, what: str, failure: Failure | None, data: bytes = b"") -> list[bytes]:
+    def agree_to(self, what: str, failure: Failure | None, data: bytes = b"") -> list[bytes]:
         """Gather data; raise on all ranks if one has failed."""
         rows = self._agreement.gather(msgspec.msgpack.encode([failure, data]), what)
         decoded = [msgspec.msgpack.decode(row, type=tuple[Failure | None, bytes]) for row in rows]
@@ -567,10 +560,10 @@ class Attempt:
         """With another number of ranks: leaves in which the ranks differed cannot be given to anybody."""
         mine = restored if self._members.speaks else {}
         lost = self._find_lost(mine)
-        self._agree_to("looking for what is lost", Failure(text=lost) if lost else None)
+        self.agree_to("looking for what is lost", Failure(text=lost) if lost else None)
         if self._candidate.missing:
             self._check_coverage(mine)
-        rows = self._agree_to(
+        rows = self.agree_to(
             "comparing the kept states", None, msgspec.msgpack.encode([one.compared() for one in mine.values()])
         )
         states = [state for row in rows for state in msgspec.msgpack.decode(row, type=list[Compared])]
@@ -578,7 +571,7 @@ class Attempt:
         if not doubtful:
             return
         details = [one.leaf_digests(doubtful) for one in mine.values()]
-        rows = self._agree_to("comparing the kept leaves", None, msgspec.msgpack.encode(details))
+        rows = self.agree_to("comparing the kept leaves", None, msgspec.msgpack.encode(details))
         differing = differing_leaves(
             leaf for row in rows for leaf in msgspec.msgpack.decode(row, type=list[dict[str, bytes]])
         )
@@ -611,7 +604,7 @@ class Attempt:
 
     def _check_coverage(self, restored: Mapping[int, RestoredState]) -> None:
         """If ranks are missing, name the leaves whose shards only they had. Nobody's ``state_dict`` was called yet."""
-        rows = self._agree_to(
+        rows = self.agree_to(
             "looking for lost shards", None, msgspec.msgpack.encode([_shards(one) for one in restored.values()])
         )
         held: dict[str, tuple[int, set[Box]]] = {}
@@ -631,7 +624,7 @@ class Attempt:
         return self._in_process(restored.state, f"the kept state of rank {restored.rank}", self._candidate.label.step)
 
     def _in_process(self, state: Described, name: str, step: int | None = None) -> InProcess:
-        timeout, verify = timedelta(seconds=self._request.seconds), self._request.options.get("verify")
+        timeout, verify = timedelta(seconds=self._access.seconds), self._options.get("verify")
         return InProcess(state, name, step=step, timeout=timeout, verify=verify)
 
     def _own(self, restored: Mapping[int, RestoredState]) -> dict[int, Any]:
@@ -652,20 +645,20 @@ class Attempt:
             own.update({one.rank: self._fetch_own(one.own) for one in addresses if one.own})
         except Exception as error:
             failure = Failure.of(error)
-        self._agree_to("fetching what belongs to single ranks", failure)
+        self.agree_to("fetching what belongs to single ranks", failure)
 
     def _fetch_own(self, address: str | InProcess) -> Any:
-        objects = self._request.options.get("weights_only_objects", False)
+        objects = self._options.get("weights_only_objects", False)
         return fetch_if(None, self._asked([address], options={"weights_only_objects": objects})).state
 
     def _asked(self, addresses: Sequence[str | InProcess], **more: Any) -> FetchSettings:
-        members, seconds = self._members, self._request.seconds
+        members, seconds = self._members, self._access.seconds
         more["options"] = {**more.get("options", {}), "tls": members.tls or False}
         return FetchSettings(address=addresses, token=members.token, timeout=seconds, **more)
 
     def _land(self, addresses: Sequence[str | InProcess], *, atomic: bool) -> BaseException | None:
         """Plan, vote, and land. Returns what went wrong after the vote; raises :class:`Forbidden` if it is lost."""
-        options: Any = {**self._request.options}
+        options: Any = {**self._options}
         options["atomic"] = atomic or options.get("atomic", False)
         if not atomic:
             options["verify"] = False  # Nothing leaves this process, and `_open` has compared the digests if asked to.
@@ -678,7 +671,7 @@ class Attempt:
                 options["mesh"] = receipt.mesh()
             step = self._candidate.label.step
             asked = self._asked(addresses, state=lambda: receipt.target, step=step, options=options)
-            permit = partial(receipt.permit, options=self._request.options, vote=self._vote_of)
+            permit = partial(receipt.permit, options=self._options, vote=self._vote_of)
             fetched = fetch_if(permit, asked)
             self._state, self._report = fetched.state, fetched.report
         except Forbidden:
@@ -700,7 +693,7 @@ class Attempt:
     def _vote(self, failure: Failure | None) -> None:
         self._voted = True
         try:
-            self._agree_to("voting on the step", failure)
+            self.agree_to("voting on the step", failure)
         except Forbidden as error:
             raise Unfit(error.why, error.kinds) from None
 
@@ -719,7 +712,7 @@ class Attempt:
     def _agree(self, error: BaseException | None) -> None:
         """Tell the others how it has ended. If one has failed, all raise."""
         try:
-            self._agree_to("ending the restore", None if error is None else Failure.of(error))
+            self.agree_to("ending the restore", None if error is None else Failure.of(error))
         except Forbidden as all_of_them:
             if error is not None:
                 raise error from None

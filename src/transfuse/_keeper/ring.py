@@ -52,7 +52,7 @@ class Ring:
         self._keeper = keeper
         #: How it talks to the keepers of other hosts.
         self.tls = keeper.tls
-        self.store = ReplicaStore(keeper._changed, keeper.books, keeper.freeing, keeper.room, keeper.counted)
+        self.store = ReplicaStore(keeper.changed, keeper.books, keeper.freeing, keeper.room, keeper.counted)
         #: Guards the fields below. The keeper's lock may be held when this one is taken, never the other way round.
         self._lock = threading.Lock()
         self._door: Door | None = None
@@ -216,7 +216,7 @@ class Ring:
                 books.reached(),
                 books.is_starved(),
                 None if link is None else link.puller.replicated,
-                link is not None and link.puller.bare,
+                link is not None and link.puller.without_room,
                 closed,
                 self.has_held,
                 books.restored,
@@ -351,7 +351,7 @@ class GenerationLink:
             "replicated_step": None if puller.replicated is None else puller.replicated.step,
             "agreed_step": None if books.agreed is None else books.agreed.step,
             "bytes": sum(kept.nbytes for copies in books.replicas.values() for kept in copies),
-            "without_room": puller.bare,
+            "without_room": puller.without_room,
             "last_pull": puller.last_pull,
         }
         if index:
@@ -381,9 +381,9 @@ class GenerationLink:
         """What the users of this host should know about its replicas; empty if all is well."""
         index, hosts = self.peers.index, len(self.peers.keepers)
         notes = []
-        if self.puller.bare:
+        if self.puller.without_room:
             sources = ", ".join(map(str, self._sources))
-            notes.append(f"host {index} has no room for replicas of host {sources} ({self.puller.why_bare})")
+            notes.append(f"host {index} has no room for replicas of host {sources} ({self.puller.why_without_room})")
         # The leader hears of everybody. It has heard itself last.
         heard = self._decisions.decided if index == 0 else self._heard
         if heard is not None:

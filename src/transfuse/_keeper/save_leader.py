@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from transfuse._errors import TransfuseError, as_utf8
 from transfuse._keeper import frames
-from transfuse._keeper.door import FIRST_PAUSE, LONGEST_PAUSE, ask, connect
+from transfuse._keeper.door import ask, connect
 from transfuse._keeper.questions import (
     Answer,
     SaveBegin,
@@ -39,6 +39,8 @@ from transfuse._sizes import human_bytes
 from transfuse._tls import TLS
 from transfuse._tuning import (
     DOOR_ASK_SECONDS,
+    DOOR_FIRST_PAUSE_SECONDS,
+    DOOR_LONGEST_PAUSE_SECONDS,
     RING_SILENCE_SECONDS,
     SAVE_LAST_SECONDS,
     SAVE_POLL_SECONDS,
@@ -277,7 +279,7 @@ class _FarHost:
     def __init__(self, index: int, address: str, key: bytes, tls: TLS | None) -> None:
         self.index, self._address, self._key, self._tls = index, address, key, tls
         self._control: ControlConnection | None = None
-        self._pause, self._again = FIRST_PAUSE, 0.0
+        self._pause, self._again = DOOR_FIRST_PAUSE_SECONDS, 0.0
 
     def hear(self, question: SaveRound) -> SaveState | None:
         if time.monotonic() < self._again:
@@ -287,9 +289,9 @@ class _FarHost:
         except (TransfuseError, OSError, ValueError):
             # The ring says it: its leader asks the same keepers.
             self._again = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._pause = min(2 * self._pause, DOOR_LONGEST_PAUSE_SECONDS)
             return None
-        self._pause = FIRST_PAUSE
+        self._pause = DOOR_FIRST_PAUSE_SECONDS
         return state
 
     def order(self, question: SaveOrder | SaveLook) -> SaveProgress:

@@ -80,7 +80,7 @@ class Books:
         self.confirmed: Label | None = None
         self.agreed: Label | None = None
         #: A step that keepers were replicating when an earlier generation ended: others may know that it is confirmed.
-        self.in_doubt: Label | None = None
+        self.perhaps_confirmed: Label | None = None
         #: The step that the ranks have restored, until a newer one is confirmed.
         self.restored: Label | None = None
         #: Steps of this generation below this one do not count, unless they are confirmed or being replicated: the
@@ -109,7 +109,7 @@ class Books:
         self.generation = generation.number
         self._generations[generation.number] = generation
         if self.agreed is not None:
-            self.in_doubt = self.agreed
+            self.perhaps_confirmed = self.agreed
         self.agreed = self.floor = None
         self._complete.clear()
         self._useless.clear()
@@ -289,15 +289,15 @@ class Books:
             self.confirmed = label
         if self.agreed is not None and self.agreed <= label:
             self.agreed = None
-        if self.in_doubt is not None and self.in_doubt <= label:
-            self.in_doubt = None
+        if self.perhaps_confirmed is not None and self.perhaps_confirmed <= label:
+            self.perhaps_confirmed = None
         if label.generation == self.generation:
             self.restored = None
         self._complete = {one for one in self._complete if one > label}
 
     def agree(self, label: Label | None, floor: Label | None = None) -> None:
         """All keepers replicate this step now. Called when all have said which step they know to be confirmed."""
-        self.in_doubt = None
+        self.perhaps_confirmed = None
         self.agreed = label
         if floor is not None and floor.generation == self.generation and (self.floor is None or floor > self.floor):
             self.floor = floor
@@ -308,7 +308,7 @@ class Books:
             return False
         if label is None:
             return True
-        if label in (self.confirmed, self.agreed, self.in_doubt) or self._is_held(label):
+        if label in (self.confirmed, self.agreed, self.perhaps_confirmed) or self._is_held(label):
             return False
         if self.confirmed is not None and label < self.confirmed:
             return True
@@ -349,7 +349,7 @@ class Books:
         """Whether a replica may be overwritten by that of the agreed step."""
         if kept.is_written or kept.pins:
             return False
-        return kept.label is None or kept.label not in (self.confirmed, self.in_doubt)
+        return kept.label is None or kept.label not in (self.confirmed, self.perhaps_confirmed)
 
     def _is_hopeless(self, label: Label) -> bool:
         """Whether a step of this generation can no longer be complete."""

@@ -21,11 +21,10 @@ from math import prod
 import numpy as np
 import torch
 
-from transfuse._limits import MIB
 from transfuse._state.leaves import dense
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
-from transfuse._tuning import ARENA_LARGE_BYTES, ARENA_MAPPING_BYTES
+from transfuse._tuning import ARENA_HUGE_BYTES, ARENA_LARGE_BYTES, ARENA_MAPPING_BYTES
 
 #: Every storage begins at a multiple of this many bytes, as torch's own allocations do.
 ALIGNMENT = 64
@@ -33,7 +32,6 @@ ALIGNMENT = 64
 #: The dtypes that numpy has too.
 _NUMPY_TYPES = {torch.from_numpy(np.empty(0, code)).dtype: np.dtype(code) for code in "?bBhHiIlLefdFD"}
 
-_HUGE = 2 * MIB
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
@@ -126,7 +124,7 @@ def _map(nbytes: int) -> mmap.mmap:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise RuntimeError(f"cannot map {nbytes} bytes: {error}") from error
-    if _MADV_HUGEPAGE is not None and nbytes >= _HUGE:
+    if _MADV_HUGEPAGE is not None and nbytes >= ARENA_HUGE_BYTES:
         with suppress(OSError):
             mapping.madvise(_MADV_HUGEPAGE)
     return mapping
@@ -144,7 +142,7 @@ def _ask_for_huge_pages(addresses: Ints, nbytes: Ints) -> None:
     firsts, lasts = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(starts)]]) - 1
     for start, end in zip(starts[firsts].tolist(), ends[lasts].tolist(), strict=True):
         low, high = start + -start % mmap.PAGESIZE, end - end % mmap.PAGESIZE
-        if high - low >= _HUGE:
+        if high - low >= ARENA_HUGE_BYTES:
             _madvise(low, high - low, _MADV_HUGEPAGE)  # A refusal does no harm: the memory works all the same.
 
 

@@ -16,15 +16,14 @@ import xxhash
 from transfuse._memory import vm
 from transfuse._state.mapped_file import MappedFile
 from transfuse._state.region import Ints
-
-BLOCK_BYTES = 1 << 20
+from transfuse._tuning import HASHED_BLOCK_BYTES
 
 Task: TypeAlias = Callable[[], None]
 
 
 def places_for(nbytes: int) -> list[bytes]:
     """Room for the digests of a run's blocks."""
-    return [b""] * -(-nbytes // BLOCK_BYTES)
+    return [b""] * -(-nbytes // HASHED_BLOCK_BYTES)
 
 
 def copied(source: int, target: int, nbytes: int, digests: list[bytes] | None, first: int = 0) -> Iterator[Task]:
@@ -32,14 +31,14 @@ def copied(source: int, target: int, nbytes: int, digests: list[bytes] | None, f
 
     Without a source the bytes are at the target already; without a target they are only hashed.
     """
-    step = 8 * BLOCK_BYTES if digests is None else BLOCK_BYTES
+    step = 8 * HASHED_BLOCK_BYTES if digests is None else HASHED_BLOCK_BYTES
 
     def task(low: int) -> None:
         size = min(step, nbytes - low)
         if target and source:
             ctypes.memmove(target + low, source + low, size)
         if digests is not None:
-            digests[first + low // BLOCK_BYTES] = digest_at((target or source) + low, size)
+            digests[first + low // HASHED_BLOCK_BYTES] = digest_at((target or source) + low, size)
 
     for low in range(0, nbytes, step):
         yield lambda low=low: task(low)  # type: ignore[misc]
@@ -62,12 +61,12 @@ def _read(
 ) -> Iterator[Task]:
     def task(low: int) -> None:
         if not hasattr(scratch, "buffer"):
-            scratch.buffer = ctypes.create_string_buffer(BLOCK_BYTES)
-        size, at = min(BLOCK_BYTES, nbytes - low), ctypes.addressof(scratch.buffer)
+            scratch.buffer = ctypes.create_string_buffer(HASHED_BLOCK_BYTES)
+        size, at = min(HASHED_BLOCK_BYTES, nbytes - low), ctypes.addressof(scratch.buffer)
         is_read = vm.read_file(files, address + low, at, size)
-        digests[low // BLOCK_BYTES] = digest_at(at if is_read else address + low, size)
+        digests[low // HASHED_BLOCK_BYTES] = digest_at(at if is_read else address + low, size)
 
-    for low in range(0, nbytes, BLOCK_BYTES):
+    for low in range(0, nbytes, HASHED_BLOCK_BYTES):
         yield lambda low=low: task(low)  # type: ignore[misc]
 
 

@@ -22,9 +22,7 @@ from torch.utils import _pytree as pytree
 
 from transfuse._errors import TransfuseError
 from transfuse._state.leaves.block import tensor_in
-
-#: While something is awaited: the first pause between two questions, and the longest one.
-FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
+from transfuse._tuning import DEVICE_FIRST_PAUSE_SECONDS, DEVICE_LONGEST_PAUSE_SECONDS
 
 
 class _Entered(threading.local):
@@ -284,12 +282,12 @@ def reach(events: Iterable[torch.Event], seconds: float) -> None:
 
 def poll(done: Callable[[], bool], until: float) -> bool:
     """Ask until the answer is yes, or until this time of the monotonic clock. Return the answer."""
-    pause = FIRST_PAUSE
+    pause = DEVICE_FIRST_PAUSE_SECONDS
     while not done():
         if time.monotonic() > until:
             return False
         time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(2 * pause, DEVICE_LONGEST_PAUSE_SECONDS)
     return True
 
 

@@ -23,7 +23,7 @@ from transfuse._metrics import names
 from transfuse._metrics.samples import Samples
 from transfuse._report import Report
 from transfuse._state.whole_file import write_whole
-from transfuse._tuning import METRICS_EXIT_SECONDS, METRICS_WRITE_SECONDS
+from transfuse._tuning import METRICS_EXIT_SECONDS, METRICS_LOCK_SECONDS, METRICS_WRITE_SECONDS
 
 logger = logging.getLogger("transfuse")
 
@@ -130,7 +130,7 @@ class _Locked:
                     return
                 if time.monotonic() > self._until:
                     raise TimeoutError(f"another process has locked {self._path}")
-                time.sleep(0.01)
+                time.sleep(METRICS_LOCK_SECONDS)
         except BaseException:
             os.close(self._fd)
             raise

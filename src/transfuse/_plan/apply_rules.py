@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 from transfuse._rules import AnyRule, Concat, MapPath, Rename, Slice, Split, listed, path_of
@@ -125,11 +126,13 @@ class _Linking:
                 self._rename("no rule, the name is kept", name, name, name)
 
     def _advice(self, rule: AnyRule) -> str:
-        """What to do about a rule that matches nothing."""
+        """What to do about a rule that matches nothing. The first one that does not is told what there is."""
         for pattern in _patterns(rule):
             if self.sources.match(f"{pattern}.**"):
                 return f"write {pattern}.** for all leaves of the container {pattern}, and .** in the target too"
-        return "correct the path, or remove the rule"
+        some = ", ".join(map(repr, islice(self.sources.index, 3))) + (", …" if len(self.sources.index) > 3 else "")
+        known = f" (the source has {some})" if some and not self.problems else ""
+        return f"correct the path, or remove the rule{known}"
 
     def follow(self, function: Callable[[str], str | None]) -> None:
         rule = f"map_path function {getattr(function, '__qualname__', type(function).__name__)}"

@@ -203,8 +203,8 @@ def peek(
     *,
     version: bool = False,
     token: str | bytes | None = None,
-    timeout: timedelta | float = 60,
     tls: Encryption = None,
+    timeout: timedelta | float = 60,
 ) -> Peeked:
     """Ask a server for the description of its state. No tensor moves. ``version``, ``tls``: as for :func:`fetch`."""
     _check_version(version)

@@ -28,6 +28,7 @@ from transfuse._state.leaves import dense, values
 from transfuse._state.leaves.spec import is_sharded, of_plain_tensors
 from transfuse._state.manifest import Described, Leaf, Manifest
 from transfuse._state.region import Ints
+from transfuse._tuning import HASHED_BLOCK_BYTES
 
 _SIGNS = int(dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)
 
@@ -101,7 +102,7 @@ def _packed(tensors: Iterable[torch.Tensor], seconds: float) -> Iterator[bytes]:
     each = np.arange(len(views))
     cut = parcels.cut(
         Regions(nowhere, each, nowhere, nbytes, item, nowhere - 1, strided={}, also={}),
-        blocks.BLOCK_BYTES,
+        HASHED_BLOCK_BYTES,
         all_staged=True,
     )
     digests = wide_digests_of(cut, TensorPlaces(views), range(len(cut)), seconds)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
+from transfuse._tuning import ACCEPT_AGAIN_SECONDS
+
 
 class Connection(Protocol):
     def close(self) -> None: ...
@@ -81,7 +83,7 @@ class Accepting(Generic[_C]):
                 if self.is_closed:
                     return
                 self._complain("could not take a connection", error)
-                time.sleep(0.1)  # Perhaps the process is out of descriptors, and that may pass.
+                time.sleep(ACCEPT_AGAIN_SECONDS)
                 continue
             try:
                 connection = self._admit(sock, where)

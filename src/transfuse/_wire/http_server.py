@@ -25,6 +25,7 @@ from transfuse._tuning import (
     HTTP_LISTEN_SECONDS,
     HTTP_MAX_BODY_BYTES,
     HTTP_MAX_HEAD_BYTES,
+    HTTP_REFUSE_SECONDS,
     HTTP_REQUEST_SECONDS,
     HTTP_ROOM_SECONDS,
     HTTP_SEND_BYTES,
@@ -247,7 +248,7 @@ class _HttpConnection(Generic[_V]):
     def turn_away(self) -> None:
         if self.server.tls is not None:
             return self.close()
-        self.sock.settimeout(1.0)
+        self.sock.settimeout(HTTP_REFUSE_SECONDS)
         self.sock.sendall(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n")
         return self.close()
 

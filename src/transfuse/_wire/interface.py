@@ -1,10 +1,11 @@
-"""Which address of this host a process group uses: streams listen there, and nowhere else.
+"""Which address of this host a process group uses, and a job: streams listen there, and nowhere else.
 
 Devices of gloo do not tell their address. But a group of gloo puts it into its store before it looks for the others.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+
+from transfuse._tuning import INTERFACE_PROBE_SECONDS
 
 _LENGTH, _FAMILY = struct.Struct("<Q"), struct.Struct("<H")
 #: By family: where in a network address the host begins, and how many bytes it has.
@@ -58,7 +61,7 @@ def _host_of_device(device: Any) -> str | None:
     store = _AddressStore()
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices, options._timeout = [device], timedelta(seconds=1)
+    options._devices, options._timeout = [device], timedelta(seconds=INTERFACE_PROBE_SECONDS)
     with suppress(RuntimeError):
         gloo(store, 0, 2, options)
     # The address consists of a name (length first), a network address (length first), and numbers.
@@ -70,3 +73,18 @@ def _host_of_device(device: Any) -> str | None:
         if length and len(data) >= at + length:
             return socket.inet_ntop(family, data[at : at + length])
     return None
+
+
+def own_address() -> str:
+    """This host's address on the network of the job, where no group says it."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            packed = fcntl.ioctl(sock, 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+            return socket.inet_ntoa(packed[20:24])
+    master = os.environ.get("MASTER_ADDR", "")
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        # No packet is sent: the kernel only chooses the interface that leads there.
+        sock.connect((master or "127.0.0.1", 9))
+        return str(sock.getsockname()[0])
+    return socket.gethostbyname(socket.gethostname())

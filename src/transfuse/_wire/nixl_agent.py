@@ -37,7 +37,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from transfuse._arguments import INSTALL_NIXL
 from transfuse._memory.vm import Ranges
-from transfuse._tuning import NIXL_DESTROY_SECONDS, NIXL_EXIT_SECONDS, NIXL_LINGER_SECONDS, NIXL_PROGRESS_MICROSECONDS
+from transfuse._tuning import (
+    NIXL_DESTROY_SECONDS,
+    NIXL_EXIT_SECONDS,
+    NIXL_LINGER_SECONDS,
+    NIXL_LOOK_SECONDS,
+    NIXL_PROGRESS_MICROSECONDS,
+)
 
 BACKEND = "UCX"
 
@@ -252,7 +258,7 @@ class Agent:
             self._closed = True
         until = time.monotonic() + NIXL_EXIT_SECONDS
         while self._calls and time.monotonic() < until:
-            time.sleep(0.01)
+            time.sleep(NIXL_LOOK_SECONDS)
         if self._calls or self._left:
             self.drop()
         # The destructor deregisters all memory, and waits for the progress thread.

@@ -33,7 +33,6 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from transfuse._limits import MIB
 from transfuse._memory import vm
 from transfuse._memory.vm import Ranges
 from transfuse._state.manifest import Described
@@ -46,6 +45,7 @@ from transfuse._tuning import (
     NIXL_LEAST_POLL_SECONDS,
     NIXL_MAX_METADATA_BYTES,
     NIXL_POLL_SECONDS,
+    NIXL_SLOWEST_BYTES,
     NIXL_STOP_SECONDS,
 )
 from transfuse._wire import nixl_agent
@@ -58,8 +58,6 @@ MOST_STORAGES = 1 << 17
 #: How many reads are under way, and the most bytes and ranges of one.
 SLOTS = 4
 CHUNK_RANGES = 4096
-#: The slowest link that is not taken for a dead one, in bytes per second.
-SLOWEST = 1 * MIB
 
 _NAME = re.compile(r"transfuse-[0-9a-f]{32}")
 
@@ -177,7 +175,7 @@ class NixlReader(RangeReader):
         self._entry = entry
         self._patience = Patience(pull.timeout).remote_read
         self._check_stop = pull.rate_limit
-        most = min(NIXL_CHUNK_BYTES, pull.staging_bytes // (4 * SLOTS), int(self._patience / 2 * SLOWEST))
+        most = min(NIXL_CHUNK_BYTES, pull.staging_bytes // (4 * SLOTS), int(self._patience / 2 * NIXL_SLOWEST_BYTES))
         self._chunk = pull.at_once(max(most, NIXL_LEAST_CHUNK_BYTES))
         self._staging = np.empty((SLOTS, self._chunk), dtype=np.uint8)
         self._free = list(range(SLOTS))

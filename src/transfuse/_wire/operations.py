@@ -23,16 +23,11 @@ from transfuse._errors import PeerError, PeerLost, PeerTimeout, TransfuseError
 from transfuse._memory import streams
 from transfuse._memory.streams import poll
 from transfuse._timeouts import Patience
+from transfuse._tuning import GROUP_LEAST_SECONDS, GROUP_LONGEST_SECONDS, PROBE_FIRST_SECONDS
 from transfuse._wire.group import CPU, OFFER_TAG, Group, WorkLike, new_link_tag
 from transfuse._wire.messages import BLOCK_BYTES, MARK, ROOM, Message, seal
 
 logger = logging.getLogger("transfuse")
-
-#: The longest wait. Some groups take milliseconds as an int32, and more would not fit.
-FOREVER = timedelta(days=20)
-
-#: Seconds until a receiver that waits for parcels on an accelerator first asks whether its peer is still there.
-FIRST_PROBE = 0.05
 
 
 class Posted:
@@ -67,7 +62,7 @@ class Posted:
         """Ask until the operation is complete. Every other operation that completes meanwhile renews the deadline."""
         channel, started = self._operations, time.monotonic()
         channel.progressed_at = max(channel.progressed_at, started)
-        probe = FIRST_PROBE
+        probe = PROBE_FIRST_SECONDS
         try:
             while not poll(self.is_complete, min(time.monotonic() + probe, channel.progressed_at + channel.timeout)):
                 if time.monotonic() >= channel.progressed_at + channel.timeout:
@@ -92,7 +87,9 @@ class Posted:
         channel = self._operations
         started = channel.waiting_since = time.monotonic()
         try:
-            done = self.work.wait(FOREVER if channel.group.shares_fate else timedelta(seconds=channel.timeout))
+            done = self.work.wait(
+                timedelta(seconds=GROUP_LONGEST_SECONDS if channel.group.shares_fate else channel.timeout)
+            )
         except Exception as error:
             channel.broken = channel.closed = True
             raise channel.translate(error, time.monotonic() - started) from error
@@ -314,7 +311,7 @@ class Operations:
             with suppress(Exception):
                 nothing = self.post_recv(self.empty(1), new_link_tag())
                 self.outstanding.remove(nothing)
-                nothing.work.wait(timedelta(milliseconds=2))  # For less than 1 ms gloo uses its own default.
+                nothing.work.wait(timedelta(seconds=GROUP_LEAST_SECONDS))
 
     # -- messages
 

@@ -25,7 +25,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 
-from transfuse._tuning import WATCH_LINGER_SECONDS
+from transfuse._tuning import WATCH_LINGER_SECONDS, WATCH_OWNER_SECONDS, WATCH_PAUSE_SECONDS
 from transfuse._wire.interface import host_of
 from transfuse._wire.loopback import Loopback
 from transfuse._wire.turns import Turns
@@ -36,7 +36,6 @@ _take_reference = ctypes.pythonapi.Py_IncRef
 ALL = -1
 
 MOST_LAST_MESSAGES = 400
-MOST_PAUSE = 0.1
 
 
 class Watched(Protocol):
@@ -140,7 +139,7 @@ class Watch:
                 thread = threading.Thread(target=self._run, name="transfuse-watch", daemon=True)
                 thread.start()
                 self._thread = thread
-        if channel.pulse_seconds < 2 * MOST_PAUSE:
+        if channel.pulse_seconds < 2 * WATCH_PAUSE_SECONDS:
             self._changed.set()
 
     def remove(self, channel: Watched) -> None:
@@ -184,7 +183,7 @@ class Watch:
                 channel.given_up = True
             for channel in channels:
                 channel.break_off()
-        return min([MOST_PAUSE, *(channel.pulse_seconds / 2 for channel in channels)])
+        return min([WATCH_PAUSE_SECONDS, *(channel.pulse_seconds / 2 for channel in channels)])
 
 
 class PendingOffer:
@@ -213,7 +212,7 @@ class PendingOffer:
 
     def wait_for(self, owner: object) -> None:
         """Wait, in the new owner's thread, until the header has arrived or the new owner has been abandoned."""
-        while self.owner is owner and not self.done.wait(0.1):
+        while self.owner is owner and not self.done.wait(WATCH_OWNER_SECONDS):
             pass
 
 

@@ -29,11 +29,10 @@ from typing import Protocol
 import torch
 
 from transfuse._errors import PeerLost, PeerTimeout, ProtocolError, TransfuseError
+from transfuse._tuning import TURN_AGAIN_SECONDS
 from transfuse._wire import messages
 from transfuse._wire.messages import HEADER_BYTES, Message
 
-#: Seconds until the lower rank asks again.
-PAUSE = 0.01
 CROWDED = (
     "several sources and several receivers at once would wait for each other in this group: it is bound to a device "
     "(device_id=), where all operations of a rank share one order, and has no gloo for messages. Use one source or one "
@@ -197,7 +196,7 @@ class Turns:
             if way is not _Way.NONE:
                 break
             if channel.is_lower:
-                time.sleep(PAUSE)
+                time.sleep(TURN_AGAIN_SECONDS)
         with self._changed:
             first = next((one for one in self._waiting if one.way is way), None)
             if first is None:

@@ -18,7 +18,7 @@ from transfuse._keeper.attach import SOCKET_NAME, Lock
 from transfuse._keeper.files import HELD_NAME, TOKEN_NAME, remove_files
 from transfuse._keeper.frames import KeeperLink, KeeperLost
 from transfuse._keeper.runs import Run
-from transfuse._tuning import OVERVIEW_ASK_SECONDS
+from transfuse._tuning import DRAIN_LOOK_SECONDS, KEEPER_LEAST_SECONDS, OVERVIEW_ASK_SECONDS
 from transfuse.cli.errors import Failed
 from transfuse.cli.options import token_of
 
@@ -135,7 +135,7 @@ def stop(found: FoundRun, seconds: float) -> str:
                     f"keeper {pid} has not ended within {seconds:g} s. It has been asked to, and waits for what is "
                     f"under way; asked again, it ends at once. If it is stopped, kill -9 {pid} ends it"
                 )
-            time.sleep(0.02)
+            time.sleep(DRAIN_LOOK_SECONDS)
     finally:
         link.close()
     attached = found.status.get("attached", [])
@@ -155,7 +155,7 @@ def _remove(found: FoundRun) -> None:
         raise Failed(f"a worker is starting a keeper in {found.directory} at this moment")
     with lock:
         with suppress(KeeperLost):
-            KeeperLink.to(str(found.directory / SOCKET_NAME), 1.0).close()
+            KeeperLink.to(str(found.directory / SOCKET_NAME), KEEPER_LEAST_SECONDS).close()
             raise Failed(f"a worker has started a keeper in {found.directory} at this moment")
         remove_files(found.directory)
 

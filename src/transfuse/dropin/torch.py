@@ -67,6 +67,13 @@ from transfuse._errors import (
 )
 from transfuse._state import live_tensors
 from transfuse._state.memory_maps import Mappings
+from transfuse._tuning import (
+    DROPIN_END_SECONDS,
+    DROPIN_LEAST_SECONDS,
+    DROPIN_MAX_META_BYTES,
+    DROPIN_PATIENCE_SECONDS,
+    DROPIN_WINDOW_BYTES,
+)
 
 __all__ = [
     "PGTransport",
@@ -84,17 +91,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _LENGTH_TAG, _META_TAG, _FIRST_TENSOR_TAG = 1, 2, 3
 
-#: How many bytes of temporary copies may be under way. Beyond that, wait for the oldest copy.
-_WINDOW = 256 << 20
-
-#: Backends count whole milliseconds, and 0 means the group's own timeout.
-_LEAST_TIMEOUT = timedelta(milliseconds=1)
-
-#: For waits that another thread ends.
-_PATIENCE = timedelta(days=1)
-
-#: A longer pickle means a garbled length. Metadata takes some hundred bytes per leaf.
-_MAX_META = 1 << 32
+_LEAST_TIMEOUT = timedelta(seconds=DROPIN_LEAST_SECONDS)
 
 
 @contextmanager
@@ -284,8 +281,9 @@ class _Outbox:
     connections to *all* ranks. So one thread per receiver waits without a limit, this object watches the clock, and the
     connections are closed at the end, when every receiver has either everything or an error.
 
-    Posted messages cost nothing as long as they are the caller's own memory. ``_WINDOW`` limits temporary copies. So if
-    tensors have to be copied from another device first, a silent receiver holds up the others for one timeout.
+    Posted messages cost nothing as long as they are the caller's own memory. ``DROPIN_WINDOW_BYTES`` limits temporary
+    copies. So if tensors have to be copied from another device first, a silent receiver holds up the others for one
+    timeout.
     """
 
     def __init__(self, pg: ProcessGroup, timeout: timedelta, ranks: Sequence[int]) -> None:
@@ -321,7 +319,7 @@ class _Outbox:
                 work.wait(_LEAST_TIMEOUT)
         for receiver in self._receivers:
             if receiver.thread:
-                receiver.thread.join(timeout=1)
+                receiver.thread.join(DROPIN_END_SECONDS)
 
     def causes(self) -> dict[int, Exception]:
         return {receiver.rank: receiver.error for receiver in self._receivers if receiver.error}
@@ -347,8 +345,8 @@ class _Outbox:
             self._copies.append((self._posted, cost))
             self._held += cost
         self._posted += 1
-        if self._held > _WINDOW:
-            self._watch_until(lambda: self._still_held() <= _WINDOW)
+        if self._held > DROPIN_WINDOW_BYTES:
+            self._watch_until(lambda: self._still_held() <= DROPIN_WINDOW_BYTES)
 
     def drain(self) -> None:
         self._watch_until(lambda: not any(receiver.queue for receiver in self._live()))
@@ -388,7 +386,7 @@ class _Outbox:
                 receiver.waiting = True
             error: Exception | None = None
             try:
-                _wait(work, _PATIENCE, receiver.rank, phase)
+                _wait(work, timedelta(seconds=DROPIN_PATIENCE_SECONDS), receiver.rank, phase)
             except Exception as caught:  # no other thread would see it
                 error = caught
             with self._changed:
@@ -750,7 +748,7 @@ class PGTransport:
         phase = "receiving the metadata's length"
         _wait(self._recv(length_t, rank, _LENGTH_TAG, phase), self._timeout, rank, phase)
         length = int(length_t.item())
-        if not 0 < length <= _MAX_META:
+        if not 0 < length <= DROPIN_MAX_META_BYTES:
             raise ProtocolError(rank, f"rank {rank} announced metadata of {length} bytes")
         data = torch.empty(length, dtype=torch.uint8, device=self._device)
         phase = "receiving the metadata"
@@ -798,7 +796,7 @@ class PGTransport:
                     cost = 0 if piece.target is None and device.type == "cpu" else piece.meta.nbytes
                 queue.append((piece, data, self._recv(data, rank, tag, f"receiving {piece.name}"), cost))
                 held += cost
-                while held > _WINDOW:
+                while held > DROPIN_WINDOW_BYTES:
                     held -= settle()
             while queue:
                 settle()

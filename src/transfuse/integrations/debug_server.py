@@ -22,7 +22,7 @@ import transfuse
 from transfuse._keeper.view import keepers_seen
 from transfuse._metrics.under_way import transfers_under_way
 from transfuse._sizes import human_bytes
-from transfuse._tuning import METRICS_KEEPER_SECONDS
+from transfuse._tuning import METRICS_KEEPER_SECONDS, METRICS_PAGE_SECONDS
 
 try:
     from torch._C._distributed_c10d import _register_handler
@@ -72,7 +72,7 @@ class TransfuseHandler:
     It has what torch's ``DebugHandler`` asks for. To derive from that takes jinja2, which only rank 0 needs.
     """
 
-    fetch_timeout = 60.0
+    fetch_timeout = METRICS_PAGE_SECONDS
 
     def routes(self) -> list[Any]:
         from torch.distributed.debug._frontend import Route

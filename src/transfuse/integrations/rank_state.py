@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from transfuse import StateError
+from transfuse._tuning import RANK_STATE_LEAST_BYTES
 
 __all__ = ["Packer", "is_sync_due", "set_sync_due", "unpack"]
-
-#: The tensor's size is the smallest power of two of this that holds twice what is written when it is made.
-LEAST_BYTES = 1 << 14
 
 
 def is_sync_due(model: object) -> bool:
@@ -56,7 +54,7 @@ class Packer:
             raise
         data = file.getbuffer()
         if len(data) + 8 > self._size:
-            self._size = LEAST_BYTES
+            self._size = RANK_STATE_LEAST_BYTES
             while self._size < 2 * (len(data) + 8):
                 self._size *= 2
         packed = torch.zeros(self._size, dtype=torch.uint8)

@@ -29,6 +29,7 @@ import torch.distributed as dist
 import transfuse
 from transfuse import Concat, Rename, Slice, Split, TransfuseError
 from transfuse._errors import as_utf8
+from transfuse._tuning import VLLM_GROUP_BYTES
 from transfuse._wire.roll_call import Agreement
 from transfuse.integrations import check_series
 
@@ -71,8 +72,6 @@ logger = logging.getLogger("transfuse")
 BACKEND = "transfuse"
 #: Both ends read their token here. If a trainer has none, it makes one, and sends it with the init info.
 TOKEN_VARIABLE = "TRANSFUSE_TOKEN"
-#: The size of a group, unless ``max_bytes`` says otherwise or one weight is larger.
-GROUP_BYTES = 1 << 30
 #: The types that ``dtype`` converts: weights of other types (float8, integers) have scales beside them.
 CONVERTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -397,7 +396,7 @@ def _groups(weights: Mapping[str, _Weight], max_bytes: int | None) -> Iterator[l
     if not weights:
         return
     largest = max(weights, key=lambda name: weights[name].nbytes)
-    most = max(GROUP_BYTES, weights[largest].nbytes) if max_bytes is None else max_bytes
+    most = max(VLLM_GROUP_BYTES, weights[largest].nbytes) if max_bytes is None else max_bytes
     if weights[largest].nbytes > most:
         raise ValueError(
             f"the weight {largest!r} has {weights[largest].nbytes} bytes, and max_bytes is {most}: load_weights takes "

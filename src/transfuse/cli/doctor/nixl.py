@@ -12,7 +12,7 @@ import numpy as np
 
 from transfuse._arguments import INSTALL_NIXL
 from transfuse._memory import vm
-from transfuse._tuning import DOCTOR_NIXL_READ_SECONDS, DOCTOR_NIXL_SECONDS
+from transfuse._tuning import DOCTOR_NIXL_LOOK_SECONDS, DOCTOR_NIXL_READ_SECONDS, DOCTOR_NIXL_SECONDS
 from transfuse._wire import nixl_agent
 from transfuse._wire.nixl_agent import Agent, NixlFailed
 from transfuse.cli.doctor.finding import Finding
@@ -69,7 +69,7 @@ def trial() -> None:
     while not receiver.is_done(transfer):
         if time.monotonic() > until:
             raise NixlFailed(f"a read of 512 KiB was not done after {DOCTOR_NIXL_READ_SECONDS:.0f} s")
-        time.sleep(0.001)
+        time.sleep(DOCTOR_NIXL_LOOK_SECONDS)
     if not np.array_equal(theirs, mine):
         raise NixlFailed("NIXL said that a read was done, but it has not brought the bytes")
 

@@ -16,7 +16,12 @@ import torch.distributed as dist
 
 import transfuse
 from transfuse._limits import allows_streams
-from transfuse._tuning import DOCTOR_MEASURED_SECONDS, DOCTOR_STATE_BYTES, DOCTOR_TRIAL_SECONDS
+from transfuse._tuning import (
+    DOCTOR_MEASURED_SECONDS,
+    DOCTOR_STATE_BYTES,
+    DOCTOR_TRANSFER_SECONDS,
+    DOCTOR_TRIAL_SECONDS,
+)
 from transfuse._wire.group import Group
 from transfuse._wire.meeting import own_port
 from transfuse._wire.memory_route import MemoryEntry, MemoryLease, Reader
@@ -26,7 +31,7 @@ from transfuse.testing.ranks import Late, RanksFailed, listening, say
 
 __all__ = ["TrialOutcome", "Tried", "try_routes"]
 
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=DOCTOR_TRANSFER_SECONDS)
 CPU = torch.device("cpu")
 
 #: The prefix of gloo's messages: the line in gloo's source, and the check that failed there.

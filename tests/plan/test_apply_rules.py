@@ -328,7 +328,8 @@ def test_shapes_may_be_sizes_of_torch() -> None:
 @pytest.mark.parametrize(
     ("rule", "sources", "targets", "parts"),
     [
-        (Rename("a", "b"), {"x": (2,)}, {"b": (2,)}, ["matches no leaf of the source"]),
+        (Rename("a", "b"), {"x": (2,)}, {"b": (2,)}, ["matches no leaf of the source", "(the source has 'x')"]),
+        (Rename("a", "b"), dict.fromkeys("vwxyz", (2,)), {"b": (2,)}, ["(the source has 'v', 'w', 'x', …)"]),
         (
             Rename("a.*", "b.*"),
             {"a.1.2": (2,)},
