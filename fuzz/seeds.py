@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from transfuse import Block
 from transfuse._limits import Limits
 from transfuse._plan import parcels
 from transfuse._plan.holdings import Holdings
@@ -91,6 +92,8 @@ def _sharded() -> dict[str, Any]:
         "rows": DTensor.from_local(torch.randn(2, 6), line, [Shard(0)], run_check=False),
         "cells": DTensor.from_local(torch.randn(3, 2), plane, [Shard(0), Shard(1)], run_check=False),
         "copy": DTensor.from_local(torch.randn(5), line, [Replicate()], run_check=False),
+        "box": Block(torch.randn(2, 3), start=(2, 0), shape=(5, 4)),
+        "dot": Block(torch.tensor(1.5), start=(), shape=()),
         "plain": torch.randn(3),
     }
 

@@ -33,6 +33,8 @@ class Rule:
 class Slice:
     """Part of a leaf along one dim, from ``start`` up to ``stop``, or to the end. Use it in place of a source path.
 
+    In place of a path it takes another slice: a box of a leaf is a slice of a slice.
+
     A negative ``dim`` counts from the end; ``start`` and ``stop`` do not. This takes the queries, the first 64 rows,
     out of a fused weight:
 
@@ -40,17 +42,17 @@ class Slice:
     Rename(source=Slice(path='layers.*.qkv', dim=0, start=0, stop=64), target='layers.*.q')
     """
 
-    path: str
+    path: str | Slice
     dim: int
     start: int
     stop: int | None = None
 
     def __post_init__(self) -> None:
-        _expect_paths(self, [self.path])
+        _expect_paths(self, [self.path], slices=True)
         _expect_ints(self, [self.dim, self.start, *([] if self.stop is None else [self.stop])])
         if self.start < 0 or (self.stop is not None and self.stop < self.start):
             raise ValueError(f"{self!r}: expected 0 <= start <= stop, got {self.start} and {self.stop}")
-        _wildcards(self, self.path)
+        _wildcards(self, path_of(self))
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def listed(rules: object) -> list[AnyRule]:
 
 def path_of(source: str | Slice) -> str:
     """The pattern of a source, which may be a :class:`Slice`."""
-    return source.path if isinstance(source, Slice) else source
+    return path_of(source.path) if isinstance(source, Slice) else source
 
 
 def _wildcards(rule: Rule | Slice, pattern: str) -> list[str]:

@@ -580,16 +580,17 @@ def test_without_a_known_end_one_is_chosen(tmp_path: Path) -> None:
         assert f"wrote {tmp_path / 'v1.2.pt'} (torch.save, " in run("fetch", address, "--out", tmp_path / "v1.2")
 
 
-def test_shards_of_several_servers_become_one_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("boxes", [False, True])
+def test_shards_of_several_servers_become_one_file(tmp_path: Path, boxes: bool) -> None:
     whole = torch.arange(42.0).reshape(7, 6)
-    servers = [
-        transfuse.serve({"m": {"w": shard(whole, [[0, 1], [2, 3]], rank, Shard(1), Shard(0)), "b": torch.ones(2)}})
-        for rank in range(4)
-    ]
+    shards: list[Any] = [shard(whole, [[0, 1], [2, 3]], rank, Shard(1), Shard(0)) for rank in range(4)]
+    shards = [transfuse.Block.of(one)[0] for one in shards] if boxes else shards
+    servers = [transfuse.serve({"m": {"w": one, "b": torch.ones(2)}}) for one in shards]
     try:
         addresses = [server.address for server in servers]
         said = run("fetch", addresses[0], "--out", tmp_path / "x.pt", code=1)
-        assert "nobody holds" in said
+        assert ("is a part; fetch from all the servers that hold parts of it" if boxes else "nobody holds") in said
+        assert not (tmp_path / "x.pt").exists()
         run("fetch", *addresses, "--out", tmp_path / "x.safetensors")
     finally:
         for server in servers:

@@ -17,6 +17,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import transfuse
 from shards import shard
 from states import Color, Pair, states
 from transfuse._limits import Limits
@@ -142,6 +143,16 @@ def test_dtensors(placements: Any, rank: int, text: str) -> None:
     assert (row.what, row.shape, str(row.sharding)) == ("DTensor", (10, 4), text)
     assert row.nbytes == leaf._local_tensor.numel() * 4
     assert json.loads(json.dumps(row.to_dict()))["sharding"]["mesh"]["shape"] == [2, 2]
+
+
+def test_blocks() -> None:
+    row = row_of(transfuse.Block(torch.zeros(3, 2), start=(5, 1), shape=(10, 4)))
+    assert (row.what, row.dtype, row.shape, row.nbytes) == ("Block", "float32", (10, 4), 24)
+    assert str(row.sharding) == "[5:8, 1:3]"
+    manifest = describe({"bad": transfuse.Block(torch.zeros(3), start=(5,), shape=(10,))}, Limits()).manifest
+    manifest.details[0][2] = [[8], [10]]
+    with pytest.raises(ValueError, match=r"leaf \['bad'\]: a malformed Block: the box \[8:11\] reaches beyond"):
+        Contents.of(manifest)
 
 
 def test_many_blocks_are_cut_short() -> None:

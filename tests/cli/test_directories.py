@@ -18,6 +18,7 @@ from commands import Running
 from keeping import Home, Job, exact, home, same, threaded  # noqa: F401
 from saving import Committed, flip
 from shards import shard
+from transfuse import Block
 from transfuse._keeper.slot_file import Label
 from transfuse._keeper.storage import Storage
 from transfuse.cli.app import app
@@ -113,11 +114,13 @@ def test_a_directory_without_steps_is_none(tmp_path: pathlib.Path) -> None:
     run("fetch", tmp_path, "-o", tmp_path / "x.pt", code=2)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_save_writes_a_running_jobs_step(tmp_path: pathlib.Path, sharded: bool) -> None:
+@pytest.mark.parametrize("kind", ["whole", "DTensor", "Block"])
+def test_save_writes_a_running_jobs_step(tmp_path: pathlib.Path, kind: str) -> None:
     whole = torch.arange(48.0).reshape(8, 6)
     (directory := tmp_path / "steps").mkdir()
-    states = [{"w": shard(whole, range(2), rank, Shard(0))} for rank in range(2)] if sharded else [{"w": whole}]
+    shards = [shard(whole, range(2), rank, Shard(0)) for rank in range(2)]
+    leaves = {"whole": [whole], "DTensor": shards, "Block": [Block.of(one)[0] for one in shards]}
+    states = [{"w": leaf} for leaf in leaves[kind]]
     servers = [transfuse.serve(one, step=12) for one in states]
     addresses = [server.address for server in servers]
     said = run("save", *addresses, directory)

@@ -37,6 +37,7 @@ from hostile_conversations import (
     serve_by,
     use_wire,
 )
+from transfuse import Block
 from transfuse._errors import (
     CorruptData,
     NotCovered,
@@ -55,6 +56,7 @@ from transfuse._plan.holdings import Holdings
 from transfuse._plan.wanted_blocks import MOST_TIMES, WantedBlocks, regions_in
 from transfuse._report import Report
 from transfuse._session.context import ReceiveRequest
+from transfuse._state.leaves.block import tensor_in
 from transfuse._state.leaves.codec import MeshDescription
 from transfuse._state.leaves.layout import MAX_RANKS, Layout
 from transfuse._wire import messages
@@ -311,12 +313,36 @@ MESHES: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("into", ["fresh", "a tensor", "a shard"])
-def test_impossible_meshes_demand_little(name: str, into: str) -> None:
-    body = hostile.resealed(msgspec.msgpack.encode(MESHES[name]()))
-    targets = {"fresh": None, "a tensor": [torch.zeros(64, dtype=torch.uint8)]}
+def with_box(start: Any, shape: Any, size: int = 1, *more: Any) -> list[Any]:
+    """An offer of one Block of bytes."""
+    return with_leaf("block", [start, shape, *more], [("uint8", [size], [1])])
+
+
+BOXES: dict[str, Callable[[], list[Any]]] = {
+    "a box beyond the tensor": lambda: with_box([64], [64]),
+    "a box that ends beyond the tensor": lambda: with_box([60], [64], 5),
+    "a box that begins before the tensor": lambda: with_box([-1], [64]),
+    "a far box": lambda: with_box([(1 << 63) - 1], [(1 << 63) - 1]),
+    "a box of a huge tensor": lambda: with_box([0], [1 << 50]),
+    "a box of a tensor with too many elements": lambda: with_box([0, 0], [1 << 40, 1 << 40]),
+    "a box of a tensor of negative shape": lambda: with_box([0], [-64]),
+    "a box of 2**16 dimensions": lambda: with_box([0] * (1 << 16), [1] * (1 << 16)),
+    "a box of no dimensions": lambda: with_box([], []),
+    "a box that starts at nothing": lambda: with_box(None, [64]),
+    "a box that starts at a fraction": lambda: with_box([0.5], [64]),
+    "a box with a third field": lambda: with_box([0], [64], 1, 0),
+    "a box of two tensors": lambda: with_leaf("block", [[0], [64]], [("uint8", [1], [1])] * 2),
+    "a box of none": lambda: with_leaf("block", [[0], [64]], []),
+}
+
+
+@pytest.mark.parametrize("name", [*MESHES, *BOXES])
+@pytest.mark.parametrize("into", ["fresh", "a tensor", "a shard", "a box"])
+def test_impossible_meshes_and_boxes_demand_little(name: str, into: str) -> None:
+    body = hostile.resealed(msgspec.msgpack.encode((MESHES | BOXES)[name]()))
+    targets: dict[str, list[Any] | None] = {"fresh": None, "a tensor": [torch.zeros(64, dtype=torch.uint8)]}
     targets["a shard"] = [shard(torch.zeros(64, dtype=torch.uint8), 2, 1)]
+    targets["a box"] = [Block(torch.zeros(2, dtype=torch.uint8), start=(62,), shape=(64,))]
     target = targets[into]
     member = hostile.member("one", [torch.zeros(64, dtype=torch.uint8)])
     wire = Wire(random.Random(0), member, [body])
@@ -332,7 +358,7 @@ def test_impossible_meshes_demand_little(name: str, into: str) -> None:
         refuse_out_of_memory(caught)
         assert len(str(caught)) < 20_000
         if target is not None and not caught.torn:
-            local = target[0].to_local() if isinstance(target[0], DTensor) else target[0]
+            local = target[0].to_local() if isinstance(target[0], DTensor) else tensor_in(target[0])
             assert not local.any()
     assert seconds < 3 + len(body) / MIB * 3, f"{seconds:.1f} s for {len(body)} bytes"
 

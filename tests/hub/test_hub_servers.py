@@ -120,6 +120,23 @@ def test_one_server_and_its_end() -> None:
         assert "complex128" in ask(hub.endpoint, "GET", WEIGHTS).headers["X-Error-Message"]
 
 
+def test_blocks_of_several_servers_are_put_together_and_of_one_job_refused() -> None:
+    whole = torch.arange(12.0)
+    low, high = (transfuse.Block(whole[a:b].clone(), start=(a,), shape=(12,)) for a, b in ((0, 5), (4, 12)))
+    with transfuse.serve({"w": low}, step=1) as first, transfuse.serve({"w": high}, step=1) as second:
+        with transfuse.hub([first.address, second.address]) as hub:
+            assert torch.equal(weights(hub.endpoint)["w"], whole)
+        with transfuse.hub(first.address) as hub:
+            assert "nobody holds [5:12]" in ask(hub.endpoint, "GET", WEIGHTS).headers["X-Error-Message"]
+    with transfuse.hub({"w": transfuse.Block(whole, start=(0,), shape=(12,))}, step=lambda: 1) as hub:
+        assert torch.equal(weights(hub.endpoint)["w"], whole)
+    with (
+        pytest.raises(transfuse.UnsupportedLeaf, match=r"a Block\(\[0:5\] of \(12,\), torch.float32\): this rank has"),
+        transfuse.hub({"w": low}, step=lambda: 1) as hub,
+    ):
+        weights(hub.endpoint)
+
+
 def test_servers_that_do_not_answer_hold_up_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client waits 10 s for an answer to HEAD, however many ask and however long the servers may take."""
     monkeypatch.setattr(commits_module, "HUB_COMMIT_WAIT_SECONDS", 0.5)

@@ -741,38 +741,95 @@ def test_other_meshes_get_what_they_need(home: Home, pool4: ProcessPool) -> None
     assert nbytes <= sum(some[0][2] for some in results) <= nbytes + 4096
 
 
-def shard_by_hand(rank: int, base: str) -> list[Any]:
-    """A ShardedTensor of torch's older FSDP on two ranks, on two again, and on four: what each start has found."""
+def commit_boxes(rank: int, base: str, saved: str) -> list[Any]:
+    """Blocks, an empty one among them, and a ShardedTensor: on two ranks, two with other boxes, three, two, and one."""
     os.environ["TRANSFUSE_KEEPER_DIR"] = base
     found: list[Any] = []
-    for ranks in (2, 2, 4):
-        group, rows = dist.new_group(list(range(ranks))), 4 // ranks
+    for number, edges in enumerate([[0, 5, 12], [0, 12, 12], [0, 2, 3, 12], [0, 7, 12], [0, 12]]):
+        ranks = len(edges) - 1
+        group = dist.new_group(list(range(ranks)))
         if rank < ranks:
-            local = torch.full((rows, 2), -1.0)
-            shard = LocalShard.from_tensor_and_offsets(local, [rows * rank, 0], rank)
-            state = {"w": init_from_local_shards([shard], 4, 2, process_group=group)}
-            keep = transfuse.keep(lambda state=state: state, run="shards", group=group, timeout=SECONDS)
-            try:
-                found.append((keep.restore(), local.flatten().tolist()))
-                local.fill_(rank + 1.0)
-                keep.commit(1)
-            except StateError as error:
-                found.append((str(error), local.flatten().tolist()))
-            keep.detach()
+            found.append(_start_with_boxes(rank, number, edges, group, saved))
         dist.barrier()
     return found
 
 
+def _start_with_boxes(rank: int, number: int, edges: list[int], group: Any, saved: str) -> Any:
+    (low, high), whole = edges[rank : rank + 2], torch.arange(24.0).reshape(12, 2)
+    # As ZeRO has it: parts of several flattened leaves in one buffer.
+    flat = torch.zeros(4 * (high - low))
+    parts = [flat[: 2 * (high - low)], flat[2 * (high - low) :].view(high - low, 2)]
+    local = torch.zeros(high - low, 2)
+    shards = [LocalShard.from_tensor_and_offsets(local, [low, 0], rank)] if high > low else []
+    state = {
+        "flat": transfuse.Block(parts[0], start=(2 * low,), shape=(24,)),
+        "rows": transfuse.Block(parts[1], start=(low, 0), shape=(12, 2)),
+        "sharded": init_from_local_shards(shards, 12, 2, process_group=group),
+        "plain": torch.zeros(5),
+    }
+    options: dict[str, Any] = {"directory": saved, "save_every": 1} if number == 3 else {}
+    with transfuse.keep(lambda: state, run="boxes", group=group, timeout=SECONDS, **options) as keep:
+        step = keep.restore()
+        right = step is None or (
+            torch.equal(parts[0], whole.flatten()[2 * low : 2 * high] + step)
+            and torch.equal(parts[1], whole[low:high] + step)
+            and torch.equal(local, whole[low:high] - step)
+            and bool(state["plain"].eq(step).all())
+        )
+        for new in range(10 * number + 1, 10 * number + 3):
+            parts[0].copy_(whole.flatten()[2 * low : 2 * high] + new)
+            parts[1].copy_(whole[low:high] + new)
+            local.copy_(whole[low:high] - new)
+            state["plain"].fill_(new)
+            report = keep.commit(new)
+            assert report is not None
+            assert report.outcome == "committed"
+        keep.close() if options else keep.detach()
+        return step, right
+
+
 @pytest.mark.processes
-def test_sharded_tensors_come_back_to_as_many_ranks_and_are_not_divided_anew(
+def test_blocks_and_sharded_tensors_are_divided_anew(
     home: Home,  # noqa: F811
     pool4: ProcessPool,
+    tmp_path: pathlib.Path,
 ) -> None:
-    results = [outcome.get() for outcome in pool4.run(shard_by_hand, str(home.base), deadline=4 * SECONDS)]
-    for rank in range(2):
-        assert results[rank][:2] == [(None, [-1.0] * 4), (1, [rank + 1.0] * 4)]
-    ((text, values),) = {(found[-1][0], tuple(found[-1][1])) for found in results}
-    assert values == (-1.0, -1.0)
-    assert "1 leaves differed between the 2 ranks that committed them: ['w']" in text
-    assert "start 2 ranks, or commit them with rank_state=" in text
-    assert "the kept steps are whole" in text.splitlines()[-1]
+    """Also from storage: the fourth start saves its steps and closes, so the last one begins anew."""
+    results = [
+        outcome.get() for outcome in pool4.run(commit_boxes, str(home.base), str(tmp_path), deadline=4 * SECONDS)
+    ]
+    assert [step for step, _ in results[0]] == [None, 2, 12, 22, None]
+    assert all(right for some in results for _, right in some)
+    whole = torch.arange(24.0).reshape(12, 2)
+    rows = transfuse.Block(torch.zeros(5, 2), start=(4, 0), shape=(12, 2))
+    sharded = torch.zeros(12, 2)
+    target = {"rows": rows, "sharded": sharded}
+    fetched = transfuse.fetch(f"file://{tmp_path}", target)
+    assert fetched.step == 32
+    assert torch.equal(rows.tensor, whole[4:9] + 32)
+    assert torch.equal(sharded, whole - 32)
+    assert fetched.report.bytes == rows.tensor.nbytes + sharded.nbytes
+
+
+def test_two_ranks_that_held_other_values_of_one_box_are_named(keeper: Keeper) -> None:
+    """The same ranks get theirs back. For others nobody can say whose are meant."""
+
+    def make(rank: int, step: int) -> dict[str, Any]:
+        values = torch.full((4,), float(step + 100 * rank))
+        return {
+            "drifted": transfuse.Block(values, start=(2,), shape=(6,)),
+            "rest": transfuse.Block(torch.full((1 + rank,), float(step)), start=(rank,), shape=(3,)),
+        }
+
+    commit(2, 1, make=make)
+    for now in (2, 3):
+        targets = [make(rank % 2, 0) for rank in range(now)]
+        with Job(now) as job:
+            job.start(same(*targets))
+            if now == 2:
+                assert job.restore() == 1
+                assert [one["drifted"].tensor.tolist() for one in targets] == [[1.0] * 4, [101.0] * 4]
+                continue
+            errors = {str(error) for error in job.errors(lambda keep: keep.restore())}
+            (text,) = errors
+            assert "1 leaves differed between the 2 ranks that committed them: ['drifted'] [2:6]" in text

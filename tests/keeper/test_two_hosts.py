@@ -160,7 +160,13 @@ def lose_shards(rank: int, base: str) -> list[Any]:
     """A job on two hosts without replicas loses one of them. Returns what ``restore`` does, and what it has called."""
     os.environ["TRANSFUSE_KEEPER_DIR"] = base
     mesh = init_device_mesh("cpu", (4,))
-    state = {"w": distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [Shard(0)])}
+    # Ranks 0 and 1 have all of one leaf's elements, some twice; and of another as many, but not all.
+    covered, uncovered = [(0, 5), (3, 8), (6, 8), (0, 2)][rank], [(0, 5), (1, 5), (5, 8), (0, 2)][rank]
+    state = {
+        "w": distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [Shard(0)]),
+        "covered": transfuse.Block(torch.arange(*map(float, covered)), start=covered[:1], shape=(8,)),
+        "uncovered": transfuse.Block(torch.arange(*map(float, uncovered)), start=uncovered[:1], shape=(8,)),
+    }
     options: dict[str, Any] = {"replicas": 0, "timeout": SECONDS}
     with transfuse.keep(lambda: state, run=f"host{rank // 2}", **options) as keep:
         keep.commit(1)
@@ -187,7 +193,7 @@ def lose_shards(rank: int, base: str) -> list[Any]:
 def test_a_restore_that_lacks_shards_does_not_even_ask_for_the_state(home: Home, pool4: ProcessPool) -> None:  # noqa: F811
     results = [outcome.get() for outcome in pool4.run(lose_shards, str(home.base), deadline=4 * SECONDS)]
     for error, step, calls in results:
-        assert "only ranks [2, 3], whose state is not here, had shards of 1 leaves: ['w']" in error
+        assert "only ranks [2, 3], whose state is not here, had shards of 2 leaves: ['uncovered'], ['w']" in error
         assert "Nothing was touched" in error
         assert step is None
         assert calls == []

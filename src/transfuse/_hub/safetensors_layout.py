@@ -17,7 +17,7 @@ import torch
 from transfuse._errors import StateError, UnsupportedLeaf
 from transfuse._plan.cohorts import Cohort
 from transfuse._state.leaves import values
-from transfuse._state.leaves.spec import DTENSOR, SHARDED_TENSOR, Spec, of_plain_tensors
+from transfuse._state.leaves.spec import BLOCK, DTENSOR, SHARDED_TENSOR, Spec, of_plain_tensors
 
 #: The format's names of dtypes.
 DTYPES = {
@@ -106,7 +106,7 @@ class FileLayout:
         return sizes if self.index is None else sizes | {INDEX_NAME: len(self.index)}
 
 
-def why_not(cohort: Cohort, leaf: int, *, whole: Collection[str] = (DTENSOR, SHARDED_TENSOR)) -> str | None:
+def why_not(cohort: Cohort, leaf: int, *, whole: Collection[str] = (DTENSOR, SHARDED_TENSOR, BLOCK)) -> str | None:
     """What a leaf is, if no file can hold it. ``whole``: the kinds of shards that become whole tensors."""
     detail = cohort.manifest.detail(leaf)
     if cohort.is_value(leaf):

@@ -31,6 +31,7 @@ from transfuse._remote.client import FetchSettings, fetch_if, peek
 from transfuse._remote.live_state import LiveState, StateView
 from transfuse._state import trees
 from transfuse._state.leaves import dense
+from transfuse._state.leaves.block import Block, is_tensor
 from transfuse._state.leaves.codec import CannotCarry
 from transfuse._state.leaves.dtensors import is_dtensor
 from transfuse._state.manifest import describe
@@ -303,7 +304,7 @@ def _tensors(state: object, prefix: str) -> list[tuple[Entry, torch.Tensor]]:
     first: dict[object, str] = {}
     found = []
     for number, (name, leaf) in enumerate(zip(trees.dotted(root, longest=None), leaves, strict=True)):
-        if not isinstance(leaf, torch.Tensor) or not name.startswith(prefix):
+        if not is_tensor(leaf) or not name.startswith(prefix):
             continue
         try:
             tensor = _whole(leaf)
@@ -323,8 +324,12 @@ def _entry(
     return Entry(name, path, dtype, shape, None if alias_of == name else alias_of)
 
 
-def _whole(leaf: torch.Tensor) -> torch.Tensor:
+def _whole(leaf: torch.Tensor | Block) -> torch.Tensor:
     """A leaf as a plain tensor that this process holds all of."""
+    if isinstance(leaf, Block):
+        if leaf.tensor.shape != leaf.shape:
+            raise CannotCarry(f"a {leaf!r}: this rank has a part; {SERVE_ALL}")
+        leaf = leaf.tensor
     if is_dtensor(leaf):
         if leaf.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in leaf.placements):
             raise CannotCarry(f"a DTensor with placements {list(leaf.placements)}: this rank has a part; {SERVE_ALL}")

@@ -30,6 +30,7 @@ from transfuse import _arguments
 from transfuse._errors import StateError
 from transfuse._memory import device_copies
 from transfuse._state import trees
+from transfuse._state.leaves.block import Block, is_tensor
 
 logger = logging.getLogger("transfuse")
 
@@ -99,7 +100,7 @@ def _places(value: Any, path: str, trail: tuple[Any, ...], parent: Any) -> tuple
         return [StatePart(path, trail, value, parent)], False
     children = _children(value)
     if children is None:
-        is_plain = not isinstance(value, torch.Tensor) and not dataclasses.is_dataclass(value)
+        is_plain = not is_tensor(value) and not dataclasses.is_dataclass(value)
         return [StatePart(path, trail, value, parent)] if is_plain else [], is_plain
     places: list[StatePart] = []
     all_plain = True
@@ -154,6 +155,10 @@ def _load_all(given: Any, arrived: Any, path: str, parent: Any, key: Any) -> Non
             if apart:
                 logger.warning("only the state given or the state restored has %s", ", ".join(sorted(apart)))
             return
+    if isinstance(given, Block):
+        if not isinstance(arrived, Block) or (given.start, given.shape) != (arrived.start, arrived.shape):
+            raise StateError(f"{path or '<root>'} is {_shown(given)}, and what was restored is {_shown(arrived)}")
+        given, arrived = given.tensor, arrived.tensor
     if isinstance(given, torch.Tensor):
         if not isinstance(arrived, torch.Tensor) or (given.shape, given.dtype) != (arrived.shape, arrived.dtype):
             raise StateError(f"{path or '<root>'} is {_shown(given)}, and what was restored is {_shown(arrived)}")
@@ -173,7 +178,7 @@ def _load_all(given: Any, arrived: Any, path: str, parent: Any, key: Any) -> Non
 def _shown(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of {value.dtype} and shape {list(value.shape)}"
-    return f"a {type(value).__name__}"
+    return repr(value) if isinstance(value, Block) else f"a {type(value).__name__}"
 
 
 class State:

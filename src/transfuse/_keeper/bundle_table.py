@@ -6,8 +6,10 @@ A bundle's *mode* says on what ground two ranks may share one copy of it:
     PLACED      DTensors: ranks at the same place of the mesh hold the same shard
     DECLARED    the caller has declared that all ranks hold the same
     PRIVATE     never: it belongs to the rank (``own=``)
+    BOXED       Blocks and ShardedTensors: ranks that hold the same boxes, and only if their digests are equal
 
-Bundles with the same key have the same leaves, sizes and layout, and if they are PLACED the same place in the mesh.
+Bundles with the same key have the same leaves, sizes and layout, and if they are PLACED or BOXED the
+same place in the mesh or in the global tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import numpy as np
 
 from transfuse._state.region import Ints
 
-PLAIN, PLACED, DECLARED, PRIVATE = range(4)
+PLAIN, PLACED, DECLARED, PRIVATE, BOXED = range(5)
+#: The modes in which ranks share a bundle only if their digests are equal.
+COMPARED = (PLAIN, BOXED)
 KEY_BYTES = DIGEST_BYTES = 16
 NO_DIGEST = bytes(DIGEST_BYTES)
 #: The most that a table takes for each bundle when it is encoded, and more than it takes for the rest.

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from transfuse._keeper.bundle_table import DECLARED, PLACED, PLAIN, PRIVATE, Bundles, StoragePlaces
+from transfuse._keeper.bundle_table import BOXED, DECLARED, PLACED, PLAIN, PRIVATE, Bundles, StoragePlaces
 from transfuse._keeper.slot_file import round_up
 from transfuse._state.leaves.distributed import DTensorMeta
-from transfuse._state.leaves.spec import Spec, is_dtensor
+from transfuse._state.leaves.spec import Spec, is_dtensor, is_sharded
 from transfuse._state.manifest import Manifest
 from transfuse._tuning import BUNDLE_BYTES
 
@@ -67,6 +67,7 @@ def _storages(manifest: Manifest, is_shared: IsShared, tree: str) -> tuple[list[
     tensors, paths = manifest.tensors, manifest.paths
     columns = np.stack([tensors.dtype, tensors.flags, tensors.offset, tensors.numel], axis=1)
     placed: dict[int, bool] = {}
+    boxed: dict[int, bool] = {}
     declared: dict[int, bool] = {}
     # What belongs to the rank alone may have the same paths as the state.
     words: list[list[Any]] = [[tree, int(nbytes)] for nbytes in manifest.storages.nbytes.tolist()]
@@ -74,13 +75,15 @@ def _storages(manifest: Manifest, is_shared: IsShared, tree: str) -> tuple[list[
     for row, (storage, leaf) in enumerate(zip(tensors.storage.tolist(), leaves, strict=True)):
         detail = manifest.detail(leaf)
         placed[storage] = placed.get(storage, True) and is_dtensor(detail)
+        boxed[storage] = boxed.get(storage, True) and is_sharded(detail)
         declared[storage] = declared.get(storage, True) and is_shared(paths[leaf])
         words[storage] += [paths[leaf], columns[row].tolist(), tensors.shape(row), tensors.stride(row)]
         if is_dtensor(detail):
             words[storage].append(_place(manifest, Spec(*detail)))
-    modes = [
-        PLACED if placed.get(number) else DECLARED if declared.get(number) else PLAIN for number in range(len(words))
-    ]
+        elif is_sharded(detail):
+            words[storage].append(Spec(*detail).meta)
+    grounds = (PLACED, placed), (BOXED, boxed), (DECLARED, declared)
+    modes = [next((mode for mode, true in grounds if true.get(number)), PLAIN) for number in range(len(words))]
     return modes, [msgspec.msgpack.encode(word) for word in words]
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from transfuse._keeper.bundle_table import NO_DIGEST, PLAIN, PRIVATE, Bundles, StoragePlaces
+from transfuse._keeper.bundle_table import COMPARED, NO_DIGEST, PRIVATE, Bundles, StoragePlaces
 from transfuse._keeper.slot_file import SlotView
 from transfuse._memory import blocks, device_copies, vm
 from transfuse._memory.blocks import BLOCK_BYTES, Task
@@ -148,7 +148,7 @@ class _Work:
         self._places = np.full(len(bundles), -1) if slot is None else bundles.places
         self._of_storage, self._place_in_bundle = storages.bundles, storages.places
         modes = bundles.modes
-        self._hashes = np.ones(len(bundles), dtype=bool) if digests else (modes == PLAIN)
+        self._hashes = np.ones(len(bundles), dtype=bool) if digests else np.isin(modes, COMPARED)
         self._hashes &= modes != PRIVATE if not digests else True
         self._blocks: list[list[bytes]] = [[] for _ in range(len(bundles))]
         #: The storages of each bundle.

@@ -21,7 +21,7 @@ import torch
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper import copying
-from transfuse._keeper.bundle_table import NO_DIGEST, PLAIN, Bundles, StoragePlaces
+from transfuse._keeper.bundle_table import COMPARED, NO_DIGEST, Bundles, StoragePlaces
 from transfuse._keeper.copying import StateMemory
 from transfuse._keeper.slot_file import PAGE, SlotView
 from transfuse._memory import device_copies, streams
@@ -217,7 +217,7 @@ def guess(
 ) -> list[bytes]:
     """For each bundle, what shows whether another rank of this host may hold the same. Digests decide later."""
     check_no_capture(memory.devices)
-    there = memory.on_one_device(len(bundles), storages) & (bundles.modes == PLAIN)
+    there = memory.on_one_device(len(bundles), storages) & np.isin(bundles.modes, COMPARED)
     own.follow(memory.devices)
     with own.entered(memory.devices):
         here = np.flatnonzero(~there)

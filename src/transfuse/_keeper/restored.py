@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from transfuse._errors import TransfuseError
-from transfuse._keeper.bundle_table import NO_DIGEST, PLAIN, Bundles, StoragePlaces
+from transfuse._keeper.bundle_table import BOXED, NO_DIGEST, PLAIN, Bundles, StoragePlaces
 from transfuse._keeper.slot_file import SlotView, decode
 from transfuse._keeper.storage import file_name
 from transfuse._limits import Limits
 from transfuse._memory.blocks import digests_at
+from transfuse._plan.holdings import Holdings, Listed
+from transfuse._state.leaves.spec import is_dtensor, is_sharded, of_plain_tensors
 from transfuse._state.manifest import Described, Manifest, Wire
 from transfuse._state.region import Ints
 
@@ -27,6 +29,13 @@ class Text(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     coordinates: list[Any]
     own: Wire | None
     storages: StoragePlaces
+
+
+class ComparedDigests(msgspec.Struct, array_like=True, frozen=True):
+    """By key, the digests of a rank's bundles that are PLAIN, and of those that are BOXED."""
+
+    plain: dict[bytes, bytes]
+    boxed: dict[bytes, bytes]
 
 
 #: The address and the length of bytes in this process.
@@ -96,34 +105,50 @@ class RestoredState:
         )
         return replace(self, state=chosen, own=None, of_storage=self.of_storage[used])
 
-    def plain_digests(self) -> dict[bytes, bytes]:
-        """By key, the digests of the bundles of which every rank may have values of its own."""
+    def compared_digests(self) -> ComparedDigests:
+        """The digests of the bundles in which ranks may differ."""
         bundles = self.bundles
-        return {bundles.keys[n]: bundles.digests[n] for n in np.flatnonzero(bundles.modes == PLAIN).tolist()}
+        plain, boxed = (
+            {bundles.keys[n]: bundles.digests[n] for n in np.flatnonzero(bundles.modes == mode).tolist()}
+            for mode in (PLAIN, BOXED)
+        )
+        return ComparedDigests(plain, boxed)
 
     def leaf_digests(self, keys: Collection[bytes]) -> dict[str, bytes]:
-        """The digests of single leaves in these bundles."""
+        """The digests of single leaves in these bundles. Of Blocks and ShardedTensors those of equal boxes compare."""
         state, manifest = self.state, self.state.manifest
         chosen = [number for number, key in enumerate(self.bundles.keys) if key in keys]
         storages = np.flatnonzero(np.isin(self.of_storage[: len(manifest.storages)], np.array(chosen, dtype=np.int64)))
         digests = digests_at(state.addresses[storages], manifest.storages.nbytes[storages], state.files)
         of = dict(zip(storages.tolist(), digests, strict=True))
         leaves = manifest.leaves_of(np.arange(len(manifest.tensors))).tolist()
+        holdings = Holdings(manifest)
         return {
-            manifest.paths[leaf]: of[storage]
+            manifest.paths[leaf] + _boxes(holdings, leaf): of[storage]
             for leaf, storage in zip(leaves, manifest.tensors.storage.tolist(), strict=True)
             if storage in of
         }
 
 
-def suspects(ranks: Sequence[Mapping[bytes, bytes]]) -> set[bytes]:
-    """The keys of bundles in which ranks may differ, from what :meth:`RestoredState.plain_digests` says of each."""
+def suspects(ranks: Sequence[ComparedDigests]) -> set[bytes]:
+    """The keys of bundles in which ranks may differ, from what :meth:`RestoredState.compared_digests` says of each."""
     seen: dict[bytes, set[bytes]] = {}
     for rank in ranks:
-        for key, digest in rank.items():
+        for key, digest in (*rank.plain.items(), *rank.boxed.items()):
             seen.setdefault(key, set()).add(digest)
-    # A bundle that only some ranks have may hold leaves that others have in other bundles.
-    return {key for key, digests in seen.items() if len(digests) > 1 or any(key not in one for one in ranks)}
+    # A bundle of plain tensors that only some ranks have may hold leaves that others have in other bundles.
+    plain = {key for rank in ranks for key in rank.plain}
+    alone = {key for key in plain if any(key not in one.plain for one in ranks)}
+    return alone | {key for key, digests in seen.items() if len(digests) > 1}
+
+
+def _boxes(holdings: Holdings, leaf: int) -> str:
+    """The boxes of a Block or ShardedTensor, as text; empty for any other leaf."""
+    detail = holdings.manifest.detail(leaf)
+    if not is_sharded(detail) or is_dtensor(detail) or not of_plain_tensors(detail):
+        return ""
+    held = holdings.of(leaf, 0)
+    return "".join(f" {box}" for box in held.blocks) if isinstance(held, Listed) else ""
 
 
 def differing_leaves(ranks: Iterable[Mapping[str, bytes]]) -> list[str]:

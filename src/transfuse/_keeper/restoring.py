@@ -32,7 +32,14 @@ from transfuse._job.state import State
 from transfuse._keeper import frames
 from transfuse._keeper.bundle_table import PLAIN
 from transfuse._keeper.frames import Held, KeeperLink
-from transfuse._keeper.restored import RestoredState, damage, describe_slots, differing_leaves, suspects
+from transfuse._keeper.restored import (
+    ComparedDigests,
+    RestoredState,
+    damage,
+    describe_slots,
+    differing_leaves,
+    suspects,
+)
 from transfuse._keeper.saved_steps import silent
 from transfuse._keeper.slot_file import Label, SlotView
 from transfuse._keeper.storage import file_name, folder_of
@@ -42,7 +49,7 @@ from transfuse._plan.holdings import Holdings, Whole
 from transfuse._remote.client import FetchSettings, fetch_if
 from transfuse._remote.in_process import InProcess
 from transfuse._report import Report
-from transfuse._state.leaves.layout import Box
+from transfuse._state.leaves.layout import Box, numel_of_all
 from transfuse._state.manifest import Described
 from transfuse._tls import TLS
 from transfuse._wire.roll_call import Agreement, Failure
@@ -564,9 +571,9 @@ class Attempt:
         if self._candidate.missing:
             self._check_coverage(mine)
         rows = self._agree_to(
-            "comparing the kept states", None, msgspec.msgpack.encode([one.plain_digests() for one in mine.values()])
+            "comparing the kept states", None, msgspec.msgpack.encode([one.compared_digests() for one in mine.values()])
         )
-        states = [state for row in rows for state in msgspec.msgpack.decode(row, type=list[dict[bytes, bytes]])]
+        states = [state for row in rows for state in msgspec.msgpack.decode(row, type=list[ComparedDigests])]
         doubtful = suspects(states)
         if not doubtful:
             return
@@ -612,8 +619,7 @@ class Attempt:
             for shards in msgspec.msgpack.decode(row, type=list[dict[str, tuple[int, list[Box]]]]):
                 for path, (numel, blocks) in shards.items():
                     held.setdefault(path, (numel, set()))[1].update(blocks)
-        # Ranks hold the same shard or shards that have nothing in common.
-        lost = [path for path, (numel, blocks) in held.items() if sum(block.numel for block in blocks) < numel]
+        lost = [path for path, (numel, blocks) in held.items() if numel_of_all(blocks) < numel]
         if lost:
             raise Forbidden(
                 f"only ranks {self._candidate.missing}, whose state is not here, had shards of {len(lost)} leaves: "

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from transfuse._keeper.bundle_table import NO_DIGEST, PLAIN, PRIVATE, Bundles
+from transfuse._keeper.bundle_table import COMPARED, NO_DIGEST, PRIVATE, Bundles
 from transfuse._keeper.questions import SaveState
 from transfuse._keeper.slot_file import Label
 from transfuse._state.region import Ints
@@ -139,7 +139,7 @@ def _grounds(table: Bundles) -> list[bytes | None]:
     """On what ground ranks share each bundle, as in `Books.lay_out`; None: this one is not shared with other hosts."""
     digests: Sequence[bytes] = table.digests or [NO_DIGEST] * len(table)
     return [
-        None if mode == PRIVATE or (mode == PLAIN and digest == NO_DIGEST) else digest if mode == PLAIN else b""
+        None if mode == PRIVATE or (mode in COMPARED and digest == NO_DIGEST) else digest if mode in COMPARED else b""
         for mode, digest in zip(table.modes.tolist(), digests, strict=True)
     ]
 

@@ -253,7 +253,7 @@ def _refuse_differing(saved: SavedStep, states: Mapping[int, RestoredState]) -> 
     """Refuse to put together states of which nobody can say whose leaves are meant."""
     if len(states) == 1:
         return
-    doubtful = suspects([one.plain_digests() for one in states.values()])
+    doubtful = suspects([one.compared_digests() for one in states.values()])
     found = differing_leaves(one.leaf_digests(doubtful) for one in states.values()) if doubtful else []
     if found:
         raise SourcesDiffer(

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from transfuse._keeper.bundle_table import PLAIN, PRIVATE, Bundles
+from transfuse._keeper.bundle_table import COMPARED, PRIVATE, Bundles
 from transfuse._keeper.frames import Held, Lay
 from transfuse._keeper.slot_file import PAGE, Brief, Label, SlotFile, room_for, round_up
 from transfuse._state.region import Ints
@@ -183,7 +183,7 @@ class Books:
                 if key in before and len(wanted) == 1:
                     owners[rank][number] = before[key]  # Somebody else may rely on it.
                     continue
-                ground = one.digests[number] if mode == PLAIN and one.digests else b"" if mode != PLAIN else None
+                ground = one.digests[number] if mode in COMPARED and one.digests else None if mode in COMPARED else b""
                 if ground is not None:
                     groups.setdefault((key, ground), []).append((rank, number))
         for members in groups.values():
@@ -475,7 +475,8 @@ class Books:
             yield (
                 key,
                 owner,
-                where is not None and (mine.modes[number] != PLAIN or mine.digest(number) == theirs.digest(where)),
+                where is not None
+                and (mine.modes[number] not in COMPARED or mine.digest(number) == theirs.digest(where)),
             )
 
     def is_complete(self, label: Label) -> bool:

@@ -363,21 +363,24 @@ class _Linking:
             return None
         if not isinstance(source, Slice):
             return (0,) * len(shape), shape
+        inner = self._block(rule, source.path, name, leaf)
+        if inner is None:
+            return None
+        start, sizes = map(list, inner)
         axis = self._axis(rule, name, source.dim, shape)
         if axis is None:
             return None
-        stop = shape[axis] if source.stop is None else source.stop
-        if not source.start <= stop <= shape[axis]:
+        stop = sizes[axis] if source.stop is None else source.stop
+        if not source.start <= stop <= sizes[axis]:
             given = f"{source.start}:{'' if source.stop is None else stop}"
             self._problem(
                 rule,
                 name,
-                f"slice {given} is out of range: expected at most {shape[axis]}, the size along dim {axis} of {shape}; "
-                "correct start and stop",
+                f"slice {given} is out of range: expected at most {sizes[axis]}, the size along dim {axis} of "
+                f"{inner[1]}; correct start and stop",
             )
             return None
-        start, sizes = [0] * len(shape), list(shape)
-        start[axis], sizes[axis] = source.start, stop - source.start
+        start[axis], sizes[axis] = start[axis] + source.start, stop - source.start
         return tuple(start), tuple(sizes)
 
     def _axis(self, rule: AnyRule | str, name: str, dim: int, shape: Shape) -> int | None:

@@ -10,7 +10,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from transfuse._state.leaves import dense
-from transfuse._state.leaves.block import Block, BlockCodec, box_of
+from transfuse._state.leaves.block import Block, box_of
 from transfuse._state.leaves.codec import CannotCarry, Coordinate, Shared, tensor_type
 from transfuse._state.leaves.distributed import DTensorCodec, layout_in
 from transfuse._state.leaves.dtensors import is_dtensor
@@ -70,22 +70,26 @@ class LocalBlocks:
             if blocks is None:
                 blocks = self._known[id(layout)] = blocks_at(layout, coordinate)
             return LocalTensors(tuple(target.shape), [(local, blocks)], layout, coordinate)
-        if isinstance(target, ShardedTensor):
+        if isinstance(target, (Block, ShardedTensor)):
             if not plain and not sharded:
                 return None
-            shards = []
-            for shard in target.local_shards():
-                block = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
-                shards.append((shard.tensor, [(block, (0,) * shard.tensor.ndim)]))
-            return LocalTensors(tuple(target.metadata().size), shards)
-        if isinstance(target, Block):
-            dense.check(target.tensor)
-            BlockCodec().open(target, self._shared)  # Raises if its tensor has another shape than it had.
-            return LocalTensors(target.shape, [(target.tensor, [(box_of(target), (0,) * target.tensor.ndim)])])
+            return _of_boxes(target)
         if plain or sharded:
             kind = tensor_type(target) if isinstance(target, torch.Tensor) else f"value of type {type(target).__name__}"
             raise CannotCarry(f"it is a {kind}, and the source's a tensor; put a tensor in its place")
         return None
+
+
+def _of_boxes(target: Block | ShardedTensor) -> LocalTensors:
+    """A target that says itself which boxes it has."""
+    try:
+        held = Block.of(target)
+    except (TypeError, ValueError) as reason:
+        raise CannotCarry(str(reason)) from reason
+    for one in held:
+        dense.check(one.tensor)
+    shape = target.shape if isinstance(target, Block) else tuple(target.metadata().size)
+    return LocalTensors(shape, [(one.tensor, [(box_of(one), (0,) * one.tensor.ndim)]) for one in held])
 
 
 def blocks_at(layout: Layout, coordinate: Coordinate) -> list[LocalBlock]:

@@ -224,4 +224,6 @@ def _may_be_assembled(manifest: Manifest, target: Prepared, options: Options) ->
     """Whether a state that cannot land as it is may be assembled instead: converted, or sharded differently."""
     if options.cast or manifest.is_sharded:
         return True
-    return any(is_dtensor_class(cls) or issubclass(cls, (ShardedTensor, Block)) for cls in set(map(type, target.leaves)))
+    return any(
+        is_dtensor_class(cls) or issubclass(cls, (ShardedTensor, Block)) for cls in set(map(type, target.leaves))
+    )

@@ -20,6 +20,7 @@ from transfuse._state import trees
 from transfuse._state.leaves import spec as specs
 from transfuse._state.leaves import values
 from transfuse._state.leaves.blobs import ArrayMeta
+from transfuse._state.leaves.block import BlockCodec, checked
 from transfuse._state.leaves.codec import Coordinate, MeshDescription
 from transfuse._state.leaves.dense import Flags
 from transfuse._state.leaves.distributed import DTensorMeta, ShardedTensorCodec, layout_of
@@ -48,7 +49,7 @@ class Sharding:
     mesh: MeshDescription | None
     placements: tuple[str, ...]
     place: Coordinate
-    #: For a ShardedTensor: how many shards it has.
+    #: For a ShardedTensor: how many shards it has. None for a Block.
     shards: int | None
     #: The rank's blocks of the global tensor; "…" at the end if there are more.
     blocks: tuple[str, ...]
@@ -56,7 +57,7 @@ class Sharding:
     def __str__(self) -> str:
         held = " ".join(self.blocks) or "nothing"
         if self.mesh is None:
-            return f"{self.shards} shards: {held}"
+            return held if self.shards is None else f"{self.shards} shards: {held}"
         names = self.mesh.dim_names or [""] * len(self.mesh.shape)
         sizes = "×".join(f"{name}={n}" if name else str(n) for name, n in zip(names, self.mesh.shape, strict=True))
         held = held if self.place is not None else "nothing (outside the mesh)"
@@ -70,7 +71,7 @@ class Row:
     #: The path as in error messages, and the name: the keys joined by dots.
     path: str
     name: str
-    #: tensor, DTensor, ShardedTensor, sparse_coo, …, jagged, a wrapper's class, array, object, or value.
+    #: tensor, DTensor, ShardedTensor, Block, sparse_coo, …, jagged, a wrapper's class, array, object, or value.
     kind: str
     #: The dtype of its items; for a value, its type.
     dtype: str
@@ -268,6 +269,10 @@ def _look(manifest: Manifest, spec: Any, rows: Iterator[int]) -> _Seen:
             held = _some(Box(*sharded.shards[i][:2]) for i in sharded.local)
             kind = _of("ShardedTensor", *inner[:1])
             return _Seen(kind, sharded.dtype, sharded.sizes, Sharding(None, (), None, len(sharded.shards), held))
+        case specs.BLOCK, [local]:
+            block = BlockCodec.read(meta)
+            held = (str(checked(Box(block.start, local.shape or ()), block.shape)),)
+            return _Seen(_of("Block", local), local.dtype, block.shape, Sharding(None, (), None, None, held))
         case "coo", [_, items]:
             return _Seen(_of("sparse_coo", items), items.dtype, msgspec.convert(meta, CooMeta).sizes)
         case "compressed", [_, _, items]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import typer
 from torch import nn
 
 import transfuse
-from transfuse._errors import PeerError
+from transfuse._errors import PeerError, UnsupportedLeaf
 from transfuse._hub.sources import Reached
 from transfuse._keeper.saved import StepsAddress
 from transfuse._keeper.storage import WRITER_NAME, label_of
 from transfuse._limits import Limits
 from transfuse._remote.client import check_places, is_directory
 from transfuse._state import trees
+from transfuse._state.leaves.block import Block, tensor_in
 from transfuse._state.leaves.dtensors import is_dtensor
 from transfuse._state.manifest import Manifest
 from transfuse.cli import keepers
@@ -83,11 +85,16 @@ def manifests(servers: Reached, timeout: float) -> list[Manifest]:
 
 
 def whole(state: Any) -> Any:
-    """The state with each DTensor replaced by its tensor, which is whole: its mesh is this process alone."""
+    """The state with each DTensor and Block replaced by its tensor.
+
+    A DTensor is whole: its mesh is this process alone. :class:`UnsupportedLeaf` for a Block that is not.
+    """
     root, leaves = trees.flatten(state, max_depth=Limits().max_depth)
-    if not any(is_dtensor(leaf) for leaf in leaves):
-        return state
-    return trees.unflatten(root, [_plain(leaf) if is_dtensor(leaf) else leaf for leaf in leaves])
+    found = [_plain(leaf) if is_dtensor(leaf) else tensor_in(leaf) for leaf in leaves]
+    for path, leaf in zip(trees.paths(root), leaves, strict=True):
+        if isinstance(leaf, Block) and leaf.tensor.shape != leaf.shape:
+            raise UnsupportedLeaf(path, f"{leaf} is a part; fetch from all the servers that hold parts of it")
+    return state if all(map(is_, found, leaves)) else trees.unflatten(root, found)
 
 
 def _plain(leaf: Any) -> Any:

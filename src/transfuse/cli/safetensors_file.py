@@ -24,7 +24,7 @@ from transfuse._plan.cohorts import Cohort
 from transfuse._plan.regions import lay_out
 from transfuse._state import trees
 from transfuse._state.leaves import values
-from transfuse._state.leaves.spec import DTENSOR
+from transfuse._state.leaves.spec import BLOCK, DTENSOR
 from transfuse._state.manifest import Manifest
 from transfuse._state.region import crowds
 from transfuse._state.trees import Kind
@@ -126,14 +126,14 @@ def _ambiguous(trails: list[list[str]]) -> bool:
 def misfits(manifest: Manifest) -> list[str]:
     """Why a state cannot be written as safetensors; empty if it can.
 
-    A DTensor counts as the whole tensor. Lost without a refusal: whether a tensor is a parameter or a buffer, its
-    strides, and the class of dict that held it.
+    A DTensor or Block counts as the whole tensor. Lost without a refusal: whether a tensor is a parameter or a buffer,
+    its strides, and the class of dict that held it.
     """
     found = [*_of_tree(manifest.root)]
     if found:
         return found
     cohort, paths = Cohort(manifest, {}), manifest.paths
-    whys = [(path, why_not(cohort, leaf, whole=[DTENSOR])) for leaf, path in enumerate(paths)]
+    whys = [(path, why_not(cohort, leaf, whole=[DTENSOR, BLOCK])) for leaf, path in enumerate(paths)]
     whys += misnamed(trees.dotted(manifest.root, longest=None), paths)
     found = [f"{printable(path)} is {printable(why)}" for path, why in whys if why is not None]
     return found or [*_tied(manifest)]

@@ -37,8 +37,6 @@ class Block:
         shape: the shape of the global tensor.
     """
 
-    __slots__ = ("__weakref__", "shape", "start", "tensor")
-
     def __init__(self, tensor: torch.Tensor, *, start: Sequence[int], shape: Sequence[int]) -> None:
         if not dense.is_plain(tensor):
             kind = tensor_type(tensor) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -53,11 +51,14 @@ class Block:
         return f"Block({box_of(self)} of {self.shape}, {self.tensor.dtype})"
 
     @classmethod
-    def of(cls, leaf: torch.Tensor) -> list[Block]:
+    def of(cls, leaf: torch.Tensor | Block) -> list[Block]:
         """What this rank holds of a DTensor or ShardedTensor, as Blocks over the same memory.
 
         There are several if its elements are not one box, and none if it holds nothing. A plain tensor is one Block.
         """
+        if isinstance(leaf, Block):
+            # Made anew: its tensor may have another shape now.
+            return [cls(leaf.tensor, start=leaf.start, shape=leaf.shape)]
         if isinstance(leaf, ShardedTensor):
             shape = tuple(leaf.metadata().size)
             return [cls(one.tensor, start=one.metadata.shard_offsets, shape=shape) for one in leaf.local_shards()]
@@ -199,7 +200,9 @@ class BlockCodec:
         checked(Box(m.start, tuple(tensor.shape)), m.shape)
         return Block(tensor, start=m.start, shape=m.shape)
 
-    def differences(self, source: Any, target: BlockMeta, build_context: BuildContext, target_shared: Shared) -> list[str]:
+    def differences(
+        self, source: Any, target: BlockMeta, build_context: BuildContext, target_shared: Shared
+    ) -> list[str]:
         m = self.read(source)
         if m.shape != target.shape:
             return [f"global shape: source {m.shape}, target {target.shape}"]

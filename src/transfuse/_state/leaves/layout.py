@@ -6,11 +6,12 @@ The rank holds the product of its runs along all dimensions. Only ``_StridedShar
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from transfuse._state.leaves.codec import MeshDescription
@@ -55,6 +56,32 @@ def intersect(one: Box, other: Box) -> Box | None:
     ends = (min(a + n, b + m) for a, n, b, m in zip(one.start, one.sizes, other.start, other.sizes, strict=True))
     sizes = tuple(end - low for end, low in zip(ends, start, strict=True))
     return Box(start, sizes) if all(size > 0 for size in sizes) else None
+
+
+def numel_of_all(boxes: Iterable[Box]) -> int:
+    """How many elements boxes of one tensor have together. An element that several have counts once."""
+    filled = [box for box in boxes if box.numel]
+    if not filled:
+        return 0
+    dims = range(len(filled[0].start))
+    varying = [d for d in dims if len({(box.start[d], box.sizes[d]) for box in filled}) > 1]
+    alike = math.prod(filled[0].sizes[d] for d in dims if d not in varying)
+    if not varying:
+        return alike
+    first, *rest = varying
+    spans = sorted((box.start[first], box.start[first] + box.sizes[first], box) for box in filled)
+    total = 0
+    if not rest:
+        reached = 0
+        for low, high, _ in spans:
+            total += max(0, high - max(low, reached))
+            reached = max(reached, high)
+        return alike * total
+    for low, high in pairwise(sorted({edge for start, end, _ in spans for edge in (start, end)})):
+        inside = [box for start, end, box in spans if start <= low and high <= end]
+        others = (Box(tuple(box.start[d] for d in rest), tuple(box.sizes[d] for d in rest)) for box in inside)
+        total += (high - low) * numel_of_all(set(others))
+    return alike * total
 
 
 @lru_cache(maxsize=1 << 10)
