@@ -570,9 +570,9 @@ def test_what_fails_on_one_rank_is_told_to_all(trainers: ProcessPool) -> None:
 class Job:
     """Both pools at work: the parent tells trainers and engines what to do, and hears what they say."""
 
-    def __init__(self, trainers: ProcessPool, engines: ProcessPool) -> None:
-        self.trainers, self.engines = trainers, engines
-        for pool in (trainers, engines):
+    def __init__(self, *pools: ProcessPool) -> None:
+        self.trainers, self.engines = pools[0], pools[-1]
+        for pool in pools:
             pool._refresh()
             pool._suspect = True
 
@@ -697,7 +697,7 @@ def test_a_frozen_engine_does_not_hold_up_the_trainer(trainers: ProcessPool, eng
     model = trainers_model()
     frozen, other = job.stop(engines, 0, 1)
     (error,) = frozen["errors"]
-    assert "round 1, group 1 of 8" in error
+    assert re.search(r"round 1, group [12] of 8", error)  # All bytes of group 1 may have been here when it froze.
     assert other["errors"] == []
     for found in (frozen, other):
         assert rounds_of(found["weights"], model) == {number}
@@ -729,10 +729,9 @@ def test_a_source_with_vllms_placements(trainers: ProcessPool) -> None:
     if not hasattr(WeightSource, "iter_local"):
         pytest.skip("vLLM 0.32 has no placements")
     model, client, failures = trainers_model(), Direct(EnginesModel()), list[Exception]()
+    job = Job(trainers)
     with over_http(client, failures.append) as url:
         trainers.start(train_with, {}, {"placed": True, "max_bytes": 5000})
-        job = Job.__new__(Job)
-        job.trainers = trainers
         job.tell_trainers("init", [url])
         for number in (1, 2):
             assert job.tell_trainers("send", number) == {0: ("sent", []), 1: ("sent", [])}
