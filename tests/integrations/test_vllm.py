@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +40,7 @@ from vllm_engines import (
     RULES,
     Direct,
     EnginesModel,
+    PlacedSource,
     engine_for,
     infer,
     load,
@@ -738,6 +739,8 @@ def test_a_source_with_vllms_placements(trainers: ProcessPool) -> None:
             assert rounds_of(weights_of(client), model) == {number}
         job.stop(trainers, 0, 1)
     assert failures == []
+    row = replace(PlacedSource(model, 1).metadata[0], shape=(1, 24))
+    assert integration._placed(row, torch.zeros(0, 24), 1) == []  # One row for two ranks: nothing is left.
     # Nothing travels twice, although some weights lie on both ranks.
     assert fetched(client) == sum(one.nbytes for one in model.parameters())
 

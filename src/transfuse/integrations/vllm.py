@@ -574,7 +574,9 @@ def _shards_of(source: WeightSource, rank: int) -> Callable[[], Shards]:
         return lambda: dict(module.named_parameters())
     if getattr(source, "implements_iter_local", bool)():
         described = {one.name: one for one in _described(source)}
-        return lambda: dict(_placed(described[name], local, rank) for name, local in source.iter_local())
+        return lambda: {
+            name: piece for name, local in source.iter_local() for piece in _placed(described[name], local, rank)
+        }
     raise TypeError(
         f"source is a {type(source).__name__}, which yields gathered weights: give a ModuleSource, "
         "transfuse.integrations.vllm.ShardSource, a WeightSource with iter_local() (vLLM 0.33), or one with a method "
@@ -582,16 +584,15 @@ def _shards_of(source: WeightSource, rank: int) -> Callable[[], Shards]:
     )
 
 
-def _placed(described: Any, local: torch.Tensor, rank: int) -> tuple[str, torch.Tensor | Block]:
-    """A rank's piece of a weight, as vLLM 0.33 places it."""
+def _placed(described: Any, local: torch.Tensor, rank: int) -> Sequence[torch.Tensor | Block]:
+    """A rank's piece of a weight, as vLLM 0.33 places it. Empty if there is nothing left for this rank."""
     if described.placements is None:
-        return described.name, local
+        return [local]
     place, coordinate = described.owners.index(rank), list[int]()
     for size in reversed(described.mesh_shape):
         place, at = divmod(place, size)
         coordinate.insert(0, at)
-    pieces = Block.placed(local, described.shape, described.mesh_shape, described.placements, coordinate)
-    return described.name, pieces[0]
+    return Block.placed(local, described.shape, described.mesh_shape, described.placements, coordinate)
 
 
 class _Engine:
