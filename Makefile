@@ -111,28 +111,28 @@ gpu: $(STAMP)
 	mkdir -p build
 	$(BIN)/python -m benchmarks.gpu --json build/gpu.json --page build/gpu.md $(VISIT)
 
-# The tests against vLLM, in an environment of their own: its wheel has 326 MB, 856 MB on disk. All that vLLM depends on
-# would be gigabytes of CUDA; the list below is what it imports in these tests (no engine starts). Its transformers is older
-# than ours.
-VLLM_VENV    := .venv-vllm
-VLLM_STAMP   := $(VLLM_VENV)/.installed
-VLLM_PINS    := $(VLLM_VENV)/constraints.txt
-VLLM_PIP     := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check install --constraint $(VLLM_PINS)
-VLLM_IMPORTS := aiohttp cachetools cbor2 cloudpickle einops fastapi llguidance openai openai-harmony partial-json-parser \
+# The tests against vLLM, in an environment for each version that the plug-in knows: a wheel has 336 MB, 900 MB on disk.
+# All that vLLM depends on would be gigabytes of CUDA; the list below is what it imports in these tests (no engine starts).
+# Its transformers is older than ours, and torch is the one of constraints.txt.
+VLLM_VERSIONS := 0.32.0 0.33.0
+VLLM_STAMPS   := $(VLLM_VERSIONS:%=.venv-vllm-%/.installed)
+VLLM_PIP       = $(@D)/bin/python -m pip --quiet --disable-pip-version-check install --constraint $(@D)/constraints.txt
+VLLM_IMPORTS  := aiohttp cachetools cbor2 cloudpickle einops fastapi llguidance openai openai-harmony partial-json-parser \
 	pillow prometheus-client psutil py-cpuinfo pybase64 pyzmq regex requests setuptools 'transformers<5.20' uvloop xgrammar
 
-$(VLLM_STAMP): pyproject.toml constraints.txt
-	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	grep -v '^transformers==' constraints.txt > $(VLLM_PINS)
+$(VLLM_STAMPS): .venv-vllm-%/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	grep -v '^transformers==' constraints.txt > $(@D)/constraints.txt
 	$(VLLM_PIP) torch
-	$(VLLM_PIP) --no-deps vllm
+	$(VLLM_PIP) --no-deps vllm==$*
 	@echo "pip will say what vLLM misses: these tests do not import it."
 	$(VLLM_PIP) $(VLLM_IMPORTS) hypothesis pytest pytest-timeout --editable .
-	touch $(VLLM_STAMP)
+	touch $@
 
 .PHONY: vllm
-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_claims.py
+vllm: $(VLLM_VERSIONS:%=vllm-%)
+vllm-%: .venv-vllm-%/.installed
+	$(<D)/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_claims.py
 
 # Where there is no build of atheris, fuzzing is skipped with a reason.
 soak: $(STAMP)

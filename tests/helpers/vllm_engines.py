@@ -12,7 +12,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -30,6 +30,8 @@ with warnings.catch_warnings():
     from vllm.distributed.weight_transfer import (
         HTTPVLLMWeightSyncClient,
         ModuleSource,
+        ParamMeta,
+        WeightSource,
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,
     )
@@ -165,10 +167,10 @@ def rounds_of(weights: Mapping[str, torch.Tensor], trainer: torch.nn.Module, mos
     return found
 
 
-def engine_for(model: torch.nn.Module) -> TransfuseWeightTransferEngine:
+def engine_for(model: torch.nn.Module, config: VllmConfig | None = None) -> TransfuseWeightTransferEngine:
     """By vLLM's factory, from vLLM's config."""
     wanted = WeightTransferConfig(backend="transfuse")
-    config = VllmConfig(device_config=DeviceConfig(device="cpu"), weight_transfer_config=wanted)
+    config = config or VllmConfig(device_config=DeviceConfig(device="cpu"), weight_transfer_config=wanted)
     engine = WeightTransferEngineFactory.create_engine(wanted, config, torch.device("cpu"), model)
     assert isinstance(engine, TransfuseWeightTransferEngine)
     return engine
@@ -177,8 +179,8 @@ def engine_for(model: torch.nn.Module) -> TransfuseWeightTransferEngine:
 class Direct:
     """A client of an engine in this process. What it says goes through JSON, as over HTTP."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.engine = engine_for(model)
+    def __init__(self, model: torch.nn.Module, config: VllmConfig | None = None) -> None:
+        self.engine = engine_for(model, config)
         self.said: list[str] = []
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -301,8 +303,11 @@ def infer(rank: int, options: dict[str, Any], pause_at: int | str | None = None)
     return {"weights": weights, "errors": errors, "loads": model.loads}
 
 
-def train(rank: int, options: dict[str, Any], **info: Any) -> list[str]:
-    """In a process: a rank of an FSDP2 trainer that does what the parent says, until it says "stop"."""
+def train(rank: int, options: dict[str, Any], placed: bool = False, **info: Any) -> list[str]:
+    """In a process: a rank of an FSDP2 trainer that does what the parent says, until it says "stop".
+
+    With ``placed`` vLLM's placements say what it holds, in place of DTensors.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -321,7 +326,7 @@ def train(rank: int, options: dict[str, Any], **info: Any) -> list[str]:
                 start = TransfuseTrainerInitInfo(rank=rank, **{"install": "load_weights", "timeout": 20.0, **info})
                 clients = {url: HTTPVLLMWeightSyncClient(url) for url in given}
                 first, *others = clients.values()
-                source = ModuleSource(model)
+                source = PlacedSource(model, rank) if placed else ModuleSource(model)
                 trainer = WeightTransferTrainerFactory.trainer_init(start, client=first, source=source)
                 for other in others:
                     trainer.attach(other)
@@ -342,6 +347,143 @@ def train(rank: int, options: dict[str, Any], **info: Any) -> list[str]:
     return []
 
 
+class PlacedSource(WeightSource):  # type: ignore[misc]
+    """A source as vLLM 0.33 has them: names, owners and placements, and this rank's piece of each weight."""
+
+    def __init__(self, model: torch.nn.Module, rank: int) -> None:
+        self._model, self._rank = model, rank
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        """Weights lie in rows, in columns, whole on both ranks, or whole on one, in turns."""
+        from vllm.distributed.weight_transfer import Replicate, Shard
+
+        kinds: list[dict[str, Any]] = [
+            {"owners": (0, 1), "placements": (Shard(0),)},
+            {"owners": (1, 0), "mesh_shape": (1, 2), "placements": (Replicate(), Shard(1))},
+            {"owners": (0, 1), "placements": (Replicate(),)},
+            {"owners": (1,), "placements": (Replicate(),)},
+            {},
+        ]
+        named = self._model.named_parameters()
+        return [
+            ParamMeta(name, one.dtype, tuple(one.shape), **(kinds[i % 5] if one.ndim > 1 else {}))
+            for i, (name, one) in enumerate(named)
+        ]
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        wholes = dict(ModuleSource(self._model).iter_full())
+        for one in self.metadata:
+            whole = wholes[one.name]
+            owners = one.owners or (0, 1)
+            if self._rank not in owners:
+                continue
+            for kind in one.placements or ():
+                if hasattr(kind, "dim"):
+                    whole = whole.chunk(2, kind.dim)[owners.index(self._rank)]
+            yield one.name, whole.detach().clone()
+
+
+# ---------------------------------------------------------------------------------------------- tensor-parallel workers
+
+
+def tensor_parallel_trainer() -> Node:
+    """As a checkpoint names them. Both ranks need the one key-value head whole, and the norm."""
+
+    def layer() -> Node:
+        attention = {"q_proj": Node(32, 24), "k_proj": Node(8, 24), "v_proj": Node(8, 24), "o_proj": Node(24, 32)}
+        mlp = {"gate_proj": Node(16, 24), "up_proj": Node(16, 24), "down_proj": Node(24, 16)}
+        return Node(**attention, **mlp, norm=Node(24))
+
+    return Node(embed=Node(128, 24), layers=torch.nn.ModuleList(layer() for _ in range(LAYERS)), extra=Node(40, 24))
+
+
+class TensorParallelModel(Node):
+    """Layers of vLLM, with their own loaders, and a ``load_weights`` as its models have them."""
+
+    def __init__(self) -> None:
+        from vllm.model_executor.layers import linear
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        def layer() -> Node:
+            return Node(
+                qkv_proj=linear.QKVParallelLinear(24, 8, 4, 1, bias=False),
+                o_proj=linear.RowParallelLinear(32, 24, bias=False),
+                gate_up_proj=linear.MergedColumnParallelLinear(24, [16, 16], bias=False),
+                down_proj=linear.RowParallelLinear(16, 24, bias=False),
+                norm=Node(24),
+            )
+
+        stack = torch.nn.ModuleList(layer() for _ in range(LAYERS))
+        super().__init__(embed=VocabParallelEmbedding(128, 24), layers=stack)
+        self.requires_grad_(False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        stacked = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "gate_proj": 0, "up_proj": 1}
+        own = dict(self.named_parameters())
+        loaded = set()
+        for name, weight in weights:
+            fused, _ = _fused(name)
+            if fused not in own:
+                continue
+            given = [stacked[part] for part in stacked if f".{part}." in name]
+            getattr(own[fused], "weight_loader", default_weight_loader)(own[fused], weight, *given)
+            loaded.add(fused)
+        return loaded
+
+
+def loaded_whole(number: int) -> dict[str, torch.Tensor]:
+    """What this rank's model has after it has loaded the whole weights of a round."""
+    model = TensorParallelModel()
+    trainer = tensor_parallel_trainer()
+    model.load_weights((name, values(name, one.shape, number)) for name, one in trainer.named_parameters())
+    return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+def work(rank: int, is_reload: bool) -> dict[str, Any]:
+    """In a process: one of two tensor-parallel workers of an engine, which does what the parent says until "stop"."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    torch.set_num_threads(1)
+    wanted = WeightTransferConfig(backend="transfuse")
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"), weight_transfer_config=wanted)
+    # The configuration itself asks for as many accelerators as it has workers.
+    config.parallel_config.tensor_parallel_size = 2
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(world_size=2, rank=rank, local_rank=rank, backend="gloo")
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, backend="gloo")
+        try:
+            model = TensorParallelModel()
+            if is_reload:
+                record_metadata_for_reloading(model)
+                model.load_weights((name, one) for name, one in tensor_parallel_trainer().named_parameters())
+            direct = Direct(model, config)
+            say("ready")
+            while (word := hear()) != "stop":
+                call, given = word
+                try:
+                    getattr(direct, call)(*given)
+                except Exception as error:
+                    say(f"{type(error).__name__}: {error}")
+                    continue
+                if call != "finish_weight_update":
+                    say(None)
+                    continue
+                whole, own = loaded_whole(int(given[0])), dict(model.named_parameters())
+                assert own.keys() == whole.keys()
+                wrong = [name for name, one in own.items() if not torch.equal(one, whole[name])]
+                moved = (sum(one.bytes for one in of) for of in (direct.engine.reports, direct.engine.passed_on))
+                say((*moved, wrong))
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state._WORLD = None
+    return {}
+
+
 def train_with_a_broken_rank(rank: int, taken: str) -> list[str]:
     """In a process: what all ranks are told if rank 1 is taken for another, cannot serve, or has lost a shard."""
     host, _, port = taken.rpartition(":")
@@ -356,22 +498,12 @@ def train_with_a_broken_rank(rank: int, taken: str) -> list[str]:
     for own in owns:
         try:
             start = TransfuseTrainerInitInfo(**{"rank": rank, **own})
-            trainer = TransfuseTrainerWeightTransferEngine.trainer_init(start, client=None, source=_Late(weights))
+            trainer = TransfuseTrainerWeightTransferEngine.trainer_init(start, client=None, source=ShardSource(weights))
             trainer.send_weights()
         except (transfuse.TransfuseError, ValueError) as error:
             errors.append(str(error))
     trainer.shutdown()
     return errors
-
-
-class _Late(ShardSource):
-    """A source that is asked for its shards for the first time when it can be served."""
-
-    asked = 0
-
-    def shards(self) -> dict[str, torch.Tensor]:
-        self.asked += 1
-        return super().shards() if self.asked > 1 else {}
 
 
 def reset_peak() -> None:

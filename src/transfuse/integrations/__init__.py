@@ -18,15 +18,16 @@ def missing(extra: str, error: ImportError) -> ImportError:
     return ImportError(f"transfuse.integrations.{extra} needs {error.name}: pip install 'transfuse[{extra}]'")
 
 
-def check_series(extra: str, series: str) -> None:
-    """Refuse a library of another version than ``series``, before it fails somewhere in the middle of an import."""
+def check_series(extra: str, *series: str) -> None:
+    """Refuse a library of another version than these, before it fails somewhere in the middle of an import."""
     try:
         found = metadata.version(extra)
     except metadata.PackageNotFoundError:
         return  # The import says what is missing.
-    if not found.startswith(f"{series}."):
+    if not found.startswith(tuple(f"{one}." for one in series)):
         raise ImportError(
-            f"transfuse.integrations.{extra} is written for {extra} {series}, and {extra} {found} is installed: "
+            f"transfuse.integrations.{extra} is written for {extra} {' and '.join(series)}, and {extra} {found} is "
+            "installed: "
             f"pip install 'transfuse[{extra}]' installs one that fits"
         )
 

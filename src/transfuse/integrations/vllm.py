@@ -20,22 +20,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from math import prod
+from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 import transfuse
-from transfuse import Concat, Rename, Slice, Split, TransfuseError
+from transfuse import Block, Concat, Rename, Slice, Split, TransfuseError
 from transfuse._errors import as_utf8
+from transfuse._session.relay import this_host
+from transfuse._state.leaves.layout import Box
 from transfuse._tuning import VLLM_GROUP_BYTES
 from transfuse._wire.roll_call import Agreement
 from transfuse.integrations import check_series
+from transfuse.integrations.watched_weights import ReadingLog, WatchedWeight, settle, whole_box
 
-#: vLLM's interfaces for weight transfer change with each version. This file is written for those of this one.
-SERIES = "0.32"
-check_series("vllm", SERIES)
+#: vLLM's interfaces for weight transfer change with each version. This file is written for those of these.
+SERIES = ("0.32", "0.33")
+check_series("vllm", *SERIES)
 try:
     from vllm.distributed.weight_transfer.base import (
         ModuleSource,
@@ -48,12 +54,11 @@ try:
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
         layerwise_groups,
-        materialize_full_tensor,
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 except ImportError as error:
     raise ImportError(
-        f"transfuse.integrations.vllm needs vLLM {SERIES}, which cannot be imported here ({error}): "
+        f"transfuse.integrations.vllm needs vLLM {' or '.join(SERIES)}, which cannot be imported here ({error}): "
         "pip install 'transfuse[vllm]'"
     ) from error
 
@@ -80,6 +85,8 @@ CONVERTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 RELOAD, LOAD_WEIGHTS, IN_PLACE = "reload", "load_weights", "in_place"
 
 AnyRule = Rename | Concat | Split
+#: By the names of weights: the box that is needed of each; None: nothing.
+Boxes = dict[str, Box | None]
 RULES: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (Rename, Concat, Split, Slice)}
 
 
@@ -213,10 +220,6 @@ class _Weight:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
 
 def _encode(rule: AnyRule | Slice) -> dict[str, Any]:
     """A rule as JSON."""
@@ -258,11 +261,18 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
         self._init: TransfuseInitInfo | None = None
         #: The model that a layerwise reload has begun on, and its config, until the reload has been finalized.
         self._reloading: tuple[torch.nn.Module, Any] | None = None
-        #: The reports of the fetches of the last update, one for each group.
+        #: The reports of the fetches of the last update: one for each group, and one for each weight of which the model
+        #: read more than before.
         self.reports: list[transfuse.Report] = []
         #: Which weights this worker has: of which round, and their digest, if the trainer knew it. None: of no update
         #: that has succeeded.
         self.version: transfuse.Version | None = None
+        #: The reports of what workers of this host passed on to this one in the last update.
+        self.passed_on: list[transfuse.Report] = []
+        #: Of each model the weights of its last update, and the box that it read of each. None: it gets them whole.
+        self._known: WeakKeyDictionary[torch.nn.Module, tuple[dict[str, _Weight], Boxes] | None] = WeakKeyDictionary()
+        #: The weights of the update that is under way, and what the model reads of them.
+        self._watched: tuple[dict[str, _Weight], dict[str, ReadingLog]] | None = None
 
     def init_transfer_engine(self, init_info: TransfuseInitInfo) -> None:
         """Check that every trainer rank can be reached, and that the token is theirs. Nothing stays open."""
@@ -286,6 +296,15 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
 
     def finish_weight_update(self) -> None:
         self._finalize()
+        if self._watched is not None:
+            (weights, logs), self._watched = self._watched, None
+            unseen = settle(logs)
+            self._known[self.model] = weights, {name: log.box for name, log in logs.items()}
+            if unseen:
+                raise TransfuseError(
+                    f"the model has kept {unseen[0]!r}, of which this worker had brought a part only: do not serve "
+                    "this model until an update has succeeded; the next one brings this weight whole"
+                )
 
     def _finalize(self) -> None:
         if self._reloading is not None:
@@ -304,25 +323,32 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
     def receive_weights(self, update_info: TransfuseUpdateInfo) -> None:
         """Fetch all weights of a round, and install them. All of them are of this round, or an error is raised."""
         init, weights = self._initialized(), update_info.weights()
-        self.reports, self.version = [], None
+        self.reports, self.passed_on, self._watched, self.version = [], [], None, None
         since = time.monotonic()
         try:
             if init.install == IN_PLACE:
                 self._receive_in_place(init, update_info.round, weights)
             else:
-                self._receive_groups(init, update_info.round, weights)
-        except BaseException:
+                workers = _Workers(self.parallel_config.tensor_parallel_size, init.timeout)
+                work = partial(self._receive_groups, init, update_info.round, weights, workers)
+                workers.together(f"receiving round {update_info.round}", work)
+        except BaseException as error:
+            if self._watched is not None and not isinstance(error, TransfuseError):
+                logger.warning("from now on this model gets whole weights, because it failed to load: %s", error)
+                self._known[self.model] = None
+            self._watched = None
             # vLLM forgets an update that failed. Its layerwise reload does not: parameters stay without memory, and
             # layers of which it has a part would be completed from the next update.
             self._finalize()
             raise
         self.version = self.reports[-1].version if self.reports else None
         logger.info(
-            "round %d: %d weights, %d bytes in %d groups, %.2f s",
+            "round %d: %d weights, %d bytes in %d groups, %d bytes of other workers, %.2f s",
             update_info.round,
             len(weights),
             sum(report.bytes for report in self.reports),
             len(self.reports),
+            sum(report.bytes for report in self.passed_on),
             time.monotonic() - since,
         )
 
@@ -334,25 +360,63 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
             raise RuntimeError("weight transfer is not initialized: call init_weight_transfer_engine first")
         return self._init
 
-    def _receive_groups(self, init: TransfuseInitInfo, number: int, weights: Mapping[str, _Weight]) -> None:
-        groups = list(_groups(weights, init.max_bytes))
+    def _boxes(self, weights: dict[str, _Weight]) -> Boxes:
+        """What this worker needs of each weight: what the model read in the last update. At first all."""
+        known = self._known.get(self.model)
+        if known is not None and known[0] == weights:
+            return known[1]
+        return {name: whole_box(one.shape) for name, one in weights.items()}
+
+    def _receive_groups(
+        self, init: TransfuseInitInfo, number: int, weights: dict[str, _Weight], workers: _Workers
+    ) -> None:
+        boxes = self._boxes(weights)
+        sizes = workers.tell(boxes, weights)
+        groups = list(_groups(sizes, init.max_bytes))
+        watches = self._known.get(self.model, weights) is not None
+        logs: dict[str, ReadingLog] = {}
+        if watches:
+            self._watched = weights, logs
+
+        def bring(name: str, whole: torch.Tensor) -> None:
+            logger.warning("round %d: the model reads more of %r than before: it is fetched whole", number, name)
+            self._fetch(init, number, {name: whole}, lambda path: path if path == name else None)
+
         done = 0
         for i, names in enumerate(groups, 1):
             # Fresh memory for every weight: a layerwise reload keeps them until it has the whole layer.
-            fresh = {name: torch.empty(weights[name].shape, dtype=weights[name].dtype) for name in names}
-
-            def chosen(path: str, fresh: Mapping[str, torch.Tensor] = fresh) -> str | None:
-                return path if path in fresh else None
-
+            fresh = {
+                name: WatchedWeight(weights[name].shape, weights[name].dtype, boxes[name], partial(bring, name))
+                for name in names
+            }
+            logs.update((name, one.log) for name, one in fresh.items())
             try:
-                self._fetch(init, number, fresh, chosen)
+                self._bring_group(init, number, i, fresh, workers)
             except TransfuseError as error:
                 where = f"group {i} of {len(groups)} ({names[0]} to {names[-1]})"
                 raise _failed(init, number, where, f"{done} of {len(weights)} weights", error) from error
             with _without_completeness_check():
-                self.model.load_weights(list(fresh.items()))
+                self.model.load_weights([(name, one.tensor if watches else one.whole) for name, one in fresh.items()])
             done += len(names)
-            del fresh, chosen
+            del fresh
+
+    def _bring_group(
+        self, init: TransfuseInitInfo, number: int, i: int, fresh: dict[str, WatchedWeight], workers: _Workers
+    ) -> None:
+        """Bring what this worker needs of a group: from the trainer, or from the worker of this host that has it."""
+        leader = workers.mates[i % len(workers.mates)]
+        shared = {name: one.piece for name, one in fresh.items() if name in workers.shared}
+        targets = {
+            name: one.target
+            for name, one in fresh.items()
+            if one.log.here is not None and (leader == workers.rank or name not in shared)
+        }
+        if targets:
+            self._fetch(init, number, targets, lambda path: path if path in targets else None)
+        if workers.size > 1:
+            workers.gather(b"", f"group {i}")  # The leader has it, or its error.
+        if shared and (report := workers.pass_on(leader, shared, number)) is not None:
+            self.passed_on.append(report)
 
     def _receive_in_place(self, init: TransfuseInitInfo, number: int, weights: Mapping[str, _Weight]) -> None:
         targets = dict(self.model.named_parameters())
@@ -366,7 +430,7 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
             raise _failed(init, number, "in place", f"{touched} of {len(targets)} weights", error) from error
 
     def _fetch(
-        self, init: TransfuseInitInfo, number: int, targets: dict[str, torch.Tensor], rules: transfuse.MapPath | None
+        self, init: TransfuseInitInfo, number: int, targets: Mapping[str, object], rules: transfuse.MapPath | None
     ) -> None:
         fetched = transfuse.fetch(
             init.addresses,
@@ -381,6 +445,58 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
         self.reports.append(fetched.report)
 
 
+class _Workers(Agreement):
+    """The workers of a tensor-parallel group. What all of them need alike on a host, one fetches and passes on."""
+
+    def __init__(self, size: int, seconds: float) -> None:
+        group = None
+        if size > 1:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            group = get_tp_group().cpu_group
+        super().__init__(group, seconds)
+        #: The workers on this host, and the names of the weights of which all of them need the same box.
+        self.mates, self.shared = [self.rank], set[str]()
+
+    def _has_group(self) -> bool:
+        return self._group is not None
+
+    def tell(self, boxes: Boxes, weights: Mapping[str, _Weight]) -> dict[str, int]:
+        """Tell each other what each worker needs. Returns the most bytes that one of them needs of each weight."""
+        sizes = [0 if box is None else box.numel * weights[name].dtype.itemsize for name, box in boxes.items()]
+        mine = _Needs(this_host(), [str(box or "") for box in boxes.values()], sizes)
+        given = self.gather(msgspec.msgpack.encode(mine), "what each worker needs")
+        try:
+            told = [msgspec.msgpack.decode(one, type=_Needs) for one in given]
+        except msgspec.ValidationError as error:
+            raise TransfuseError(f"the workers of this engine run different versions of transfuse: {error}") from error
+        if any(not len(one.boxes) == len(one.sizes) == len(boxes) for one in told):
+            raise TransfuseError("the workers of this engine got different weights: send all of them the same update")
+        self.mates = [rank for rank, one in enumerate(told) if one.host == mine.host]
+        if len(self.mates) > 1:
+            of_all = zip(boxes, *(told[rank].boxes for rank in self.mates), strict=True)
+            self.shared = {name for name, box, *others in of_all if box and set(others) <= {box}}
+        return {name: max(several) for name, *several in zip(boxes, *(one.sizes for one in told), strict=True)}
+
+    def pass_on(self, leader: int, shared: dict[str, torch.Tensor], number: int) -> transfuse.Report | None:
+        """The leader sends what all of this host need to its mates, into their tensors."""
+        timeout, others = timedelta(seconds=self.seconds), [rank for rank in self.mates if rank != leader]
+        with transfuse.PGTransport(self._group, timeout, torch.device("cpu"), lambda: shared, strict=True) as transport:
+            if leader == self.rank:
+                transport.send_checkpoint(others, shared, step=number)
+                return None
+            transport.recv_checkpoint(leader, step=number)
+            return transport.report
+
+
+class _Needs(msgspec.Struct, array_like=True, frozen=True):
+    """What a worker needs of each weight, in the order of the update, as text and in bytes."""
+
+    host: int
+    boxes: list[str]
+    sizes: list[int]
+
+
 def _failed(init: TransfuseInitInfo, number: int, where: str, new: str, error: TransfuseError) -> TransfuseError:
     """The error of an update. One text, because vLLM passes on texts only, without notes and causes."""
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
@@ -391,25 +507,25 @@ def _failed(init: TransfuseInitInfo, number: int, where: str, new: str, error: T
     )
 
 
-def _groups(weights: Mapping[str, _Weight], max_bytes: int | None) -> Iterator[list[str]]:
+def _groups(sizes: Mapping[str, int], max_bytes: int | None) -> Iterator[list[str]]:
     """Names of weights that are fetched together, layer by layer, each group of at most ``max_bytes``."""
-    if not weights:
+    if not sizes:
         return
-    largest = max(weights, key=lambda name: weights[name].nbytes)
-    most = max(VLLM_GROUP_BYTES, weights[largest].nbytes) if max_bytes is None else max_bytes
-    if weights[largest].nbytes > most:
+    largest = max(sizes, key=lambda name: sizes[name])
+    most = max(VLLM_GROUP_BYTES, sizes[largest]) if max_bytes is None else max_bytes
+    if sizes[largest] > most:
         raise ValueError(
-            f"the weight {largest!r} has {weights[largest].nbytes} bytes, and max_bytes is {most}: load_weights takes "
+            f"the weight {largest!r} has {sizes[largest]} bytes, and max_bytes is {most}: load_weights takes "
             "whole weights, so max_bytes must be at least that"
         )
     group: list[str] = []
     total = 0
-    for name in (name for layer in layerwise_groups(list(weights)) for name in layer):
-        if group and total + weights[name].nbytes > most:
+    for name in (name for layer in layerwise_groups(list(sizes)) for name in layer):
+        if group and total + sizes[name] > most:
             yield group
             group, total = [], 0
         group.append(name)
-        total += weights[name].nbytes
+        total += sizes[name]
     yield group
 
 
@@ -423,7 +539,7 @@ def _without_completeness_check() -> AbstractContextManager[None]:
 # -------------------------------------------------------------------------------------------- in a trainer rank
 
 
-class ShardSource(WeightSource):  # type: ignore[misc]
+class ShardSource(ModuleSource):  # type: ignore[misc]
     """The weights that a rank holds, as they are: plain tensors, or DTensors of which it holds shards.
 
     Args:
@@ -432,31 +548,54 @@ class ShardSource(WeightSource):  # type: ignore[misc]
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        super().__init__(self)  # What vLLM asks a module for is ``named_parameters()``.
         self._weights = weights
 
     def shards(self) -> dict[str, torch.Tensor]:
         """What this rank holds, by name. Any source with this method will do."""
         return dict(self._weights() if callable(self._weights) else self._weights)
 
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in self.shards().items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, one in self.shards().items():
-            yield name, materialize_full_tensor(one)
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.shards().items()
 
 
-def _shards(source: WeightSource) -> dict[str, torch.Tensor]:
+def _described(source: WeightSource) -> list[ParamMeta]:
+    """What a source says of the whole model: by a method in vLLM 0.32, by a cached property since."""
+    described = source.metadata
+    return list(described() if callable(described) else described)
+
+
+Shards = dict[str, torch.Tensor | Block]
+
+
+def _shards_of(source: WeightSource, rank: int) -> Callable[[], Shards]:
+    """What returns what this rank of the trainer holds, by name."""
     if callable(shards := getattr(source, "shards", None)):
-        return dict(shards())
-    # Iterating vLLM's own source would gather every weight on every rank.
+        return lambda: dict(shards())
+    # DTensors say more than vLLM's placements do: of strided shards vLLM's own source would gather every weight.
     if type(source) is ModuleSource and isinstance(module := getattr(source, "_module", None), torch.nn.Module):
-        return dict(module.named_parameters())
+        return lambda: dict(module.named_parameters())
+    if getattr(source, "implements_iter_local", bool)():
+        described = {one.name: one for one in _described(source)}
+        return lambda: {
+            name: piece for name, local in source.iter_local() for piece in _placed(described[name], local, rank)
+        }
     raise TypeError(
         f"source is a {type(source).__name__}, which yields gathered weights: give a ModuleSource, "
-        "transfuse.integrations.vllm.ShardSource, or a WeightSource with a method shards() that returns what this rank "
-        "holds by name"
+        "transfuse.integrations.vllm.ShardSource, a WeightSource with iter_local() (vLLM 0.33), or one with a method "
+        "shards() that returns what this rank holds by name"
     )
+
+
+def _placed(described: Any, local: torch.Tensor, rank: int) -> Sequence[torch.Tensor | Block]:
+    """A rank's piece of a weight, as vLLM 0.33 places it. Empty if there is nothing left for this rank."""
+    if described.placements is None:
+        return [local]
+    place, coordinate = described.owners.index(rank), list[int]()
+    for size in reversed(described.mesh_shape):
+        place, at = divmod(place, size)
+        coordinate.insert(0, at)
+    return Block.placed(local, described.shape, described.mesh_shape, described.placements, coordinate)
 
 
 class _Engine:
@@ -483,15 +622,12 @@ class _Engine:
             self.client.start_weight_update()
             try:
                 self.client.update_weights(asdict(update))
+                self.client.finish_weight_update(*(() if version is None else (version,)))
             except Exception:
                 # Workers that had no error are still in this update, and would refuse to start the next.
                 with suppress(Exception):
                     self.client.finish_weight_update()
                 raise
-            if version is None:
-                self.client.finish_weight_update()
-            else:
-                self.client.finish_weight_update(version)
         except BaseException:
             self.initialized = False
             raise
@@ -510,7 +646,8 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         self, info: TransfuseTrainerInitInfo, client: VLLMWeightSyncClient | None, source: WeightSource
     ) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender)
-        _shards(source)  # Refuse a source that cannot be served here, not in the first round.
+        self.rank = info.rank
+        self._shards = _shards_of(source, info.rank)
         self._info = info
         self._ranks = _TrainerRanks(info.group, info.update_timeout)
         self._engines: list[_Engine] = []
@@ -518,7 +655,7 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         self._last = 0
         #: The round that readers may fetch now, and the weights: changed while no reader is active.
         self._round: int | None = None
-        self._offered: dict[str, torch.Tensor] = {}
+        self._offered: Shards = {}
         #: The engines that did not get the last round, each with the cause.
         self.lost: list[tuple[VLLMWeightSyncClient, Exception]] = []
         self._init = self._ranks.together("beginning to serve", self._serve)
@@ -610,8 +747,8 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         problem = ""
         try:
             try:
-                described = self.source.metadata()
-                self._offer(self._last, _shards(self.source))
+                described = _described(self.source)
+                self._offer(self._last, self._shards())
             except Exception as error:
                 problem = f"rank {self._info.rank} cannot offer its weights: {type(error).__name__}: {error}"
             self._ranks.check(problem)
@@ -629,7 +766,7 @@ class TransfuseTrainerWeightTransferEngine(TrainerWeightTransferEngine[Transfuse
         """Stop serving. Workers that are still reading get an error."""
         self._server.close(cancel=True)
 
-    def _offer(self, number: int | None, shards: dict[str, torch.Tensor]) -> None:
+    def _offer(self, number: int | None, shards: Shards) -> None:
         with self._server.mutating():
             self._round, self._offered = number, shards
 
